@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .calibration.gptq_run import apply_gptq, claim_rounded_layers, missing_bytes
+from .calibration.gptq_run import apply_gptq, missing_bytes, rounded_layer_store
 from .convert.conversion import Progress, check_copied, convert
 from .distributed import Ranks, attempt
 from .errors import OutputError, SourceError
@@ -165,7 +165,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
             not_finite.update(copied)
         published = in_all_ranks(ranks, lambda: _publish(writing, work))
         if corpus is not None and ranks.first:
-            claim_rounded_layers(prepared.target).remove()
+            rounded_layer_store(prepared.target).remove()
     return Outcome(claim.resumed, unfinished is None, published, not_finite, unread_shards)
 
 

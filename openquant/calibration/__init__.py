@@ -1,16 +1,16 @@
-"""Calibration: texts run through a model, and what is found makes a quantized model lose less.
+"""Calibration: runs texts through a model, and uses what its layers do to quantize it with a smaller error.
 
-run           calibrate(): texts run through a model; input statistics of its layers are written to a file
-observers     hooks that record the largest magnitude and mean square of each input channel, and of keys and values
-mappings      where inputs can be scaled: a smooth_layer that makes them, and the balance_layers that read them
-smoothing     what scaling these inputs changes about each weight
+run           calibrate(): runs texts and writes the input statistics of the layers to a file
+observers     hooks that record absmax and mean squares of each layer's inputs, and absmax of keys and values
+mappings      smoothing mappings: a smooth_layer, and the balance_layers that read its outputs
+smoothing     what the scales of smoothing mappings change about weights and norms
 smoothquant   scales that move outliers from INT8 activations into weights (SmoothQuant)
 awq           scales that give important input channels finer steps (AWQ)
-hessian       Hessians of layers, H = X'X over the tokens that a layer sees
-gptq          weights rounded column by column, errors propagated to the columns that follow (GPTQ)
-gptq_pass     GPTQ for each layer of a model as texts run through it; gptq_run does that for a run of compress()
-prepare       what a run of compress() calibrates, and what that changes about its weights
+hessian       Hessians of layers, H = X'X over the tokens that go into a layer
+gptq          rounds a weight column by column, and propagates errors to later columns (GPTQ)
+gptq_pass     runs texts through a model, and rounds each layer by GPTQ; gptq_run does that in a run of compress()
+prepare       what a run of compress() calibrates before the final plan
 
-places = usable_mappings(plan)
-smoothquant_scale(places.mappings[0], plan, reader, calibration, 0.5)      # [2, 1, 1, 0.5, ..], or why there is none
+[mapping, *_] = usable_mappings(plan).mappings
+smoothquant_scale(mapping, plan, reader, calibration, 0.5)      # float32 [2, 1, 1, 0.5, ..], or why there is none
 """

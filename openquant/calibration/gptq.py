@@ -1,13 +1,13 @@
-"""GPTQ: weights rounded one column after another, each with what the columns before it have made wrong put right.
+"""GPTQ: rounds a weight column by column, and corrects later columns for the errors of earlier ones.
 
-How wrong a layer's outputs are is the trace of E H E', where E is what rounding does to the weights [out, in] and H the
-Gram matrix X' X of the layer's inputs. With H = R R', R upper triangular, that is the sum of squares of E R, and in
-column k of it stands R[k, k] times E[k] plus what the errors of earlier columns bring there: rounding the weight plus
-that to the nearest code makes each as small as it can be. It is what Frantar et al. compute from the inverse of H
-(arXiv 2210.17323), in an order that needs no inverse (Chee et al., arXiv 2307.13304, theorem 6).
+The squared error of a layer's outputs is the trace of E H E', where E [out, in] is the rounding error of the weight and
+H = X'X is the layer's Hessian. With H = R R', R upper triangular, that trace is the sum of squares of E R. Column k of
+E R is R[k, k] times E[k] plus what the errors of earlier columns add to it. So each term is smallest when the weight
+plus these errors is rounded to the nearest code. Frantar et al. (arXiv 2210.17323) compute the same from the inverse of
+H; this order of rounding needs no inverse (Chee et al., arXiv 2307.13304, theorem 6).
 
-    feedback = find_feedback(gram)
-    quotients = carried(weight, scale, feedback, form)      # the values of codes, [out, in]
+    propagation = find_error_propagation(hessian)
+    quotients = round_columns(weight, scale, propagation, scheme.format)     # float32 [out, in]
 """
 
 from __future__ import annotations
@@ -21,132 +21,138 @@ from ..formats.format import Format
 from ..formats.numbers import Number
 from ..formats.reference import nearest
 
-# Added to the diagonal, as a share of its mean, and how many times as much where that is not enough.
-DAMPING, MORE = 0.01, 10.0
-# Columns that are rounded one by one before others are told of them, all at once: larger parts by halves.
-LEAST = 16
-# Rows of a matrix that are turned around at once.
+# Added to the Hessian's diagonal, as a share of its mean; ten times as much after each failed Cholesky decomposition.
+PERCDAMP, PERCDAMP_GROWTH = 0.01, 10.0
+# Up to this many columns, each error goes to the next columns at once. Larger ranges are halved, and the errors of the
+# first half go to the second in one matrix product.
+MIN_RANGE = 16
+# Rows of a matrix that are reversed at a time.
 PANEL = 256
 
 
 @dataclass(frozen=True, eq=False)
 class ErrorPropagation:
-    """What errors of some columns of a weight do to others.
+    """How rounding errors of earlier columns of a weight correct later ones.
 
     Attributes:
-        order: int64 [in], the columns in the order in which they are rounded: those of large inputs first, as their
-            errors count most and are put right by most others.
-        shares: [in, in], upper triangular in that order: what a later column gets of an earlier one's error.
+        order: int64 [in], the act-order: columns in the order in which they are rounded. Large inputs come first, since
+            their errors weigh most and more columns are left to correct them.
+        coefficients: [in, in], upper triangular, in act-order: row k has what column k's error adds to each later
+            column.
     """
 
     order: Tensor
-    shares: Tensor
+    coefficients: Tensor
 
 
 def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) -> ErrorPropagation:
-    """What to carry from column to column for inputs with this Gram matrix.
+    """Compute act-order and error coefficients from a Hessian, with damping.
 
-    Inputs that are always zero have no part in it. The diagonal is raised by a hundredth of its mean, and by more where
-    rounding in the matrix itself leaves it with no root.
+    Inputs that are always zero neither give nor receive errors. Damping adds 1 % of the diagonal's mean to it, and
+    more if rounding in the Hessian itself leaves it not positive definite.
 
     Args:
-        hessian: [in, in], finite.
-        dtype: of the shares.
+        hessian: float32 or float64 [in, in], symmetric and finite.
+        dtype: dtype of the coefficients.
     """
     diagonal = hessian.diagonal().double()
-    live = diagonal > 0
-    mean = float(diagonal[live].mean()) if bool(live.any()) else 1.0
+    nonzero = diagonal > 0
+    mean = float(diagonal[nonzero].mean()) if bool(nonzero.any()) else 1.0
     order = torch.argsort(diagonal, descending=True, stable=True)
-    # Turned around, since torch finds lower triangular roots.
-    turned = order.flip(0)
-    damping, failed = DAMPING * mean, torch.ones((), dtype=torch.int32, device=hessian.device)
+    # An upper triangular root in act-order is a lower triangular one, which torch computes, in reversed order.
+    reversed_order = order.flip(0)
+    damping, failed = PERCDAMP * mean, torch.ones((), dtype=torch.int32, device=hessian.device)
     while int(failed):
-        root = hessian[turned[:, None], turned].double()
-        root.diagonal()[~live[turned]] = mean
+        root = hessian[reversed_order[:, None], reversed_order].double()
+        root.diagonal()[~nonzero[reversed_order]] = mean
         root.diagonal().add_(damping)
-        # In its own place: turned over it lies in memory as LAPACK has matrices.
+        # In place: the transpose has LAPACK's memory order, so that no copy is made.
         torch.linalg.cholesky_ex(root.mT, out=(root.mT, failed))
-        damping *= MORE
-    found = root.mT
-    found /= found.diagonal().clone()
-    # Some rows at a time, since both are there meanwhile.
-    shares, size = torch.empty_like(hessian, dtype=dtype), len(hessian)
+        damping *= PERCDAMP_GROWTH
+    lower = root.mT
+    lower /= lower.diagonal().clone()
+    # A panel at a time, since root and coefficients are in memory together.
+    coefficients, size = torch.empty_like(hessian, dtype=dtype), len(hessian)
     for low in range(0, size, PANEL):
         high = min(low + PANEL, size)
-        shares[size - high : size - low] = found[low:high].flip(0, 1)
-    return ErrorPropagation(order, shares)
+        coefficients[size - high : size - low] = lower[low:high].flip(0, 1)
+    return ErrorPropagation(order, coefficients)
 
 
 def round_columns(
-    weight: Tensor, scale: Tensor, feedback: ErrorPropagation, form: Format, zero: Tensor | None = None
+    weight: Tensor, scale: Tensor, propagation: ErrorPropagation, fmt: Format, zero_point: Tensor | None = None
 ) -> Tensor:
-    """The values of the codes [out, in] that weights are rounded to, without the scale and before zero points are
-    taken away: float32, what `Number.encode` makes codes of.
+    """Run GPTQ on a weight with given scales.
 
     Args:
-        weight: [out, in], in the dtype that is computed in.
-        scale: float32 [out / height, in / width], that of each group.
-        feedback: from inputs of as many columns.
-        form: how they are stored.
-        zero: the values of the codes that stand for zero, shaped as scale.
+        weight: [out, in], in the dtype of the computation.
+        scale: float32 [out / group height, in / group width].
+        propagation: act-order and coefficients of the layer's inputs.
+        fmt: the format that the weight is stored in.
+        zero_point: float32, shaped as `scale`; None for symmetric formats.
+
+    Returns:
+        float32 [out, in], q = round(w / scale + zero_point) with errors propagated. `Number.encode` makes codes of it;
+        (q - zero_point) * scale dequantizes it.
     """
     rows, cols = weight.shape
-    order, height = feedback.order, form.group[0] or rows
-    # Columns lie in rows, in their order.
-    sums = weight.T[order].contiguous()
-    columns = _Columns(
-        sums,
-        sums.clone(),
-        feedback.shares,
-        form.number,
-        torch.div(order, form.group[1] or cols, rounding_mode="floor").tolist(),
+    order, height = propagation.order, fmt.group[0] or rows
+    # Transposed, so that each column is contiguous.
+    columns = weight.T[order].contiguous()
+    rounding = _ColumnRounding(
+        columns,
+        columns.clone(),
+        propagation.coefficients,
+        fmt.number,
+        torch.div(order, fmt.group[1] or cols, rounding_mode="floor").tolist(),
         scale.T.repeat_interleave(height, 1)[:, :rows].contiguous(),
-        None if zero is None else zero.T.repeat_interleave(height, 1)[:, :rows].contiguous(),
+        None if zero_point is None else zero_point.T.repeat_interleave(height, 1)[:, :rows].contiguous(),
     )
-    columns.settle(0, cols)
-    found = torch.empty(rows, cols, dtype=torch.float32, device=weight.device)
-    found.T[order] = sums.float()
-    return found
+    rounding.round_range(0, cols)
+    quotients = torch.empty(rows, cols, dtype=torch.float32, device=weight.device)
+    quotients.T[order] = columns.float()
+    return quotients
 
 
 @dataclass(frozen=True, eq=False)
-class _Columns:
-    """The columns of a weight as they are rounded, in their order, each a row.
+class _ColumnRounding:
+    """The transposed columns of a weight in act-order while they are rounded.
 
     Attributes:
-        sums: [in, out], weights with what earlier errors bring them; of columns that are done the values of codes.
-        errors: [in, out], weights less what their codes stand for; weights where a column is not done.
-        shares: see Feedback.
-        number: what the codes are.
-        group: of each column, the row of scales that it has.
+        columns: [in, out], weights plus propagated errors; once a column is rounded, its quotients.
+        errors: [in, out], rounding errors of columns that are rounded; weights of the others.
+        coefficients: see ErrorPropagation.
+        number: the numeric format of the codes.
+        groups: row of `scales` for each column.
         scales: [groups, out].
-        zeros: likewise, the values of the codes that stand for zero; None where zero stands for itself.
+        zero_points: [groups, out]; None for symmetric formats.
     """
 
-    sums: Tensor
+    columns: Tensor
     errors: Tensor
-    shares: Tensor
+    coefficients: Tensor
     number: Number
-    group: list[int]
+    groups: list[int]
     scales: Tensor
-    zeros: Tensor | None
+    zero_points: Tensor | None
 
-    def settle(self, low: int, high: int) -> None:
-        """Round so many columns, which earlier ones have brought all that they bring."""
-        if high - low > LEAST:
+    def round_range(self, low: int, high: int) -> None:
+        """Round columns low to high, to which all earlier errors were propagated."""
+        if high - low > MIN_RANGE:
             middle = (low + high) // 2
-            self.settle(low, middle)
-            self.sums[middle:high].addmm_(self.shares[low:middle, middle:high].T, self.errors[low:middle])
-            self.settle(middle, high)
+            self.round_range(low, middle)
+            self.columns[middle:high].addmm_(self.coefficients[low:middle, middle:high].T, self.errors[low:middle])
+            self.round_range(middle, high)
             return
-        for at in range(low, high):
-            step = self.scales[self.group[at]]
-            quotients = self.sums[at] / step
-            if self.zeros is not None:
-                quotients += self.zeros[self.group[at]]
-            found = nearest(quotients.float(), self.number)
-            self.sums[at] = found
-            values = found if self.zeros is None else found - self.zeros[self.group[at]]
-            self.errors[at] -= values * step
-            if at + 1 < high:
-                self.sums[at + 1 : high].addr_(self.shares[at, at + 1 : high], self.errors[at])
+        for column in range(low, high):
+            group = self.groups[column]
+            scale = self.scales[group]
+            quotients = self.columns[column] / scale
+            if self.zero_points is not None:
+                quotients += self.zero_points[group]
+            rounded = nearest(quotients.float(), self.number)
+            self.columns[column] = rounded
+            values = rounded if self.zero_points is None else rounded - self.zero_points[group]
+            self.errors[column] -= values * scale
+            if column + 1 < high:
+                self.columns[column + 1 : high].addr_(self.coefficients[column, column + 1 : high], self.errors[column])

@@ -1,15 +1,15 @@
-"""GPTQ's pass: texts go through a model layer by layer, and each layer's weights are rounded by what went into them.
+"""GPTQ's pass: runs texts through a model layer by layer, and rounds each layer with its Hessians.
 
-As a decoder layer is through all texts, the Gram matrices of its inputs are there: its weights are read, rounded and
-written to a file of their own, which the conversion copies from, and the matrices are given back.
+Once all texts are through a decoder layer, its Hessians are complete. Its weights are then read, rounded and written to
+a file of the layer store, from which the conversion copies them, and the Hessians are freed.
 
-    places = round_layers(StreamedModel(checkpoint), plan, corpus, folder)
-    places["model.layers.0.mlp.up_proj.weight_packed"]      # Place(.../000.safetensors, 1152)
+    places = round_layers(StreamedModel(checkpoint), plan, corpus, store, kernels, max_hessian_bytes=1 << 30)
+    places["model.layers.0.mlp.up_proj.weight_packed"]      # TensorPlace(.../000.safetensors, 1152)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,125 +40,112 @@ from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.reading import Reader, require_small
 from ..weights.weight import Weight
 from .gptq import ErrorPropagation, find_error_propagation, round_columns
-from .hessian import Hessian, HessianObserver, find_hessians, in_memory_parts
+from .hessian import Hessian, HessianObserver, LayerHessians, find_hessians, in_memory_parts
 from .observers import decoder_layers
 
-# Weights of a layer that are rounded together, all of some rows.
-AT_ONCE = 1 << 24
-# Tokens below which an expert is told to have seen few.
-FEW = 256
+# Weights that are rounded at a time, whole rows of a layer.
+WEIGHTS_AT_ONCE = 1 << 24
+# The user is told how many experts fewer tokens were routed to.
+FEW_TOKENS = 256
 
 
 def round_layers(
     model: StreamedModel,
     plan: Plan,
     corpus: Corpus,
-    folder: LayerStore,
+    store: LayerStore,
     loops: Loops,
     *,
-    room: int,
+    max_hessian_bytes: int,
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
     remaining: Remaining | None = None,
     kept: PassCheckpoint | None = None,
-    say: Callable[[str], object] = str,
+    note: Callable[[str], object] = str,
 ) -> dict[str, TensorPlace]:
-    """Round the weights of a plan that GPTQ rounds, as far as they are Linears of the model or experts that are seen.
+    """Round the weights that a plan gives to GPTQ: Linears of decoder layers, and experts whose inputs are observed.
 
     Args:
-        model: the source's.
-        plan: what becomes of its weights.
-        corpus: the texts.
-        folder: where weights are written, layer by layer; those that are there are not rounded again.
-        loops: what searches for scales.
-        room: bytes of Gram matrices at a time; a layer with more of them is computed several times.
-        scratch: where hidden states go beyond a budget; None for nowhere.
-        progress: told how many tokens are through all layers, and how many there are.
-        remaining: told about how many seconds are left, from the first layer on.
-        kept: where passes are kept now and then, and gone on from.
-        say: is told in a line to how many experts few tokens came.
+        model: the source model.
+        plan: says which weights are rounded, and in which schemes.
+        corpus: the calibration texts.
+        store: where rounded layers are written; a layer that is there already is not rounded again.
+        loops: the kernels that choose scales.
+        max_hessian_bytes: memory for Hessians and the tensors rounded with them; texts run several times through
+            a layer whose Hessians take more.
+        scratch: file to which hidden states are offloaded; None to keep them in memory.
+        progress: called with the tokens that are through all layers, and their total number.
+        remaining: called with the estimated seconds left, after the first layer and from then on.
+        kept: checkpoint of the pass, from which an interrupted one continues; None for none.
+        note: called with a line for the user if few tokens were routed to some experts.
 
     Returns:
-        Where each tensor of them lies, by name.
+        Where each rounded tensor lies, by tensor name.
 
     Raises:
-        SourceError: a weight cannot be read, activations are not finite, or a file in the folder is damaged.
+        SourceError: a weight cannot be read, activations are not finite, or a file of the store is damaged.
         PlanError: a weight is too large for its scheme.
-        OutputError: a layer's file cannot be written, or hidden states found no room on disk.
+        OutputError: a layer's file cannot be written, or hidden states do not fit on disk.
     """
-    decoding = decoder_layers(model)
+    layers = decoder_layers(model)
     units = find_hessians(model, plan)
-    places: dict[str, TensorPlace] = {}
-    left: dict[str, list[Hessian]] = {}
-    for unit, found in units.items():
-        rest = found.hessians
-        for path, tensors in folder.read(decoding.index(unit)).items():
-            there = [hessian for hessian in rest if not tensors.keys().isdisjoint(hessian.tensors)]
-            scales = [(info, place) for info, place in tensors.items() if is_scale_tensor(info)]
-            if tensors.keys() != {info for hessian in there for info in hessian.tensors} or not all(
-                has_sound_scales(path, place.offset, info) for info, place in scales
-            ):
-                raise damaged_file(path)
-            places |= {info.name: place for info, place in tensors.items()}
-            rest = [hessian for hessian in rest if hessian not in there]
-        if rest:
-            left[unit] = rest
-    if not left:
+    places, pending = _read_store(store, units, layers)
+    if not pending:
         return places
-    if kept is not None and kept.done & left.keys():
+    if kept is not None and kept.done & pending.keys():
         raise SourceError(
-            f"{kept.path} goes on after layers whose files are gone from {folder.path}", "remove it to begin again"
+            f"{kept.path} continues after layers whose files are gone from {store.path}", "remove it to begin again"
         )
-    summing = HessianObserver(model.model, units.values())
-    reader = Reader(plan.seen.where, lambda shard: model.traffic.path(shard), _memory, loops)
-    parts = {unit: in_memory_parts(hessians, room) for unit, hessians in left.items()}
+    observer = HessianObserver(model.model, units.values())
+    reader = Reader(plan.seen.where, lambda shard: model.traffic.path(shard), _allocate, loops)
+    parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
 
     @contextmanager
     def around() -> Iterator[None]:
-        with products_in_float32(model.device), summing.on():
+        with products_in_float32(model.device), observer.on():
             yield
 
     texts = [torch.tensor(document.ids, device=model.device) for document in corpus.documents]
-
-    seen: list[int] = []
+    expert_tokens: list[int] = []
 
     def finish(unit: str, part: list[Hessian]) -> None:
-        """Round what texts were through, and write it."""
-        seen.extend(hessian.tokens for hessian in part if hessian.beside is not None)
-        number, hessians = decoding.index(unit), units[unit].hessians
-        tensors = [each for hessian in part for each in _rounded(hessian, reader)]
-        written = folder.write(number, tensors, None if part == hessians else hessians.index(part[0]))
+        """Round the weights of a part's complete Hessians, and write them."""
+        expert_tokens.extend(hessian.tokens for hessian in part if hessian.moe_hessian is not None)
+        number, hessians = layers.index(unit), units[unit].hessians
+        tensors = [tensor for hessian in part for tensor in _round_weights(hessian, reader)]
+        written = store.write(number, tensors, None if part == hessians else hessians.index(part[0]))
         places.update({info.name: place for info, place in written.items()})
 
     def again(unit: str) -> bool:
-        """Whether texts go through a layer once more after this time, which is for the next part of its matrices."""
+        """Begin the next part of a layer's Hessians; whether texts run through the layer again for another one."""
         if unit not in parts:
             return False
-        begun = parts[unit][0][0].open
-        if begun:
+        started = parts[unit][0][0].accumulating
+        if started:
             finish(unit, parts[unit].pop(0))
-        for hessian in units[unit].wholes:
-            hessian.open = not begun
+        # The Hessian of an MoE layer is complete after the first time.
+        for hessian in units[unit].moe_hessians:
+            hessian.accumulating = not started
         for hessian in parts[unit][0]:
-            hessian.open = True
+            hessian.accumulating = True
         return len(parts[unit]) > 1
 
     def after_unit(unit: str, group: int, number: int, hidden: Tensor) -> None:
         del number, hidden
         if unit in parts and group + 1 == len(texts):
             finish(unit, parts[unit].pop(0))
-            for hessian in units[unit].wholes:
-                hessian.sums = None
+            for hessian in units[unit].moe_hessians:
+                hessian.upper = None
 
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
 
     last = list(parts)[-1]
     resumed = frozenset() if kept is None else kept.done
-    costs = layer_costs(model, [unit for unit in decoding[: decoding.index(last) + 1] if unit not in resumed])
-    # Texts go through a layer once for each part of its matrices, and rounding takes about as long as a part.
+    costs = layer_costs(model, [unit for unit in layers[: layers.index(last) + 1] if unit not in resumed])
+    # Texts run through a layer once for each part, and rounding takes about as long as one of these.
     costs = {unit: cost * (1 + len(parts.get(unit, ()))) for unit, cost in costs.items()}
-    counted = PassProgress(costs, len(texts) * corpus.length, progress, remaining)
+    pass_progress = PassProgress(costs, len(texts) * corpus.length, progress, remaining)
     with limited_threads(threads_for(model, corpus.length)):
         run_interleaved(
             [[ForwardPass(model, partial(body, ids), around)] for ids in texts],
@@ -166,110 +153,139 @@ def round_layers(
             after_unit=after_unit,
             scratch=scratch,
             until=last,
-            progress=counted.layer_done,
+            progress=pass_progress.layer_done,
             kept=kept,
             again=again,
         )
-    if any(tokens < FEW for tokens in seen):
-        few, none = (sum(tokens < most for tokens in seen) for most in (FEW, 1))
-        say(f"fewer than {FEW} tokens came to {few} of {len(seen)} experts, none to {none}: more texts may help")
+    if any(tokens < FEW_TOKENS for tokens in expert_tokens):
+        few, none = (sum(tokens < limit for tokens in expert_tokens) for limit in (FEW_TOKENS, 1))
+        note(
+            f"fewer than {FEW_TOKENS} tokens were routed to {few} of {len(expert_tokens)} experts, none to {none}: "
+            "more texts may help"
+        )
     return places
 
 
-def _memory(nbytes: int) -> Bytes:
+def _read_store(
+    store: LayerStore, units: Mapping[str, LayerHessians], layers: Sequence[str]
+) -> tuple[dict[str, TensorPlace], dict[str, list[Hessian]]]:
+    """Where tensors that are rounded already lie, by name, and the Hessians that each layer still needs."""
+    places: dict[str, TensorPlace] = {}
+    pending: dict[str, list[Hessian]] = {}
+    for unit, unit_hessians in units.items():
+        missing = unit_hessians.hessians
+        for path, tensors in store.read(layers.index(unit)).items():
+            stored = [hessian for hessian in missing if not tensors.keys().isdisjoint(hessian.output_tensors)]
+            scales = [(info, place) for info, place in tensors.items() if is_scale_tensor(info)]
+            if tensors.keys() != {info for hessian in stored for info in hessian.output_tensors} or not all(
+                has_sound_scales(path, place.offset, info) for info, place in scales
+            ):
+                raise damaged_file(path)
+            places |= {info.name: place for info, place in tensors.items()}
+            missing = [hessian for hessian in missing if hessian not in stored]
+        if missing:
+            pending[unit] = missing
+    return places, pending
+
+
+def _allocate(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
 
 
-def _rounded(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInfo, Bytes]]:
-    """The tensors of all weights that go with a Gram matrix."""
-    sums = hessian.take()
-    if not torch.isfinite(sums).all():
+def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInfo, Bytes]]:
+    """Round all weights of a complete Hessian, which is freed; yield the tensors of each."""
+    matrix = hessian.pop_matrix()
+    if not torch.isfinite(matrix).all():
         raise SourceError(
-            f"what goes into {hessian.weights[0][0].source.name} is not finite on these texts",
+            f"the inputs of {hessian.weights[0][0].source.name} are not finite on these texts",
             "the model overflows there: look at its weights with openquant diagnose",
         )
-    known: dict[bytes, ErrorPropagation] = {}
-    largest = _largest(hessian, reader)
+    # Only the last is kept, which is as large as the Hessian: fused layers are smoothed by the same factors.
+    propagations: dict[bytes, ErrorPropagation] = {}
+    shared_absmax = _shared_absmax(hessian, reader)
     for weight, scheme in hessian.weights:
         columns = weight.transform.columns if weight.transform is not None else None
         key = b"" if columns is None else columns.tobytes()
-        if key not in known:
-            known = {key: _feedback(sums, columns)}
-        yield from _round(weight, scheme, known[key], largest, reader)
+        if key not in propagations:
+            propagations = {key: _smoothed_propagation(matrix, columns)}
+        yield from _round_weight(weight, scheme, propagations[key], shared_absmax, reader)
 
 
-def _feedback(sums: Tensor, columns: Floats | None) -> ErrorPropagation:
-    """What is carried where inputs are divided by what columns are multiplied with."""
+def _smoothed_propagation(matrix: Tensor, columns: Floats | None) -> ErrorPropagation:
+    """Error propagation of inputs that are divided by smoothing factors [in], which multiply the weight's columns."""
     if columns is None:
-        return find_error_propagation(sums)
-    factors = torch.from_numpy(columns).to(sums.device)
-    return find_error_propagation(sums / factors / factors[:, None])
+        return find_error_propagation(matrix)
+    factors = torch.from_numpy(columns).to(matrix.device)
+    return find_error_propagation(matrix / factors / factors[:, None])
 
 
-def _largest(hessian: Hessian, reader: Reader) -> Floats:
-    """float32 [1, 1], the largest magnitude of weights that share a scale; 0 where none do."""
-    found = np.zeros((1, 1), np.float32)
+def _shared_absmax(hessian: Hessian, reader: Reader) -> Floats:
+    """float32 [1, 1], the absmax of all weights that share a per-tensor or global scale; 0 if none do."""
+    absmax_of_all = np.zeros((1, 1), np.float32)
     for weight, scheme in hessian.weights:
         if scheme.format.shares_scale:
             for bits in reader.rows(weight, 1):
                 largest = absmax(bits, weight.dtype, (None, None))
                 require_small(weight, largest, scheme, reader.where)
-                found = np.maximum(found, largest)
-    return found
+                absmax_of_all = np.maximum(absmax_of_all, largest)
+    return absmax_of_all
 
 
-def _round(
-    weight: Weight, scheme: Scheme, feedback: ErrorPropagation, largest: Floats, reader: Reader
+def _round_weight(
+    weight: Weight, scheme: Scheme, propagation: ErrorPropagation, shared_absmax: Floats, reader: Reader
 ) -> Iterator[tuple[TensorInfo, Bytes]]:
-    """The tensors of one weight: codes, scales, a global scale and zero points, as its format has them."""
-    form, loops, device = scheme.format, reader.loops, feedback.shares.device
-    global_scale = choose_shared_scale(form, largest) if form.global_scale is not None else None
+    """Round one weight; yield its codes, scales, global scale and zero points, as its format has them."""
+    fmt, loops, device = scheme.format, reader.loops, propagation.coefficients.device
+    global_scale = choose_shared_scale(fmt, shared_absmax) if fmt.global_scale is not None else None
     codes: list[Any] = []
     scales: list[Any] = []
-    zeros: list[Any] = []
+    zero_points: list[Any] = []
     importance = None if weight.transform is None else weight.transform.importance
-    for bits in _pieces(reader, weight, form.height):
-        largest_weights = largest
-        if not form.shared:
-            largest_weights = loops.absmax(bits, weight.dtype, form.group)
-            require_small(weight, largest_weights, scheme, reader.where)
-        scale, zero = choose_scales(scheme, bits, weight.dtype, largest_weights, global_scale, importance, loops)
-        if not form.shared or not scales:
-            scales.append(np.asarray(form.stored(scale, global_scale)))
-        if zero is not None:
-            zeros.append(pack_words(form.number.encode(zero), form.number))
+    for bits in _row_blocks(reader, weight, fmt.height):
+        group_absmax = shared_absmax
+        if not fmt.shared:
+            group_absmax = loops.absmax(bits, weight.dtype, fmt.group)
+            require_small(weight, group_absmax, scheme, reader.where)
+        scale, zero_point = choose_scales(scheme, bits, weight.dtype, group_absmax, global_scale, importance, loops)
+        if not fmt.shared or not scales:
+            scales.append(np.asarray(fmt.stored(scale, global_scale)))
+        if zero_point is not None:
+            zero_points.append(pack_words(fmt.number.encode(zero_point), fmt.number))
         values = torch.from_numpy(to_float32(bits, weight.dtype)).to(device)
-        shift = None if zero is None else torch.from_numpy(zero).to(device)
-        found = round_columns(values, torch.from_numpy(scale).to(device), feedback, form, shift)
-        each = form.number.encode(found.cpu().numpy())
-        if form.number.per_byte > 1:
-            packed = np.empty((len(each), each.shape[1] // form.number.per_byte), np.uint8)
-            pack(each, packed)
-            each = packed
-        codes.append(each)
-    made = {form.codes: codes, form.scale.name: scales}
-    if form.zero_point is not None:
-        made[form.zero_point] = zeros
-    if form.global_scale is not None:
-        made[form.global_scale.name] = [global_scale]
+        shift = None if zero_point is None else torch.from_numpy(zero_point).to(device)
+        quotients = round_columns(values, torch.from_numpy(scale).to(device), propagation, fmt, shift)
+        block = fmt.number.encode(quotients.cpu().numpy())
+        if fmt.number.per_byte > 1:
+            packed = np.empty((len(block), block.shape[1] // fmt.number.per_byte), np.uint8)
+            pack(block, packed)
+            block = packed
+        codes.append(block)
+    arrays = {fmt.codes: codes, fmt.scale.name: scales}
+    if fmt.zero_point is not None:
+        arrays[fmt.zero_point] = zero_points
+    if fmt.global_scale is not None:
+        arrays[fmt.global_scale.name] = [global_scale]
     for info in rounded_tensors(weight, scheme):
-        parts = made[info.name.removeprefix(f"{weight.module}.")]
-        yield info, np.concatenate([part.reshape(-1).view(np.uint8) for part in parts])
+        blocks = arrays[info.name.removeprefix(f"{weight.module}.")]
+        yield info, np.concatenate([block.reshape(-1).view(np.uint8) for block in blocks])
 
 
-def _pieces(reader: Reader, weight: Weight, multiple: int) -> Iterator[Bits]:
-    """The weight in runs of as many rows as are rounded together, multiples of `multiple`."""
+def _row_blocks(reader: Reader, weight: Weight, multiple: int) -> Iterator[Bits]:
+    """The weight in blocks of rows that are rounded together, each but the last a multiple of `multiple` rows.
+
+    The blocks share one buffer: each is valid until the next.
+    """
     rows, cols = weight.shape
-    step = min(rows, max(1, AT_ONCE // (cols * multiple)) * multiple)
-    piece = np.empty((step, cols), BITS_TYPE[weight.dtype])
+    step = min(rows, max(1, WEIGHTS_AT_ONCE // (cols * multiple)) * multiple)
+    block = np.empty((step, cols), BITS_TYPE[weight.dtype])
     filled = 0
     for bits in reader.rows(weight, multiple):
         while len(bits):
             count = min(len(bits), step - filled)
-            piece[filled : filled + count] = bits[:count]
+            block[filled : filled + count] = bits[:count]
             bits, filled = bits[count:], filled + count
             if filled == step:
-                yield piece
+                yield block
                 filled = 0
     if filled:
-        yield piece[:filled]
+        yield block[:filled]

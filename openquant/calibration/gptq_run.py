@@ -1,8 +1,8 @@
-"""What GPTQ does for a run of compress(): texts run through the model, and layers are rounded before the conversion.
+"""GPTQ in a run of compress(): runs the texts through the model, and rounds its layers before the conversion.
 
-They lie in `OUTPUT.rounded` beside the output until that is finished, a file for each decoder layer.
+Rounded layers lie in `OUTPUT.rounded` beside the output, a file for each decoder layer, until the output is finished.
 
-transformers is imported by the modules that run models, and these when they are needed.
+torch and transformers are imported only when a model is run.
 """
 
 from __future__ import annotations
@@ -32,98 +32,103 @@ if TYPE_CHECKING:
 
 
 def apply_gptq(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> Plan:
-    """Round layers by GPTQ before the conversion, which then copies them; those that an earlier run left are taken.
+    """Round the layers of a plan by GPTQ, so that the conversion copies them. Layers of an earlier run are reused.
 
-    The first of several ranks does it; all others wait, and take what it has written.
+    The first rank does it. All others wait, and use what it has written.
 
     Args:
-        prepared: the run.
-        corpus: the texts.
-        ranks: this process among several, all of which call this together.
-        reporter: is told of it.
+        prepared: the run and its plan.
+        corpus: the calibration texts.
+        ranks: the processes of this run, all of which call this together.
+        reporter: receives notes and progress.
 
     Returns:
-        The plan with these layers rounded.
+        The plan with the places of rounded tensors.
 
     Raises:
-        SourceError: the model cannot be read or computed, or what an earlier run left is damaged.
-        OutputError: a layer found no room on disk, or hidden states did not.
+        SourceError: the model cannot be read or computed, or a rounded layer of an earlier run is damaged.
+        OutputError: rounded layers or hidden states do not fit on disk.
     """
     places = in_all_ranks(ranks, lambda: _round_layers(prepared, corpus, ranks, reporter) if ranks.first else None)
     if places is None:
-        places = claim_rounded_layers(prepared.target, _about(prepared)).places()
+        places = rounded_layer_store(prepared.target, _digest(prepared)).places()
     return prepared.plan.with_rounded(places)
 
 
 def missing_bytes(prepared: Prepared) -> int:
-    """Bytes of disk that rounded layers will take, those that are there left out."""
-    return max(0, rounded_bytes(prepared.plan.gptq_rounded) - claim_rounded_layers(prepared.target).nbytes)
+    """Return the bytes of disk that rounded layers will still take, in addition to those that are there."""
+    return max(0, rounded_bytes(prepared.plan.gptq_rounded) - rounded_layer_store(prepared.target).nbytes)
 
 
-def _about(prepared: Prepared) -> str:
-    """What the rounded layers of a run are known by."""
+def _digest(prepared: Prepared) -> str:
+    """SHA-256 in hexadecimal of all that decides about the rounded layers, by which a run knows its own."""
     facts = [prepared.plan.digest, dict(prepared.stamps), [version(name) for name in ("torch", "transformers")]]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> dict[str, TensorPlace]:
-    """Run the texts, and round each decoder layer as they are through it; where its tensors then lie."""
+    """Run the texts and round each decoder layer; where its tensors then lie, by name."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel, shards_by_unit
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import round_layers
 
     plan, source, run = prepared.plan, prepared.source, prepared.run
-    about = _about(prepared)
-    folder = claim_rounded_layers(prepared.target, about)
-    folder.claim()
-    kept = PassCheckpoint(folder.passes, lambda: {"run": about})
+    digest = _digest(prepared)
+    store = rounded_layer_store(prepared.target, digest)
+    store.claim()
+    kept = PassCheckpoint(store.passes, lambda: {"run": digest})
     continued = () if kept.found is None else ("an earlier run is continued",)
     reporter.calibrating("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
 
-    def advanced(done: int, total: int) -> None:
+    def report_progress(done: int, total: int) -> None:
         ranks.check()
         reporter.calibrated(done, total)
 
     streamed = StreamedModel(prepared.checkpoint, device=prepared.device)
     shards = shards_by_unit(streamed)
     fingerprint = Fingerprint(prepared.checkpoint, source.remote, source.identity, prepared.stamps)
-    place = prepared.target.absolute().parent
+    directory = prepared.target.absolute().parent
     hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
     with ExitStack() as stack:
-        left = memory_left(run.max_memory, gptq_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
-        fast = prepared.fast and (left is None or left > COMPILED_MEMORY)
-        # For hidden states, and for more Gram matrices than the largest.
-        share = BUDGET if left is None else (left - fast * COMPILED_MEMORY) // 2
-        hessians = BUDGET if left is None else hessian_memory(plan) + share
-        room = scratch_for(hidden, place, share, asked=False)
-        held = stack.enter_context(room) if room else None
-        supplies = supply_shards([(source, shards)], run.stream, place, hidden if room else 0)
+        free = memory_left(run.max_memory, gptq_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
+        fast = prepared.fast and (free is None or free > COMPILED_MEMORY)
+        # One half is for hidden states, the other for Hessians beyond the largest one.
+        half = BUDGET if free is None else (free - fast * COMPILED_MEMORY) // 2
+        max_hessian_bytes = BUDGET if free is None else hessian_memory(plan) + half
+        offload = scratch_for(hidden, directory, half, asked=False)
+        scratch = stack.enter_context(offload) if offload else None
+        supplies = supply_shards([(source, shards)], run.stream, directory, hidden if offload else 0)
         [supply] = stack.enter_context(supplies)
         streamed.traffic = ArrivingShards(supply, shards, source.name, fingerprint, ranks, hashes=False)
-        found = round_layers(
+        places = round_layers(
             streamed,
             plan,
             corpus,
-            folder,
+            store,
             loops(fast),
-            room=hessians,
-            scratch=held,
-            progress=advanced,
+            max_hessian_bytes=max_hessian_bytes,
+            scratch=scratch,
+            progress=report_progress,
             remaining=reporter.remaining,
             kept=kept,
-            say=reporter.calibrating,
+            note=reporter.calibrating,
         )
     fingerprint.require_unchanged()
     kept.remove()
-    return found
+    return places
 
 
-def claim_rounded_layers(target: Path, about: str = "") -> LayerStore:
-    """Where an output's layers lie as GPTQ has rounded them: in `OUTPUT.rounded`."""
-    return LayerStore(rounded_layers_of(target), about)
+def rounded_layer_store(target: Path, digest: str = "") -> LayerStore:
+    """Return the store of layers that GPTQ has rounded for an output directory.
+
+    Args:
+        target: the output directory.
+        digest: what the layers of this run are known by; "" to count or remove those of any run.
+    """
+    return LayerStore(rounded_layers_path(target), digest)
 
 
-def rounded_layers_of(target: Path) -> Path:
-    """The directory of layers that GPTQ has rounded for an output."""
+def rounded_layers_path(target: Path) -> Path:
+    """Return the directory of that store: `OUTPUT.rounded`."""
     return target.with_name(f"{target.name}.rounded")

@@ -1,14 +1,15 @@
-"""Gram matrices of what goes into the layers of a model, added up as texts run through it.
+"""Hessians of a model's layers, accumulated while texts run through it.
 
-Joined layers have one input, and one matrix. Each routed expert has two, of the tokens that come to it: of what goes
-into gate and up, and into down. All of a layer's may be more than memory has room for, so that they are added up in
-parts, for each of which the texts go through the layer once more.
+The Hessian of a layer is H = X'X, where the rows of X [tokens, in] are the inputs of all tokens that go into the layer.
+Fused layers have the same inputs and share one. A routed expert has two: over the inputs of gate and up, and over those
+of down, of the tokens that are routed to it. All Hessians of a decoder layer may not fit in memory. They are then
+accumulated in parts, and texts run through the layer once for each part.
 
-    units = find_grams(model, plan)             # {"model.layers.0": LayerHessians(..), ..}
-    summing = Summing(model.model, units.values())
-    for part in units["model.layers.0"].parts(room):
-        ...                                     # with summing.on() and part.open: texts go through the layer
-        part[0].take()                          # [in, in]
+    units = find_hessians(model, plan)             # {"model.layers.0": LayerHessians(..), ..}
+    observer = HessianObserver(model.model, units.values())
+    for part in in_memory_parts(units["model.layers.0"].hessians, max_bytes):
+        ...                                        # set `accumulating` of the part, run texts with observer.on()
+        part[0].pop_matrix()                       # float32 [in, in]
 """
 
 from __future__ import annotations
@@ -29,201 +30,221 @@ from ..streaming.model import StreamedModel
 from ..weights.weight import Weight
 from .observers import RunningStatistics, decoder_layers, find_hook_points
 
-# Columns that are multiplied with those from them on: a Gram matrix is the same on both sides of its diagonal.
+# Rows of the upper triangle that one product computes: a Hessian is symmetric, its lower triangle is copied at the end.
 PANEL = 256
-# Tokens' worth of what goes into all experts of a layer that counts beside what goes into each: gate and up of those
-# that few tokens come to are rounded by that.
-BESIDE = 64
+# How many tokens the Hessian of the MoE layer counts for in that of each expert's gate and up: it decides how experts
+# that few tokens are routed to are rounded.
+MOE_TOKENS = 64
 
 
 @dataclass(eq=False)
 class Hessian:
-    """The Gram matrix of what goes into some layers, so far.
+    """The Hessian of layers that have the same inputs, as far as it is accumulated.
 
     Attributes:
-        width: how many inputs they have.
-        weights: what is multiplied by it and will be rounded, each with its scheme.
-        beside: of what goes into all experts of the layer, where it is that of one; None where there is no such thing.
-        open: whether it is being added up.
-        tokens: how many there were.
-        sums: float32 [in, in], what is on and above the diagonal; None before the first text.
+        width: number of inputs.
+        weights: the weights that GPTQ rounds with it, each with its scheme.
+        moe_hessian: for gate and up of an expert: the Hessian over all tokens of its MoE layer. None for down and for
+            dense layers.
+        accumulating: whether `add` adds.
+        tokens: number of tokens added.
+        upper: float32 [in, in], whose upper triangle, with the diagonal, is the sum; None before the first token.
     """
 
     width: int
     weights: list[tuple[Weight, Scheme]] = field(default_factory=list)
-    beside: Hessian | None = None
-    open: bool = False
+    moe_hessian: Hessian | None = None
+    accumulating: bool = False
     tokens: int = 0
-    sums: Tensor | None = None
+    upper: Tensor | None = None
 
     @property
-    def tensors(self) -> Iterator[TensorInfo]:
-        """What becomes of its weights."""
+    def output_tensors(self) -> Iterator[TensorInfo]:
+        """Codes, scales and zero points that rounding its weights makes."""
         for weight, scheme in self.weights:
             yield from rounded_tensors(weight, scheme)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it and of what becomes of its weights."""
-        return 4 * self.width**2 + sum(info.nbytes for info in self.tensors)
+        """Bytes of the matrix and of its output tensors."""
+        return 4 * self.width**2 + sum(info.nbytes for info in self.output_tensors)
 
-    def add(self, values: Tensor) -> None:
-        """Add activations [..., in], if it is being added up."""
-        tokens = values.reshape(-1, self.width).float()
-        if not self.open or not len(tokens):
+    def add(self, inputs: Tensor) -> None:
+        """Add inputs [..., in] of any float dtype, if it is accumulating."""
+        tokens = inputs.reshape(-1, self.width).float()
+        if not self.accumulating or not len(tokens):
             return
-        if self.sums is None:
-            self.sums = torch.zeros(self.width, self.width, device=tokens.device)
+        if self.upper is None:
+            self.upper = torch.zeros(self.width, self.width, device=tokens.device)
         self.tokens += len(tokens)
         for low in range(0, self.width, PANEL):
             high = min(low + PANEL, self.width)
-            self.sums[low:high, low:].addmm_(tokens[:, low:high].T, tokens[:, low:])
+            self.upper[low:high, low:].addmm_(tokens[:, low:high].T, tokens[:, low:])
 
-    def take(self) -> Tensor:
-        """The whole matrix, with its share of what goes into all experts; here it is nothing any more."""
-        sums, self.sums, self.open = self.sums, None, False
-        if sums is None:
-            sums = torch.zeros(self.width, self.width)
-        if self.beside is not None and self.beside.sums is not None:
-            sums = sums.to(self.beside.sums.device).add_(self.beside.sums, alpha=BESIDE / self.beside.tokens)
+    def pop_matrix(self) -> Tensor:
+        """Return the symmetric matrix, float32 [in, in], including the share of the MoE layer, and free it here."""
+        matrix, self.upper, self.accumulating = self.upper, None, False
+        if matrix is None:
+            matrix = torch.zeros(self.width, self.width)
+        if self.moe_hessian is not None and self.moe_hessian.upper is not None:
+            upper = self.moe_hessian.upper
+            matrix = matrix.to(upper.device).add_(upper, alpha=MOE_TOKENS / self.moe_hessian.tokens)
         for low in range(0, self.width, PANEL):
             high = min(low + PANEL, self.width)
-            sums[high:, low:high] = sums[low:high, high:].T
-        return sums
+            matrix[high:, low:high] = matrix[low:high, high:].T
+        return matrix
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertInputs:
-    """What goes into gate and up of a layer's experts, or into down.
+class ExpertHessians:
+    """The Hessians of gate and up of an MoE layer's experts, or of down.
 
     Attributes:
-        hessians: by expert.
-        whole: of all tokens, as they are before they are routed; None for down, whose inputs come sorted by experts.
+        by_expert: Hessian of each expert, by its index.
+        moe_hessian: the Hessian over all tokens before routing; None for down, whose inputs come sorted by expert.
     """
 
-    hessians: Mapping[int, Hessian]
-    whole: Hessian | None
+    by_expert: Mapping[int, Hessian]
+    moe_hessian: Hessian | None
 
 
 @dataclass(frozen=True, eq=False)
 class LayerHessians:
-    """The Gram matrices of a decoder layer.
+    """All Hessians of one decoder layer.
 
     Attributes:
-        layers: of its Linears, by module; joined ones have one.
-        experts: of its modules of stacked experts.
+        linears: Hessian of each nn.Linear, by module name; fused layers have the same object.
+        experts: Hessians of each module of stacked experts, by module name.
     """
 
-    layers: dict[str, Hessian] = field(default_factory=dict)
-    experts: dict[str, ExpertWeights[ExpertInputs]] = field(default_factory=dict)
+    linears: dict[str, Hessian] = field(default_factory=dict)
+    experts: dict[str, ExpertWeights[ExpertHessians]] = field(default_factory=dict)
 
     @property
-    def stacks(self) -> list[ExpertInputs]:
-        """Those of all its modules of experts."""
-        return [each for both in self.experts.values() for each in (both.first, both.down) if each is not None]
+    def _expert_hessians(self) -> list[ExpertHessians]:
+        return [stack for both in self.experts.values() for stack in (both.first, both.down) if stack is not None]
 
     @property
     def hessians(self) -> list[Hessian]:
-        """Each once, but for what stands beside others."""
-        found = [*self.layers.values(), *(hessian for stack in self.stacks for hessian in stack.hessians.values())]
-        return [hessian for hessian in dict.fromkeys(found) if hessian.weights]
+        """The Hessians that weights are rounded with, each once; without those of MoE layers."""
+        experts = (hessian for stack in self._expert_hessians for hessian in stack.by_expert.values())
+        return [hessian for hessian in dict.fromkeys([*self.linears.values(), *experts]) if hessian.weights]
 
     @property
-    def wholes(self) -> list[Hessian]:
-        """Those that stand beside others."""
-        return [stack.whole for stack in self.stacks if stack.whole is not None]
+    def moe_hessians(self) -> list[Hessian]:
+        """The Hessians over all tokens of MoE layers."""
+        return [stack.moe_hessian for stack in self._expert_hessians if stack.moe_hessian is not None]
 
 
-def in_memory_parts(hessians: Sequence[Hessian], room: int) -> list[list[Hessian]]:
-    """Gram matrices in parts that take so many bytes each, with what becomes of their weights; at least one in each."""
+def in_memory_parts(hessians: Sequence[Hessian], max_bytes: int) -> list[list[Hessian]]:
+    """Divide Hessians into consecutive parts that take at most `max_bytes` with their output tensors, or have one."""
     parts: list[list[Hessian]] = []
-    held = room
+    nbytes = max_bytes
     for hessian in hessians:
-        if held + hessian.nbytes > room:
+        if nbytes + hessian.nbytes > max_bytes:
             parts.append([])
-            held = 0
+            nbytes = 0
         parts[-1].append(hessian)
-        held += hessian.nbytes
+        nbytes += hessian.nbytes
     return parts
 
 
-class HessianObserver(ModuleHooks[Hessian | ExpertInputs]):
-    """Adds up Gram matrices of what goes into layers, while it is on."""
+class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
+    """Adds the inputs of layers to their Hessians while it is on.
+
+    Args:
+        model: the transformers model.
+        units: Hessians of its decoder layers.
+    """
 
     def __init__(self, model: nn.Module, units: Iterable[LayerHessians]) -> None:
-        layers: dict[str, Hessian | ExpertInputs] = {}
-        experts: dict[str, ExpertWeights[Hessian | ExpertInputs]] = {}
+        linears: dict[str, Hessian | ExpertHessians] = {}
+        experts: dict[str, ExpertWeights[Hessian | ExpertHessians]] = {}
         for unit in units:
-            layers.update(unit.layers)
+            linears.update(unit.linears)
             experts.update({name: ExpertWeights(both.first, both.down) for name, both in unit.experts.items()})
-        super().__init__(model, layers, experts)
+        super().__init__(model, linears, experts)
 
-    def put(self, values: Tensor, into: Hessian | ExpertInputs, place: str) -> Tensor:
-        """Activations, which stay as they are."""
+    def put(self, values: Tensor, into: Hessian | ExpertHessians, place: str) -> Tensor:
+        """Add inputs [..., in] of a module, and return them unchanged."""
         if isinstance(into, Hessian):
             self._once(id(into), values, lambda: into.add(values))
         elif (routing := self._routed[place]) is not None:
             rows = values.reshape(-1, values.shape[-1])
-            if into.whole is None:
-                for expert, own in routing.of_sorted(rows):
-                    if expert in into.hessians:
-                        into.hessians[expert].add(own)
+            if into.moe_hessian is None:
+                for expert, expert_rows in routing.of_sorted(rows):
+                    if expert in into.by_expert:
+                        into.by_expert[expert].add(expert_rows)
                 return values
-            into.whole.add(rows)
-            for expert, hessian in into.hessians.items():
-                if hessian.open:
+            into.moe_hessian.add(rows)
+            for expert, hessian in into.by_expert.items():
+                # Selecting an expert's rows takes time.
+                if hessian.accumulating:
                     hessian.add(routing.of(expert, rows))
         return values
 
 
 def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
-    """The Gram matrices of each decoder layer that has any, by its name."""
-    wanted: dict[str, list[tuple[Weight, Scheme]]] = {}
-    for weight, scheme in plan.gptq_rounded:
-        wanted.setdefault(weight.source.name, []).append((weight, scheme))
-    units: dict[str, LayerHessians] = {}
-    together: dict[tuple[str, ...], Hessian] = {}
-    layers, experts = find_hook_points(model)
+    """Find the Hessians that GPTQ needs for a plan, none of them accumulated yet.
 
-    def gram_of(found: list[tuple[Weight, Scheme]], beside: Hessian | None = None) -> Hessian:
-        """The one of weights that have one input, beside others that are joined with them."""
-        weight = found[0][0]
-        key = plan.decisions.sets.get(weight.module, (weight.module,))
-        hessian = together.setdefault(key, Hessian(weight.shape[1], beside=beside))
-        hessian.weights += found
+    Args:
+        model: the model that texts run through.
+        plan: says which weights GPTQ rounds, and which layers are fused.
+
+    Returns:
+        The Hessians of each decoder layer that has any, by name, in the order in which layers are computed.
+    """
+    rounded: dict[str, list[tuple[Weight, Scheme]]] = {}
+    for weight, scheme in plan.gptq_rounded:
+        rounded.setdefault(weight.source.name, []).append((weight, scheme))
+    units: dict[str, LayerHessians] = {}
+    by_fused_group: dict[tuple[str, ...], Hessian] = {}
+    linears, experts = find_hook_points(model)
+
+    def hessian_of(weights: list[tuple[Weight, Scheme]], moe_hessian: Hessian | None = None) -> Hessian:
+        """The Hessian of weights that have the same inputs, shared with the layers that they are fused with."""
+        weight = weights[0][0]
+        group = plan.decisions.sets.get(weight.module, (weight.module,))
+        hessian = by_fused_group.setdefault(group, Hessian(weight.shape[1], moe_hessian=moe_hessian))
+        hessian.weights += weights
         return hessian
 
-    def stack_of(seen: RunningStatistics | None, first: bool) -> ExpertInputs | None:
-        """Those of the experts of a layer; None where nothing of them is rounded."""
-        found: dict[int, list[tuple[Weight, Scheme]]] = {}
-        for each in (each for tensor in (seen.tensors if seen is not None else ()) for each in wanted.get(tensor, ())):
-            if seen is not None and each[0].shape[1] == seen.width:
-                found.setdefault(expert_number(each[0], plan.entry), []).append(each)
-        if not found or seen is None:
+    def expert_hessians(statistics: RunningStatistics | None, gate_up: bool) -> ExpertHessians | None:
+        """The Hessians of one projection of all experts; None if GPTQ rounds none of its weights."""
+        if statistics is None:
             return None
-        whole = Hessian(seen.width) if first else None
-        return ExpertInputs({expert: gram_of(each, whole) for expert, each in found.items()}, whole)
+        weights: dict[int, list[tuple[Weight, Scheme]]] = {}
+        for tensor in statistics.tensors:
+            for weight, scheme in rounded.get(tensor, ()):
+                if weight.shape[1] == statistics.width:
+                    weights.setdefault(expert_index(weight, plan.entry), []).append((weight, scheme))
+        if not weights:
+            return None
+        moe_hessian = Hessian(statistics.width) if gate_up else None
+        return ExpertHessians(
+            {expert: hessian_of(pairs, moe_hessian) for expert, pairs in weights.items()}, moe_hessian
+        )
 
-    for name, seen in layers.items():
-        found = [each for tensor in seen.tensors for each in wanted.get(tensor, ())]
-        if found and all(weight.shape[1] == seen.width for weight, _ in found):
-            units.setdefault(model.unit_of(name), LayerHessians()).layers[name] = gram_of(found)
+    for name, statistics in linears.items():
+        weights = [pair for tensor in statistics.tensors for pair in rounded.get(tensor, ())]
+        if weights and all(weight.shape[1] == statistics.width for weight, _ in weights):
+            units.setdefault(model.unit_of(name), LayerHessians()).linears[name] = hessian_of(weights)
     for name, both in experts.items():
-        stacks = ExpertWeights(stack_of(both.first, first=True), stack_of(both.down, first=False))
+        stacks = ExpertWeights(expert_hessians(both.first, gate_up=True), expert_hessians(both.down, gate_up=False))
         if stacks.first is not None or stacks.down is not None:
             units.setdefault(model.unit_of(name), LayerHessians()).experts[name] = stacks
-    # Of a scale that joined layers share all parts are made here, or none.
-    for key, hessian in together.items():
+    # Fused layers that share a scale are rounded together: all of them, or none.
+    for group, hessian in by_fused_group.items():
         modules = {weight.module for weight, _ in hessian.weights}
         hessian.weights = [
-            each for each in hessian.weights if not each[1].format.shares_scale or modules.issuperset(key)
+            pair for pair in hessian.weights if not pair[1].format.shares_scale or modules.issuperset(group)
         ]
     order = decoder_layers(model)
     return {unit: units[unit] for unit in sorted(units, key=order.index)}
 
 
-def expert_number(weight: Weight, entry: ModuleRules) -> int:
-    """The number of the expert that a weight is of: 7 of "model.layers.0.mlp.experts.7.up_proj"."""
+def expert_index(weight: Weight, entry: ModuleRules) -> int:
+    """Return the index of the expert that a weight belongs to: 7 for "model.layers.0.mlp.experts.7.up_proj"."""
     if weight.expert >= 0:
         return weight.expert
     path = entry.experts(weight.module)

@@ -1,9 +1,12 @@
-"""Where the inputs of a checkpoint's layers can be made smaller, and the layers' columns as much larger.
+"""Smoothing mappings of a checkpoint: where inputs of layers can be divided, and the layers' columns multiplied.
 
-Rounding has an easier task where a few inputs are no longer far larger than all others; the model computes the same.
+The output activations of a smooth_layer are the input activations of its balance_layers. Dividing the former by a scale
+and multiplying the columns of the latter by it leaves the model's output as it is, while rounding loses less when no
+input is far larger than the others.
 
-    [first, *_] = foldings(MODELS["Qwen3ForCausalLM"], {info.module: info.shape, ..}, text_config)
-    first.source, first.readers     # "model.layers.0.input_layernorm", ("model.layers.0.self_attn.q_proj", ..)
+    [mapping, *_] = find_smoothing_mappings(MODELS["Qwen3ForCausalLM"], {tensor.module: tensor.shape, ..}, text_config)
+    mapping.smooth_layer        # "model.layers.0.input_layernorm"
+    mapping.balance_layers      # ("model.layers.0.self_attn.q_proj", ..)
 """
 
 from __future__ import annotations
@@ -21,100 +24,103 @@ from ..registry.architecture import Architecture, ParallelSplit, SmoothingRule, 
 
 @dataclass(frozen=True)
 class SmoothingMapping:
-    """The inputs that one module makes, and all that read them.
+    """A smooth_layer, and all layers whose inputs are its outputs.
 
     Attributes:
-        source: the module: a norm, or a projection.
-        readers: the modules whose columns they are multiplied with.
-        channels: how many there are.
-        first: the row of the projection, or the number of the norm's weight, that makes the first of them.
-        offset: what is added to the norm's weight before it multiplies.
-        head: how many of them are a head's; all where none is read by several.
-        repeats: how many heads of readers read a head.
+        smooth_layer: module name of a norm, or of a projection.
+        balance_layers: module names of the layers that read its outputs; their columns are multiplied.
+        channels: number of outputs that a scale divides.
+        first_row: row of the projection, or element of the norm, that makes the first channel.
+        offset: what the model adds to the norm's weight before it multiplies by it.
+        head_dim: channels of a head; all channels if balance_layers read each channel once.
+        repeats: how many heads of the balance_layers' inputs are copies of each head (grouped-query attention).
     """
 
-    source: str
-    readers: tuple[str, ...]
+    smooth_layer: str
+    balance_layers: tuple[str, ...]
     channels: int
-    first: int
+    first_row: int
     offset: float
-    head: int
+    head_dim: int
     repeats: int
 
-    def columns(self, scale: Floats) -> Floats:
-        """What the columns of readers are multiplied by, [in], where channels are divided by a scale [channels]."""
-        return np.repeat(scale.reshape(-1, self.head), self.repeats, axis=0).reshape(-1)
+    def column_factors(self, scale: Floats) -> Floats:
+        """Return the factors [in] of the balance_layers' columns for a scale [channels]."""
+        return np.repeat(scale.reshape(-1, self.head_dim), self.repeats, axis=0).reshape(-1)
 
-    def largest(self, values: Floats) -> Floats:
-        """The largest of the values [in] of those columns that read a channel, [channels]."""
-        found: Floats = values.reshape(-1, self.repeats, self.head).max(axis=1).reshape(-1)
-        return found
+    def channel_max(self, values: Floats) -> Floats:
+        """Return the largest of the balance_layers' column values [in] for each channel, [channels]."""
+        largest: Floats = values.reshape(-1, self.repeats, self.head_dim).max(axis=1).reshape(-1)
+        return largest
 
 
 def find_smoothing_mappings(
     model: Architecture, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
 ) -> tuple[SmoothingMapping, ...]:
-    """All foldings of a checkpoint; none where a module is missing or has another shape than the entry lets expect.
+    """Find all smoothing mappings of a checkpoint, except those whose modules are missing or have unexpected shapes.
 
     Args:
-        model: the entry of its architecture.
-        shapes: of the weights of all its modules, embeddings and norms included.
-        config: the part of config.json with the language model's sizes.
+        model: the registry's entry, which has the rules.
+        shapes: shape of each module's weight by module name, embeddings and norms included.
+        config: the language model's part of config.json.
     """
-    found = []
-    for fold in model.folds:
-        [pattern] = absolute_patterns(model, [fold.source])
-        source = compile_pattern(pattern)
-        readers: dict[tuple[str, ...], list[str]] = {}
-        expressions = [compile_pattern(each) for each in absolute_patterns(model, fold.readers)]
+    mappings = []
+    for rule in model.folds:
+        [pattern] = absolute_patterns(model, [rule.source])
+        smooth_layer = compile_pattern(pattern)
+        # By the parts of a name that `*` stands for, as many as the smooth_layer's pattern has.
+        balance_layers: dict[tuple[str, ...], list[str]] = {}
+        expressions = [compile_pattern(pattern) for pattern in absolute_patterns(model, rule.readers)]
         for module in shapes:
             for expression in expressions:
                 if match := expression.fullmatch(module):
-                    # By as many of its numbers as the source has.
-                    readers.setdefault(match.groups()[: source.groups], []).append(module)
+                    balance_layers.setdefault(match.groups()[: smooth_layer.groups], []).append(module)
         for module in shapes:
-            match = source.fullmatch(module)
-            if match and (read := readers.get(match.groups())):
-                mapping = _folding(model, fold, module, tuple(read), shapes, config)
-                found += [mapping] if mapping else []
-    return tuple(found)
+            match = smooth_layer.fullmatch(module)
+            if match and (readers := balance_layers.get(match.groups())):
+                mapping = _make_mapping(model, rule, module, tuple(readers), shapes, config)
+                mappings += [mapping] if mapping else []
+    return tuple(mappings)
 
 
-def _folding(
+def _make_mapping(
     model: Architecture,
-    fold: SmoothingRule,
-    source: str,
-    readers: tuple[str, ...],
+    rule: SmoothingRule,
+    smooth_layer: str,
+    balance_layers: tuple[str, ...],
     shapes: Mapping[str, tuple[int, ...]],
     config: Mapping[str, Any],
 ) -> SmoothingMapping | None:
-    rows, width = shapes[source][0], shapes[readers[0]][-1]
-    if any(len(shapes[reader]) != 2 or shapes[reader][1] != width for reader in readers):
+    """The mapping of a rule's modules; None if their shapes do not fit."""
+    rows, width = shapes[smooth_layer][0], shapes[balance_layers[0]][-1]
+    if any(len(shapes[layer]) != 2 or shapes[layer][1] != width for layer in balance_layers):
         return None
     channels = rows
-    if fold.last:
+    if rule.last:
         splits = (
-            split for split in model.splits if compile_any(absolute_patterns(model, [split.pattern])).fullmatch(source)
+            split
+            for split in model.splits
+            if compile_any(absolute_patterns(model, [split.pattern])).fullmatch(smooth_layer)
         )
-        share = _last(next(splits), config)
+        share = _last_part(next(splits), config)
         if share is None or rows % share[1]:
             return None
         channels = rows // share[1] * share[0]
-    head, repeats = channels, 1
-    if fold.heads is not None:
-        count = config.get(fold.heads) or config.get("num_attention_heads")
-        if type(count) is not int or count < 1 or channels % count or width % channels:
+    head_dim, repeats = channels, 1
+    if rule.heads is not None:
+        heads = config.get(rule.heads) or config.get("num_attention_heads")
+        if type(heads) is not int or heads < 1 or channels % heads or width % channels:
             return None
-        head, repeats = channels // count, width // channels
+        head_dim, repeats = channels // heads, width // channels
     if channels * repeats != width:
         return None
-    return SmoothingMapping(source, readers, channels, rows - channels, fold.offset, head, repeats)
+    return SmoothingMapping(smooth_layer, balance_layers, channels, rows - channels, rule.offset, head_dim, repeats)
 
 
-def _last(split: ParallelSplit, config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The rows of the last part of a tensor that holds several, out of how many; None if config.json does not say."""
+def _last_part(split: ParallelSplit, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Relative rows of the last part of a fused tensor, and of all its parts; None if config.json does not say."""
     sizes = [1 if part is None else config.get(part) for part in split.parts]
     if any(type(size) is not int or size < 1 for size in sizes):
         return None
-    known = [size for size in sizes if size is not None]
-    return known[-1], sum(known)
+    parts = [size for size in sizes if size is not None]
+    return parts[-1], sum(parts)

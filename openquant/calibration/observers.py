@@ -1,10 +1,10 @@
-"""The calibration: texts go through a model layer by layer, and what goes into each of its weights is looked at.
+"""Observers: hooks that record the input statistics of a model's layers while texts run through it layer by layer.
 
-Every weight is read once, and only a layer's are in memory: a model larger than that is calibrated as any other.
+Each weight is read once, and only one decoder layer is in memory, so the model may be larger than memory.
 
-    inputs, cached = calibrate(StreamedModel(checkpoint), corpus)
+    inputs, kv_absmax = observe_inputs(StreamedModel(checkpoint), corpus)
     inputs[0].largest       # 21.5
-    cached[0]               # of keys and of values in the first layer: (14.25, 3.5)
+    kv_absmax[0]            # largest magnitudes of keys and values in layer 0: (14.25, 3.5)
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.statistics import InputStatistics
 
-# Tokens that any pass reads, of which float64 holds every number.
-MOST = 1 << 53
+# Larger counts of tokens are not exact in float64.
+MAX_TOKENS = 1 << 53
 Statistics = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 @dataclass
 class RunningStatistics:
-    """What went into weights so far.
+    """Statistics of the inputs of one layer, or of stacked experts, over the tokens that an observer has recorded.
 
     Attributes:
-        tensors: the weights, as the checkpoint names them.
-        width: how many inputs they have; 0 of keys and values, where nobody asks.
-        absmax: float32 [in].
-        total: float64 [in], the sum of magnitudes.
-        squares: float64 [in], the sum of squares.
-        tokens: how many.
-        told: whether it is what goes into the experts of a module, which is told which of them each token goes to.
-        routed: int64 [experts], how many tokens were routed to each; None where that is not known.
+        tensors: names in the checkpoint of the weights that the inputs are multiplied by; for keys and values of a KV
+            cache, one name for messages.
+        width: number of inputs; 0 for keys and values, whose number is not checked.
+        absmax: float32 [in], largest magnitude of each input; None before the first token, as the sums.
+        total: float64 [in], sum of magnitudes.
+        squares: float64 [in], sum of squares.
+        tokens: number of tokens.
+        counts_routing: whether `routed` is counted: true for gate and up of stacked experts.
+        routed: int64 [experts], number of tokens routed to each expert; None if not known.
     """
 
     tensors: tuple[str, ...]
@@ -62,15 +63,15 @@ class RunningStatistics:
     total: Tensor | None = None
     squares: Tensor | None = None
     tokens: int = 0
-    told: bool = False
+    counts_routing: bool = False
     routed: Tensor | None = None
 
     def add_routed(self, counts: Tensor) -> None:
-        """Add how many other tokens were routed to each expert."""
+        """Add the tokens that a batch routes to each expert, int64 [experts]."""
         self.routed = counts if self.routed is None else self.routed + counts
 
     def add(self, absmax: Tensor, total: Tensor, squares: Tensor, tokens: int) -> None:
-        """Add what other tokens are: their largest magnitudes, the sums of these and of squares, and how many."""
+        """Add the statistics of a batch: float32, float64 and float64 [in], and its number of tokens."""
         self.absmax = absmax if self.absmax is None else torch.maximum(self.absmax, absmax)
         self.total = total if self.total is None else self.total + total
         self.squares = squares if self.squares is None else self.squares + squares
@@ -78,75 +79,79 @@ class RunningStatistics:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of all."""
+        """The largest magnitude of all inputs; 0 before the first token."""
         return 0.0 if self.absmax is None else float(self.absmax.max())
 
-    def inputs(self) -> InputStatistics:
-        """The same as a calibration has it."""
+    def to_input_statistics(self) -> InputStatistics:
+        """Return means in place of sums, in the form that a calibration stores; zeros if no token was recorded."""
         if self.absmax is None or self.total is None or self.squares is None:
-            none = np.zeros(self.width, np.float32)
-            return InputStatistics(self.tensors, none, none, 0, none)
+            zeros = np.zeros(self.width, np.float32)
+            return InputStatistics(self.tensors, zeros, zeros, 0, zeros)
         routed = None if self.routed is None else tuple(self.routed.tolist())
-        # Squares of what bfloat16 holds may be more than float32 does.
+        # The square of a bfloat16 number may be larger than float32 can be.
         largest = float(np.finfo(np.float32).max)
         means = [(sums / max(1, self.tokens)).clamp(max=largest) for sums in (self.total, self.squares)]
-        mean, square = (each.float().cpu().numpy() for each in means)
+        mean, square = (values.float().cpu().numpy() for values in means)
         return InputStatistics(self.tensors, self.absmax.cpu().numpy(), mean, self.tokens, square, routed)
 
 
-def _magnitudes(values: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Of values [..., in] the largest magnitudes [in], the sums of them and of squares, and how many there are."""
+def _batch_statistics(values: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The arguments of `RunningStatistics.add` for values [..., in]."""
     magnitudes = values.reshape(-1, values.shape[-1]).abs().float()
-    largest, sums = magnitudes.amax(0), magnitudes.sum(0).double()
-    return largest, sums, magnitudes.square_().sum(0).double(), len(magnitudes)
+    absmax, total = magnitudes.amax(0), magnitudes.sum(0).double()
+    return absmax, total, magnitudes.square_().sum(0).double(), len(magnitudes)
 
 
 class Observer(ModuleHooks[RunningStatistics]):
-    """Looks at what goes into layers, while it is on."""
+    """Records statistics of the inputs of layers while it is on."""
 
     def put(self, values: Tensor, into: RunningStatistics, place: str) -> Tensor:
-        """Activations, which stay as they are."""
-        if into.told and (routing := self._routed[place]) is not None and (counts := routing.counts()) is not None:
+        """Record inputs [..., in] of a module, and return them unchanged."""
+        routing = self._routed[place] if into.counts_routing else None
+        if routing is not None and (counts := routing.counts()) is not None:
             into.add_routed(counts)
         if values.numel():
-            into.add(*self._once(None, values, lambda: _magnitudes(values)))
+            into.add(*self._once(None, values, lambda: _batch_statistics(values)))
         return values
 
 
 class CacheObserver(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
-    """A cache of a single pass over a whole text, that looks at keys and values, and keeps nothing.
+    """A KV cache for one forward pass over a whole text: records statistics of keys and values, and stores neither.
 
     Args:
-        config: of the model.
-        seen: where to put what keys and values are, by the layer's number.
+        config: the model's config.
+        statistics: where keys and values are recorded, by index of the decoder layer.
     """
 
-    # For streaming/pass_checkpoint.py: a pass that goes on has another.
+    # Read by streaming/pass_checkpoint.py: a pass that continues may have another cache.
     holds_nothing = True
 
-    def __init__(self, config: Any, seen: Mapping[int, tuple[RunningStatistics, RunningStatistics]]) -> None:
+    def __init__(self, config: Any, statistics: Mapping[int, tuple[RunningStatistics, RunningStatistics]]) -> None:
         super().__init__(config=config.get_text_config())
-        self._seen = seen
+        self._statistics = statistics
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, heads, length, dim], as they are."""
+        """Record keys and values [batch, heads, length, dim], and return them unchanged."""
         del args, kwargs
-        for states, into in zip((key_states, value_states), self._seen.get(layer_idx, ()), strict=False):
-            into.add(*_magnitudes(states))
+        for states, statistics in zip((key_states, value_states), self._statistics.get(layer_idx, ()), strict=False):
+            statistics.add(*_batch_statistics(states))
         return key_states, value_states
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """What the layer computes with. A text that waits for its next layer would hold the states of all before."""
-        found: Tensor = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        """Return what the layer computes with, and drop the state.
+
+        Otherwise a text that waits for its next layer would hold the states of all layers before it.
+        """
+        states: Tensor = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
         layer.conv_states = dict.fromkeys(layer.conv_states)
         layer.is_conv_states_initialized = dict.fromkeys(layer.conv_states, False)
-        return found
+        return states
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """The state as it is."""
+        """Return the state, and do not store it."""
         del layer_idx, args, kwargs
         return recurrent_states
 
@@ -156,57 +161,61 @@ def observe_inputs(
     corpus: Corpus,
     *,
     scratch: OffloadFile | None = None,
-    team: DocumentRanks | None = None,
+    ranks: DocumentRanks | None = None,
     progress: Advanced | None = None,
     remaining: Remaining | None = None,
     kept: PassCheckpoint | None = None,
 ) -> tuple[tuple[InputStatistics, ...], dict[int, tuple[float, float]]]:
-    """What goes into each Linear of a model's decoder layers, and into the experts of each; and the largest magnitudes
-    of keys and of values as they are cached, by the number of each layer that caches some of its own.
+    """Run texts through a model, and record the inputs of its decoder layers' Linears and experts.
 
     Args:
         model: the model.
-        corpus: the texts.
-        scratch: where hidden states go beyond a budget; None for nowhere.
-        team: the processes that share the documents; None for this one alone. Only its first gets what all have seen.
-        progress: told how many tokens are through all layers, and how many there are.
-        remaining: told about how many seconds are left, from the first layer on.
-        kept: where what was seen so far is kept now and then, and gone on from.
+        corpus: the calibration texts.
+        scratch: file to which hidden states are offloaded; None to keep them in memory.
+        ranks: the processes that share the documents; None for this one alone. Only the first gets the statistics of
+            all.
+        progress: called with the tokens that are through all layers, and their total number.
+        remaining: called with the estimated seconds left, after the first layer and from then on.
+        kept: checkpoint of the pass and its statistics, from which an interrupted one continues; None for none.
+
+    Returns:
+        The input statistics, those of layers with the same inputs in one; and the largest magnitudes of keys and of
+        values, by index of each decoder layer that has a KV cache of its own.
 
     Raises:
-        SourceError: a weight cannot be read, activations are not finite, or texts go through layers several times.
-        OutputError: hidden states found no room on disk.
+        SourceError: a weight cannot be read, activations are not finite, or the model runs its layers several times.
+        OutputError: hidden states do not fit on disk.
     """
     entry = MODELS.get(model.checkpoint.architecture)
     if entry is not None and entry.repeats:
         raise SourceError(
-            f"{entry.name} runs its layers several times, and a calibration sees what goes into them once",
+            f"{entry.name} runs its layers several times, and a calibration observes each layer once",
             "convert it without one",
         )
-    layers, experts = find_hook_points(model)
-    observer = Observer(model.model, layers, experts)
-    decoding = decoder_layers(model)
-    seen: dict[str, list[RunningStatistics]] = {unit: [] for unit in decoding}
-    for name, layer in layers.items():
-        seen[model.unit_of(name)].append(layer)
+    linears, experts = find_hook_points(model)
+    observer = Observer(model.model, linears, experts)
+    layers = decoder_layers(model)
+    by_layer: dict[str, list[RunningStatistics]] = {layer: [] for layer in layers}
+    for name, statistics in linears.items():
+        by_layer[model.unit_of(name)].append(statistics)
     for name, both in experts.items():
-        seen[model.unit_of(name)] += [each for each in (both.first, both.down) if each is not None]
-    # Of latent attention engines cache something else than transformers does.
+        by_layer[model.unit_of(name)] += [stack for stack in (both.first, both.down) if stack is not None]
+    # With latent attention (MLA), engines cache latents where transformers caches keys and values.
     latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
     caches: dict[int, tuple[RunningStatistics, RunningStatistics]] = {}
-    for number, unit in enumerate(() if latent else decoding):
+    for number, layer in enumerate(() if latent else layers):
         keys, values = (
-            RunningStatistics((f"the cache of layer {number} as {kind}",), 0) for kind in ("keys", "values")
+            RunningStatistics((f"the KV cache of layer {number} ({kind})",), 0) for kind in ("keys", "values")
         )
         caches[number] = keys, values
-        seen[unit] += [keys, values]
-    every = [each for found in seen.values() for each in found]
+        by_layer[layer] += [keys, values]
+    all_statistics = [statistics for of_layer in by_layer.values() for statistics in of_layer]
     if kept is not None:
-        kept.own = lambda: _packed(every)
+        kept.own = lambda: _serialize(all_statistics)
         if kept.found is not None:
             with kept.sound():
-                _add(every, bytes(kept.found))
-                _require_done(seen, kept.done)
+                _add_serialized(all_statistics, bytes(kept.found))
+                _require_statistics_of(kept.done, by_layer)
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -215,10 +224,10 @@ def observe_inputs(
 
     def after_unit(unit: str, group: int, number: int, hidden: Tensor) -> None:
         del group, number, hidden
-        for each in seen.get(unit, ()):
-            if each.absmax is not None and not torch.isfinite(each.absmax).all():
+        for statistics in by_layer.get(unit, ()):
+            if statistics.absmax is not None and not torch.isfinite(statistics.absmax).all():
                 raise SourceError(
-                    f"what goes into {each.tensors[0]} is not finite on these texts",
+                    f"the inputs of {statistics.tensors[0]} are not finite on these texts",
                     "the model overflows there: look at its weights with openquant diagnose",
                 )
 
@@ -230,46 +239,51 @@ def observe_inputs(
             **{transformers_internals.cache_argument(model.model): cache},
         )
 
-    mine = documents_of_rank(len(corpus.documents), team)
-    texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in mine]
+    documents = documents_of_rank(len(corpus.documents), ranks)
+    texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in documents]
     resumed = frozenset() if kept is None else kept.done
-    costs = layer_costs(model, [unit for unit in decoding if unit not in resumed])
-    counted = PassProgress(costs, len(mine) * corpus.length, progress, remaining)
+    costs = layer_costs(model, [layer for layer in layers if layer not in resumed])
+    pass_progress = PassProgress(costs, len(documents) * corpus.length, progress, remaining)
     with limited_threads(threads_for(model, corpus.length)):
         run_interleaved(
             [[ForwardPass(model, partial(body, ids), around)] for ids in texts],
             finished=lambda *_: None,
             after_unit=after_unit,
             scratch=scratch,
-            until=decoding[-1],
-            progress=counted.layer_done,
+            until=layers[-1],
+            progress=pass_progress.layer_done,
             kept=kept,
         )
-    if team is not None:
-        # Of the others: the first has its own already.
-        for data in team.gather(_packed(every)):
-            _add(every, data)
-    cached = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
-    apart = {id(each) for both in caches.values() for each in both}
-    return _together(each.inputs() for each in every if id(each) not in apart), cached
+    if ranks is not None:
+        # The first rank gets what the others have recorded; the others get nothing.
+        for data in ranks.gather(_serialize(all_statistics)):
+            _add_serialized(all_statistics, data)
+    kv_absmax = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
+    of_caches = {id(statistics) for both in caches.values() for statistics in both}
+    inputs = (each.to_input_statistics() for each in all_statistics if id(each) not in of_caches)
+    return _merge_same_inputs(inputs), kv_absmax
 
 
-def _together(inputs: Iterable[InputStatistics]) -> tuple[InputStatistics, ...]:
-    """Layers with one input, such as q, k and v, are one."""
-    found: dict[tuple[bytes, bytes, int, str], InputStatistics] = {}
-    for each in inputs:
-        # What nothing went into is not known to have the same.
-        apart = "" if each.tokens else each.tensors[0]
-        key = each.absmax.tobytes(), each.mean.tobytes(), each.tokens, apart
-        other = found.get(key)
+def _merge_same_inputs(inputs: Iterable[InputStatistics]) -> tuple[InputStatistics, ...]:
+    """Make one of the statistics of layers with the same inputs, such as q, k and v."""
+    merged: dict[tuple[bytes, bytes, int, str], InputStatistics] = {}
+    for statistics in inputs:
+        # Layers without any token have equal statistics, but maybe not the same inputs.
+        unique = "" if statistics.tokens else statistics.tensors[0]
+        key = statistics.absmax.tobytes(), statistics.mean.tobytes(), statistics.tokens, unique
+        other = merged.get(key)
         if other is not None:
-            each = replace(each, tensors=(*other.tensors, *each.tensors), routed=other.routed or each.routed)
-        found[key] = each
-    return tuple(found.values())
+            statistics = replace(
+                statistics,
+                tensors=(*other.tensors, *statistics.tensors),
+                routed=other.routed or statistics.routed,
+            )
+        merged[key] = statistics
+    return tuple(merged.values())
 
 
 def decoder_layers(model: StreamedModel) -> list[str]:
-    """The decoder layers of a model, in the order in which they are computed."""
+    """Return the names of a model's decoder layers, in the order in which they are computed."""
     head = transformers_internals.output_head(model.model)
     return [
         unit
@@ -281,90 +295,102 @@ def decoder_layers(model: StreamedModel) -> list[str]:
 def find_hook_points(
     model: StreamedModel,
 ) -> tuple[dict[str, RunningStatistics], dict[str, ExpertWeights[RunningStatistics]]]:
-    """Where to look: the Linears of a model's decoder layers by name, and its modules of stacked experts."""
-    layers: dict[str, RunningStatistics] = {}
+    """Find the modules whose inputs observers can record, with empty statistics for each.
+
+    Returns:
+        The Linears of decoder layers, and their modules of stacked experts, by module name.
+    """
+    linears: dict[str, RunningStatistics] = {}
     experts: dict[str, ExpertWeights[RunningStatistics]] = {}
-    decoding = set(decoder_layers(model))
+    layers = set(decoder_layers(model))
     for name, module in model.model.named_modules():
-        if model.unit_of(name) not in decoding:
+        if model.unit_of(name) not in layers:
             continue
         if isinstance(module, nn.Linear) and (tensors := model.made_of.get(f"{name}.weight")):
-            layers[name] = RunningStatistics(tensors, module.in_features)
+            linears[name] = RunningStatistics(tensors, module.in_features)
         elif holds_experts(module):
-            first = _stack(model, name, module, FIRST)
-            experts[name] = ExpertWeights(
-                None if first is None else replace(first, told=True), _stack(model, name, module, DOWN)
-            )
-    return layers, experts
+            gate_up = _expert_statistics(model, name, module, FIRST)
+            if gate_up is not None:
+                gate_up.counts_routing = True
+            experts[name] = ExpertWeights(gate_up, _expert_statistics(model, name, module, DOWN))
+    return linears, experts
 
 
-def _stack(model: StreamedModel, name: str, module: nn.Module, parameters: tuple[str, ...]) -> RunningStatistics | None:
-    """What goes into stacked experts: the weights of all these parameters; None where there is none of them."""
-    held = [parameter for parameter in parameters if getattr(module, parameter, None) is not None]
-    tensors = [tensor for parameter in held for tensor in model.made_of.get(f"{name}.{parameter}", ())]
+def _expert_statistics(
+    model: StreamedModel, name: str, module: nn.Module, parameters: tuple[str, ...]
+) -> RunningStatistics | None:
+    """Empty statistics for the inputs of those parameters of stacked experts that exist; None if none does."""
+    existing = [parameter for parameter in parameters if getattr(module, parameter, None) is not None]
+    tensors = [tensor for parameter in existing for tensor in model.made_of.get(f"{name}.{parameter}", ())]
     if not tensors:
         return None
-    # The experts, their outputs and their inputs, or the last two the other way round.
-    sizes = getattr(module, held[0]).shape[1:]
+    # [experts, out, in], or [experts, in, out] if transposed.
+    sizes = getattr(module, existing[0]).shape[1:]
     return RunningStatistics(
         tuple(dict.fromkeys(tensors)), sizes[0] if getattr(module, "is_transposed", False) else sizes[1]
     )
 
 
-def _packed(seen: list[RunningStatistics]) -> bytes:
-    """What a process has seen, for another one."""
+def _serialize(all_statistics: list[RunningStatistics]) -> bytes:
+    """The statistics as a safetensors file: `N`, float64 [4, in], has absmax, total, squares and tokens of the Nth, and
+    `N routed`, float64 [experts], the tokens routed to each expert.
+    """
     arrays: dict[str, Statistics] = {}
-    for number, each in enumerate(seen):
+    for number, statistics in enumerate(all_statistics):
         rows = torch.zeros(4, 0, dtype=torch.float64)
-        if each.absmax is not None and each.total is not None and each.squares is not None:
-            tokens = torch.full_like(each.total, each.tokens)
-            rows = torch.stack([each.absmax.double(), each.total, each.squares, tokens])
+        if statistics.absmax is not None and statistics.total is not None and statistics.squares is not None:
+            tokens = torch.full_like(statistics.total, statistics.tokens)
+            rows = torch.stack([statistics.absmax.double(), statistics.total, statistics.squares, tokens])
         arrays[str(number)] = rows.cpu().numpy()
-        if each.routed is not None:
-            arrays[f"{number} routed"] = each.routed.double().numpy()
+        if statistics.routed is not None:
+            arrays[f"{number} routed"] = statistics.routed.double().numpy()
     return save(arrays)
 
 
-def _add(seen: list[RunningStatistics], data: bytes) -> None:
-    """Add what another process has seen of the same model.
+def _add_serialized(all_statistics: list[RunningStatistics], data: bytes) -> None:
+    """Add what another process, or an interrupted one, has recorded of the same model.
 
     Raises:
-        ValueError: it is of another model, or no process sees that.
-        SafetensorError: nothing at all can be read.
+        ValueError: it is of another model, or no observer records such values.
+        SafetensorError: it is no safetensors file.
     """
     arrays = load(data)
-    if {name.removesuffix(" routed") for name in arrays} != {str(number) for number in range(len(seen))}:
+    if {name.removesuffix(" routed") for name in arrays} != {str(number) for number in range(len(all_statistics))}:
         raise ValueError("it has statistics of other layers")
     for name, array in arrays.items():
-        each, routed = seen[int(name.removesuffix(" routed"))], name.endswith(" routed")
-        sound = array.dtype == np.float64 and array.ndim == 2 - routed and (np.isfinite(array) & (array >= 0)).all()
-        # The last row, as all of routed, are numbers of tokens; the first are float32.
-        counts = array if routed or not sound else array[3:]
-        if not sound or (counts != np.floor(counts)).any() or counts.max(initial=0) > MOST:
-            raise ValueError(f"its statistics of {each.tensors[0]} are none")
-        if routed:
-            if not each.told or (each.routed is not None and len(each.routed) != len(array)):
-                raise ValueError(f"its statistics of {each.tensors[0]} are of other experts")
-            each.add_routed(torch.from_numpy(array.astype(np.int64)))
+        statistics, is_routed = all_statistics[int(name.removesuffix(" routed"))], name.endswith(" routed")
+        label = f"its statistics of {statistics.tensors[0]}"
+        valid = array.dtype == np.float64 and array.ndim == 2 - is_routed and (np.isfinite(array) & (array >= 0)).all()
+        # All of `routed` and the last of four rows are numbers of tokens.
+        counts = array if is_routed or not valid else array[3:]
+        if not valid or (counts != np.floor(counts)).any() or counts.max(initial=0) > MAX_TOKENS:
+            raise ValueError(f"{label} are invalid")
+        if is_routed:
+            if not statistics.counts_routing or (
+                statistics.routed is not None and len(statistics.routed) != len(array)
+            ):
+                raise ValueError(f"{label} are of other experts")
+            statistics.add_routed(torch.from_numpy(array.astype(np.int64)))
             continue
-        if len(array) != 4 or array.shape[1] not in (0, each.width or array.shape[1]):
-            raise ValueError(f"its statistics of {each.tensors[0]} are of another width")
+        if len(array) != 4 or array.shape[1] not in (0, statistics.width or array.shape[1]):
+            raise ValueError(f"{label} are of another width")
         if array.shape[1]:
+            # The first row was float32.
             if array[0].max() > np.finfo(np.float32).max or (array[3] != array[3, 0]).any():
-                raise ValueError(f"its statistics of {each.tensors[0]} are none")
+                raise ValueError(f"{label} are invalid")
             absmax, total, squares, tokens = (torch.from_numpy(row) for row in array)
-            device = "cpu" if each.absmax is None else each.absmax.device
-            each.add(absmax.float().to(device), total.to(device), squares.to(device), int(tokens[0]))
+            device = "cpu" if statistics.absmax is None else statistics.absmax.device
+            statistics.add(absmax.float().to(device), total.to(device), squares.to(device), int(tokens[0]))
 
 
-def _require_done(seen: Mapping[str, Sequence[RunningStatistics]], done: Set[str]) -> None:
-    """Refuse statistics of layers that texts will go through again, and layers that are done without any.
+def _require_statistics_of(done: Set[str], by_layer: Mapping[str, Sequence[RunningStatistics]]) -> None:
+    """Refuse statistics of layers through which texts will run again, and finished layers without any.
 
     Raises:
         ValueError: there are such.
     """
-    for unit, found in seen.items():
-        # Of keys and values the largest counts, which may come twice; towers for images shift their layers' numbers.
-        sites = [site for site in found if site.width]
-        if sites and any(site.absmax is not None for site in sites) != (unit in done):
-            raise ValueError(f"it has {'no ' if unit in done else ''}statistics of {unit}")
+    for layer, all_statistics in by_layer.items():
+        # Not those of keys and values: a maximum may be taken twice, and image towers shift the indices of caches.
+        of_inputs = [statistics for statistics in all_statistics if statistics.width]
+        if of_inputs and any(each.absmax is not None for each in of_inputs) != (layer in done):
+            raise ValueError(f"it has {'no ' if layer in done else ''}statistics of {layer}")

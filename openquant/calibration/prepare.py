@@ -1,7 +1,7 @@
-"""What compress() finds by running texts, where a plan lacks it; the plan is then made again with that.
+"""Calibration in a run of compress(): finds what the plan lacks, so that the plan can be made again with it.
 
-Statistics of activations come from running the model, scales of SmoothQuant and AWQ from these and the weights. GPTQ's
-Hessians come later, as layers are rounded (gptq_run.py).
+Input statistics come from running texts through the model. The scales of SmoothQuant and AWQ come from these and from
+the weights. GPTQ's Hessians come later, while layers are rounded (gptq_run.py).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from ..weights.statistics import SUFFIX, Calibration
 from ..weights.transform import WeightTransforms
 from .awq import awq_scale, search_memory, with_importance
 from .mappings import SmoothingMapping
-from .run import agreed_texts, calibration_destination, find_calibration
+from .run import calibration_destination, find_calibration, read_texts
 from .smoothing import (
     MappingTransforms,
-    SmoothingPlaces,
+    UsableMappings,
     apply_smoothing,
     combine_transforms,
     mapping_shards,
@@ -53,61 +53,64 @@ from .smoothquant import smoothquant_scale
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
 
-# Chooses the scale of a fold, or says why there is none.
-Choose = Callable[[SmoothingMapping, Plan, Reader], Floats | str]
+# Chooses the scale of a mapping, float32 [channels], or says why there is none; called from several threads.
+ChooseScale = Callable[[SmoothingMapping, Plan, Reader], Floats | str]
 
 
 def calibration_path(source: Source, output: Path) -> Path:
-    """Where a run of compress() has the calibration that it makes: beside the output."""
+    """Return the path, beside the output, of the calibration file that a run of compress() makes."""
     return output.parent / f"{source.name}{SUFFIX}"
 
 
 def texts_steps(
     run: Run, length: int, source: Source, checkpoint: Checkpoint, plan: Plan, target: Path
 ) -> list[MemoryStep]:
-    """List what finding all that a plan lacks takes of memory, step by step.
+    """Estimate the memory of each step of the calibration that a plan needs.
 
     Args:
-        run: what was asked for.
+        run: options of the run.
         length: tokens of each text.
         source: where the model comes from.
-        checkpoint: its config, files and headers.
-        plan: of it.
+        checkpoint: the model's config, files and headers.
+        plan: the plan; what it lacks says which steps there are.
         target: the output directory.
+
+    Returns:
+        The steps in order; none if the plan lacks nothing.
     """
     steps: list[MemoryStep] = []
     if "activations" in plan.lacks:
-        known = calibration_path(source, target).exists() and not run.overwrite
-        steps += [MemoryStep("reading texts", 0)] if known else calibration_steps(checkpoint, length)
+        reused = calibration_path(source, target).exists() and not run.overwrite
+        steps += [MemoryStep("reading texts", 0)] if reused else calibration_steps(checkpoint, length)
     if "Hessians" in plan.lacks:
         steps += gptq_steps(checkpoint, plan, length)
     if "smoothing" in plan.lacks:
-        steps.append(MemoryStep("dividing inputs of layers", search_memory(plan), models=bool(steps)))
+        steps.append(MemoryStep("choosing smoothing scales", search_memory(plan), models=bool(steps)))
     return steps
 
 
 def run_texts(
     prepared: Prepared, recipe: Recipe, texts: CalibrationTexts, options: PlanOptions, ranks: Ranks, reporter: Reporter
 ) -> tuple[PlanOptions, Corpus | None]:
-    """Run texts through the model for what a plan lacks.
+    """Run texts through the model to find what a plan lacks.
 
     Args:
-        prepared: the run, with that plan.
-        recipe: what is made.
+        prepared: the run and its plan.
+        recipe: options that say how the output is quantized.
         texts: which texts.
-        options: what the plan was made with.
-        ranks: this process among several, each of which finds the same.
-        reporter: is told of it.
+        options: the options that the plan was made with.
+        ranks: the processes of this run, all of which call this together.
+        reporter: receives notes and progress.
 
     Returns:
-        The options with what was found, for the plan that is carried out; and the texts by which GPTQ then rounds, if
-        it does.
+        The options with calibration and transforms, to make the final plan with; and the texts for GPTQ, None without
+        GPTQ. They are the same in all ranks.
 
     Raises:
-        OutputError: a disk has no room for the output, or for hidden states.
+        OutputError: the output or hidden states do not fit on disk.
         SourceError: the model, a weight or a text cannot be read.
-        PlanError: SmoothQuant is asked for of a quantized source.
-        UsageError: there is a calibration of another model, or with other texts.
+        PlanError: SmoothQuant was requested for a quantized source.
+        UsageError: the calibration file beside the output is of another model or with other texts.
     """
     lacks = prepared.plan.lacks
     _require_room(prepared, texts, ranks)
@@ -115,7 +118,7 @@ def run_texts(
     if "activations" in lacks:
         options = replace(options, calibration=_calibrate(prepared, texts, ranks, reporter))
     if "Hessians" in lacks:
-        corpus = agreed_texts(prepared.source, prepared.checkpoint, texts, ranks)
+        corpus = read_texts(prepared.source, prepared.checkpoint, texts, ranks)
         options = replace(options, gptq=corpus.account)
     if "smoothing" in lacks:
         assert options.calibration is not None
@@ -129,38 +132,41 @@ def run_texts(
 
 
 def _require_room(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> None:
-    """Refuse an output that its disk will not hold, before texts are run for hours."""
+    """Refuse an output that does not fit on its disk, before texts run for hours."""
     run, checkpoint, plan = prepared.run, prepared.checkpoint, prepared.plan
     hidden = hidden_bytes(checkpoint, texts.samples * texts.length)
     steps = texts_steps(run, texts.length, prepared.source, checkpoint, plan, prepared.target)
-    left = memory_left(run.max_memory, steps, refuse=False)
-    # Passes that are kept are there twice while they are written anew, without what waits beside them.
-    passing = hidden + (hidden if hidden > (BUDGET if left is None else left // 2) else 0)
-    in_all_ranks(ranks, lambda: require_output(prepared, ranks, passing) if ranks.first else None)
+    free = memory_left(run.max_memory, steps, refuse=False)
+    # The pass checkpoint has all hidden states; those that do not fit in memory are also in the offload file.
+    pass_bytes = hidden + (hidden if hidden > (BUDGET if free is None else free // 2) else 0)
+    in_all_ranks(ranks, lambda: require_output(prepared, ranks, pass_bytes) if ranks.first else None)
 
 
 def _calibrate(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Calibration:
-    """Find statistics of activations, or read those that an earlier run has found with the same texts."""
+    """Find input statistics, or read those of an earlier run with the same texts."""
     run, source, checkpoint = prepared.run, prepared.source, prepared.checkpoint
-    how = Calibrate(
+    options = Calibrate(
         run.model, stream=run.stream, overwrite=run.overwrite, device=prepared.device, max_memory=run.max_memory
     )
     path, elsewhere = calibration_path(source, prepared.target), "name another output with -o"
-    target = calibration_destination(path, "", elsewhere, source, checkpoint, how, texts, (prepared.target,))
-    return find_calibration(source, checkpoint, target, how, texts, ranks, reporter)
+    target = calibration_destination(path, "", elsewhere, source, checkpoint, options, texts, (prepared.target,))
+    return find_calibration(source, checkpoint, target, options, texts, ranks, reporter)
 
 
 def smoothquant_transforms(
     prepared: Prepared, calibration: Calibration, exponent: float, ranks: Ranks, reporter: Reporter
 ) -> WeightTransforms:
-    """What SmoothQuant changes about a model.
+    """Choose SmoothQuant's scales for a model.
 
     Args:
-        prepared: the run, with a plan that folds nothing.
-        calibration: what goes into the layers.
-        exponent: how much of the difficulty goes from activations to weights.
-        ranks: this process among several, each of which finds the same.
-        reporter: is told of it.
+        prepared: the run, with a plan without smoothing.
+        calibration: input statistics of the layers.
+        exponent: migration strength, 0 to 1: how much of the difficulty moves from activations to weights.
+        ranks: the processes of this run, each of which finds the same.
+        reporter: receives notes and progress.
+
+    Returns:
+        What changes about weights and norms, with notes.
 
     Raises:
         PlanError: the source is quantized.
@@ -169,7 +175,7 @@ def smoothquant_transforms(
     plan = prepared.plan
     if summary.has_quantized_source(plan):
         raise PlanError(
-            f"{prepared.source.name} is quantized already: what its rounding lost no factor brings back",
+            f"{prepared.source.name} is quantized already: smoothing cannot undo the errors of its rounding",
             "start from the unquantized model, or leave --smooth out",
         )
 
@@ -180,13 +186,16 @@ def smoothquant_transforms(
 
 
 def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, reporter: Reporter) -> WeightTransforms:
-    """What AWQ changes about a model: folds, and what the search for scales weighs errors by.
+    """Choose AWQ's scales for a model, and by how much the search for quantization scales weighs errors.
 
     Args:
-        prepared: the run, with a plan that folds nothing.
-        calibration: what goes into the layers.
-        ranks: this process among several, each of which finds the same.
-        reporter: is told of it.
+        prepared: the run, with a plan without smoothing.
+        calibration: input statistics of the layers.
+        ranks: the processes of this run, each of which finds the same.
+        reporter: receives notes and progress.
+
+    Returns:
+        What changes about weights and norms, and the importance of columns, with notes.
 
     Raises:
         SourceError: a weight cannot be read, or the calibration is not of these layers.
@@ -199,79 +208,90 @@ def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, r
 
 
 def smoothing_transforms(
-    prepared: Prepared, name: str, choose: Choose, ranks: Ranks, reporter: Reporter
+    prepared: Prepared, name: str, choose: ChooseScale, ranks: Ranks, reporter: Reporter
 ) -> WeightTransforms:
-    """What dividing inputs of layers by chosen scales changes about a model, with notes of what was left out, and why.
+    """Choose a scale for each usable smoothing mapping of a plan, in threads.
 
     Args:
-        prepared: the run, with a plan that folds nothing.
-        name: of the method, such as "SmoothQuant 0.5".
-        choose: chooses each fold's scale; from several threads at once.
-        ranks: this process among several.
-        reporter: is told of it.
+        prepared: the run, with a plan without smoothing.
+        name: name of the method, such as "SmoothQuant 0.5".
+        choose: chooses a mapping's scale, or says why there is none; called from several threads at once.
+        ranks: the processes of this run, each of which finds the same.
+        reporter: receives notes and progress.
+
+    Returns:
+        What changes about weights and norms, with notes that say which mappings are not used, and why.
     """
     plan = prepared.plan
-    places = usable_mappings(plan)
-    if places.mappings:
-        reporter.calibrating(f"{name}: by how much inputs are divided is chosen at {len(places.mappings)} places")
-    found = _Choosing(prepared, places, choose, ranks, reporter).run()
-    parts = [each for each in found if isinstance(each, MappingTransforms)]
-    left = {why: list(sources) for why, sources in places.left.items()}
-    for mapping, each in zip(places.mappings, found, strict=True):
-        if isinstance(each, str):
-            left.setdefault(each, []).append(mapping.source)
-    known = len(found) + sum(map(len, places.left.values()))
-    if not known:
-        notes = [f"{name} changes nothing: where inputs of {plan.model.name} can be divided is not known"]
+    usable = usable_mappings(plan)
+    if usable.mappings:
+        reporter.calibrating(f"{name}: choosing scales for {len(usable.mappings)} smoothing mappings")
+    outcomes = _ScaleSearch(prepared, usable, choose, ranks, reporter).run()
+    parts = [outcome for outcome in outcomes if isinstance(outcome, MappingTransforms)]
+    unused = {reason: list(smooth_layers) for reason, smooth_layers in usable.unused.items()}
+    for mapping, outcome in zip(usable.mappings, outcomes, strict=True):
+        if isinstance(outcome, str):
+            unused.setdefault(outcome, []).append(mapping.smooth_layer)
+    total = len(outcomes) + sum(map(len, usable.unused.values()))
+    if not total:
+        notes = [f"{name} changes nothing: no smoothing mappings of {plan.model.name} are known"]
     else:
-        notes = [f"{name}: inputs of layers are divided by powers of two at {len(parts)} of {known} places"]
-    notes += [f"not folded into {', '.join(collapse(sources))}: {why}" for why, sources in left.items()]
+        notes = [f"{name}: inputs are divided by powers of two in {len(parts)} of {total} smoothing mappings"]
+    notes += [f"no smoothing at {', '.join(collapse(layers))}: {reason}" for reason, layers in unused.items()]
     transforms = combine_transforms(parts, plan)
     title = f"{name}: inputs divided by powers of two in {len(parts)} norms and projections" if parts else ""
     return WeightTransforms(transforms.weights, transforms.tensors, tuple(notes), title)
 
 
-class _Choosing:
-    """One call of `smoothing_transforms`: the folds still to look at, and what was chosen so far."""
+class _ScaleSearch:
+    """One call of `smoothing_transforms`: the mappings still to do, and what was chosen so far."""
 
     def __init__(
-        self, prepared: Prepared, places: SmoothingPlaces, choose: Choose, ranks: Ranks, reporter: Reporter
+        self, prepared: Prepared, usable: UsableMappings, choose: ChooseScale, ranks: Ranks, reporter: Reporter
     ) -> None:
-        self.prepared, self.mappings, self.choose, self.ranks = prepared, places.mappings, choose, ranks
+        self.prepared, self.mappings, self.choose, self.ranks = prepared, usable.mappings, choose, ranks
         self.reporter = reporter
-        self.found: dict[int, MappingTransforms | str] = {}
+        self.outcomes: dict[int, MappingTransforms | str] = {}
         layers = prepared.plan.layers
-        members = [[layers[name] for name in (each.source, *each.readers) if name in layers] for each in self.mappings]
-        self.layers = [len(found) for found in members]
+        weights_of = [
+            [layers[name] for name in (mapping.smooth_layer, *mapping.balance_layers) if name in layers]
+            for mapping in self.mappings
+        ]
+        self.layer_counts = [len(weights) for weights in weights_of]
         self.forecast = Forecast(
-            {str(number): float(sum(weight.nbytes for weight in found)) for number, found in enumerate(members)}
+            {str(number): float(sum(weight.nbytes for weight in weights)) for number, weights in enumerate(weights_of)}
         )
         self.done = 0
-        self.needs = {str(number): mapping_shards(each, prepared.plan) for number, each in enumerate(places.mappings)}
+        self.needs = {
+            str(number): mapping_shards(mapping, prepared.plan) for number, mapping in enumerate(self.mappings)
+        }
         self.lock = threading.Lock()
         self.stopped = threading.Event()
 
     def run(self) -> list[MappingTransforms | str]:
-        """What was chosen for each fold."""
+        """For each mapping what it changes, or why it is not used."""
         run, source = self.prepared.run, self.prepared.source
         with ExitStack() as stack:
-            place = self.prepared.target.absolute().parent
+            directory = self.prepared.target.absolute().parent
             needs = self.needs if source.remote else {}
             if needs and run.stream:
-                make_directory(place)
-            supplies = supply_shards([(source, needs)], run.stream, place, times=self.ranks.local_size)
+                make_directory(directory)
+            supplies = supply_shards([(source, needs)], run.stream, directory, times=self.ranks.local_size)
             [self.supply] = stack.enter_context(supplies)
             self.tasks = self._tasks()
             in_threads(self._work, self._workers(), self.stopped)
-        return [self.found[number] for number in range(len(self.mappings))]
+        return [self.outcomes[number] for number in range(len(self.mappings))]
 
     def _workers(self) -> int:
         """How many threads memory allows."""
         workers, limit = self.prepared.workers, self.prepared.run.max_memory
-        each = search_memory(self.prepared.plan)
-        return workers if limit is None or not each else max(1, min(workers, (limit - resident()) // each))
+        per_thread = search_memory(self.prepared.plan)
+        if limit is None or not per_thread:
+            return workers
+        return max(1, min(workers, (limit - resident()) // per_thread))
 
     def _tasks(self) -> Iterator[int]:
+        """Indices of mappings, each once its shards are there."""
         for number in range(len(self.mappings)):
             self.supply.wait_for(str(number), lambda: self.stopped.is_set() or attempt(self.ranks.check)[1] is not None)
             self.ranks.check()
@@ -288,12 +308,12 @@ class _Choosing:
             if number is None:
                 return
             mapping = self.mappings[number]
-            chosen = self.choose(mapping, plan, reader)
-            self.found[number] = chosen if isinstance(chosen, str) else apply_smoothing(mapping, chosen, plan, reader)
+            scale = self.choose(mapping, plan, reader)
+            self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
             self.supply.finished(str(number))
             with self.lock:
-                self.done += self.layers[number]
+                self.done += self.layer_counts[number]
                 self.forecast.done(str(number))
-                self.reporter.calibrated(self.done, sum(self.layers), "layers")
-                if (left := self.forecast.remaining()) is not None:
-                    self.reporter.remaining(left)
+                self.reporter.calibrated(self.done, sum(self.layer_counts), "layers")
+                if (seconds := self.forecast.remaining()) is not None:
+                    self.reporter.remaining(seconds)

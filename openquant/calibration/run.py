@@ -1,8 +1,8 @@
-"""calibrate(): texts run through a model, and how large the activations of its layers are written to a file.
+"""calibrate(): runs texts through a model, and writes the input statistics of its layers to a file.
 
-Several processes share the texts; the first puts together what all have seen, and writes it.
+Several ranks share the texts. The first merges the statistics of all, and writes the file.
 
-transformers is imported by the modules that run models, and these when they are needed.
+torch and transformers are imported only when a model is run.
 """
 
 from __future__ import annotations
@@ -55,22 +55,21 @@ def calibrate(
     remaining: Callable[[float], None] | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
-    """Find how large the activations are that go into each layer of a model, for `compress(calibration=...)`.
+    """Run texts through a model, and write its input statistics to a file for `compress(calibration=...)`.
 
     Args:
-        begun: told in a line what is to be done, before it starts.
-        progress: told how many tokens are through all layers, and how many there are.
-        remaining: told about how many seconds are left, once the first layer is computed and as it goes on.
-        ranks: this process among several, as `Ranks.from_environment(os.environ)` finds it; each runs its share of the
-            texts.
+        begun: called with one line that describes the run, before it starts.
+        progress: called with the tokens that are through all layers, and their total number.
+        remaining: called with the estimated seconds left, after the first layer and from then on.
+        ranks: the ranks that share the texts, from `Ranks.from_environment(os.environ)`; None for this process alone.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
         OpenQuantError: something the caller can fix.
     """
-    asked = Calibrate.parse(
+    options = Calibrate.parse(
         model=model,
         out=out,
         revision=revision,
@@ -84,30 +83,30 @@ def calibrate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _calibrated(asked, texts, ranks, begun, progress, remaining))
+        return in_all_ranks(ranks, lambda: _calibrated(options, texts, ranks, begun, progress, remaining))
 
 
 def _calibrated(
-    asked: Calibrate,
+    options: Calibrate,
     texts: CalibrationTexts,
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
     remaining: Callable[[float], None] | None,
 ) -> Path:
-    """The file that the first rank has written."""
-    asked = replace(asked, device=find_device(asked.device, ranks.local_rank))
-    source = find_source(os.fspath(asked.model), asked.revision)
-    if asked.stream and source.repo is None:
-        raise UsageError(f"{asked.model} is a local directory, nothing of it can be streamed", "leave --stream out")
+    """Calibrate with parsed options; the path of the file that the first rank has written."""
+    options = replace(options, device=find_device(options.device, ranks.local_rank))
+    source = find_source(os.fspath(options.model), options.revision)
+    if options.stream and source.repo is None:
+        raise UsageError(f"{options.model} is a local directory, nothing of it can be streamed", "leave --stream out")
     checkpoint = open_checkpoint(source.root, source.remote, source.absent)
-    path = Path(asked.out) if asked.out is not None else source.beside(f"{source.name}{SUFFIX}")
-    option = "-o" if asked.out is not None else ""
-    target = calibration_destination(path, option, "name another file with -o", source, checkpoint, asked, texts)
+    path = Path(options.out) if options.out is not None else source.beside(f"{source.name}{SUFFIX}")
+    option = "-o" if options.out is not None else ""
+    target = calibration_destination(path, option, "name another file with -o", source, checkpoint, options, texts)
     target.require()
-    memory_left(asked.max_memory, calibration_steps(checkpoint, texts.length))
-    corpus = agreed_texts(source, checkpoint, texts, ranks)
-    _run(source, checkpoint, corpus, target, asked, ranks, begun, progress, remaining)
+    memory_left(options.max_memory, calibration_steps(checkpoint, texts.length))
+    corpus = read_texts(source, checkpoint, texts, ranks)
+    _run(source, checkpoint, corpus, target, options, ranks, begun, progress, remaining)
     return path
 
 
@@ -117,25 +116,28 @@ def calibration_destination(
     elsewhere: str,
     source: Source,
     checkpoint: Checkpoint,
-    asked: Calibrate,
+    options: Calibrate,
     texts: CalibrationTexts,
     outputs: Sequence[Path] = (),
 ) -> Destination:
-    """The file of a calibration.
+    """Describe the file of a calibration, which replaces no other file than an older calibration of the same model.
 
     Args:
-        path: where it lies.
-        option: what names it on the command line, if something does.
-        elsewhere: how to name another.
+        path: path of the file.
+        option: the command-line option that names it, such as "-o"; "" if none does.
+        elsewhere: hint that says how to choose another path.
         source: where the model comes from.
-        checkpoint: its config, files and headers.
-        asked: how it is calibrated.
-        texts: what is read.
-        outputs: what the run writes besides.
+        checkpoint: the model's config, files and headers.
+        options: options of the calibration.
+        texts: the texts, whose files are not overwritten.
+        outputs: other paths that the run writes.
+
+    Returns:
+        The destination; nothing is checked or written yet.
     """
     fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
-    kind = calibrations(None if asked.overwrite else fingerprint.matches)
-    protected = ProtectedPaths((model_folder(asked.model),), files_read(vars(texts)), outputs)
+    kind = calibrations(None if options.overwrite else fingerprint.matches)
+    protected = ProtectedPaths((model_folder(options.model),), files_read(vars(texts)), outputs)
     return Destination(path, option, kind, protected, elsewhere=elsewhere)
 
 
@@ -143,50 +145,54 @@ def find_calibration(
     source: Source,
     checkpoint: Checkpoint,
     target: Destination,
-    asked: Calibrate,
+    options: Calibrate,
     texts: CalibrationTexts,
     ranks: Ranks,
     reporter: Reporter,
 ) -> Calibration:
-    """What texts show of a model, for a run of compress(); as a file says it that an earlier run left, or found now.
+    """Calibrate a model in a run of compress(), or read the file of an earlier run with the same texts.
 
     Args:
         source: where the model comes from.
-        checkpoint: its config, files and headers.
-        target: the file.
-        asked: how it is to be done, and whether a file of other texts or of another model is replaced.
-        texts: what is read.
-        ranks: this process among several, all of which get to know it.
-        reporter: is told of it.
+        checkpoint: the model's config, files and headers.
+        target: the calibration file.
+        options: options of the calibration; `overwrite` replaces a file of another model or with other texts.
+        texts: which texts.
+        ranks: the processes of this run, all of which call this together.
+        reporter: receives notes and progress.
+
+    Returns:
+        The calibration, the same in all ranks.
 
     Raises:
-        UsageError: there is such a file.
+        UsageError: the file is of another model or with other texts.
         SourceError: the model or a text cannot be read.
-        OutputError: the file cannot be written, or hidden states found no room.
+        OutputError: the file cannot be written, or hidden states do not fit on disk.
     """
     path = target.path
     replace(target, kind=calibrations()).require()
-    corpus, known = agreed_texts(source, checkpoint, texts, ranks), None
-    if path.exists() and path.stat().st_size and not asked.overwrite:
-        known = read_calibration(path)
+    corpus, calibration = read_texts(source, checkpoint, texts, ranks), None
+    if path.exists() and path.stat().st_size and not options.overwrite:
+        calibration = read_calibration(path)
         fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
-        if known.texts.get("sha256") != corpus.sha256 or not fingerprint.matches(known.model, known.stamp):
+        same_texts = calibration.texts.get("sha256") == corpus.sha256
+        if not same_texts or not fingerprint.matches(calibration.model, calibration.stamp):
             raise UsageError(
                 f"{path} is a calibration of another model or with other texts",
                 f"give --calibration {path} to use it, or --overwrite to replace it",
             )
-    # Before one of them writes it.
+    # All ranks must look for the file before the first writes it.
     ranks.agree(None)
-    if known is not None:
-        return known
+    if calibration is not None:
+        return calibration
     _run(
         source,
         checkpoint,
         corpus,
         target,
-        asked,
+        options,
         ranks,
-        lambda about: reporter.calibrating(f"{about}; kept in {path}"),
+        lambda description: reporter.calibrating(f"{description}; kept in {path}"),
         reporter.calibrated,
         reporter.remaining,
     )
@@ -194,8 +200,12 @@ def find_calibration(
     return read_calibration(path)
 
 
-def agreed_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, ranks: Ranks) -> Corpus:
-    """The texts, which are the same in all ranks."""
+def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, ranks: Ranks) -> Corpus:
+    """Read the calibration texts, and require that all ranks have read the same.
+
+    Raises:
+        SourceError: a text or the tokenizer cannot be read, or ranks have other texts or checkpoints.
+    """
     from ..data.corpus import read_corpus
 
     tokenizer = find_tokenizer(source, checkpoint)
@@ -204,9 +214,9 @@ def agreed_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts
     return corpus
 
 
-def _require_same(seen: Sequence[object]) -> None:
-    """Refuse ranks of which one says something else than the first."""
-    if any(other != seen[0] for other in seen):
+def _require_same(facts: Sequence[object]) -> None:
+    """Refuse ranks whose facts, one of each rank, differ."""
+    if any(other != facts[0] for other in facts):
         raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
 
 
@@ -215,13 +225,13 @@ def _run(
     checkpoint: Checkpoint,
     corpus: Corpus,
     target: Destination,
-    asked: Calibrate,
+    options: Calibrate,
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
     remaining: Callable[[float], None] | None,
 ) -> None:
-    """Run texts through a model; the first rank writes what all have seen."""
+    """Run texts through a model; the first rank writes the statistics of all ranks."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel, shards_by_unit
     from ..streaming.offload import refuse_memory
@@ -232,40 +242,45 @@ def _run(
     path = target.path
     part = path.with_name(f"{path.name}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}")
     versions = f"openquant {__version__}, transformers {version('transformers')}"
-    same = {"texts": corpus.sha256, "number of ranks": str(ranks.size), "versions of libraries": versions}
-    kept = PassCheckpoint(part, lambda: {"weights": fingerprint.stamp, **same})
+    conditions = {"texts": corpus.sha256, "number of ranks": str(ranks.size), "versions of libraries": versions}
+    kept = PassCheckpoint(part, lambda: {"weights": fingerprint.stamp, **conditions})
     if begun is not None:
         continued = () if kept.found is None else ("an earlier run is continued",)
         begun("; ".join((corpus.described, *corpus.notes, *continued)))
 
-    def advanced(done: int, total: int) -> None:
+    def report_progress(done: int, total: int) -> None:
         ranks.check()
         if progress is not None:
             progress(done, total)
 
-    streamed = StreamedModel(checkpoint, device=asked.device)
-    place = Path(asked.scratch) if asked.scratch is not None else path.absolute().parent
-    if asked.scratch is None and asked.stream and source.remote:
-        refuse_memory(place, "shards")
+    streamed = StreamedModel(checkpoint, device=options.device)
+    directory = Path(options.scratch) if options.scratch is not None else path.absolute().parent
+    if options.scratch is None and options.stream and source.remote:
+        refuse_memory(directory, "shards")
     hidden = hidden_bytes(checkpoint, -(-len(corpus.documents) // ranks.size) * corpus.length)
     with ExitStack() as stack:
-        left = memory_left(asked.max_memory, calibration_steps(checkpoint, corpus.length))
-        room = scratch_for(hidden, place, BUDGET if left is None else left, asked.scratch is not None)
-        held = stack.enter_context(room) if room else None
-        more = hidden if room else 0
+        free = memory_left(options.max_memory, calibration_steps(checkpoint, corpus.length))
+        offload = scratch_for(hidden, directory, BUDGET if free is None else free, options.scratch is not None)
+        scratch = stack.enter_context(offload) if offload else None
         shards = shards_by_unit(streamed)
-        supplies = supply_shards([(source, shards)], asked.stream, place, more, ranks.local_size)
+        offloaded = hidden if offload else 0
+        supplies = supply_shards([(source, shards)], options.stream, directory, offloaded, ranks.local_size)
         [supply] = stack.enter_context(supplies)
         streamed.traffic = ArrivingShards(supply, shards, source.name, fingerprint, ranks)
-        team = ranks if ranks.size > 1 else None
-        inputs, cached = observe_inputs(
-            streamed, corpus, scratch=held, team=team, progress=advanced, remaining=remaining, kept=kept
+        inputs, kv_absmax = observe_inputs(
+            streamed,
+            corpus,
+            scratch=scratch,
+            ranks=ranks if ranks.size > 1 else None,
+            progress=report_progress,
+            remaining=remaining,
+            kept=kept,
         )
     model = fingerprint.hexdigest()
     fingerprint.require_unchanged()
     _require_same(ranks.agree(None, model))
     if ranks.first:
-        target.write(Calibration(inputs, model, corpus.account, cached, fingerprint.stamp).to_bytes())
-    # Only then may the others lose what they have.
+        target.write(Calibration(inputs, model, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
+    # The other ranks keep their checkpoints until the file is written.
     ranks.agree(None)
     kept.remove()

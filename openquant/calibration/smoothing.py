@@ -1,11 +1,11 @@
-"""Folds of a plan: where inputs of its layers can be divided, and what dividing them by factors makes of the weights.
+"""What smoothing mappings of a plan change about its weights, norms and biases.
 
-Factors are powers of two, so that norms, biases and routers in bfloat16 change exactly. Where a model adds one to a
-norm's weight the columns are multiplied by what the rounded norm really lacks.
+Scales are powers of two, so that norms, biases and routers in bfloat16 change exactly. Where a model adds one to a
+norm's weight, the rounded norm is not divided exactly; the columns are then multiplied by what it was divided by.
 
-    places = usable(plan)
-    parts = [fold(folding, live(folding, scale, plan, reader), plan, reader) for folding, scale in ..]
-    tunings = together(parts)       # for Options(tunings=..)
+    usable = usable_mappings(plan)
+    parts = [apply_smoothing(mapping, scale, plan, reader) for mapping, scale in zip(usable.mappings, scales)]
+    transforms = combine_transforms(parts, plan)       # for PlanOptions(transforms=..)
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from ..weights.transform import WeightTransform, WeightTransforms
 from ..weights.weight import Weight
 from .mappings import SmoothingMapping, find_smoothing_mappings
 
-# Factors are 2**-MOST to 2**MOST.
+# Scales are 2**-MOST to 2**MOST.
 MOST = 8
+_UNKNOWN_STORAGE = "smoothing cannot change the dtype or shape of a tensor"
 
 
-class SmoothingPlaces(NamedTuple):
-    """Where inputs can be divided.
+class UsableMappings(NamedTuple):
+    """The smoothing mappings of a plan.
 
     Attributes:
-        mappings: these places, in the order of the checkpoint's shards.
-        left: of places that the registry knows, the sources of those that are left out, by the reason.
+        mappings: those that can be used, in the order of the checkpoint's shards.
+        unused: smooth_layers of those that cannot, by the reason.
     """
 
     mappings: tuple[SmoothingMapping, ...]
-    left: dict[str, list[str]]
+    unused: dict[str, list[str]]
 
 
 class MappingTransforms(NamedTuple):
-    """What one fold changes.
+    """What one smoothing mapping changes.
 
     Attributes:
-        mapping: where it is.
-        scale: float32 [channels], what they are divided by.
-        tensors: what the norm, or the biases of what makes the channels, then hold, by name.
+        mapping: the mapping.
+        scale: float32 [channels], by which the smooth_layer's outputs are divided.
+        tensors: new bytes of the norm, or of the smooth_layer's bias, by tensor name, in their dtype and shape.
     """
 
     mapping: SmoothingMapping
@@ -60,75 +61,75 @@ class MappingTransforms(NamedTuple):
     tensors: Mapping[str, bytes]
 
 
-def usable_mappings(plan: Plan) -> SmoothingPlaces:
-    """The places of a plan where inputs can be divided: all that read them are quantized, or may be changed as routers.
+def usable_mappings(plan: Plan) -> UsableMappings:
+    """Find the smoothing mappings of a plan whose balance_layers are all quantized, or may change as routers may.
 
-    Those of values are left out where keys and values are cached in FP8, with scales of what they were.
+    Mappings through values are not usable with an FP8 KV cache: its scales belong to the values as they were.
     """
-    seen, decisions = plan.seen, plan.decisions
-    shapes = {info.module: info.shape for info in seen.tensors.values() if info.name != info.module and info.shape}
+    headers, decisions = plan.seen, plan.decisions
+    shapes = {info.module: info.shape for info in headers.tensors.values() if info.name != info.module and info.shape}
     shapes |= {module: weight.shape for module, weight in plan.layers.items()}
-    kept = {item.tensor.module: item for item in decisions.kept}
-    cached = [each.pattern for each in plan.model.cached] if has_fp8_cache(plan) else []
-    values = compile_any(absolute_patterns(plan.model, cached))
-    used: list[SmoothingMapping] = []
-    left: dict[str, list[str]] = {}
+    passthrough = {item.tensor.module: item for item in decisions.kept}
+    cached = [rule.pattern for rule in plan.model.cached] if has_fp8_cache(plan) else []
+    cached_values = compile_any(absolute_patterns(plan.model, cached))
+    usable: list[SmoothingMapping] = []
+    unused: dict[str, list[str]] = {}
 
     def problem(module: str, mapping: SmoothingMapping) -> str | None:
-        """Why a module is not changed; None if it is."""
-        weight, item = plan.layers.get(module), kept.get(module)
+        """Why a module cannot be changed; None if it can."""
+        weight, item = plan.layers.get(module), passthrough.get(module)
         if weight is not None:
             decision = decisions.of(module)
             if decision.scheme is None:
-                return f"a layer stays as it is ({decision.why})"
+                return f"a layer is not quantized ({decision.why})"
             return "a layer is quantized in the source" if weight.format else None
         if item is None or item.weight is not None or item.tensor.dtype not in BITS_TYPE:
-            return "a tensor is stored in a way that is not changed"
-        if module == mapping.source:
-            return None if len(item.tensor.shape) == 1 else f"a layer stays as it is ({item.why})"
-        return f"a layer stays as it is ({item.why})" if item.why.startswith("--") else None
+            return _UNKNOWN_STORAGE
+        if module == mapping.smooth_layer:
+            return None if len(item.tensor.shape) == 1 else f"a layer is not quantized ({item.why})"
+        return f"a layer is not quantized ({item.why})" if item.why.startswith("--") else None
 
-    for mapping in find_smoothing_mappings(plan.model, shapes, text_config(seen, plan.model)):
-        members = (mapping.source, *mapping.readers)
-        why = next(filter(None, (problem(module, mapping) for module in members)), None)
-        if not all(_is_alike(seen.tensors[name], shapes[mapping.source]) for name in _small(mapping.source, plan)):
-            why = "a tensor is stored in a way that is not changed"
-        if values.fullmatch(mapping.source):
-            why = "keys and values are cached in FP8"
-        if why is not None:
-            left.setdefault(why, []).append(mapping.source)
+    for mapping in find_smoothing_mappings(plan.model, shapes, text_config(headers, plan.model)):
+        modules, vectors = (mapping.smooth_layer, *mapping.balance_layers), _vectors(mapping.smooth_layer, plan)
+        reason = next(filter(None, (problem(module, mapping) for module in modules)), None)
+        if not all(_is_plain(headers.tensors[name], shapes[mapping.smooth_layer]) for name in vectors):
+            reason = _UNKNOWN_STORAGE
+        if cached_values.fullmatch(mapping.smooth_layer):
+            reason = "the KV cache is in FP8"
+        if reason is not None:
+            unused.setdefault(reason, []).append(mapping.smooth_layer)
         else:
-            used.append(mapping)
-    shards = {shard: number for number, shard in enumerate(seen.shards)}
-    used.sort(key=lambda mapping: min(shards[shard] for shard in mapping_shards(mapping, plan)))
-    return SmoothingPlaces(tuple(used), left)
+            usable.append(mapping)
+    shards = {shard: number for number, shard in enumerate(headers.shards)}
+    usable.sort(key=lambda mapping: min(shards[shard] for shard in mapping_shards(mapping, plan)))
+    return UsableMappings(tuple(usable), unused)
 
 
 def mapping_shards(mapping: SmoothingMapping, plan: Plan) -> list[str]:
-    """The source's shards in which the tensors of a fold lie."""
-    names = _small(mapping.source, plan)
-    for module in (mapping.source, *mapping.readers):
+    """Return the names of the source's shards that hold the tensors of a mapping, sorted."""
+    names = _vectors(mapping.smooth_layer, plan)
+    for module in (mapping.smooth_layer, *mapping.balance_layers):
         weight = plan.layers.get(module)
         names.append(weight.source.name if weight is not None else f"{module}.weight")
     return sorted({plan.seen.where[name].shard for name in names})
 
 
-def _is_alike(info: TensorInfo, shape: tuple[int, ...]) -> bool:
-    """Whether a norm or a bias has plain numbers, one for each row of what it belongs to."""
+def _is_plain(info: TensorInfo, shape: tuple[int, ...]) -> bool:
+    """Whether a norm or a bias is in a float dtype, with an element for each row of its module."""
     return info.dtype in BITS_TYPE and info.shape == shape[:1]
 
 
-def _small(module: str, plan: Plan) -> list[str]:
-    """The names of a module's tensors of fewer than two axes."""
+def _vectors(module: str, plan: Plan) -> list[str]:
+    """The names of a module's weight and bias, as far as they exist and have fewer than two axes."""
     names = (f"{module}.{last}" for last in ("weight", "bias"))
     return [name for name in names if name in plan.seen.tensors and len(plan.seen.tensors[name].shape) < 2]
 
 
 def statistics_of(weight: Weight, calibration: Calibration) -> InputStatistics | None:
-    """What a calibration has seen go into a weight's layer, mean squares included; None where it has seen nothing.
+    """Return the input statistics of a weight's layer, with mean squares; None if no token went into the layer.
 
     Raises:
-        SourceError: it has no mean squares, or other inputs than the layer.
+        SourceError: the calibration has no mean squares, or another number of inputs.
     """
     inputs = calibration.of(weight.source.name)
     if inputs is not None and (inputs.square is None or inputs.square.shape != (weight.shape[1],)):
@@ -140,49 +141,66 @@ def statistics_of(weight: Weight, calibration: Calibration) -> InputStatistics |
 
 
 def nearest_powers_of_two(ideal: Floats) -> Floats:
-    """The powers of two nearest to factors [channels], in proportion to the middle one, which is 1; 1 where one is zero
-    or not finite: of channels that nothing goes through.
+    """Round a scale to powers of two, normalized so that its median is 1.
+
+    Args:
+        ideal: float32 [channels]; 0 or not finite for channels that are to stay as they are.
+
+    Returns:
+        float32 [channels], powers of two from 2**-MOST to 2**MOST; 1 for channels that stay.
     """
-    alive = np.isfinite(ideal) & (ideal > 0)
+    changed = np.isfinite(ideal) & (ideal > 0)
     exponents = np.zeros(len(ideal), np.float64)
-    if alive.any():
-        logs = np.log2(ideal[alive].astype(np.float64))
-        exponents[alive] = np.clip(np.rint(logs - np.median(logs)), -MOST, MOST)
+    if changed.any():
+        logs = np.log2(ideal[changed].astype(np.float64))
+        exponents[changed] = np.clip(np.rint(logs - np.median(logs)), -MOST, MOST)
     return np.exp2(exponents).astype(np.float32)
 
 
 def without_zero_rows(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader: Reader) -> Floats:
-    """The scale, with 1 where a projection has a row of zeros only: nothing of it shows in what is written."""
-    weight = plan.layers.get(mapping.source)
+    """Return the scale with 1 for channels whose row in the smooth_layer is all zeros.
+
+    `verify` recognizes scales by the sizes of rows in the output, which says nothing of a row of zeros.
+
+    Args:
+        mapping: the mapping; nothing changes if its smooth_layer is a norm.
+        scale: float32 [channels].
+        plan: the plan.
+        reader: reads the source.
+    """
+    weight = plan.layers.get(mapping.smooth_layer)
     if weight is None:
         return scale
-    rows = np.concatenate([to_float32(bits, weight.dtype).any(axis=1) for bits in reader.rows(weight, 1)])
-    return np.where(rows[mapping.first : mapping.first + mapping.channels], scale, np.float32(1))
+    nonzero = np.concatenate([to_float32(bits, weight.dtype).any(axis=1) for bits in reader.rows(weight, 1)])
+    return np.where(nonzero[mapping.first_row : mapping.first_row + mapping.channels], scale, np.float32(1))
 
 
 def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader: Reader) -> MappingTransforms:
-    """What dividing channels by a scale [channels] of powers of two changes.
+    """Divide the norm or bias of a smooth_layer by a scale, float32 [channels] of powers of two.
+
+    The result has the scale by which the columns of balance_layers are to be multiplied: that of a rounded norm may
+    differ a little.
 
     Raises:
         SourceError: the norm or the bias cannot be read.
     """
     tensors: dict[str, bytes] = {}
-    rows = slice(mapping.first, mapping.first + mapping.channels)
-    for name in _small(mapping.source, plan):
+    rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
+    for name in _vectors(mapping.smooth_layer, plan):
         info = plan.seen.tensors[name]
-        held = read_vector(info, reader)
+        values = read_vector(info, reader)
         if name.endswith(".weight"):
-            made, scale = divide_norm(held, scale, mapping.offset, info.dtype)
+            divided, scale = divide_norm(values, scale, mapping.offset, info.dtype)
         else:
-            made = held.copy()
+            divided = values.copy()
             with np.errstate(over="ignore"):
-                made[rows] /= scale
-        tensors[name] = from_float32(made, info.dtype).tobytes()
+                divided[rows] /= scale
+        tensors[name] = from_float32(divided, info.dtype).tobytes()
     return MappingTransforms(mapping, scale, tensors)
 
 
 def read_vector(info: TensorInfo, reader: Reader) -> Floats:
-    """The values of a norm or a bias, float32.
+    """Read a norm or a bias, float32 [n].
 
     Raises:
         SourceError: it cannot be read.
@@ -190,37 +208,46 @@ def read_vector(info: TensorInfo, reader: Reader) -> Floats:
     return to_float32(reader.whole(info).view(BITS_TYPE[info.dtype]), info.dtype)
 
 
-def divide_norm(held: Floats, scale: Floats, offset: float, dtype: str) -> tuple[Floats, Floats]:
-    """A norm's weight divided by a scale and rounded to a dtype, and what its channels are then divided by.
+def divide_norm(weight: Floats, scale: Floats, offset: float, dtype: str) -> tuple[Floats, Floats]:
+    """Divide a norm's weight by a scale, and round it to its dtype.
 
-    The weight stays where it, or what would become of it, lets nothing through.
+    Elements stay as they are if their factor, before or after, is 0 or not finite.
+
+    Args:
+        weight: float32 [channels].
+        scale: float32 [channels].
+        offset: what the model adds to the weight: its factors are weight + offset.
+        dtype: dtype of the checkpoint: "BF16", "F16" or "F32".
+
+    Returns:
+        The new weight, float32 [channels]; and by what the norm's outputs are then divided, float32 [channels].
     """
-    whole = held.astype(np.float64) + offset
+    factors = weight.astype(np.float64) + offset
     with np.errstate(over="ignore"):
-        wanted = from_float32((whole / scale - offset).astype(np.float32), dtype)
-    made = to_float32(wanted, dtype)
-    after = made.astype(np.float64) + offset
-    same = (whole == 0) | (after == 0) | ~np.isfinite(after)
+        bits = from_float32((factors / scale - offset).astype(np.float32), dtype)
+    rounded = to_float32(bits, dtype)
+    new_factors = rounded.astype(np.float64) + offset
+    unchanged = (factors == 0) | (new_factors == 0) | ~np.isfinite(new_factors)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(same, 1.0, whole / after).astype(np.float32)
-    return np.where(same, held, made), ratio
+        ratio = np.where(unchanged, 1.0, factors / new_factors).astype(np.float32)
+    return np.where(unchanged, weight, rounded), ratio
 
 
 def combine_transforms(parts: Iterable[MappingTransforms], plan: Plan) -> WeightTransforms:
-    """What several folds change, each of which multiplies columns of its readers and divides rows of its source."""
+    """Combine what several mappings change: columns of balance_layers are multiplied, rows of smooth_layers divided."""
     columns: dict[str, Floats] = {}
     rows: dict[str, Floats] = {}
     tensors: dict[str, bytes] = {}
-    for mapping, scale, changed in parts:
-        tensors |= changed
-        # Of experts they are many: one for all.
-        by = mapping.columns(scale)
-        for reader in mapping.readers:
-            columns[reader] = columns[reader] * by if reader in columns else by
-        source = plan.layers.get(mapping.source)
-        if source is not None:
-            whole = rows.setdefault(mapping.source, np.ones(source.shape[0], np.float32))
-            whole[mapping.first : mapping.first + mapping.channels] *= scale
+    for mapping, scale, new_tensors in parts:
+        tensors |= new_tensors
+        # One array for all balance_layers: a layer may have hundreds of experts.
+        factors = mapping.column_factors(scale)
+        for module in mapping.balance_layers:
+            columns[module] = columns[module] * factors if module in columns else factors
+        weight = plan.layers.get(mapping.smooth_layer)
+        if weight is not None:
+            divisors = rows.setdefault(mapping.smooth_layer, np.ones(weight.shape[0], np.float32))
+            divisors[mapping.first_row : mapping.first_row + mapping.channels] *= scale
     modules = dict.fromkeys([*columns, *rows])
     return WeightTransforms(
         {module: WeightTransform(rows.get(module), columns.get(module)) for module in modules}, tensors

@@ -1,10 +1,10 @@
-"""SmoothQuant: factors by which inputs of layers are divided, so that rounding them to INT8 loses less.
+"""SmoothQuant: scales that move outliers from INT8 activations into weights.
 
-A channel's factor is max|x|^a / max|w|^(1 - a), x what goes into the layers, w the columns that read it (Xiao et al.,
-SmoothQuant, equation 4), rounded to a power of two. Inputs are rounded by tokens: a few that are far larger than all
-others leave these a coarse grid.
+INT8 activations have a scale per token, so a few inputs that are far larger than the others leave these a coarse grid.
+A channel's scale is max|x|^a / max|w|^(1 - a), where x are the inputs of the balance_layers and w the columns that read
+the channel (Xiao et al., SmoothQuant, equation 4), rounded to a power of two.
 
-    found = smooth(folding, plan, reader, calibration, 0.5)     # float32 [channels], or why there is none
+    scale = smoothquant_scale(mapping, plan, reader, calibration, 0.5)     # float32 [channels], or why there is none
 """
 
 from __future__ import annotations
@@ -24,57 +24,61 @@ from .mappings import SmoothingMapping
 from .smoothing import nearest_powers_of_two, statistics_of, without_zero_rows
 
 
-class _Layer(NamedTuple):
-    """One reader of a fold.
+class _BalanceLayer(NamedTuple):
+    """One balance_layer of a mapping.
 
     Attributes:
-        weight: its weight.
-        inputs: what the calibration has seen of it.
-        largest: float32 [in], the largest magnitude of each column.
-        energy: float64 [in], the sum of squares of each column.
-        steps: the sum of squares of the largest magnitude of each row.
+        weight: its weight [out, in].
+        inputs: its input statistics.
+        column_absmax: float32 [in], largest magnitude of each column.
+        column_energy: float64 [in], sum of squares of each column.
+        row_absmax_squares: sum of squares of the largest magnitudes of all rows.
     """
 
     weight: Weight
     inputs: InputStatistics
-    largest: Floats
-    energy: np.ndarray[tuple[int], np.dtype[np.float64]]
-    steps: float
+    column_absmax: Floats
+    column_energy: np.ndarray[tuple[int], np.dtype[np.float64]]
+    row_absmax_squares: float
 
-    def error(self, by: Floats, steps: float) -> float:
-        """An estimate of the squared error of the layer's outputs for a token, times 12 and 127 squared.
+    def error(self, factors: Floats, row_absmax_squares: float) -> float:
+        """Estimate the squared error of the layer's outputs for one token, times 12 and 127 squared.
 
-        Each weight is off by up to half a step of its row, the largest weight of it over 127; each input by up to half
-        a step of its token, taken to be the largest of all inputs over 127.
+        A weight is off by up to half a step of its row, which is the row's absmax / 127; an input by up to half a step
+        of its token, which is taken to be the absmax of all inputs / 127.
 
         Args:
-            by: what columns are multiplied by, and inputs divided, [in].
-            steps: as above, of the columns multiplied so.
+            factors: float32 [in], by which columns are multiplied and inputs divided.
+            row_absmax_squares: as the attribute, once columns are multiplied.
         """
         assert self.inputs.square is not None
-        squares = np.square(by, dtype=np.float64)
-        largest = float((self.inputs.absmax / by).max())
-        return steps * float((self.inputs.square / squares).sum()) + largest**2 * float((self.energy * squares).sum())
+        squares = np.square(factors, dtype=np.float64)
+        absmax = float((self.inputs.absmax / factors).max())
+        weight_error = row_absmax_squares * float((self.inputs.square / squares).sum())
+        return weight_error + absmax**2 * float((self.column_energy * squares).sum())
 
 
 def smoothquant_scale(
     mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration: Calibration, exponent: float
 ) -> Floats | str:
-    """The scale of a fold, float32 [channels] of powers of two; why there is none, for a note, where there is not.
+    """Choose SmoothQuant's scale for a mapping.
 
     Args:
-        mapping: where inputs are divided.
-        plan: what becomes of the layers.
+        mapping: the smoothing mapping.
+        plan: the plan, without smoothing.
         reader: reads the source.
-        calibration: what goes into the layers.
-        exponent: how much of the difficulty goes from activations to weights, 0 to 1.
+        calibration: input statistics of the layers.
+        exponent: migration strength, 0 to 1: how much of the difficulty moves from activations to weights.
+
+    Returns:
+        float32 [channels] of powers of two; or for a note, why the mapping is not used.
 
     Raises:
         SourceError: a weight cannot be read, or the calibration is not of these layers.
     """
     layers = []
-    for module in mapping.readers:
-        # What stays unquantized, such as a router, loses nothing.
+    for module in mapping.balance_layers:
+        # Unquantized ones, such as a router, lose nothing.
         if (weight := plan.layers.get(module)) is None:
             continue
         inputs = statistics_of(weight, calibration)
@@ -82,41 +86,42 @@ def smoothquant_scale(
         if scheme is None or scheme.name != "int8":
             return "a layer is stored in another scheme"
         if inputs is None:
-            return "the calibration has seen nothing of a layer"
-        layers.append(_layer(weight, inputs, reader))
+            return "the calibration has no inputs of a layer"
+        layers.append(_read_layer(weight, inputs, reader))
     if not layers:
-        return "no layer that reads them is quantized"
-    inputs_most = mapping.largest(np.max([layer.inputs.absmax for layer in layers], axis=0))
-    weights_most = mapping.largest(np.max([layer.largest for layer in layers], axis=0))
+        return "no balance layer is quantized"
+    input_absmax = mapping.channel_max(np.max([layer.inputs.absmax for layer in layers], axis=0))
+    weight_absmax = mapping.channel_max(np.max([layer.column_absmax for layer in layers], axis=0))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ideal = inputs_most**exponent / weights_most ** (1 - exponent)
-    ideal[(inputs_most == 0) | (weights_most == 0)] = 0
+        ideal = input_absmax**exponent / weight_absmax ** (1 - exponent)
+    ideal[(input_absmax == 0) | (weight_absmax == 0)] = 0
     scale = without_zero_rows(mapping, nearest_powers_of_two(ideal), plan, reader)
     if (scale == 1).all():
-        return "all their factors would be 1"
-    columns = mapping.columns(scale)
-    before = sum(layer.error(np.ones_like(columns), layer.steps) for layer in layers)
-    after = sum(layer.error(columns, _steps(layer.weight, columns, reader)) for layer in layers)
+        return "all scales would be 1"
+    factors = mapping.column_factors(scale)
+    before = sum(layer.error(np.ones_like(factors), layer.row_absmax_squares) for layer in layers)
+    after = sum(layer.error(factors, _row_absmax_squares(layer.weight, factors, reader)) for layer in layers)
     # False for NaN too.
     return scale if after < before else "the layers' estimated error would not be lower"
 
 
-def _layer(weight: Weight, inputs: InputStatistics, reader: Reader) -> _Layer:
-    largest, energy, steps = np.zeros(weight.shape[1], np.float32), np.zeros(weight.shape[1], np.float64), 0.0
+def _read_layer(weight: Weight, inputs: InputStatistics, reader: Reader) -> _BalanceLayer:
+    column_absmax, column_energy = np.zeros(weight.shape[1], np.float32), np.zeros(weight.shape[1], np.float64)
+    row_absmax_squares = 0.0
     for bits in reader.rows(weight, 1):
-        values = np.abs(to_float32(bits, weight.dtype))
-        np.maximum(largest, values.max(axis=0), out=largest)
-        steps += float(np.square(values.max(axis=1), dtype=np.float64).sum())
-        # Too large a weight is one for the conversion to refuse.
+        magnitudes = np.abs(to_float32(bits, weight.dtype))
+        np.maximum(column_absmax, magnitudes.max(axis=0), out=column_absmax)
+        row_absmax_squares += float(np.square(magnitudes.max(axis=1), dtype=np.float64).sum())
+        # The conversion refuses weights that are too large.
         with np.errstate(over="ignore"):
-            energy += np.square(values, out=values).sum(axis=0)
-    return _Layer(weight, inputs, largest, energy, steps)
+            column_energy += np.square(magnitudes, out=magnitudes).sum(axis=0)
+    return _BalanceLayer(weight, inputs, column_absmax, column_energy, row_absmax_squares)
 
 
-def _steps(weight: Weight, columns: Floats, reader: Reader) -> float:
-    """The sum of squares of the largest magnitude of each row, of the columns multiplied."""
-    steps = 0.0
-    for bits in reader.rows(weight._replace(transform=WeightTransform(columns=columns)), 1):
-        largest = absmax(bits, "F32", (1, None))
-        steps += float(np.square(largest, dtype=np.float64).sum())
-    return steps
+def _row_absmax_squares(weight: Weight, factors: Floats, reader: Reader) -> float:
+    """The sum of squares of the rows' largest magnitudes, once columns are multiplied by factors [in]."""
+    total = 0.0
+    for bits in reader.rows(weight._replace(transform=WeightTransform(columns=factors)), 1):
+        row_absmax = absmax(bits, "F32", (1, None))
+        total += float(np.square(row_absmax, dtype=np.float64).sum())
+    return total

@@ -268,11 +268,11 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
     def opened(source: Source, output: Path) -> None:
         nonlocal report
         if ranks.first:
-            from ..calibration.gptq_run import rounded_layers_of
+            from ..calibration.gptq_run import rounded_layers_path
             from ..calibration.prepare import calibration_path
 
             report = _page(
-                given, [given["model"]], [output, rounded_layers_of(output), calibration_path(source, output)]
+                given, [given["model"]], [output, rounded_layers_path(output), calibration_path(source, output)]
             )
 
     lines, verbose = command.progress == "json", command.verbose and not command.json

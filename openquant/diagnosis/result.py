@@ -1,4 +1,4 @@
-"""What a diagnosis finds: figures of each layer, what of them is out of the ordinary, and what to do about it."""
+"""The types of a diagnosis: statistics of each layer, flags for unusual ones, and advice."""
 
 from __future__ import annotations
 
@@ -6,46 +6,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Largest over mean magnitude: 5 to 9 in trained layers of examples/tiny-qwen3, 5 to 7 of normal weights.
+# Largest over mean magnitude. It is 5 to 9 in trained layers of examples/tiny-qwen3, 5 to 7 for weights that are
+# normally distributed.
 OUTLIER_RATIO = 20.0
-# Largest over the first percentile of nonzero magnitudes. Above it more than one weight in a hundred is subnormal
-# under one scale in FP8, whose codes have all bits of precision from 448 down to 2^-6. Trained layers of
-# examples/tiny-qwen3 have 332 to 603, normal weights 290 to 440.
+# Largest over the first percentile of nonzero magnitudes. E4M3 codes have full precision from 448 down to 2^-6. Above
+# this ratio, more than one weight in a hundred is subnormal in FP8 with one scale. It is 332 to 603 in trained layers
+# of examples/tiny-qwen3, 290 to 440 for weights that are normally distributed.
 DYNAMIC_RANGE = 448 * 2.0**6
-# Of all weights from their mean; 0.02 is common.
-DEVIATION = 0.001
+# Standard deviation of all weights; 0.02 is common.
+SMALL_STD = 0.001
 
 FLAGS = {
     "outliers": f"the largest weight is more than {OUTLIER_RATIO:g} times the mean magnitude",
     "range": f"the largest weight is more than {DYNAMIC_RANGE:g} times the first percentile of magnitudes",
-    "small": f"the deviation is below {DEVIATION:g}",
+    "small": f"the standard deviation is below {SMALL_STD:g}",
     "zero": "all weights are zero",
     "large": "a weight is larger than engines load",
 }
-"""What each flag says."""
+"""The meaning of each flag, as the report prints it."""
 
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """Figures of one layer: largest, mean and deviation of all its weights, the others of `rows` rows of them.
+    """Statistics of one layer. max, mean and std are of all weights; the others are estimated from `rows` rows.
 
     Attributes:
-        module: the layer.
+        module: module name of the layer.
         shape: (out, in).
-        rows: how many rows were measured.
-        max: the largest magnitude.
-        mean: the mean magnitude.
+        rows: number of rows measured.
+        max: largest magnitude.
+        mean: mean magnitude.
         std: standard deviation.
-        outlier_ratio: largest over mean magnitude; 0 where all weights are zero.
-        dynamic_range: largest over the first percentile of the nonzero magnitudes, which is found to one part in 128
-            (in bfloat16 exactly); 0 where all weights are zero.
-        flags: what of this is out of the ordinary, keys of FLAGS.
-        errors: by scheme, Frobenius norm of the quantized weights' difference over that of the weights, 0.0264; None
-            where the scheme cannot store the layer, as blocks that do not divide it.
-        row_errors: likewise, of each row by itself, the root of the mean square over rows: a large weight, which makes
-            the norm of all that large, does not hide what becomes of other rows.
-        zero_shares: by scheme, the share of weights that become zero and are not.
-        subnormal_shares: by scheme, the share of weights whose codes have lost bits of precision; INT8 has none.
+        outlier_ratio: largest over mean magnitude; 0 if all weights are zero.
+        dynamic_range: largest over the first percentile of the nonzero magnitudes, to within 1 / 128 (exactly in
+            bfloat16); 0 if all weights are zero.
+        flags: keys of FLAGS, for what is unusual.
+        errors: relative quantization error by scheme, ||Q - W|| / ||W|| in the Frobenius norm, such as 0.0264; None if
+            the scheme cannot store the layer, as with blocks that do not divide its shape.
+        row_errors: likewise, the root mean square over rows of each row's relative error. A large weight, which
+            dominates ||W||, does not hide the errors of other rows here.
+        zero_shares: by scheme, the share of weights that are nonzero and become zero.
+        subnormal_shares: by scheme, the share of weights with subnormal codes, which have fewer bits of precision; 0
+            for INT8.
     """
 
     module: str
@@ -65,15 +67,15 @@ class LayerDiagnosis:
 
 @dataclass(frozen=True)
 class Advice:
-    """Layers that another scheme serves better, named alike.
+    """Layers of the same kind, such as down_proj of several decoder layers, that another scheme stores better.
 
     Attributes:
-        layers: modules.
-        scheme: what to store them in; None to leave them unquantized.
-        error_before: the largest of their row errors in the scheme that was asked for; None where it cannot store one.
-        error_after: in the other; 0 where they stay unquantized.
+        layers: module names.
+        scheme: name of the other scheme; None to leave them unquantized.
+        error_before: largest of their row errors in the requested scheme; None if it cannot store one of them.
+        error_after: the same in the other scheme; 0 if they stay unquantized.
         bytes: by how much the output grows.
-        option: what to type: "--scheme-for 'model.layers.{0,3}.mlp.down_proj=channel'".
+        option: option of compress to type: "--scheme-for 'model.layers.{0,3}.mlp.down_proj=channel'".
     """
 
     layers: tuple[str, ...]
@@ -86,21 +88,21 @@ class Advice:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What diagnose() found.
+    """The result of diagnose().
 
     Attributes:
-        model: as it was asked for.
-        revision: its commit on the Hub, or None.
-        architecture: the registry's entry by which layers were found.
-        scheme: the scheme that advice is about.
-        rows_read: share of all rows of the layers that was measured, 1.0 with `full`.
+        model: the model as it was named.
+        revision: its commit on the Hub; None for a local model.
+        architecture: name of the architecture whose registry entry was used.
+        scheme: name of the requested scheme.
+        rows_read: share of all rows that was measured; 1.0 with `full`.
         layers: every layer that the scheme would quantize, in the order of the checkpoint.
-        advice: where another scheme halves the error, the worst first.
-        options: all of it as words of one command for compress, `scheme` included; empty without advice.
-        bytes_before: size of the output's tensors without the advice.
-        bytes_after: with it.
-        notes: what engines make of the output with the advice.
-        not_finite: what tensors hold that stay unquantized and are not finite, by name:
+        advice: where another scheme halves the error, largest error first.
+        options: all advice as arguments of one compress command, with the scheme; empty without advice.
+        bytes_before: bytes of the output's tensors without the advice.
+        bytes_after: bytes with it.
+        notes: what engines do with the output of the advice, or why there are no options.
+        not_finite: NaN and infinities in tensors that stay unquantized, by tensor name:
             {"model.norm.weight": "NaN (3 values)"}.
     """
 
@@ -119,13 +121,11 @@ class Diagnosis:
 
     @property
     def worst(self) -> list[LayerDiagnosis]:
-        """The layers, the largest row error in the scheme first; before all others those it cannot store."""
+        """The layers by falling row error in the requested scheme; first those that it cannot store."""
         return sorted(self.layers, key=lambda layer: -_or_infinite(layer.row_errors[self.scheme]))
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name, as `--json` prints them; a layer's `zero_share` and `subnormal_share` are those of the
-        scheme.
-        """
+        """Return the fields as `--json` prints them, with `zero_share` and `subnormal_share` for `scheme`."""
         layers = tuple(
             {
                 **vars(layer),
@@ -134,8 +134,8 @@ class Diagnosis:
             }
             for layer in self.layers
         )
-        # Not by asdict, which copies every value: of a model of many small experts that takes as long as measuring it.
-        return {**vars(self), "layers": layers, "advice": tuple(dict(vars(each)) for each in self.advice)}
+        # Not with asdict: it copies every value, which for many small experts takes as long as measuring them.
+        return {**vars(self), "layers": layers, "advice": tuple(dict(vars(advice)) for advice in self.advice)}
 
 
 def _or_infinite(error: float | None) -> float:

@@ -1,4 +1,4 @@
-"""The figures of one layer, summed over pieces of it: of all its weights, and of rows that stand for others."""
+"""Statistics of one layer, summed over pieces of it: over all weights, and over sampled rows that represent others."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from ..formats.scales import Scales, choose_scales, choose_shared_scale
 from ..formats.schemes import SCHEMES, Scheme
 from ..weights.quant_error import energy, relative_error, row_energies
 from ..weights.weight import Weight
-from .result import DEVIATION, DYNAMIC_RANGE, OUTLIER_RATIO, LayerDiagnosis
+from .result import DYNAMIC_RANGE, OUTLIER_RATIO, SMALL_STD, LayerDiagnosis
 
 Energies = npt.NDArray[np.float64]
 
 
 class RowSample(NamedTuple):
-    """Some rows of a layer.
+    """Sampled rows of a layer.
 
     Attributes:
-        numbers: of the rows.
-        bits: their weights [n, in].
-        times: how many rows of the layer each of them stands for.
-        alone: whether the first stands for itself only.
+        indices: int64 [n], indices of the rows.
+        bits: bits of their weights, uint16 or uint32 [n, in].
+        share: number of the layer's rows that each of them stands for.
+        first_is_outlier: whether the first stands for itself only.
     """
 
-    numbers: npt.NDArray[np.intp]
+    indices: npt.NDArray[np.intp]
     bits: Bits
-    times: float = 1.0
-    alone: bool = False
+    share: float = 1.0
+    first_is_outlier: bool = False
 
-    def counted(self, flags: npt.NDArray[np.bool_]) -> float:
-        """For how many weights of the layer those stand that are flagged, bool [n, in]."""
-        found = self.times * np.count_nonzero(flags)
-        return found - (self.times - 1) * np.count_nonzero(flags[0]) if self.alone else found
+    def estimate_count(self, flags: npt.NDArray[np.bool_]) -> float:
+        """Estimate how many weights of the layer are flagged, from flags of these, bool [n, in]."""
+        count = self.share * np.count_nonzero(flags)
+        return count - (self.share - 1) * np.count_nonzero(flags[0]) if self.first_is_outlier else count
 
-    def summed(self, of_rows: Energies) -> float:
-        """What a figure of each row, float64 [n], comes to in all rows that these stand for."""
-        found = self.times * float(of_rows.sum())
-        return found - (self.times - 1) * float(of_rows[0]) if self.alone else found
+    def estimate_sum(self, of_rows: Energies) -> float:
+        """Estimate the sum of a value over all rows, from its values for these, float64 [n]."""
+        total = self.share * float(of_rows.sum())
+        return total - (self.share - 1) * float(of_rows[0]) if self.first_is_outlier else total
 
 
 class WeightTotals:
-    """What all weights of a layer tell.
+    """Statistics over all weights of a layer.
 
     Args:
-        weight: the layer.
-        loops: what looks at every weight.
+        weight: the layer's weight.
+        loops: the kernels that go over every weight.
 
     Attributes:
-        weight: the layer.
-        schemes: those whose groups divide it.
-        largest: the largest magnitude, float32 [1, 1].
-        top: the row that has it.
+        weight: the layer's weight.
+        schemes: the schemes whose groups divide its shape.
+        absmax: float32 [1, 1], largest magnitude.
+        absmax_row: the row that has it.
         total: sum of the weights.
-        absolute: sum of their magnitudes.
+        magnitudes: sum of their magnitudes.
         squares: sum of their squares.
     """
 
@@ -71,10 +71,10 @@ class WeightTotals:
             for scheme in SCHEMES.values()
             if weight.is_held_by(scheme.format) or scheme.format.shape_error(weight.shape) is None
         ]
-        self.largest: Floats = np.zeros((1, 1), np.float32)
-        self.top = RowSample(np.zeros(1, np.intp), np.zeros((1, weight.shape[1]), BITS_TYPE[weight.dtype]))
-        self.total = self.absolute = self.squares = 0.0
-        # By format, the largest magnitudes of groups that are several rows high, piece by piece.
+        self.absmax: Floats = np.zeros((1, 1), np.float32)
+        self.absmax_row = RowSample(np.zeros(1, np.intp), np.zeros((1, weight.shape[1]), BITS_TYPE[weight.dtype]))
+        self.total = self.magnitudes = self.squares = 0.0
+        # By format, the absmax of groups of several rows, piece by piece: sampled rows alone do not have it.
         self._grids: dict[Format, list[Floats]] = {
             scheme.format: []
             for scheme in self.schemes
@@ -83,74 +83,73 @@ class WeightTotals:
 
     @property
     def height(self) -> int:
-        """Pieces must be a multiple of so many rows."""
-        return math.lcm(*(form.group[0] or 1 for form in self._grids))
+        """The number of rows of each piece must be a multiple of this."""
+        return math.lcm(*(fmt.group[0] or 1 for fmt in self._grids))
 
     def add(self, low: int, bits: Bits) -> bool:
-        """Add some rows, if all their weights are finite.
+        """Add the next piece of the layer.
 
         Args:
-            low: the number of the first.
-            bits: their weights, uint16 or uint32 [n, in].
+            low: index of its first row.
+            bits: bits of its weights, uint16 or uint32 [n, in].
 
         Returns:
-            Whether they are finite; nothing is added if not.
+            Whether all weights are finite; nothing is added if not.
         """
         dtype = self.weight.dtype
-        for form, grid in self._grids.items():
-            grid.append(self._loops.absmax(bits, dtype, form.group))
+        for fmt, grid in self._grids.items():
+            grid.append(self._loops.absmax(bits, dtype, fmt.group))
         grids = [grid[-1] for grid in self._grids.values()] or [self._loops.absmax(bits, dtype, (None, None))]
         largest = grids[0].max(keepdims=True)
         if not np.isfinite(largest).all():
             return False
-        if largest > self.largest:
-            self.largest = largest
+        if largest > self.absmax:
+            self.absmax = largest
             row = int(self._loops.absmax(bits, dtype, (1, None)).argmax())
-            self.top = RowSample(np.array([low + row]), bits[row : row + 1].copy())
+            self.absmax_row = RowSample(np.array([low + row]), bits[row : row + 1].copy())
         step = max(1, CHUNK // self.weight.shape[1])
         for start in range(0, len(bits), step):
             values = to_float32(bits[start : start + step], dtype)
             self.total += _sum(values)
-            self.absolute += _sum(np.abs(values))
+            self.magnitudes += _sum(np.abs(values))
             self.squares += energy(values)
         return True
 
-    def scales(self, scheme: Scheme, rows: RowSample, shared: Floats) -> tuple[Group, Scales]:
-        """The scales of some rows, once all are added.
+    def scales(self, scheme: Scheme, rows: RowSample, shared_absmax: Floats) -> tuple[Group, Scales]:
+        """Choose the scales of some rows, once all pieces are added.
 
         Args:
-            scheme: what they are stored in.
+            scheme: the scheme.
             rows: the rows.
-            shared: float32 [1, 1], the largest absolute weight of all layers that share a scale where a format has one
-                for a joined set.
+            shared_absmax: float32 [1, 1], absmax of all fused layers, for schemes with a per-tensor or global scale.
 
         Returns:
-            Height and width of what shares a scale among these rows, (1, 128) for blocks of 128 x 128; and the scales
-            and zero points, float32 [n / height, in / width].
+            Height and width of a group among these rows, (1, 128) for blocks of 128 x 128; and the scales and zero
+            points, float32 [n / height, in / width].
         """
-        form = scheme.format
-        height, width = form.group
-        group: Group = form.group
-        if form.shared:
-            absmax = shared
-        elif form in self._grids:
-            if len(self._grids[form]) > 1:
-                self._grids[form] = [np.concatenate(self._grids[form])]
-            group, absmax = (1, width), self._grids[form][0][rows.numbers // (height or 1)]
+        fmt = scheme.format
+        height, width = fmt.group
+        group: Group = fmt.group
+        if fmt.shared:
+            absmax = shared_absmax
+        elif fmt in self._grids:
+            if len(self._grids[fmt]) > 1:
+                self._grids[fmt] = [np.concatenate(self._grids[fmt])]
+            group, absmax = (1, width), self._grids[fmt][0][rows.indices // (height or 1)]
         else:
-            absmax = self._loops.absmax(rows.bits, self.weight.dtype, form.group)
-        global_scale = choose_shared_scale(form, shared) if form.global_scale is not None else None
+            absmax = self._loops.absmax(rows.bits, self.weight.dtype, fmt.group)
+        global_scale = choose_shared_scale(fmt, shared_absmax) if fmt.global_scale is not None else None
         return group, choose_scales(scheme, rows.bits, self.weight.dtype, absmax, global_scale, loops=self._loops)
 
 
 class SchemeLoss:
-    """What a scheme makes of the measured rows of a layer, each counted for the rows that it stands for.
+    """The loss of a layer in one scheme, estimated from sampled rows.
 
     Attributes:
-        noise: sum of squares of what the weights are off by.
-        row_noise: sum of each row's noise over its own energy.
-        zeros: codes that stand for zero.
-        subnormals: codes that are subnormal.
+        noise: sum of squares of the weights' errors.
+        row_noise: sum over rows of the row's noise divided by its energy.
+        zeros: number of codes that stand for zero.
+        subnormals: number of subnormal codes.
     """
 
     def __init__(self) -> None:
@@ -159,51 +158,51 @@ class SchemeLoss:
     def add(
         self, scheme: Scheme, rows: RowSample, values: Floats, energies: Energies, group: Group, scales: Scales
     ) -> None:
-        """Add what a scheme makes of some rows.
+        """Add the loss of some rows.
 
         Args:
             scheme: the scheme.
             rows: the rows.
-            values: their weights, float32 [n, in].
-            energies: the sum of squares of each, float64 [n].
-            group: height and width of what shares a scale.
+            values: float32 [n, in], their weights.
+            energies: float64 [n], sum of squares of each row.
+            group: height and width of a group.
             scales: the scales and zero points, float32 [n / height, in / width].
         """
         number = scheme.format.number
-        scale, zero = (None if grid is None else _widen(grid, group[1]) for grid in scales)
+        scale, zero_point = (None if grid is None else _widen(grid, group[1]) for grid in scales)
         assert scale is not None
-        # What codes stand for without the codes, which take longer to look up.
-        if zero is None:
-            made = number.nearest(values / scale)
+        # Values of codes, not the codes themselves, which take longer to look up.
+        if zero_point is None:
+            quantized = number.nearest(values / scale)
         else:
-            made = number.nearest(values / scale + zero)
-            made -= zero
-        zeros = rows.counted(made == 0)
+            quantized = number.nearest(values / scale + zero_point)
+            quantized -= zero_point
+        zeros = rows.estimate_count(quantized == 0)
         self.zeros += zeros
         if number.normal:
-            self.subnormals += rows.counted(np.abs(made) < np.float32(number.normal)) - zeros
-        made *= scale
-        made -= values
-        noise = row_energies(made)
-        self.noise += rows.summed(noise)
+            self.subnormals += rows.estimate_count(np.abs(quantized) < np.float32(number.normal)) - zeros
+        quantized *= scale
+        quantized -= values
+        noise = row_energies(quantized)
+        self.noise += rows.estimate_sum(noise)
         # A row of zeros has no noise.
-        self.row_noise += rows.summed(noise / np.where(energies > 0, energies, 1))
+        self.row_noise += rows.estimate_sum(noise / np.where(energies > 0, energies, 1))
 
 
 class RowSums:
-    """What the measured rows of a layer tell, each counted for the rows that it stands for.
+    """Statistics of a layer's weights before quantization, estimated from sampled rows.
 
     Attributes:
-        rows: how many were measured.
-        count: weights that these stand for.
-        zeros: those of them that are zero.
-        energy: the sum of their squares.
+        rows: number of sampled rows.
+        count: number of weights that these stand for.
+        zeros: number of zeros among them.
+        energy: sum of their squares.
     """
 
     def __init__(self) -> None:
         self.rows = 0
         self.count = self.zeros = self.energy = 0.0
-        # How many magnitudes have each upper half of a float32: with bfloat16 weights, each value.
+        # Counts of magnitudes by the upper half of their float32 bits: with bfloat16 weights, of each value.
         self._magnitudes = np.zeros(1 << 15)
         self._low, self._high = 1 << 15, 0
 
@@ -212,57 +211,57 @@ class RowSums:
 
         Args:
             rows: the rows.
-            values: their weights, float32 [n, in].
-            energies: the sum of squares of each, float64 [n].
+            values: float32 [n, in], their weights.
+            energies: float64 [n], sum of squares of each row.
         """
         self.rows += len(values)
-        self.energy += rows.summed(energies)
-        self.count += values.shape[1] * (rows.times * len(values) - (rows.times - 1) * rows.alone)
-        self.zeros += rows.counted(values == 0)
+        self.energy += rows.estimate_sum(energies)
+        self.count += values.shape[1] * (rows.share * len(values) - (rows.share - 1) * rows.first_is_outlier)
+        self.zeros += rows.estimate_count(values == 0)
         upper = (values.view(np.uint32) >> 16).astype(np.intp) & 0x7FFF
-        self._count_magnitudes(upper.reshape(-1), rows.times)
-        if rows.alone:
-            self._count_magnitudes(upper[0], 1 - rows.times)
+        self._count_magnitudes(upper.reshape(-1), rows.share)
+        if rows.first_is_outlier:
+            self._count_magnitudes(upper[0], 1 - rows.share)
 
-    def _count_magnitudes(self, upper: npt.NDArray[np.intp], times: float) -> None:
-        # From the smallest to the largest: of a small layer they are few of the values that there are.
+    def _count_magnitudes(self, upper: npt.NDArray[np.intp], share: float) -> None:
+        # Only from the smallest to the largest: a small layer has few of all possible values.
         low = int(upper.min())
         counts = np.bincount(upper - low)
-        self._magnitudes[low : low + len(counts)] += times * counts
+        self._magnitudes[low : low + len(counts)] += share * counts
         self._low, self._high = min(low, self._low), max(low + len(counts), self._high)
 
     def percentile(self) -> float:
-        """The first percentile of the nonzero magnitudes: one in a hundred is as small, or smaller; 0 without any."""
+        """Return the first percentile of the nonzero magnitudes: 1 % are as small or smaller; 0 if there are none."""
         low = max(1, self._low)
-        reached = np.cumsum(self._magnitudes[low : self._high])
-        place = low + int(np.searchsorted(reached, reached[-1] / 100)) if reached.any() else 0
-        return float(np.uint32(place << 16).view(np.float32))
+        cumulative = np.cumsum(self._magnitudes[low : self._high])
+        upper = low + int(np.searchsorted(cumulative, cumulative[-1] / 100)) if cumulative.any() else 0
+        return float(np.uint32(upper << 16).view(np.float32))
 
 
-def layer_figures(
-    whole: WeightTotals, sums: RowSums, losses: Mapping[str, SchemeLoss], asked: Scheme
+def layer_diagnosis(
+    totals: WeightTotals, sums: RowSums, losses: Mapping[str, SchemeLoss], requested: Scheme
 ) -> LayerDiagnosis:
-    """The figures of a layer.
+    """Make the diagnosis of a layer from its sums.
 
     Args:
-        whole: what all its weights tell.
-        sums: what the measured rows tell.
-        losses: by name, what each scheme makes of these that can store the layer.
-        asked: the scheme that it is to be stored in.
+        totals: statistics over all weights.
+        sums: statistics of the sampled rows.
+        losses: loss in each scheme that can store the layer, by the scheme's name.
+        requested: the scheme in which the layer is to be stored.
     """
-    weight, largest = whole.weight, float(whole.largest.item())
+    weight, largest = totals.weight, float(totals.absmax.item())
     count = weight.shape[0] * weight.shape[1]
-    mean = whole.absolute / count
-    std = math.sqrt(max(0.0, whole.squares / count - (whole.total / count) ** 2))
+    mean = totals.magnitudes / count
+    std = math.sqrt(max(0.0, totals.squares / count - (totals.total / count) ** 2))
     ratio = largest / mean if largest else 0.0
-    # Where all measured weights are zero and another is not.
+    # All sampled weights may be zero although another weight is not.
     dynamic_range = largest / (sums.percentile() or largest) if largest else 0.0
-    found = {
+    flags = {
         "outliers": ratio > OUTLIER_RATIO,
         "range": dynamic_range > DYNAMIC_RANGE,
-        "small": largest > 0 and std < DEVIATION,
+        "small": largest > 0 and std < SMALL_STD,
         "zero": not largest,
-        "large": asked in whole.schemes and asked.name not in losses,
+        "large": requested in totals.schemes and requested.name not in losses,
     }
     return LayerDiagnosis(
         module=weight.module,
@@ -273,7 +272,7 @@ def layer_figures(
         std=std,
         outlier_ratio=ratio,
         dynamic_range=dynamic_range,
-        flags=tuple(flag for flag, raised in found.items() if raised),
+        flags=tuple(flag for flag, raised in flags.items() if raised),
         errors=_by_scheme({name: relative_error(sums.energy, loss.noise) for name, loss in losses.items()}),
         row_errors=_by_scheme(
             {name: math.sqrt(loss.row_noise * weight.shape[1] / sums.count) for name, loss in losses.items()}
@@ -283,17 +282,19 @@ def layer_figures(
     )
 
 
-def _by_scheme(found: dict[str, float]) -> dict[str, float | None]:
-    return {name: found.get(name) for name in SCHEMES}
+def _by_scheme(values: dict[str, float]) -> dict[str, float | None]:
+    """The values in the order of SCHEMES, None for schemes that have none."""
+    return {name: values.get(name) for name in SCHEMES}
 
 
 def _widen(grid: Floats, width: int | None) -> Floats:
-    """A grid [n, groups] with each entry repeated over the columns of its group, if a row has several."""
+    """Repeat each entry of [n, groups] over the `width` columns of its group; not if a row has one group."""
     return grid if width is None else np.repeat(grid, width, axis=1)
 
 
 def _sum(values: Floats) -> float:
+    """The sum of float32 values; in float64 where float32 overflows."""
     with np.errstate(over="ignore", invalid="ignore"):
-        # Down the columns numpy adds several at once.
-        found = float(values.sum(axis=0).sum(dtype=np.float64))
-    return found if math.isfinite(found) else float(values.sum(dtype=np.float64))
+        # numpy adds along columns first, which is faster.
+        total = float(values.sum(axis=0).sum(dtype=np.float64))
+    return total if math.isfinite(total) else float(values.sum(dtype=np.float64))

@@ -1,4 +1,4 @@
-"""Where another scheme halves a layer's row error, and the options of compress that ask for it."""
+"""Advice: where another scheme halves a layer's row error, and the options of compress that ask for it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..plan.plan import Plan, make_plan
 from ..weights.weight import Weight
 from .result import Advice, Diagnosis, LayerDiagnosis
 
-# FP8 rounds normal weights by 0.026 of their size, whatever shares a scale. Layers that no scheme brings below this
-# stay unquantized.
-MOST_ERROR = 0.05
+# The relative error of normally distributed weights in FP8 is 0.026, whatever the group. Layers for which no scheme is
+# below this limit stay unquantized.
+MAX_ERROR = 0.05
 
 
-class _Unit(NamedTuple):
-    """Layers that engines store alike: one, a joined set, or the experts of a layer.
+class _LayerGroup(NamedTuple):
+    """Layers that must have the same scheme: a single one, fused layers, or the experts of an MoE layer.
 
     Attributes:
-        path: of what holds them: "model.layers.0.self_attn".
-        rest: the pattern of their names below: ".{q_proj,k_proj,v_proj}".
-        layers: all of them.
+        path: module that holds them: "model.layers.0.self_attn".
+        rest: pattern of their names below it: ".{q_proj,k_proj,v_proj}".
+        layers: their weights.
     """
 
     path: str
@@ -38,53 +38,56 @@ class _Unit(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What units of other decoder layers have in common with it."""
+        """Name template and pattern, which the same layers of other decoder layers share."""
         return template(self.path), self.rest
 
 
 @dataclass(frozen=True)
-class _Remedy:
-    """Units of one kind that another scheme serves better.
+class _Change:
+    """Groups of one kind that another scheme stores better.
 
     Attributes:
-        units: those units.
-        patterns: over the names of their layers.
-        scheme: which; None to leave them as they are.
-        before: the worst error of their layers in the scheme that was asked for.
-        after: in the other.
+        groups: the groups.
+        patterns: patterns that match the names of their layers.
+        scheme: the other scheme; None to leave them unquantized.
+        error_before: largest row error of their layers in the requested scheme.
+        error_after: the same in the other scheme.
     """
 
-    units: tuple[_Unit, ...]
+    groups: tuple[_LayerGroup, ...]
     patterns: tuple[str, ...]
     scheme: Scheme | None
-    before: float
-    after: float
+    error_before: float
+    error_after: float
 
     @property
     def layers(self) -> tuple[Weight, ...]:
-        """All layers of the units."""
-        return tuple(layer for unit in self.units for layer in unit.layers)
+        """The weights of all groups."""
+        return tuple(layer for group in self.groups for layer in group.layers)
 
 
-def with_advice(found: Diagnosis, plan: Plan, ignore: Sequence[str]) -> Diagnosis:
-    """A diagnosis with the options of compress that halve the errors of layers, as far as engines load the result.
+def with_advice(diagnosis: Diagnosis, plan: Plan, ignore: Sequence[str]) -> Diagnosis:
+    """Add advice to a diagnosis: options of compress that halve errors of layers, if engines can load the result.
 
     Args:
-        found: the figures of the layers.
-        plan: what they were found by.
-        ignore: patterns of layers that were asked to stay as they are.
+        diagnosis: the diagnosis of all layers, without advice.
+        plan: the plan that it was made of.
+        ignore: the patterns of --ignore.
+
+    Returns:
+        The diagnosis with advice, options, sizes and notes. If no plan is possible, a note says why.
     """
-    found = replace(found, bytes_before=summary.output_bytes(plan), bytes_after=summary.output_bytes(plan))
-    remedies = _remedies(plan, {layer.module: layer for layer in found.layers})
+    diagnosis = replace(diagnosis, bytes_before=summary.output_bytes(plan), bytes_after=summary.output_bytes(plan))
+    changes = _find_changes(plan, {layer.module: layer for layer in diagnosis.layers})
     refusal = ""
-    for base in _bases(plan, remedies) if remedies else ():
+    for base in _base_schemes(plan, changes) if changes else ():
         options = PlanOptions(
-            ignore=(*ignore, *(text for remedy in remedies if remedy.scheme is None for text in remedy.patterns)),
+            ignore=(*ignore, *(pattern for change in changes if change.scheme is None for pattern in change.patterns)),
             scheme_for=tuple(
-                (text, remedy.scheme)
-                for remedy in remedies
-                if remedy.scheme is not None and remedy.scheme != base
-                for text in remedy.patterns
+                (pattern, change.scheme)
+                for change in changes
+                if change.scheme is not None and change.scheme != base
+                for pattern in change.patterns
             ),
         )
         try:
@@ -93,91 +96,89 @@ def with_advice(found: Diagnosis, plan: Plan, ignore: Sequence[str]) -> Diagnosi
             refusal = refusal or error.message
             continue
         if all(
-            better.decisions.of(layer.module).scheme == remedy.scheme for remedy in remedies for layer in remedy.layers
+            better.decisions.of(layer.module).scheme == change.scheme for change in changes for layer in change.layers
         ):
-            return _advised(found, plan, better, remedies, ignore)
-        refusal = refusal or "engines cannot load all of these layers so"
-    return replace(found, notes=(f"no options can be told: {refusal}",)) if remedies else found
+            return _advised(diagnosis, plan, better, changes, ignore)
+        refusal = refusal or "engines cannot load these layers in the schemes that would be better"
+    return replace(diagnosis, notes=(f"no options can be suggested: {refusal}",)) if changes else diagnosis
 
 
-def _remedies(plan: Plan, figures: Mapping[str, LayerDiagnosis]) -> list[_Remedy]:
-    """What other schemes do better, the worst layers first."""
+def _find_changes(plan: Plan, diagnoses: Mapping[str, LayerDiagnosis]) -> list[_Change]:
+    """Where other schemes are better, largest error first."""
     assert plan.scheme is not None
-    kinds: dict[tuple[str, str], list[_Unit]] = {}
-    for unit in _units(plan):
-        kinds.setdefault(unit.kind, []).append(unit)
-    remedies = []
-    for (path, rest), units in kinds.items():
-        chosen: dict[Scheme | None, list[_Unit]] = {}
-        for unit in units:
-            scheme = _choose(plan.scheme, unit, figures)
+    kinds: dict[tuple[str, str], list[_LayerGroup]] = {}
+    for group in _layer_groups(plan):
+        kinds.setdefault(group.kind, []).append(group)
+    changes = []
+    for (path, rest), groups in kinds.items():
+        by_scheme: dict[Scheme | None, list[_LayerGroup]] = {}
+        for group in groups:
+            scheme = _choose_scheme(plan.scheme, group, diagnoses)
             if scheme != plan.scheme:
-                chosen.setdefault(scheme, []).append(unit)
-        for scheme, those in chosen.items():
-            paths = [path] if len(those) == len(units) else patterns_of(unit.path for unit in those)
-            worst = [_worst(unit, plan.scheme, figures) for unit in those]
-            after = [_worst(unit, scheme, figures) for unit in those]
-            remedies.append(
-                _Remedy(tuple(those), tuple(f"{each}{rest}" for each in paths), scheme, max(worst), max(after))
-            )
-    return sorted(remedies, key=lambda remedy: -remedy.before)
+                by_scheme.setdefault(scheme, []).append(group)
+        for scheme, changed in by_scheme.items():
+            paths = [path] if len(changed) == len(groups) else patterns_of(group.path for group in changed)
+            before = max(_row_error(group, plan.scheme, diagnoses) for group in changed)
+            after = max(_row_error(group, scheme, diagnoses) for group in changed)
+            changes.append(_Change(tuple(changed), tuple(f"{path}{rest}" for path in paths), scheme, before, after))
+    return sorted(changes, key=lambda change: -change.error_before)
 
 
-def _units(plan: Plan) -> list[_Unit]:
-    """What moves together, of all layers that are quantized."""
-    together: dict[tuple[str, str], list[Weight]] = {}
+def _layer_groups(plan: Plan) -> list[_LayerGroup]:
+    """All quantized layers of a plan, in groups that must have the same scheme."""
+    groups: dict[tuple[str, str], list[Weight]] = {}
     for weight, _ in plan.decisions.quantized:
         experts, (path, _, last) = plan.entry.experts(weight.module), weight.module.rpartition(".")
         fused = plan.decisions.sets.get(weight.module, (weight.module,))
         if experts is not None:
-            place = experts, ".**"
+            key = experts, ".**"
         elif not path:
-            place = last, ""
+            key = last, ""
         elif len(fused) == 1:
-            place = path, f".{last}"
+            key = path, f".{last}"
         else:
             path = weight.module.rsplit(".", plan.entry.rule(weight.module).under)[0]
-            place = path, f".{{{','.join(module.removeprefix(path)[1:] for module in fused)}}}"
-        together.setdefault(place, []).append(weight)
-    return [_Unit(path, rest, tuple(layers)) for (path, rest), layers in together.items()]
+            key = path, f".{{{','.join(module.removeprefix(path)[1:] for module in fused)}}}"
+        groups.setdefault(key, []).append(weight)
+    return [_LayerGroup(path, rest, tuple(layers)) for (path, rest), layers in groups.items()]
 
 
-def _worst(unit: _Unit, scheme: Scheme | None, figures: Mapping[str, LayerDiagnosis]) -> float:
-    """The largest row error of some layers in a scheme: infinity where it cannot store one, zero without a scheme."""
+def _row_error(group: _LayerGroup, scheme: Scheme | None, diagnoses: Mapping[str, LayerDiagnosis]) -> float:
+    """The largest row error of a group's layers: infinity if the scheme cannot store one, 0 if unquantized."""
     if scheme is None:
         return 0.0
-    found = [figures[layer.module].row_errors[scheme.name] for layer in unit.layers]
-    return max(math.inf if error is None else error for error in found)
+    errors = [diagnoses[layer.module].row_errors[scheme.name] for layer in group.layers]
+    return max(math.inf if error is None else error for error in errors)
 
 
-def _choose(scheme: Scheme, unit: _Unit, figures: Mapping[str, LayerDiagnosis]) -> Scheme | None:
-    """What some layers are better stored in: the scheme itself where none halves their error; None to leave them."""
-    chosen, error = scheme, _worst(unit, scheme, figures)
+def _choose_scheme(scheme: Scheme, group: _LayerGroup, diagnoses: Mapping[str, LayerDiagnosis]) -> Scheme | None:
+    """The best scheme for a group: the requested one if none halves its error; None to leave it unquantized."""
+    chosen, error = scheme, _row_error(group, scheme, diagnoses)
     mixes = any(other.name == scheme.name for other in MIXED)
     for other in MIXED if mixes else ():
-        # INT8 halves the error of nearly every layer, and is another arithmetic: no remedy for a few of them.
+        # Only schemes of the same numeric format: INT8 halves the error of nearly every FP8 layer.
         if other.format.number == scheme.format.number and other.name != scheme.name and not other.format.shared:
-            finer = _worst(unit, other, figures)
-            if finer < math.inf and error and finer <= error / 2:
-                chosen, error = other, finer
-    return None if error > MOST_ERROR else chosen
+            other_error = _row_error(group, other, diagnoses)
+            if other_error < math.inf and error and other_error <= error / 2:
+                chosen, error = other, other_error
+    return None if error > MAX_ERROR else chosen
 
 
-def _bases(plan: Plan, remedies: Sequence[_Remedy]) -> list[Scheme]:
-    """The schemes that the plan's other layers may have beside remedies, in the order to be tried."""
+def _base_schemes(plan: Plan, changes: Sequence[_Change]) -> list[Scheme]:
+    """The schemes that the other layers may have once these change, in the order in which to try them."""
     scheme = plan.scheme
     assert scheme is not None
-    if all(remedy.scheme is None for remedy in remedies):
+    if all(change.scheme is None for change in changes):
         return [scheme]
     mixed = [other for other in MIXED if other.name == scheme.name]
-    # Engines load no experts per tensor in the compressed-tensors format, in which alone layers may differ.
+    # Layers may differ only in the compressed-tensors format, in which engines load no experts with per-tensor scales.
     return list(dict.fromkeys([*mixed, CHANNEL]))
 
 
 def _advised(
-    found: Diagnosis, plan: Plan, better: Plan, remedies: Sequence[_Remedy], ignore: Sequence[str]
+    diagnosis: Diagnosis, plan: Plan, better: Plan, changes: Sequence[_Change], ignore: Sequence[str]
 ) -> Diagnosis:
-    """The diagnosis with remedies as advice, and the command of the plan that was made of them."""
+    """The diagnosis with changes as advice, and the arguments of compress that make the better plan."""
     base = better.scheme
     assert base is not None
     words = ["--scheme", base.name] if base.name != "tensor" else []
@@ -185,32 +186,32 @@ def _advised(
     for pattern in ignore:
         words += ["--ignore", pattern]
     advice = []
-    for remedy in remedies:
-        if remedy.scheme is None:
-            option = [word for pattern in remedy.patterns for word in ("--ignore", pattern)]
-        elif remedy.scheme == base:
+    for change in changes:
+        if change.scheme is None:
+            option = [word for pattern in change.patterns for word in ("--ignore", pattern)]
+        elif change.scheme == base:
             option = []
         else:
             option = [
-                word for pattern in remedy.patterns for word in ("--scheme-for", f"{pattern}={remedy.scheme.name}")
+                word for pattern in change.patterns for word in ("--scheme-for", f"{pattern}={change.scheme.name}")
             ]
         words += option
         grown = sum(
-            _size(layer, remedy.scheme) - _size(layer, plan.decisions.of(layer.module).scheme)
-            for layer in remedy.layers
+            _output_bytes(layer, change.scheme) - _output_bytes(layer, plan.decisions.of(layer.module).scheme)
+            for layer in change.layers
         )
         advice.append(
             Advice(
-                layers=tuple(layer.module for layer in remedy.layers),
-                scheme=None if remedy.scheme is None else remedy.scheme.name,
-                error_before=None if math.isinf(remedy.before) else remedy.before,
-                error_after=remedy.after,
+                layers=tuple(layer.module for layer in change.layers),
+                scheme=None if change.scheme is None else change.scheme.name,
+                error_before=None if math.isinf(change.error_before) else change.error_before,
+                error_after=change.error_after,
                 bytes=grown,
                 option=shlex.join(option or ["--scheme", base.name]),
             )
         )
     return replace(
-        found,
+        diagnosis,
         advice=tuple(advice),
         options=tuple(words),
         bytes_after=summary.output_bytes(better),
@@ -218,6 +219,6 @@ def _advised(
     )
 
 
-def _size(layer: Weight, scheme: Scheme | None) -> int:
-    """Bytes of what a layer becomes."""
+def _output_bytes(layer: Weight, scheme: Scheme | None) -> int:
+    """Bytes of a layer's output tensors in a scheme."""
     return sum(info.nbytes for info in output_tensors(layer, scheme))

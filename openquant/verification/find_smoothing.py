@@ -76,13 +76,17 @@ class _Unfolding:
 
     def run(self) -> RecognizedSmoothing:
         places = [each for each in usable_mappings(self.plan).mappings if self._is_there(each)]
-        norms = [each for each in places if each.source not in self.plan.layers]
+        norms = [each for each in places if each.smooth_layer not in self.plan.layers]
         parts = [self._norm(mapping) for mapping in norms]
         if not self.stated and (self.problems or all((part.scale == 1).all() for part in parts)):
             return RecognizedSmoothing(WeightTransforms(), [])
         # What v reads is divided too.
         transforms = combine_transforms(parts, self.plan).weights
-        parts += [self._rows(each, transforms.get(each.source)) for each in places if each.source in self.plan.layers]
+        parts += [
+            self._rows(each, transforms.get(each.smooth_layer))
+            for each in places
+            if each.smooth_layer in self.plan.layers
+        ]
         found = combine_transforms(parts, self.plan)
         for part in parts:
             self._check_columns(part, found.weights)
@@ -90,9 +94,9 @@ class _Unfolding:
 
     def _is_there(self, mapping: SmoothingMapping) -> bool:
         """Whether the output has what makes the channels in the source's shape, quantized where the plan says so."""
-        name = f"{mapping.source}.weight"
-        if mapping.source in self.plan.layers:
-            return self._fits(mapping.source)
+        name = f"{mapping.smooth_layer}.weight"
+        if mapping.smooth_layer in self.plan.layers:
+            return self._fits(mapping.smooth_layer)
         return self.checkpoint.tensors.get(name) == self.plan.seen.tensors[name]
 
     def _fits(self, module: str) -> bool:
@@ -103,7 +107,7 @@ class _Unfolding:
 
     def _norm(self, mapping: SmoothingMapping) -> MappingTransforms:
         """A fold of a norm: the powers of two nearest to what its elements are divided by."""
-        info = self.plan.seen.tensors[f"{mapping.source}.weight"]
+        info = self.plan.seen.tensors[f"{mapping.smooth_layer}.weight"]
         held, found = (read_vector(info, reader) for reader in (self.source, self.output))
         before, after = (values + np.float32(mapping.offset) for values in (held, found))
         part = apply_smoothing(mapping, _powers(before, after), self.plan, self.source)
@@ -120,15 +124,15 @@ class _Unfolding:
 
     def _rows(self, mapping: SmoothingMapping, known: WeightTransform | None) -> MappingTransforms:
         """A fold of rows: the powers of two nearest to what the sizes of rows are divided by."""
-        rows = slice(mapping.first, mapping.first + mapping.channels)
-        weight = self.plan.layers[mapping.source]._replace(transform=known)
+        rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
+        weight = self.plan.layers[mapping.smooth_layer]._replace(transform=known)
         before = _sizes(self.source, weight)[rows]
-        after = _sizes(self.output, self.codes[f"{mapping.source}.weight"])[rows]
+        after = _sizes(self.output, self.codes[f"{mapping.smooth_layer}.weight"])[rows]
         return apply_smoothing(mapping, _powers(before, after), self.plan, self.source)
 
     def _check_columns(self, part: MappingTransforms, transforms: Mapping[str, WeightTransform]) -> None:
         """Hold factors against the columns of a layer that reads them, as far as its first rows show these."""
-        layers = (each for each in part.mapping.readers if each in self.plan.layers)
+        layers = (each for each in part.mapping.balance_layers if each in self.plan.layers)
         module = next((each for each in layers if self._fits(each)), None)
         if module is None:
             return
@@ -148,8 +152,9 @@ class _Unfolding:
         if off.any():
             at = int(off.argmax())
             self.problems.append(
-                f"{self._place(f'{part.mapping.source}.weight')} does not fit {module}, which reads what it makes: "
-                f"column {at} there is {by[at]:.3g} times what it should be ({int(off.sum())} of {len(off)} differ so)"
+                f"{self._place(f'{part.mapping.smooth_layer}.weight')} does not fit {module}, which reads what it "
+                f"makes: column {at} there is {by[at]:.3g} times what it should be ({int(off.sum())} of {len(off)} "
+                "differ so)"
             )
 
     def _place(self, name: str) -> str:

@@ -29,7 +29,7 @@ from support.random_calibrations import Planned, skewed
 
 RANDOM = np.random.default_rng(11)
 WIDTH = 256
-FOLDING = SmoothingMapping("norm", ("a", "b"), WIDTH, 0, 0.0, WIDTH, 1)
+MAPPING = SmoothingMapping("norm", ("a", "b"), WIDTH, 0, 0.0, WIDTH, 1)
 SQUARE = np.exp(RANDOM.standard_normal(WIDTH)).astype(np.float32)
 
 
@@ -49,34 +49,34 @@ def test_what_is_lost_is_what_rounding_makes_wrong(scheme: Scheme) -> None:
         scale, zero = group_ranges(folded, form)
     off = (decode(encode(folded, scale, form, zero), scale, form, zero) - folded).double() / torch.from_numpy(columns)
     wanted = (off.square() * torch.from_numpy(SQUARE)).sum().item()
-    assert each.lost(columns) == pytest.approx(wanted, rel=1e-5)
-    assert replace(each, share=3.0).lost(columns) == pytest.approx(3 * wanted, rel=1e-5)
+    assert each.output_error(columns) == pytest.approx(wanted, rel=1e-5)
+    assert replace(each, share=3.0).output_error(columns) == pytest.approx(3 * wanted, rel=1e-5)
 
 
 def test_inputs_that_are_far_larger_are_divided_by_more() -> None:
     mean = np.ones(WIDTH, np.float32)
     mean[[3, 200]], mean[7] = 40, 0
     readers = [replace(sampled(seed), square=mean**2) for seed in (1, 2)]
-    found = search_scale(FOLDING, readers, mean)
+    found = search_scale(MAPPING, readers, mean)
     assert found is not None
     others = np.delete(found, [3, 200])
     assert found[[3, 200]].min() >= 2 * others.max()
     # What no text went through stays.
     assert found[7] == 1
     # No other exponent is better.
-    spread = sum(each.spread() for each in readers) / 32
+    spread = sum(each.relative_magnitudes() for each in readers) / 32
     for exponent in EXPONENTS:
         ideal = np.where(mean > 0, mean**exponent / (spread ** (1 - exponent) + 1e-4), 0)
         by = nearest_powers_of_two(ideal.astype(np.float32))
-        assert sum(each.lost(found) for each in readers) <= sum(each.lost(by) for each in readers)
+        assert sum(each.output_error(found) for each in readers) <= sum(each.output_error(by) for each in readers)
 
 
 def test_nothing_is_divided_where_that_brings_nothing() -> None:
     alike = np.where(RANDOM.random((16, WIDTH)) < 0.5, -1, 1).astype(np.float32)
-    assert search_scale(FOLDING, [SampledRows(alike, SQUARE, INT4_W4A16, 1.0)], np.ones(WIDTH, np.float32)) is None
+    assert search_scale(MAPPING, [SampledRows(alike, SQUARE, INT4_W4A16, 1.0)], np.ones(WIDTH, np.float32)) is None
     damaged = replace(sampled(1), rows=np.full((2, WIDTH), np.nan, np.float32))
     with np.errstate(invalid="ignore"):
-        assert search_scale(FOLDING, [damaged], SQUARE) is None
+        assert search_scale(MAPPING, [damaged], SQUARE) is None
 
 
 def test_heads_of_queries_share_the_factors_of_their_values() -> None:
@@ -141,8 +141,8 @@ def test_without_outliers_it_loses_little(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_its_plan_and_its_card_say_so(made: Twin) -> None:
     plan = made.told.plan
-    assert "AWQ: inputs of layers are divided by powers of two at 16 of 16 places" in plan.notes
-    assert "the search for scales of 20 layers weighs errors by what goes into each column" in plan.notes
+    assert "AWQ: inputs are divided by powers of two in 16 of 16 smoothing mappings" in plan.notes
+    assert "the search for scales of 20 layers weighs errors by the mean squares of inputs" in plan.notes
     card = (made.output / "README.md").read_text().splitlines()
     assert "| folded | AWQ: inputs divided by powers of two in 16 norms and projections |" in card
     assert "| scales | searched for by what goes into each column of 20 layers |" in card
@@ -209,8 +209,8 @@ def test_quantized_sources_are_searched_by_what_goes_in(tmp_path: Path) -> None:
     compress(EXAMPLE, source, "channel")
     calibration = calibrate(source, tmp_path / "of", samples=2, length=64)
     compress(source, tmp_path / "out", "int4", awq=True, calibration=calibration, reporter=told)
-    assert "AWQ: inputs of layers are divided by powers of two at 0 of 16 places" in told.plan.notes
-    assert "the search for scales of 20 layers weighs errors by what goes into each column" in told.plan.notes
+    assert "AWQ: inputs are divided by powers of two in 0 of 16 smoothing mappings" in told.plan.notes
+    assert "the search for scales of 20 layers weighs errors by the mean squares of inputs" in told.plan.notes
     assert verify(tmp_path / "out", source, full=True).problems == ()
 
 
@@ -218,7 +218,7 @@ def test_layers_in_other_schemes_stay_as_they_were(made: Twin, tmp_path: Path) -
     told = Planned()
     options: dict[str, Any] = {"scheme_for": {"**.mlp.*": "int4"}, "awq": True, "calibration": made.calibration}
     compress(made.source, tmp_path / "out", "channel", reporter=told, **options)
-    assert "AWQ: inputs of layers are divided by powers of two at 8 of 16 places" in told.plan.notes
+    assert "AWQ: inputs are divided by powers of two in 8 of 16 smoothing mappings" in told.plan.notes
     notes = "\n".join(told.plan.notes)
     assert "self_attn.v_proj" in notes
     assert ": a layer is stored in another scheme" in notes

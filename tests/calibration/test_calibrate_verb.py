@@ -123,9 +123,9 @@ def test_scales_are_those_of_the_calibration(calibration: Path, tmp_path: Path, 
 # Keeps passes after every layer, and is killed as the file gets its name for the third time.
 KILLED = """
 import os, signal, sys
-from openquant.streaming import kept
+from openquant.streaming import pass_checkpoint
 from openquant.cli.commands import main
-kept.EVERY = kept.TIMES = 0
+pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
 replace, left = os.replace, [3]
 def replaced(old, new):
     left[0] -= 1
@@ -380,7 +380,7 @@ def test_choosing_factors_shows_how_far_it_is(calibration: Path, tmp_path: Path)
     told = Told()
     compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=told)
     # Two norms, values and up in each of four layers.
-    assert told.lines[1] == "SmoothQuant 0.5: by how much inputs are divided is chosen at 16 places"
+    assert told.lines[1] == "SmoothQuant 0.5: choosing scales for 16 smoothing mappings"
     steps = [tuple(map(int, line.split(" of "))) for line in told.lines[2:-1]]
     assert len(steps) == 16
     assert [done for done, _ in steps] == sorted({done for done, _ in steps})

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from openquant import dequantize
 from openquant.calibration import gptq_pass as gptq_module
-from openquant.calibration import hessian as gram_module
+from openquant.calibration import hessian as hessian_module
 from openquant.calibration.gptq import find_error_propagation
 from openquant.calibration.gptq_pass import round_layers
 from openquant.calibration.hessian import Hessian
@@ -156,7 +156,7 @@ def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path
     folder = LayerStore(tmp_path / "rounded", "0" * 64)
     folder.claim()
     few = Corpus(CORPUS.documents[:1], "", {})
-    found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, room=1 << 30)
+    found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, max_hessian_bytes=1 << 30)
     called = [weight for weight, _ in plan.gptq_rounded if not uncalled(name, weight.module)]
     assert called
     assert found.keys() == {info.name for weight in called for info in rounded_tensors(weight, scheme)}
@@ -213,8 +213,7 @@ def test_experts_are_rounded_by_their_own_tokens(shelf: Shelf, tmp_path: Path) -
 
 
 def experts_inputs(root: Path) -> dict[int, tuple[Tensor, Tensor]]:
-    """Of each expert of the second layer of an ordinary model the Gram matrices of what goes into gate and up, and into
-    down, float64."""
+    """Hessians of gate and up, and of down, of each expert of the second layer of an ordinary model, float64."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
@@ -237,29 +236,31 @@ def experts_inputs(root: Path) -> dict[int, tuple[Tensor, Tensor]]:
 def test_an_expert_s_codes_are_those_of_the_textbook_s_loop(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # All in float64, as the textbook's loop is, by Gram matrices that are those of an ordinary pass but for rounding.
+    # All in float64, as the textbook's loop is, with Hessians that are those of an ordinary pass but for rounding.
     source, place, scheme = shelf.source("Qwen3MoeForCausalLM"), "model.layers.1.mlp.experts", SCHEMES["int8-weights"]
-    monkeypatch.setattr(gptq_module, "find_feedback", lambda hessian: find_error_propagation(hessian, torch.float64))
-    taken: dict[str, Tensor] = {}
-    take = Hessian.take
+    monkeypatch.setattr(
+        gptq_module, "find_error_propagation", lambda hessian: find_error_propagation(hessian, torch.float64)
+    )
+    popped: dict[str, Tensor] = {}
+    pop_matrix = Hessian.pop_matrix
 
     def noted(hessian: Hessian) -> Tensor:
-        found = take(hessian)
-        taken[hessian.weights[0][0].module] = found.clone()
+        found = pop_matrix(hessian)
+        popped[hessian.weights[0][0].module] = found.clone()
         return found
 
-    monkeypatch.setattr(Hessian, "take", noted)
+    monkeypatch.setattr(Hessian, "pop_matrix", noted)
     values = gptq_module.to_float32
     monkeypatch.setattr(gptq_module, "to_float32", lambda *args: values(*args).astype(np.float64))
-    monkeypatch.setattr(gram_module, "BESIDE", 0)
+    monkeypatch.setattr(hessian_module, "MOE_TOKENS", 0)
     compressed(source, tmp_path / "out", scheme, gptq=True)
     out, weights = small_checkpoints.read(tmp_path / "out"), small_checkpoints.read(source)
     for expert, inputs in experts_inputs(source).items():
         for name, hessian in zip(("gate_proj", "down_proj"), inputs, strict=True):
             module = f"{place}.{expert}.{name}"
-            assert (taken[module].double() - hessian).norm() < 0.02 * hessian.norm()
+            assert (popped[module].double() - hessian).norm() < 0.02 * hessian.norm()
             scale, weight = out[f"{module}.weight_scale"].float(), weights[f"{module}.weight"].float()
-            textbook = by_hand(weight, scale, taken[module].double(), scheme.format, None)
+            textbook = by_hand(weight, scale, popped[module].double(), scheme.format, None)
             codes = out[f"{module}.weight_packed"].view(torch.uint8).to(torch.int16) - 128
             assert torch.equal(codes.reshape(weight.shape).float(), textbook), module
 
@@ -290,4 +291,4 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     small_checkpoints.change_weights(source, spoil)
     with pytest.raises(SourceError) as caught:
         compressed(source, tmp_path / "out", SCHEMES["int4"], gptq=True)
-    assert caught.value.message.startswith((f"{name} in ", "what goes into model.layers.1.mlp.down_proj.weight"))
+    assert caught.value.message.startswith((f"{name} in ", "the inputs of model.layers.1.mlp.down_proj.weight"))

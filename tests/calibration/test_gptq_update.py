@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openquant.calibration.gptq import DAMPING, find_error_propagation, round_columns
+from openquant.calibration.gptq import PERCDAMP, find_error_propagation, round_columns
 from openquant.formats.format import Format
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, Number
 from openquant.formats.reference import nearest
@@ -115,11 +115,11 @@ def test_large_matrices_are_turned_around_in_parts() -> None:
     found = find_error_propagation(hessian, torch.float64)
     diagonal = hessian.diagonal()
     assert torch.equal(found.order, torch.argsort(diagonal, descending=True, stable=True))
-    raised = hessian + DAMPING * diagonal.mean() * torch.eye(300, dtype=torch.float64)
+    raised = hessian + PERCDAMP * diagonal.mean() * torch.eye(300, dtype=torch.float64)
     turned = found.order.flip(0)
     # H = R R', R upper triangular.
     root = torch.linalg.cholesky(raised[turned][:, turned]).flip(0, 1)
-    assert torch.allclose(found.shares, root / root.diagonal())
+    assert torch.allclose(found.coefficients, root / root.diagonal())
 
 
 def test_nothing_is_left_behind_for_the_collector() -> None:
@@ -142,7 +142,7 @@ def test_a_matrix_that_has_no_root_is_raised_further() -> None:
     hessian = torch.eye(8) + 0.2 * torch.ones(8, 8)
     hessian[0, 1] = hessian[1, 0] = 1.35
     assert float(torch.linalg.eigvalsh(hessian)[0]) < -0.012
-    assert torch.isfinite(find_error_propagation(hessian).shares).all()
+    assert torch.isfinite(find_error_propagation(hessian).coefficients).all()
 
 
 @pytest.mark.parametrize("number", [E4M3, E2M1, INT8, INT4], ids=lambda number: number.name)

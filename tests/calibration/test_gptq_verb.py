@@ -163,9 +163,9 @@ import os, signal, sys
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.layer_store import LayerStore
 from openquant.formats.schemes import INT4_W4A16
-from openquant.streaming import kept
+from openquant.streaming import pass_checkpoint
 from openquant.cli.commands import main
-kept.EVERY = kept.TIMES = 0
+pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
 replace = os.replace
 def replaced(old, new, **more):
     if str(new).endswith("001.safetensors"):
@@ -305,7 +305,7 @@ def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> N
         assert isinstance(error, SourceError)
         assert (error.message, error.hint) == (f"{first} is damaged", "remove it: its layers are rounded again")
     first.unlink()
-    assert refusal().message.endswith(f".passes goes on after layers whose files are gone from {folder}")
+    assert refusal().message.endswith(f".passes continues after layers whose files are gone from {folder}")
     first.symlink_to(EXAMPLE / "config.json")
     assert refusal().message == f"{first} was not made by openquant"
     first.unlink()
@@ -397,7 +397,7 @@ def test_a_run_that_is_killed_between_experts_goes_on(
     options: dict[str, Any] = {"no_search": True, "gptq": True, **SMALL}
     told = Told()
     compress(experts, tmp_path / "whole", "int4", reporter=told, **options)
-    assert told.lines[1] == "fewer than 256 tokens came to 16 of 16 experts, none to 0: more texts may help"
+    assert told.lines[1] == "fewer than 256 tokens were routed to 16 of 16 experts, none to 0: more texts may help"
     monkeypatch.setattr("openquant.calibration.gptq_run.BUDGET", 10 << 20)
     write = LayerStore.write
 
@@ -435,8 +435,8 @@ def test_the_first_rank_rounds_for_all(made: Path, job: Job, tmp_path: Path) -> 
 def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Path, victim: int) -> None:
     words = ["-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS]
     brisk = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
-    fails = "from openquant.files import rounded\ndef full(*_): raise OSError(28, 'No space left on device')\n"
-    fails += "rounded.write_whole = full\n"
+    fails = "from openquant.files import layer_store\ndef full(*_): raise OSError(28, 'No space left on device')\n"
+    fails += "layer_store.write_whole = full\n"
     dies = "import os, signal\nfrom openquant import run\nrun.apply_gptq = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     ranks = [
         job.start(rank, *words, first=brisk + ("" if rank != victim else dies if victim else fails))

@@ -1,4 +1,4 @@
-"""Gram matrices of experts: those of the tokens that come to each, however transformers computes them."""
+"""Hessians of experts: over the tokens that are routed to each, however transformers computes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from openquant.calibration.gptq_pass import round_layers
 from openquant.calibration.hessian import (
-    BESIDE,
+    MOE_TOKENS,
     Hessian,
     HessianObserver,
     LayerHessians,
@@ -47,17 +47,17 @@ def planned(root: Path, name: str) -> tuple[Checkpoint, Plan]:
 
 
 def summed(root: Path, name: str) -> dict[str, LayerHessians]:
-    """All Gram matrices, added up at once."""
+    """All Hessians of a plan, accumulated in one pass."""
     checkpoint, plan = planned(root, name)
     model = StreamedModel(checkpoint)
     units = find_hessians(model, plan)
-    for hessian in (hessian for unit in units.values() for hessian in (*unit.hessians, *unit.wholes)):
-        hessian.open = True
-    summing = HessianObserver(model.model, units.values())
+    for hessian in (hessian for unit in units.values() for hessian in (*unit.hessians, *unit.moe_hessians)):
+        hessian.accumulating = True
+    observer = HessianObserver(model.model, units.values())
 
     @contextmanager
     def around() -> Iterator[None]:
-        with products_in_float32(), summing.on():
+        with products_in_float32(), observer.on():
             yield
 
     bodies = [partial(_through, model, torch.tensor([ids])) for ids in IDS]
@@ -117,19 +117,19 @@ def test_each_expert_has_its_own(shelf: Shelf, name: str) -> None:
         assert both.first is not None
         assert both.down is not None
         for stack, at in ((both.first, 0), (both.down, 1)):
-            for expert, hessian in stack.hessians.items():
+            for expert, hessian in stack.by_expert.items():
                 if (place, expert) not in expected:  # of images
                     assert hessian.tokens == 0
                     continue
                 inputs = expected[place, expert][at].double()
                 assert hessian.tokens == len(inputs)
                 counted += bool(len(inputs))
-                if hessian.sums is not None:
-                    off = hessian.sums.double() - (inputs.T @ inputs).triu()
+                if hessian.upper is not None:
+                    off = hessian.upper.double() - (inputs.T @ inputs).triu()
                     # Rounded to bfloat16 after sums in another order.
                     assert off.triu().norm() <= 0.02 * (inputs.T @ inputs).triu().norm()
-        assert both.first.whole is not None
-        assert both.first.whole.tokens == sum(map(len, IDS))
+        assert both.first.moe_hessian is not None
+        assert both.first.moe_hessian.tokens == sum(map(len, IDS))
     # One small model has none.
     assert counted or not expected
 
@@ -139,7 +139,7 @@ def test_llama_4_multiplies_zeros_which_are_no_tokens(shelf: Shelf) -> None:
     [both] = [both for unit in found.values() for both in unit.experts.values()][:1]
     assert both.first is not None
     assert both.down is not None
-    tokens = [[hessian.tokens for hessian in stack.hessians.values()] for stack in (both.first, both.down)]
+    tokens = [[hessian.tokens for hessian in stack.by_expert.values()] for stack in (both.first, both.down)]
     assert tokens[0] == tokens[1]
     # One expert each.
     assert sum(tokens[0]) == sum(map(len, IDS))
@@ -158,18 +158,18 @@ def test_rows_are_told_apart_by_expert() -> None:
 
 
 def test_experts_without_tokens_have_what_goes_into_the_layer() -> None:
-    whole = Hessian(4, open=True)
-    few, none = (Hessian(4, beside=whole, open=True) for _ in range(2))
+    moe_hessian = Hessian(4, accumulating=True)
+    few, none = (Hessian(4, moe_hessian=moe_hessian, accumulating=True) for _ in range(2))
     values = torch.randn(40, 4)
-    whole.add(values)
+    moe_hessian.add(values)
     few.add(values[:3])
-    layer = values.T @ values * BESIDE / 40
-    assert torch.allclose(none.take(), layer, rtol=1e-4)
-    assert torch.allclose(few.take(), layer + values[:3].T @ values[:3], rtol=1e-4)
-    assert Hessian(4).take().tolist() == torch.zeros(4, 4).tolist()
-    # What is not open is of another part.
+    layer = values.T @ values * MOE_TOKENS / 40
+    assert torch.allclose(none.pop_matrix(), layer, rtol=1e-4)
+    assert torch.allclose(few.pop_matrix(), layer + values[:3].T @ values[:3], rtol=1e-4)
+    assert Hessian(4).pop_matrix().tolist() == torch.zeros(4, 4).tolist()
+    # A Hessian that is not accumulating belongs to another part.
     few.add(values)
-    assert few.sums is None
+    assert few.upper is None
 
 
 def test_parts_take_so_many_bytes_and_one_at_least() -> None:
@@ -187,16 +187,19 @@ def test_parts_take_so_many_bytes_and_one_at_least() -> None:
 def test_layers_in_parts_are_rounded_as_whole_ones(shelf: Shelf, tmp_path: Path, name: str) -> None:
     checkpoint, plan = planned(shelf.source(name), name)
     made: list[dict[str, bytes]] = []
-    for room in (1 << 30, 300_000):
-        folder = LayerStore(tmp_path / str(room), "0" * 64)
+    for max_bytes in (1 << 30, 300_000):
+        folder = LayerStore(tmp_path / str(max_bytes), "0" * 64)
         folder.claim()
-        places = round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, room=room)
+        places = round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, max_hessian_bytes=max_bytes)
         files = {place.path.name for place in places.values()}
-        assert any("-" in file for file in files) == (room < 1 << 30)
-        sizes = {info.name: info.nbytes for hessian in _all(checkpoint, plan) for info in hessian.tensors}
+        assert any("-" in file for file in files) == (max_bytes < 1 << 30)
+        sizes = {info.name: info.nbytes for hessian in _all(checkpoint, plan) for info in hessian.output_tensors}
         made.append({tensor: _bytes(*place, sizes[tensor]) for tensor, place in places.items()})
         # Read again, they are the same.
-        assert round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, room=room) == places
+        assert (
+            round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, max_hessian_bytes=max_bytes)
+            == places
+        )
     assert made[0] == made[1]
 
 

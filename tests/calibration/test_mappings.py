@@ -26,7 +26,7 @@ FOLDED = [name for name in small_checkpoints.ARCHITECTURES if name in FOLDS]
 
 
 def opened(root: Path) -> tuple[Weights, tuple[SmoothingMapping, ...]]:
-    """A checkpoint's tensors in float64, with norms that are not all ones, and its foldings."""
+    """A checkpoint's tensors in float64, with norms that are not all ones, and its smoothing mappings."""
     generator = torch.Generator().manual_seed(1)
     weights = {name: tensor.double() for name, tensor in small_checkpoints.read(root).items()}
     for tensor in weights.values():
@@ -40,19 +40,21 @@ def opened(root: Path) -> tuple[Weights, tuple[SmoothingMapping, ...]]:
     return weights, find_smoothing_mappings(MODELS[config["architectures"][0]], shapes, config)
 
 
-def fold(weights: Weights, each: SmoothingMapping, scale: torch.Tensor, sides: Any = ("source", "readers")) -> None:
+def fold(
+    weights: Weights, each: SmoothingMapping, scale: torch.Tensor, sides: Any = ("smooth_layer", "balance_layers")
+) -> None:
     """Divide channels where they are made, and multiply columns where they are read."""
-    rows = slice(each.first, each.first + each.channels)
-    if "source" in sides:
-        for name in (f"{each.source}.weight", f"{each.source}.bias"):
+    rows = slice(each.first_row, each.first_row + each.channels)
+    if "smooth_layer" in sides:
+        for name in (f"{each.smooth_layer}.weight", f"{each.smooth_layer}.bias"):
             if name in weights:
                 part = weights[name][rows]
                 by = scale if part.dim() == 1 else scale[:, None]
                 weights[name][rows] = (part + each.offset) / by - each.offset
-    if "readers" in sides:
-        columns = torch.from_numpy(each.columns(scale.numpy()))
-        for reader in each.readers:
-            weights[f"{reader}.weight"] *= columns
+    if "balance_layers" in sides:
+        columns = torch.from_numpy(each.column_factors(scale.numpy()))
+        for layer in each.balance_layers:
+            weights[f"{layer}.weight"] *= columns
 
 
 def scales(each: SmoothingMapping, seed: int) -> torch.Tensor:
@@ -80,17 +82,17 @@ def test_folding_changes_nothing(shelf: Shelf, tmp_path: Path, architecture: str
     root = copied(shelf.source(architecture), tmp_path / "x")
     before = logits(root, weights)
     assert {fold.source.rpartition(".")[2] for fold in MODELS[architecture].folds} == {
-        each.source.rpartition(".")[2] for each in found
+        each.smooth_layer.rpartition(".")[2] for each in found
     }
     for number, each in enumerate(found):
         fold(weights, each, scales(each, number))
     # Norms and softmax are computed in float32.
     assert (logits(root, weights) - before).abs().max() < 1e-4 * before.abs().max()
     # One side alone shows, of whatever kind: so the texts would have shown a wrong one.
-    for each in {each.source.rpartition(".")[2]: each for each in found}.values():
+    for each in {each.smooth_layer.rpartition(".")[2]: each for each in found}.values():
         other = {name: tensor.clone() for name, tensor in weights.items()}
-        fold(other, each, scales(each, 99), ("source",))
-        assert (logits(root, other) - before).abs().max() > 1e-3 * before.abs().max(), each.source
+        fold(other, each, scales(each, 99), ("smooth_layer",))
+        assert (logits(root, other) - before).abs().max() > 1e-3 * before.abs().max(), each.smooth_layer
 
 
 def test_every_folding_is_tried() -> None:
@@ -100,15 +102,20 @@ def test_every_folding_is_tried() -> None:
 
 def test_layers_are_folded_with_all_that_read_the_same(shelf: Shelf) -> None:
     _, found = opened(shelf.source("Qwen3MoeForCausalLM"))
-    by_source = {each.source: each for each in found}
+    by_smooth_layer = {each.smooth_layer: each for each in found}
     experts = tuple(
         f"model.layers.1.mlp.experts.{number}.{name}_proj" for number in range(4) for name in ("gate", "up")
     )
-    assert set(by_source["model.layers.1.post_attention_layernorm"].readers) == {"model.layers.1.mlp.gate", *experts}
-    assert by_source["model.layers.1.mlp.experts.2.up_proj"].readers == ("model.layers.1.mlp.experts.2.down_proj",)
-    out = by_source["model.layers.0.self_attn.v_proj"]
-    assert (out.channels, out.head, out.repeats) == (128, 64, 2)
-    columns = out.columns(np.arange(128, dtype=np.float32))
+    assert set(by_smooth_layer["model.layers.1.post_attention_layernorm"].balance_layers) == {
+        "model.layers.1.mlp.gate",
+        *experts,
+    }
+    assert by_smooth_layer["model.layers.1.mlp.experts.2.up_proj"].balance_layers == (
+        "model.layers.1.mlp.experts.2.down_proj",
+    )
+    out = by_smooth_layer["model.layers.0.self_attn.v_proj"]
+    assert (out.channels, out.head_dim, out.repeats) == (128, 64, 2)
+    columns = out.column_factors(np.arange(128, dtype=np.float32))
     assert columns.tolist() == [*range(64), *range(64), *range(64, 128), *range(64, 128)]
 
 
@@ -138,7 +145,7 @@ def test_shapes_that_do_not_fit_are_not_folded(
 ) -> None:
     known = SHAPES | {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
     found = find_smoothing_mappings(MODELS["LlamaForCausalLM"], known, config)
-    assert [each.source.rpartition(".")[2] for each in found] == sources
+    assert [each.smooth_layer.rpartition(".")[2] for each in found] == sources
 
 
 def test_the_rows_of_a_part_are_as_many_as_config_says() -> None:
@@ -149,6 +156,6 @@ def test_the_rows_of_a_part_are_as_many_as_config_says() -> None:
         return find_smoothing_mappings(MODELS["Phi3ForCausalLM"], known, config)
 
     [found] = ask(heads)
-    assert (found.first, found.channels, found.repeats) == (384, 128, 2)
+    assert (found.first_row, found.channels, found.repeats) == (384, 128, 2)
     assert ask({"num_attention_heads": 4}) == ()
     assert ask({**heads, "num_attention_heads": 5}) == ()

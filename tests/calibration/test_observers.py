@@ -28,8 +28,8 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
-from openquant.streaming import offload as scratch_module
-from openquant.streaming import pass_checkpoint as kept_module
+from openquant.streaming import offload as offload_module
+from openquant.streaming import pass_checkpoint as pass_checkpoint_module
 from openquant.streaming.matmul import products_in_float32
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.offload import OffloadFile
@@ -143,15 +143,15 @@ def ended_early(root: Path, kept: PassCheckpoint, scratch: OffloadFile | None = 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are kept after every layer."""
-    monkeypatch.setattr(kept_module, "EVERY", 0)
-    monkeypatch.setattr(kept_module, "TIMES", 0)
+    monkeypatch.setattr(pass_checkpoint_module, "EVERY", 0)
+    monkeypatch.setattr(pass_checkpoint_module, "TIMES", 0)
 
 
 def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
     with pytest.raises(SourceError) as caught:
         found(shelf.source("HrmTextForCausalLM"), IDS[:1])
     assert caught.value.message == (
-        "HrmTextForCausalLM runs its layers several times, and a calibration sees what goes into them once"
+        "HrmTextForCausalLM runs its layers several times, and a calibration observes each layer once"
     )
 
 
@@ -209,7 +209,7 @@ def test_keys_and_values_are_seen_as_they_are_cached(shelf: Shelf, architecture:
 @pytest.mark.usefixtures("at_once")
 def test_what_goes_on_computes_no_layer_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a scratch file too, which hidden states are kept from and come back to."""
-    monkeypatch.setattr(scratch_module, "LEAST", 1)
+    monkeypatch.setattr(offload_module, "LEAST", 1)
     with OffloadFile(tmp_path, 0, asked=True) as scratch:
         ended_early(source, PassCheckpoint(tmp_path / "x.part", dict), scratch)
     loaded: list[str] = []
@@ -324,13 +324,13 @@ FIRST, SECOND = "model.layers.0", "model.layers.1"
         ("own", lambda own: own.update({n: e[:, :0] for n, e in own.items()}), f"it has no statistics of {FIRST}"),
         ("own", lambda own: own.update({"0": own["0"][:, :-1].copy()}), "are of another width"),
         ("own", lambda own: own.update({"0": own["0"][:-1]}), "are of another width"),
-        ("own", lambda own: own.update({"0": -own["0"]}), "self_attn.q_proj.weight are none"),
-        ("own", lambda own: own.update({"0": own["0"] * np.inf}), "self_attn.q_proj.weight are none"),
-        ("own", lambda own: own.update({"0": own["0"] * 1e300}), "self_attn.q_proj.weight are none"),
-        ("own", lambda own: own.update({"0": own["0"] + 0.5}), "self_attn.q_proj.weight are none"),
-        ("own", lambda own: own["0"].__setitem__(0, 1e39), "self_attn.q_proj.weight are none"),
-        ("own", lambda own: own["0"].__setitem__((3, 0), 1), "self_attn.q_proj.weight are none"),
-        ("own", lambda own: own.update({"0": own["0"].astype(np.float32)}), "self_attn.q_proj.weight are none"),
+        ("own", lambda own: own.update({"0": -own["0"]}), "self_attn.q_proj.weight are invalid"),
+        ("own", lambda own: own.update({"0": own["0"] * np.inf}), "self_attn.q_proj.weight are invalid"),
+        ("own", lambda own: own.update({"0": own["0"] * 1e300}), "self_attn.q_proj.weight are invalid"),
+        ("own", lambda own: own.update({"0": own["0"] + 0.5}), "self_attn.q_proj.weight are invalid"),
+        ("own", lambda own: own["0"].__setitem__(0, 1e39), "self_attn.q_proj.weight are invalid"),
+        ("own", lambda own: own["0"].__setitem__((3, 0), 1), "self_attn.q_proj.weight are invalid"),
+        ("own", lambda own: own.update({"0": own["0"].astype(np.float32)}), "self_attn.q_proj.weight are invalid"),
         ("own", lambda own: own.update({"0 routed": np.ones(4)}), "are of other experts"),
     ],
 )  # fmt: skip
@@ -429,10 +429,10 @@ def test_what_overflows_is_an_error_that_names_the_weight(tmp_path: Path) -> Non
     root = small_checkpoints.write(tmp_path / "source", weights=weights)
     with pytest.raises(SourceError) as caught:
         found(root)
-    assert caught.value.message == "what goes into model.layers.1.mlp.down_proj.weight is not finite on these texts"
+    assert caught.value.message == "the inputs of model.layers.1.mlp.down_proj.weight are not finite on these texts"
 
 
-class Team:
+class Ranks:
     """Processes that share texts, one after the other; the first comes last, and gets what the others gave."""
 
     def __init__(self, rank: int, size: int, given: list[bytes]) -> None:
@@ -454,13 +454,13 @@ def test_processes_see_together_what_one_does(tmp_path: Path, size: int) -> None
     given: list[bytes] = []
     for rank in reversed(range(size)):
         streamed = StreamedModel(open_checkpoint(root))
-        inputs, cached = observe_inputs(streamed, corpus(IDS), team=Team(rank, size, given))
+        inputs, cached = observe_inputs(streamed, corpus(IDS), ranks=Ranks(rank, size, given))
     assert Calibration(inputs, "", {}, cached).to_bytes() == found(root).to_bytes()
 
 
 def test_squares_of_what_is_as_large_as_bfloat16_holds_are_numbers() -> None:
     seen = RunningStatistics(("a.weight",), 2)
     seen.add(torch.tensor([1e38, 1.0]), torch.tensor([1e38, 1.0]).double(), torch.tensor([torch.inf, 1.0]).double(), 1)
-    square = seen.inputs().square
+    square = seen.to_input_statistics().square
     assert square is not None
     assert square.tolist() == [torch.finfo(torch.float32).max, 1.0]

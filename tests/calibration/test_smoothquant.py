@@ -80,7 +80,7 @@ def test_outliers_no_longer_cost_a_thing(made: Twin, tmp_path: Path, monkeypatch
 
 
 def test_its_plan_and_its_card_say_so(made: Twin) -> None:
-    assert "SmoothQuant 0.5: inputs of layers are divided by powers of two at 16 of 16 places" in made.told.notes
+    assert "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings" in made.told.notes
     assert made.result.folded == "SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections"
     line = "| folded | SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections |"
     assert line in (made.output / "README.md").read_text().splitlines()
@@ -327,7 +327,9 @@ def test_what_cannot_be_divided_is_not(tmp_path: Path, architecture: str, name: 
     all_places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
     small_checkpoints.change_weights(source, lambda weights: weights.update({name: tensor}))
     places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
-    assert {each.source for each in all_places} - {each.source for each in places} == {name.rpartition(".")[0]}
+    assert {each.smooth_layer for each in all_places} - {each.smooth_layer for each in places} == {
+        name.rpartition(".")[0]
+    }
 
 
 def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,9 +375,9 @@ def test_what_is_left_out_is_said(made: Twin, tmp_path: Path) -> None:
         made.source, out, "int8", smooth=0.5, calibration=made.calibration, kv_cache="fp8", reporter=told, **options
     )
     notes = "\n".join(told.notes)
-    assert "at 9 of 16 places" in notes
-    assert "not folded into model.layers.{0..3}.self_attn.v_proj: keys and values are cached in FP8" in notes
-    assert "not folded into model.layers.0.mlp.up_proj: a layer stays as it is (--ignore **.layers.0.mlp" in notes
+    assert "in 9 of 16 smoothing mappings" in notes
+    assert "no smoothing at model.layers.{0..3}.self_attn.v_proj: the KV cache is in FP8" in notes
+    assert "no smoothing at model.layers.0.mlp.up_proj: a layer is not quantized (--ignore **.layers.0.mlp" in notes
     assert "model.layers.1.mlp.up_proj: a layer is stored in another scheme" in notes
     report = verify(out, made.source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
@@ -394,9 +396,9 @@ def test_a_fold_that_brings_nothing_is_left_out(tmp_path: Path) -> None:
     [first, *_] = usable_mappings(plan).mappings
     assert (
         smoothquant_scale(first, plan, reader, Calibration((), "", {}), 0.5)
-        == "the calibration has seen nothing of a layer"
+        == "the calibration has no inputs of a layer"
     )
-    assert smoothquant_scale(first, plan, reader, Calibration(flat, "", {}), 0.5) == "all their factors would be 1"
+    assert smoothquant_scale(first, plan, reader, Calibration(flat, "", {}), 0.5) == "all scales would be 1"
     few = tuple(replace(each, absmax=each.absmax * 100, square=each.square / 1e6) for each in flat)
     few[0].absmax[:] = 1
     found = smoothquant_scale(first, plan, reader, Calibration(few, "", {}), 0.5)
@@ -411,7 +413,7 @@ def test_unknown_models_are_planned_without(tmp_path: Path) -> None:
     )
     (tmp_path / "of").write_bytes(calibration.to_bytes())
     compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=told)
-    assert "SmoothQuant 0.5 changes nothing: where inputs of Olmo2ForCausalLM can be divided is not known" in told.notes
+    assert "SmoothQuant 0.5 changes nothing: no smoothing mappings of Olmo2ForCausalLM are known" in told.notes
     assert "folded" not in (tmp_path / "out" / "README.md").read_text()
     assert verify(tmp_path / "out", source, full=True).problems == ()
 

@@ -134,7 +134,7 @@ def test_no_options_where_engines_load_none(tmp_path: Path, monkeypatch: pytest.
     found = diagnose(source)
     assert (found.advice, found.options, found.bytes_after) == ((), (), found.bytes_before)
     assert found.notes == (
-        "no options can be told: Qwen3ForCausalLM cannot be served with one scale per output row: it cannot",
+        "no options can be suggested: Qwen3ForCausalLM cannot be served with one scale per output row: it cannot",
     )
 
 

@@ -63,7 +63,7 @@ def test_weights_of_a_repository_are_folded_alike(tmp_path: Path, stream: tuple[
         command = [sys.executable, "-m", "openquant", *words, "--calibration", str(found), *stream]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
         assert done.returncode == 0, done.stderr
-    assert "SmoothQuant 0.5: inputs of layers are divided by powers of two at 16 of 16 places" in done.stdout
+    assert "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings" in done.stdout
     assert bool(list((tmp_path / "hf").rglob("*.safetensors"))) == (not stream)
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
     for path in (tmp_path / "local").glob("*.safetensors"):
