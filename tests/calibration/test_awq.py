@@ -39,7 +39,7 @@ def sampled(seed: int, scheme: Scheme = INT4_W4A16, rows: int = 16) -> SampledRo
 
 
 @pytest.mark.parametrize("scheme", [INT4_W4A16, INT4_SHIFTED], ids=lambda scheme: scheme.suffix)
-def test_what_is_lost_is_what_rounding_makes_wrong(scheme: Scheme) -> None:
+def test_the_output_error_is_that_of_rounding(scheme: Scheme) -> None:
     each, form = sampled(1, scheme), scheme.format
     columns = np.exp2(RANDOM.integers(-3, 4, WIDTH)).astype(np.float32)
     folded = torch.from_numpy(each.rows * columns)
@@ -53,7 +53,7 @@ def test_what_is_lost_is_what_rounding_makes_wrong(scheme: Scheme) -> None:
     assert replace(each, share=3.0).output_error(columns) == pytest.approx(3 * wanted, rel=1e-5)
 
 
-def test_inputs_that_are_far_larger_are_divided_by_more() -> None:
+def test_much_larger_inputs_have_larger_scales() -> None:
     mean = np.ones(WIDTH, np.float32)
     mean[[3, 200]], mean[7] = 40, 0
     readers = [replace(sampled(seed), square=mean**2) for seed in (1, 2)]
@@ -71,7 +71,7 @@ def test_inputs_that_are_far_larger_are_divided_by_more() -> None:
         assert sum(each.output_error(found) for each in readers) <= sum(each.output_error(by) for each in readers)
 
 
-def test_nothing_is_divided_where_that_brings_nothing() -> None:
+def test_no_scale_is_chosen_unless_the_error_falls() -> None:
     alike = np.where(RANDOM.random((16, WIDTH)) < 0.5, -1, 1).astype(np.float32)
     assert search_scale(MAPPING, [SampledRows(alike, SQUARE, INT4_W4A16, 1.0)], np.ones(WIDTH, np.float32)) is None
     damaged = replace(sampled(1), rows=np.full((2, WIDTH), np.nan, np.float32))
@@ -79,7 +79,7 @@ def test_nothing_is_divided_where_that_brings_nothing() -> None:
         assert search_scale(MAPPING, [damaged], SQUARE) is None
 
 
-def test_heads_of_queries_share_the_factors_of_their_values() -> None:
+def test_query_heads_share_the_scale_of_their_value_head() -> None:
     mapping = SmoothingMapping("v", ("o",), WIDTH // 2, 0, 0.0, 32, 2)
     mean = np.ones(WIDTH, np.float32)
     # The fourth input of the third and of the fourth head read one channel: the fourth of the second head of values.
@@ -91,7 +91,7 @@ def test_heads_of_queries_share_the_factors_of_their_values() -> None:
 
 
 @pytest.mark.parametrize("most", [16, 100, 5000])
-def test_rows_are_spread_over_a_weight(most: int) -> None:
+def test_sampled_rows_are_evenly_spaced(most: int) -> None:
     plan = make_plan(open_checkpoint(EXAMPLE), INT4_W4A16)
     reader = Reader(plan.seen.where, lambda shard: EXAMPLE / shard, lambda nbytes: np.empty(nbytes, np.uint8))
     weight = plan.layers["model.layers.1.mlp.up_proj"]
@@ -106,9 +106,9 @@ class Twin:
     def __init__(self, root: Path) -> None:
         self.source, self.root = twin(EXAMPLE, root / "source"), root
         self.calibration = calibrate(self.source, root / "of.safetensors", samples=8, length=128)
-        self.plain, self.output, self.told = root / "plain", root / "out", Planned()
+        self.plain, self.output, self.reporter = root / "plain", root / "out", Planned()
         compress(self.source, self.plain, "int4")
-        compress(self.source, self.output, "int4", awq=True, calibration=self.calibration, reporter=self.told)
+        compress(self.source, self.output, "int4", awq=True, calibration=self.calibration, reporter=self.reporter)
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +139,8 @@ def test_without_outliers_it_loses_little(tmp_path: Path, monkeypatch: pytest.Mo
     assert after < 1.08 * before
 
 
-def test_its_plan_and_its_card_say_so(made: Twin) -> None:
-    plan = made.told.plan
+def test_plan_and_card_name_the_method(made: Twin) -> None:
+    plan = made.reporter.plan
     assert "AWQ: inputs are divided by powers of two in 16 of 16 smoothing mappings" in plan.notes
     assert "the search for scales of 20 layers weighs errors by the mean squares of inputs" in plan.notes
     card = (made.output / "README.md").read_text().splitlines()
@@ -160,7 +160,7 @@ def test_its_plan_and_its_card_say_so(made: Twin) -> None:
     )
 
 
-def test_its_scales_are_among_those_that_were_tried(made: Twin, tmp_path: Path) -> None:
+def test_verify_accepts_only_scales_that_the_search_tries(made: Twin, tmp_path: Path) -> None:
     report = verify(made.output, made.source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
 
@@ -190,43 +190,43 @@ def test_its_scales_are_among_those_that_were_tried(made: Twin, tmp_path: Path) 
 )
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_any_architecture_is_verified(tmp_path: Path, architecture: str, folded: bool, asymmetric: bool) -> None:
-    source, told = small_checkpoints.write(tmp_path / "source", architecture), Planned()
+    source, reporter = small_checkpoints.write(tmp_path / "source", architecture), Planned()
     calibration = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
     options: dict[str, Any] = {"awq": True, "asymmetric": asymmetric, "calibration": calibration, "group_size": "32"}
-    compress(source, tmp_path / "out", "int4", reporter=told, **options)
+    compress(source, tmp_path / "out", "int4", reporter=reporter, **options)
     report = verify(tmp_path / "out", source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
-    assert told.plan.options.transforms is not None
-    transforms = told.plan.options.transforms.weights
+    assert reporter.plan.options.transforms is not None
+    transforms = reporter.plan.options.transforms.weights
     assert any(transform.folds for transform in transforms.values()) == folded
     assert any(transform.importance is not None for transform in transforms.values())
     if architecture == "Gemma3ForCausalLM":
         assert not any(transforms[module].folds for module in transforms if module.endswith(("q_proj", "k_proj")))
 
 
-def test_quantized_sources_are_searched_by_what_goes_in(tmp_path: Path) -> None:
-    source, told = tmp_path / "fp8", Planned()
+def test_quantized_sources_are_searched_by_mean_squares_of_inputs(tmp_path: Path) -> None:
+    source, reporter = tmp_path / "fp8", Planned()
     compress(EXAMPLE, source, "channel")
     calibration = calibrate(source, tmp_path / "of", samples=2, length=64)
-    compress(source, tmp_path / "out", "int4", awq=True, calibration=calibration, reporter=told)
-    assert "AWQ: inputs are divided by powers of two in 0 of 16 smoothing mappings" in told.plan.notes
-    assert "the search for scales of 20 layers weighs errors by the mean squares of inputs" in told.plan.notes
+    compress(source, tmp_path / "out", "int4", awq=True, calibration=calibration, reporter=reporter)
+    assert "AWQ: inputs are divided by powers of two in 0 of 16 smoothing mappings" in reporter.plan.notes
+    assert "the search for scales of 20 layers weighs errors by the mean squares of inputs" in reporter.plan.notes
     assert verify(tmp_path / "out", source, full=True).problems == ()
 
 
 def test_layers_in_other_schemes_stay_as_they_were(made: Twin, tmp_path: Path) -> None:
-    told = Planned()
+    reporter = Planned()
     options: dict[str, Any] = {"scheme_for": {"**.mlp.*": "int4"}, "awq": True, "calibration": made.calibration}
-    compress(made.source, tmp_path / "out", "channel", reporter=told, **options)
-    assert "AWQ: inputs are divided by powers of two in 8 of 16 smoothing mappings" in told.plan.notes
-    notes = "\n".join(told.plan.notes)
+    compress(made.source, tmp_path / "out", "channel", reporter=reporter, **options)
+    assert "AWQ: inputs are divided by powers of two in 8 of 16 smoothing mappings" in reporter.plan.notes
+    notes = "\n".join(reporter.plan.notes)
     assert "self_attn.v_proj" in notes
     assert ": a layer is stored in another scheme" in notes
     assert "the search for scales of 12 layers weighs errors" in notes
     assert verify(tmp_path / "out", made.source, full=True).problems == ()
 
 
-def test_what_it_is_not_for_is_refused(made: Twin, tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(made: Twin, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         compress(EXAMPLE, tmp_path / "out", "int8", awq=True)
     assert caught.value.message == 'awq=True brings scheme="int8" nothing: it is for groups of INT4'
@@ -242,9 +242,9 @@ def test_what_it_is_not_for_is_refused(made: Twin, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asymmetric", [False, True])
-def test_whatever_a_calibration_says_is_computed_with(tmp_path: Path, asymmetric: bool) -> None:
+def test_any_valid_calibration_works(tmp_path: Path, asymmetric: bool) -> None:
     """As large as float32 is, next to nothing, or nothing at all."""
-    source, told = small_checkpoints.write(tmp_path / "source"), Planned()
+    source, reporter = small_checkpoints.write(tmp_path / "source"), Planned()
     path = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
     found = read_calibration(path)
     extreme = [np.float32(each) for each in (3e38, 1e-45, 0, 1)]
@@ -253,12 +253,12 @@ def test_whatever_a_calibration_says_is_computed_with(tmp_path: Path, asymmetric
             assert part is not None
             part[:] = np.resize(np.roll(extreme, number)[: 1 + number % 4], part.shape)
     path.write_bytes(found.to_bytes())
-    compress(source, tmp_path / "out", "int4", awq=True, asymmetric=asymmetric, calibration=path, reporter=told)
+    compress(source, tmp_path / "out", "int4", awq=True, asymmetric=asymmetric, calibration=path, reporter=reporter)
     report = verify(tmp_path / "out", source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
-    assert told.plan.options.transforms is not None
+    assert reporter.plan.options.transforms is not None
     assert all(
         np.isfinite(each.importance).all()
-        for each in told.plan.options.transforms.weights.values()
+        for each in reporter.plan.options.transforms.weights.values()
         if each.importance is not None
     )

@@ -33,8 +33,8 @@ SMALL: dict[str, Any] = {"samples": 2, "length": 64}
 TEXTS = ("--samples", 2, "--length", 64)
 
 
-class Told(Reporter):
-    """What a reporter is told before anything is written."""
+class RecordingReporter(Reporter):
+    """Records what compress() reports before anything is written."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -79,7 +79,9 @@ def test_the_command_writes_a_file(
     assert sum(len(each.tensors) for each in found.inputs) == 28
 
 
-def test_texts_of_evaluations_are_others(calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_refuses_calibration_texts(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Answers take most of the time.
     monkeypatch.setattr(answers, "BUILT_IN", 1)
     made = compress(EXAMPLE, tmp_path / "out").output
@@ -148,9 +150,9 @@ def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         compress(EXAMPLE, tmp_path / "out", activation_scheme="static", samples=3, length=64)
     assert caught.value.message == f"{tmp_path / name}.part was begun with other texts"
-    told = Told()
-    compress(EXAMPLE, tmp_path / "out", activation_scheme="static", reporter=told, **SMALL)
-    assert told.lines[1].endswith(f"; an earlier run is continued; kept in {tmp_path / name}")
+    reporter = RecordingReporter()
+    compress(EXAMPLE, tmp_path / "out", activation_scheme="static", reporter=reporter, **SMALL)
+    assert reporter.lines[1].endswith(f"; an earlier run is continued; kept in {tmp_path / name}")
     assert (tmp_path / name).read_bytes() == calibration.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", name]
 
@@ -171,12 +173,12 @@ def test_static_activations_are_calibrated_first(calibration: Path, tmp_path: Pa
         assert path.read_bytes() == (tmp_path / "made" / "out" / path.name).read_bytes()
 
 
-def test_what_was_calibrated_is_used_again(calibration: Path, tmp_path: Path) -> None:
+def test_a_calibration_file_is_reused(calibration: Path, tmp_path: Path) -> None:
     kept = tmp_path / "tiny-qwen3.calibration.safetensors"
     kept.write_bytes(calibration.read_bytes())
-    told = Told()
-    made = compress(EXAMPLE, tmp_path / "out", "nvfp4-w4a4", calibrate=True, no_search=True, reporter=told, **SMALL)
-    assert told.lines == ["planned", "planned"]
+    reporter = RecordingReporter()
+    made = compress(EXAMPLE, tmp_path / "out", "nvfp4-w4a4", calibrate=True, no_search=True, reporter=reporter, **SMALL)
+    assert reporter.lines == ["planned", "planned"]
     compress(EXAMPLE, tmp_path / "steps", "nvfp4-w4a4", calibration=calibration, no_search=True)
     for path in (tmp_path / "steps").glob("*.safetensors"):
         assert path.read_bytes() == Path(made.output, path.name).read_bytes()
@@ -191,10 +193,10 @@ def test_what_was_calibrated_is_used_again(calibration: Path, tmp_path: Path) ->
 def test_a_calibration_of_other_texts_is_replaced_if_asked_for(calibration: Path, tmp_path: Path) -> None:
     kept = tmp_path / "tiny-qwen3.calibration.safetensors"
     calibrate(EXAMPLE, kept, samples=3, length=32)
-    told = Told()
-    compress(EXAMPLE, tmp_path / "out", activation_scheme="static", overwrite=True, reporter=told, **SMALL)
+    reporter = RecordingReporter()
+    compress(EXAMPLE, tmp_path / "out", activation_scheme="static", overwrite=True, reporter=reporter, **SMALL)
     assert kept.read_bytes() == calibration.read_bytes()
-    first, about, *between, last = told.lines
+    first, about, *between, last = reporter.lines
     # The plan comes before the texts run, and once more with what they showed.
     assert first == "planned"
     assert about.startswith("2 documents of 64 tokens: ")
@@ -228,7 +230,7 @@ def mixture(tmp_path: Path, change: Any = None) -> tuple[Path, Path]:
     return root, tmp_path / "x"
 
 
-def test_what_engines_put_together_has_one_scale(tmp_path: Path) -> None:
+def test_fused_layers_have_one_input_scale(tmp_path: Path) -> None:
     def unseen(inputs: dict[str, InputStatistics]) -> None:
         for last in ("gate_proj", "up_proj", "down_proj"):
             name = f"model.layers.1.mlp.experts.2.{last}.weight"
@@ -252,7 +254,7 @@ def test_what_engines_put_together_has_one_scale(tmp_path: Path) -> None:
     assert not verify(tmp_path / "out").problems
 
 
-def test_the_plan_names_experts_that_saw_no_token(tmp_path: Path) -> None:
+def test_the_plan_names_experts_without_tokens(tmp_path: Path) -> None:
     def routed(inputs: dict[str, InputStatistics]) -> None:
         # The first layer has no experts.
         for name in inputs:
@@ -260,22 +262,26 @@ def test_the_plan_names_experts_that_saw_no_token(tmp_path: Path) -> None:
                 inputs[name] = replace(inputs[name], routed=(5, 0, 4, 0))
 
     root, calibration = mixture(tmp_path, routed)
-    told = Told()
-    compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration, dry_run=True, reporter=told)
+    reporter = RecordingReporter()
+    compress(
+        root, tmp_path / "out", activation_scheme="static", calibration=calibration, dry_run=True, reporter=reporter
+    )
     assert (
         "2 experts saw no token and have the scale of the others of their layer: model.layers.1.mlp.experts.{1,3}; "
         "more texts (--samples) would reach them"
-    ) in told.notes
+    ) in reporter.notes
     root, calibration = mixture(tmp_path / "all")
-    compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration, dry_run=True, reporter=told)
-    assert not any("saw no token" in note for note in told.notes)
+    compress(
+        root, tmp_path / "out", activation_scheme="static", calibration=calibration, dry_run=True, reporter=reporter
+    )
+    assert not any("saw no token" in note for note in reporter.notes)
 
 
-def test_layers_that_nothing_went_into_stay_unquantized(tmp_path: Path) -> None:
+def test_layers_without_inputs_stay_unquantized(tmp_path: Path) -> None:
     root, calibration = mixture(tmp_path, lambda inputs: inputs.pop("model.layers.1.self_attn.k_proj.weight"))
     plan = compress(root, tmp_path / "out", activation_scheme="static", calibration=calibration)
     assert len(scales(tmp_path / "out")) == plan.quantized_tensors
-    # Of q, k and v the others have been seen, and their input is the same.
+    # The others of q, k and v have statistics, and their inputs are the same.
     assert "model.layers.1.self_attn.k_proj" in scales(tmp_path / "out")
     root, calibration = mixture(tmp_path / "none", lambda inputs: inputs.pop("model.layers.1.self_attn.o_proj.weight"))
     compress(root, tmp_path / "left", activation_scheme="static", calibration=calibration)
@@ -346,7 +352,7 @@ def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, 
         ),
     ],
 )
-def test_what_does_not_go_together(
+def test_options_that_exclude_each_other_are_refused(
     calibration: Path, tmp_path: Path, options: dict[str, Any], kind: type[OpenQuantError], message: str
 ) -> None:
     given = {name: calibration if value == "CALIBRATION" else value for name, value in options.items()}
@@ -370,22 +376,22 @@ def test_a_calibration_is_of_one_model(calibration: Path, tmp_path: Path) -> Non
         ({"out": "/proc/x"}, "^/proc/x"),
     ],
 )
-def test_what_cannot_be_calibrated(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_sources_that_cannot_be_calibrated_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OpenQuantError, match=message):
         calibrate(EXAMPLE, **{**SMALL, "out": tmp_path / "x", **options})
     assert not (tmp_path / "x").exists()
 
 
-def test_choosing_factors_shows_how_far_it_is(calibration: Path, tmp_path: Path) -> None:
-    told = Told()
-    compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=told)
+def test_choosing_scales_reports_progress(calibration: Path, tmp_path: Path) -> None:
+    reporter = RecordingReporter()
+    compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=reporter)
     # Two norms, values and up in each of four layers.
-    assert told.lines[1] == "SmoothQuant 0.5: choosing scales for 16 smoothing mappings"
-    steps = [tuple(map(int, line.split(" of "))) for line in told.lines[2:-1]]
+    assert reporter.lines[1] == "SmoothQuant 0.5: choosing scales for 16 smoothing mappings"
+    steps = [tuple(map(int, line.split(" of "))) for line in reporter.lines[2:-1]]
     assert len(steps) == 16
     assert [done for done, _ in steps] == sorted({done for done, _ in steps})
     assert steps[-1][0] == steps[-1][1] == steps[0][1]
-    assert told.lines[0] == told.lines[-1] == "planned"
+    assert reporter.lines[0] == reporter.lines[-1] == "planned"
 
 
 def other_byte(source: Path) -> None:
@@ -465,7 +471,7 @@ def test_inputs_of_another_width_are_refused(
 
 
 @pytest.mark.parametrize("name", ["x.part", "x.part.new"])
-def test_a_pipe_in_place_of_what_is_kept_is_two_lines(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_the_checkpoint_is_a_two_line_error(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     done = run_openquant("calibrate", EXAMPLE, "-o", "x", *TEXTS, "--json", cwd=tmp_path)
     assert done.returncode == 2
@@ -473,7 +479,7 @@ def test_a_pipe_in_place_of_what_is_kept_is_two_lines(tmp_path: Path, name: str)
     assert json.loads(done.stdout)["error"] == f"{name} is not a regular file"
 
 
-def test_magnitudes_beyond_float32_are_two_lines(calibration: Path, tmp_path: Path) -> None:
+def test_magnitudes_beyond_float32_are_a_two_line_error(calibration: Path, tmp_path: Path) -> None:
     seen = replace(read_calibration(calibration), cached={0: (2e41, 1.0)})
     (tmp_path / "x").write_bytes(seen.to_bytes())
     words = ("compress", "-m", EXAMPLE, "--scheme", "channel", "--kv-cache", "fp8", "--calibration", "x")

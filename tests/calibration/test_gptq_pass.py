@@ -90,7 +90,7 @@ def found(all_converted: Shelf) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("scheme", [*WANTED, find_scheme("int4", asymmetric=True)], ids=lambda scheme: scheme.suffix)
-def test_outputs_of_all_layers_are_nearer(
+def test_gptq_lowers_the_error_of_all_layers(
     shelf: Shelf, tmp_path: Path, scheme: Scheme, found: dict[str, Tensor]
 ) -> None:
     source = shelf.source("Qwen3ForCausalLM")
@@ -115,7 +115,7 @@ def test_outputs_of_all_layers_are_nearer(
 
 
 @pytest.mark.parametrize("name", ["CohereForCausalLM", "DeepseekV3ForCausalLM", "Gemma3ForConditionalGeneration"])
-def test_layers_that_share_an_input_without_being_joined_are_rounded_too(
+def test_layers_that_share_an_input_without_being_fused_are_rounded_too(
     shelf: Shelf, tmp_path: Path, name: str
 ) -> None:
     source = shelf.source(name)
@@ -148,7 +148,7 @@ def test_layers_that_run_several_times_are_refused(shelf: Shelf, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", small_checkpoints.RUNNABLE)
-def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path, name: str) -> None:
+def test_all_layers_of_every_architecture_have_a_hessian(shelf: Shelf, tmp_path: Path, name: str) -> None:
     names = ("int8", "channel", "tensor", "block", "mxfp8")
     scheme = next(SCHEMES[each] for each in names if small_checkpoints.refused(name, SCHEMES[each]) is None)
     checkpoint = open_checkpoint(shelf.source(name))
@@ -162,7 +162,7 @@ def test_all_layers_of_every_architecture_are_found(shelf: Shelf, tmp_path: Path
     assert found.keys() == {info.name for weight in called for info in rounded_tensors(weight, scheme)}
 
 
-def test_folded_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:
+def test_smoothed_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:
     source, name = shelf.source("Qwen3ForCausalLM"), "model.layers.0.mlp.down_proj.weight"
     columns = np.exp2(np.random.default_rng(5).integers(-3, 4, small_checkpoints.MLP)).astype(np.float32)
     transforms = WeightTransforms({name.removesuffix(".weight"): WeightTransform(columns=columns)})
@@ -265,7 +265,7 @@ def test_an_expert_s_codes_are_those_of_the_textbook_s_loop(
             assert torch.equal(codes.reshape(weight.shape).float(), textbook), module
 
 
-def test_a_quantized_source_is_rounded_anew_or_keeps_its_codes(shelf: Shelf, tmp_path: Path) -> None:
+def test_a_quantized_source_is_rounded_again_or_keeps_its_codes(shelf: Shelf, tmp_path: Path) -> None:
     source = tmp_path / "source"
     compressed(shelf.source("Qwen3ForCausalLM"), source, SCHEMES["channel"], gptq=False)
     compressed(source, tmp_path / "kept", SCHEMES["channel"], gptq=True)

@@ -68,7 +68,7 @@ def test_codes_are_those_of_the_textbooks_loop(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.suffix)
-def test_outputs_are_nearer_than_with_weights_rounded_each_by_itself(scheme: Scheme) -> None:
+def test_the_output_error_is_lower_than_with_rounding_to_nearest(scheme: Scheme) -> None:
     weight, inputs = weights(256, 384), correlated(2000, 384)
     form, hessian = scheme.format, inputs.T @ inputs
     scale, zero = grids(weight, scheme)
@@ -101,7 +101,7 @@ def test_inputs_that_are_zero_or_alike_are_rounded_too() -> None:
     assert torch.isfinite(found).all() and not torch.equal(found, plain)
 
 
-def test_without_any_input_each_weight_has_its_nearest_code() -> None:
+def test_a_zero_hessian_rounds_to_nearest() -> None:
     weight = weights(32, 128)
     form = INT4_W4A16.format
     scale, _ = grids(weight, INT4_W4A16)
@@ -109,7 +109,7 @@ def test_without_any_input_each_weight_has_its_nearest_code() -> None:
     assert torch.equal(found, nearest(weight / scale, form.number))
 
 
-def test_large_matrices_are_turned_around_in_parts() -> None:
+def test_large_hessians_are_reversed_in_panels() -> None:
     inputs = correlated(700, 300)
     hessian = inputs.T @ inputs
     found = find_error_propagation(hessian, torch.float64)
@@ -122,7 +122,7 @@ def test_large_matrices_are_turned_around_in_parts() -> None:
     assert torch.allclose(found.coefficients, root / root.diagonal())
 
 
-def test_nothing_is_left_behind_for_the_collector() -> None:
+def test_rounding_leaves_no_reference_cycle() -> None:
     weight, scheme = weights(8, 256), INT4_W4A16
     inputs = correlated(300, 256)
     feedback = find_error_propagation((inputs.T @ inputs).float())
@@ -137,7 +137,7 @@ def test_nothing_is_left_behind_for_the_collector() -> None:
         gc.enable()
 
 
-def test_a_matrix_that_has_no_root_is_raised_further() -> None:
+def test_a_hessian_that_is_not_positive_definite_is_damped_more() -> None:
     """As sums of rounded products can be: an eigenvalue below zero, beyond what the first damping makes up for."""
     hessian = torch.eye(8) + 0.2 * torch.ones(8, 8)
     hessian[0, 1] = hessian[1, 0] = 1.35

@@ -35,8 +35,8 @@ def shards(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.glob("*.safetensors")}
 
 
-class Told(Reporter):
-    """What a reporter is told of the pass."""
+class RecordingReporter(Reporter):
+    """Records what compress() reports of the GPTQ pass."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -53,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_it_halves_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_halves_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Answers take most of the time.
     monkeypatch.setattr(answers, "BUILT_IN", 1)
     for gptq in (False, True):
@@ -85,9 +85,9 @@ def test_the_command_says_what_it_does(
 
 
 def test_a_finished_output_needs_no_pass(made: Path, tmp_path: Path) -> None:
-    told = Told()
-    assert compress(EXAMPLE, made, "int4", gptq=True, reporter=told, **SMALL).resumed
-    assert told.lines == []
+    reporter = RecordingReporter()
+    assert compress(EXAMPLE, made, "int4", gptq=True, reporter=reporter, **SMALL).resumed
+    assert reporter.lines == []
     for others in ({"gptq": False}, {"gptq": True, "samples": 3, "length": 64}):
         with pytest.raises(OutputError, match="holds the output of another run"):
             compress(EXAMPLE, made, "int4", **others)
@@ -100,9 +100,9 @@ def test_an_output_is_held_against_a_source_that_was_touched(tmp_path: Path) -> 
     before = shards(tmp_path / "out")
     for path in source.glob("*.safetensors"):
         os.utime(path, ns=(1, 1))
-    told = Told()
-    compress(source, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
-    assert len(told.lines) == 1
+    reporter = RecordingReporter()
+    compress(source, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
+    assert len(reporter.lines) == 1
     assert shards(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
@@ -119,7 +119,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(EXAMPLE, source, copy_function=shutil.copyfile)
 
-    class Changing(Told):
+    class Changing(RecordingReporter):
         def started(self, total: int, done: int) -> None:
             del total, done
             for path in source.glob("*.safetensors"):
@@ -129,7 +129,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
         compress(source, tmp_path / "out", "int4", gptq=True, reporter=Changing(), **SMALL)
 
 
-def test_verify_makes_scales_again_and_no_codes(made: Path, tmp_path: Path) -> None:
+def test_verify_recomputes_scales_but_not_codes(made: Path, tmp_path: Path) -> None:
     report = verify(made, EXAMPLE, full=True)
     assert (report.problems, report.recomputed, report.compared_codes) == ((), True, 0)
     assert report.notes == ("28 layers were rounded by GPTQ, whose codes are not made again",)
@@ -180,7 +180,7 @@ class Stopped(Exception):
     """Ends a run."""
 
 
-class Stopping(Told):
+class Stopping(RecordingReporter):
     """Ends a run once the first layer's file is there and passes are kept, or as the conversion begins."""
 
     def __init__(self, folder: Path, late: bool = False) -> None:
@@ -197,7 +197,7 @@ class Stopping(Told):
         raise Stopped
 
 
-class Watching(Told):
+class Watching(RecordingReporter):
     """Has the times of files of layers as the conversion begins."""
 
     def __init__(self, folder: Path) -> None:
@@ -233,10 +233,10 @@ def test_a_killed_run_goes_on(made: Path, tmp_path: Path) -> None:
     left = stamps(folder)
     assert list(left) == ["000.safetensors"]
     assert len(list(folder.glob("*.partial"))) == len(list(folder.glob("*.passes"))) == 1
-    told = Watching(folder)
-    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
-    assert told.lines[0].endswith("; an earlier run is continued")
-    assert (told.stamps.items() & left.items(), len(told.stamps)) == (left.items(), 4)
+    reporter = Watching(folder)
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
+    assert reporter.lines[0].endswith("; an earlier run is continued")
+    assert (reporter.stamps.items() & left.items(), len(reporter.stamps)) == (left.items(), 4)
     assert shards(tmp_path / "out") == shards(made)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -245,20 +245,20 @@ def test_a_run_that_was_stopped_while_it_converted_has_all_layers(made: Path, tm
     folder = tmp_path / "out.rounded"
     with pytest.raises(Stopped):
         compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=Stopping(folder, late=True), **SMALL)
-    left, told = stamps(folder), Watching(folder)
-    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
-    assert told.stamps == left
+    left, reporter = stamps(folder), Watching(folder)
+    compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
+    assert reporter.stamps == left
     assert len(left) == 4
     assert shards(tmp_path / "out") == shards(made)
 
 
-def test_layers_of_other_texts_are_not_taken(stopped: Path, tmp_path: Path) -> None:
+def test_rounded_layers_of_other_texts_are_not_reused(stopped: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     left = stamps(stopped)
-    told = Watching(stopped)
-    compress(EXAMPLE, out, "int4", gptq=True, samples=3, length=32, reporter=told)
-    assert "an earlier run is continued" not in told.lines[0]
-    assert not left.items() & told.stamps.items()
+    reporter = Watching(stopped)
+    compress(EXAMPLE, out, "int4", gptq=True, samples=3, length=32, reporter=reporter)
+    assert "an earlier run is continued" not in reporter.lines[0]
+    assert not left.items() & reporter.stamps.items()
     assert not stopped.exists()
 
 
@@ -335,29 +335,29 @@ def test_too_small_a_disk_is_found_before_the_pass(made: Path, tmp_path: Path, m
     room = sum(path.stat().st_size for path in made.iterdir()) + 100_000
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=room))
-    told = Told()
+    reporter = RecordingReporter()
     with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has [0-9,]+ free"):
-        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=told, **SMALL)
-    assert told.lines == []
+        compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, reporter=reporter, **SMALL)
+    assert reporter.lines == []
     assert not list(tmp_path.iterdir())
     compress(EXAMPLE, tmp_path / "out", "int4")
 
 
 def test_an_output_with_other_options_is_found_before_the_pass(made: Path, tmp_path: Path) -> None:
     before = tree(shutil.copytree(made, tmp_path / "out"))
-    told = Told()
+    reporter = RecordingReporter()
     with pytest.raises(OutputError) as caught:
-        compress(EXAMPLE, tmp_path / "out", "int4", awq=True, gptq=True, reporter=told, **SMALL)
+        compress(EXAMPLE, tmp_path / "out", "int4", awq=True, gptq=True, reporter=reporter, **SMALL)
     assert caught.value.message == (
         f"{tmp_path / 'out'} holds the output of another run: other options, another source or another version"
     )
-    assert told.lines == []
+    assert reporter.lines == []
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert tree(tmp_path / "out") == before
     compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **SMALL)
 
 
-def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path) -> None:
     def refused(**options: Any) -> tuple[str, str | None]:
         with pytest.raises(UsageError) as caught:
             compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, **options)
@@ -374,13 +374,13 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mixture_of_experts.make(tmp_path_factory.mktemp("experts") / "source")
 
 
-def test_it_halves_the_loss_of_experts(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_halves_the_loss_of_experts(experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "BUILT_IN", 1)
-    told = Told()
+    reporter = RecordingReporter()
     compress(experts, tmp_path / "nearest", "int4", no_search=True)
-    compress(experts, tmp_path / "gptq", "int4", no_search=True, gptq=True, samples=12, length=128, reporter=told)
+    compress(experts, tmp_path / "gptq", "int4", no_search=True, gptq=True, samples=12, length=128, reporter=reporter)
     # Of 1536 tokens, each with two experts, some hundreds came to each.
-    assert len(told.lines) == 1
+    assert len(reporter.lines) == 1
     found = evaluate([tmp_path / "nearest", tmp_path / "gptq"], experts, samples=4, length=128)
     nearest, gptq_rounded = (output["kl"]["mean"] for output in found.outputs)
     assert gptq_rounded < 0.6 * nearest
@@ -395,9 +395,9 @@ def test_a_run_that_is_killed_between_experts_goes_on(
     experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"no_search": True, "gptq": True, **SMALL}
-    told = Told()
-    compress(experts, tmp_path / "whole", "int4", reporter=told, **options)
-    assert told.lines[1] == "fewer than 256 tokens were routed to 16 of 16 experts, none to 0: more texts may help"
+    reporter = RecordingReporter()
+    compress(experts, tmp_path / "whole", "int4", reporter=reporter, **options)
+    assert reporter.lines[1] == "fewer than 256 tokens were routed to 16 of 16 experts, none to 0: more texts may help"
     monkeypatch.setattr("openquant.calibration.gptq_run.BUDGET", 10 << 20)
     write = LayerStore.write
 

@@ -109,7 +109,7 @@ def _of_one(module: Any, expert: int, states: Tensor, chosen: Tensor, *_: Any) -
 
 
 @pytest.mark.parametrize("name", [name for name in MOE if not name.startswith("Llama4")])
-def test_each_expert_has_its_own(shelf: Shelf, name: str) -> None:
+def test_each_expert_has_the_hessian_of_its_tokens(shelf: Shelf, name: str) -> None:
     root = shelf.source(name)
     units, expected = summed(root, name), alone(root)
     counted = 0
@@ -134,7 +134,7 @@ def test_each_expert_has_its_own(shelf: Shelf, name: str) -> None:
     assert counted or not expected
 
 
-def test_llama_4_multiplies_zeros_which_are_no_tokens(shelf: Shelf) -> None:
+def test_zero_rows_of_llama_4_are_not_tokens(shelf: Shelf) -> None:
     found = summed(shelf.source("Llama4ForCausalLM"), "Llama4ForCausalLM")
     [both] = [both for unit in found.values() for both in unit.experts.values()][:1]
     assert both.first is not None
@@ -145,7 +145,7 @@ def test_llama_4_multiplies_zeros_which_are_no_tokens(shelf: Shelf) -> None:
     assert sum(tokens[0]) == sum(map(len, IDS))
 
 
-def test_rows_are_told_apart_by_expert() -> None:
+def test_rows_are_selected_by_expert() -> None:
     rows = torch.arange(12.0).reshape(6, 2)
     # The last is one that does nothing.
     routing = RoutedTokens(3, torch.tensor([[0, 2], [2, 0], [2, 3]]))
@@ -157,7 +157,7 @@ def test_rows_are_told_apart_by_expert() -> None:
     assert [(expert, own[:, 0].tolist()) for expert, own in one_by_one if len(own)] == [(0, [0, 2]), (2, [4, 6, 8])]
 
 
-def test_experts_without_tokens_have_what_goes_into_the_layer() -> None:
+def test_experts_without_tokens_have_the_hessian_of_the_moe_layer() -> None:
     moe_hessian = Hessian(4, accumulating=True)
     few, none = (Hessian(4, moe_hessian=moe_hessian, accumulating=True) for _ in range(2))
     values = torch.randn(40, 4)
@@ -172,7 +172,7 @@ def test_experts_without_tokens_have_what_goes_into_the_layer() -> None:
     assert few.upper is None
 
 
-def test_parts_take_so_many_bytes_and_one_at_least() -> None:
+def test_parts_fit_in_memory_or_have_one_hessian() -> None:
     hessians = [Hessian(width) for width in (10, 10, 10, 100, 10)]
     assert [[hessian.width for hessian in part] for part in in_memory_parts(hessians, 800)] == [
         [10, 10],
@@ -184,7 +184,7 @@ def test_parts_take_so_many_bytes_and_one_at_least() -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM", "NemotronHForCausalLM"])
-def test_layers_in_parts_are_rounded_as_whole_ones(shelf: Shelf, tmp_path: Path, name: str) -> None:
+def test_layers_in_parts_are_rounded_as_in_one(shelf: Shelf, tmp_path: Path, name: str) -> None:
     checkpoint, plan = planned(shelf.source(name), name)
     made: list[dict[str, bytes]] = []
     for max_bytes in (1 << 30, 300_000):

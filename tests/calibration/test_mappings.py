@@ -1,4 +1,4 @@
-"""Foldings of the registry: whatever channels are divided by, a model of transformers computes what it did."""
+"""Smoothing mappings of the registry: whatever the scales are, a transformers model computes the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.conversions import Shelf
 
 Weights = dict[str, torch.Tensor]
 IDS = torch.randint(10, 500, (1, 24), generator=torch.Generator().manual_seed(0))
-FOLDED = [name for name in small_checkpoints.ARCHITECTURES if name in FOLDS]
+SMOOTHED = [name for name in small_checkpoints.ARCHITECTURES if name in FOLDS]
 
 
 def opened(root: Path) -> tuple[Weights, tuple[SmoothingMapping, ...]]:
@@ -40,7 +40,7 @@ def opened(root: Path) -> tuple[Weights, tuple[SmoothingMapping, ...]]:
     return weights, find_smoothing_mappings(MODELS[config["architectures"][0]], shapes, config)
 
 
-def fold(
+def smooth(
     weights: Weights, each: SmoothingMapping, scale: torch.Tensor, sides: Any = ("smooth_layer", "balance_layers")
 ) -> None:
     """Divide channels where they are made, and multiply columns where they are read."""
@@ -76,8 +76,8 @@ def copied(source: Path, root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("architecture", FOLDED)
-def test_folding_changes_nothing(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize("architecture", SMOOTHED)
+def test_smoothing_leaves_logits_as_they_are(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
     weights, found = opened(shelf.source(architecture))
     root = copied(shelf.source(architecture), tmp_path / "x")
     before = logits(root, weights)
@@ -85,22 +85,22 @@ def test_folding_changes_nothing(shelf: Shelf, tmp_path: Path, architecture: str
         each.smooth_layer.rpartition(".")[2] for each in found
     }
     for number, each in enumerate(found):
-        fold(weights, each, scales(each, number))
+        smooth(weights, each, scales(each, number))
     # Norms and softmax are computed in float32.
     assert (logits(root, weights) - before).abs().max() < 1e-4 * before.abs().max()
     # One side alone shows, of whatever kind: so the texts would have shown a wrong one.
     for each in {each.smooth_layer.rpartition(".")[2]: each for each in found}.values():
         other = {name: tensor.clone() for name, tensor in weights.items()}
-        fold(other, each, scales(each, 99), ("smooth_layer",))
+        smooth(other, each, scales(each, 99), ("smooth_layer",))
         assert (logits(root, other) - before).abs().max() > 1e-3 * before.abs().max(), each.smooth_layer
 
 
-def test_every_folding_is_tried() -> None:
-    assert FOLDS.keys() == set(FOLDED)
+def test_every_architecture_with_smoothing_rules_is_tested() -> None:
+    assert FOLDS.keys() == set(SMOOTHED)
     assert {name for name, model in MODELS.items() if model.folds} == FOLDS.keys()
 
 
-def test_layers_are_folded_with_all_that_read_the_same(shelf: Shelf) -> None:
+def test_a_mapping_has_all_balance_layers(shelf: Shelf) -> None:
     _, found = opened(shelf.source("Qwen3MoeForCausalLM"))
     by_smooth_layer = {each.smooth_layer: each for each in found}
     experts = tuple(
@@ -140,7 +140,7 @@ SHAPES = {
         ({"mlp.down_proj": (512,)}, {"num_key_value_heads": 2}, ["v_proj"]),
     ],
 )
-def test_shapes_that_do_not_fit_are_not_folded(
+def test_shapes_that_do_not_fit_have_no_mapping(
     shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], sources: list[str]
 ) -> None:
     known = SHAPES | {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
@@ -148,7 +148,7 @@ def test_shapes_that_do_not_fit_are_not_folded(
     assert [each.smooth_layer.rpartition(".")[2] for each in found] == sources
 
 
-def test_the_rows_of_a_part_are_as_many_as_config_says() -> None:
+def test_rows_of_a_fused_tensor_follow_the_config() -> None:
     known = {"model.layers.0.self_attn.qkv_proj": (512, 256), "model.layers.0.self_attn.o_proj": (256, 256)}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
 

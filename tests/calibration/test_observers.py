@@ -74,7 +74,7 @@ def linear(name: str, module: nn.Module, add: Callable[[str, Tensor], None]) -> 
         module.register_forward_pre_hook(lambda _, args: add(name, args[0]))
 
 
-def test_linears_are_seen_as_in_an_ordinary_pass(tmp_path: Path) -> None:
+def test_linears_have_the_statistics_of_an_ordinary_pass(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "source", shards=3)
     expected, seen = watched(root, linear), found(root)
     # Those with one input are one: q, k and v, gate and up.
@@ -89,7 +89,7 @@ def test_linears_are_seen_as_in_an_ordinary_pass(tmp_path: Path) -> None:
     assert seen.of("lm_head.weight") is None
 
 
-def test_experts_are_seen_together(tmp_path: Path) -> None:
+def test_experts_have_one_statistic_for_all(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
 
     def watch(name: str, module: nn.Module, add: Callable[[str, Tensor], None]) -> None:
@@ -157,7 +157,7 @@ def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
 
 @pytest.mark.parametrize("architecture", small_checkpoints.RUNNABLE)
 @pytest.mark.usefixtures("at_once")
-def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
+def test_every_layer_of_a_plan_is_observed(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
     """However transformers computes it, experts and what it merges or splits among them; what was ended goes on, of
     whatever goes from layer to layer."""
     root, scheme = shelf.source(architecture), small_checkpoints.served_in(architecture, "channel", "block")
@@ -183,7 +183,7 @@ def test_every_layer_of_a_plan_is_seen(shelf: Shelf, tmp_path: Path, architectur
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3NextForCausalLM"])
-def test_keys_and_values_are_seen_as_they_are_cached(shelf: Shelf, architecture: str) -> None:
+def test_keys_and_values_are_observed_as_they_are_cached(shelf: Shelf, architecture: str) -> None:
     root = shelf.source(architecture)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -207,7 +207,9 @@ def test_keys_and_values_are_seen_as_they_are_cached(shelf: Shelf, architecture:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_goes_on_computes_no_layer_again(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_continued_pass_computes_no_layer_twice(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through a scratch file too, which hidden states are kept from and come back to."""
     monkeypatch.setattr(offload_module, "LEAST", 1)
     with OffloadFile(tmp_path, 0, asked=True) as scratch:
@@ -231,7 +233,7 @@ def test_what_goes_on_computes_no_layer_again(source: Path, tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_is_kept_is_of_one_pass(source: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_belongs_to_one_pass(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
     ended_early(source, PassCheckpoint(path, lambda: {"texts": "a", "weights": "b"}))
     with pytest.raises(SourceError) as caught:
@@ -243,7 +245,7 @@ def test_what_is_kept_is_of_one_pass(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_any_flipped_bit_of_what_is_kept_is_damage(source: Path, tmp_path: Path) -> None:
+def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
     ended_early(source, PassCheckpoint(path, dict))
     data = path.read_bytes()
@@ -284,7 +286,7 @@ def sealed(path: Path, facts: Change = dict, own: Change = dict) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_no_header_says_is_not_hashed(source: Path, tmp_path: Path) -> None:
+def test_bytes_beyond_the_header_are_not_hashed(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
     ended_early(source, PassCheckpoint(path, dict))
     # More than can be read within hours.
@@ -335,7 +337,7 @@ FIRST, SECOND = "model.layers.0", "model.layers.1"
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("at_once")
-def test_what_no_pass_keeps_is_refused(source: Path, tmp_path: Path, what: str, change: Change, said: str) -> None:
+def test_invalid_checkpoints_are_refused(source: Path, tmp_path: Path, what: str, change: Change, said: str) -> None:
     path = tmp_path / "x.part"
     ended_early(source, PassCheckpoint(path, dict))
     sealed(path, **{what: change})
@@ -347,7 +349,7 @@ def test_what_no_pass_keeps_is_refused(source: Path, tmp_path: Path, what: str, 
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_sealed_file_without_a_change_goes_on(source: Path, tmp_path: Path) -> None:
+def test_a_resealed_checkpoint_without_a_change_continues(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
     ended_early(source, PassCheckpoint(path, dict))
     sealed(path)
@@ -359,7 +361,7 @@ def test_a_sealed_file_without_a_change_goes_on(source: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["x.part", "x.part.new"])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "link", "dangling", "device"])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+def test_special_files_are_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
     path = tmp_path / name
     if kind in ("link", "dangling", "device"):
         (tmp_path / "file").touch()
@@ -374,7 +376,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str, kind: str)
 
 
 @pytest.mark.usefixtures("at_once")
-def test_what_no_file_has_is_not_kept(source: Path, tmp_path: Path) -> None:
+def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path: Path) -> None:
     model = StreamedModel(open_checkpoint(source))
     layer = model.model.get_submodule("model.layers.0")
 
@@ -391,7 +393,7 @@ def test_what_no_file_has_is_not_kept(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_unit_that_comes_twice_says_not_where_a_pass_is(tmp_path: Path) -> None:
+def test_a_unit_that_runs_twice_is_no_checkpoint(tmp_path: Path) -> None:
     kept = PassCheckpoint(tmp_path / "x.part", dict)
     assert not kept.begin("shared")
     kept.note("shared", torch.zeros(2))
@@ -400,7 +402,7 @@ def test_a_unit_that_comes_twice_says_not_where_a_pass_is(tmp_path: Path) -> Non
     assert not kept.due("shared")
 
 
-def test_a_pass_of_seconds_is_not_kept(source: Path, tmp_path: Path) -> None:
+def test_a_short_pass_writes_no_checkpoint(source: Path, tmp_path: Path) -> None:
     kept = PassCheckpoint(tmp_path / "x.part", dict)
     assert observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), kept=kept)
     assert not kept.due("model.layers.1")
@@ -422,7 +424,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(
     assert not list(tmp_path.glob("x.part*"))
 
 
-def test_what_overflows_is_an_error_that_names_the_weight(tmp_path: Path) -> None:
+def test_overflow_is_an_error_that_names_the_weight(tmp_path: Path) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     name = "model.layers.1.mlp.up_proj.weight"
     weights[name] = weights[name] * 1e38
@@ -449,7 +451,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("size", [2, 5])
-def test_processes_see_together_what_one_does(tmp_path: Path, size: int) -> None:
+def test_ranks_together_observe_what_one_process_does(tmp_path: Path, size: int) -> None:
     root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
     given: list[bytes] = []
     for rank in reversed(range(size)):
@@ -458,7 +460,7 @@ def test_processes_see_together_what_one_does(tmp_path: Path, size: int) -> None
     assert Calibration(inputs, "", {}, cached).to_bytes() == found(root).to_bytes()
 
 
-def test_squares_of_what_is_as_large_as_bfloat16_holds_are_numbers() -> None:
+def test_squares_of_the_largest_bfloat16_are_finite() -> None:
     seen = RunningStatistics(("a.weight",), 2)
     seen.add(torch.tensor([1e38, 1.0]), torch.tensor([1e38, 1.0]).double(), torch.tensor([torch.inf, 1.0]).double(), 1)
     square = seen.to_input_statistics().square

@@ -1,4 +1,4 @@
-"""`--smooth`: what it folds, that a folded model computes the same, and that an output with it loses little."""
+"""`--smooth`: what it changes, that a smoothed model computes the same, and that its output loses little."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Planned(Reporter):
 
 
 class Twin:
-    """The twin with outliers, a calibration of it, and what INT8 with folds makes of it."""
+    """The twin with outliers, a calibration of it, and its smoothed INT8 output."""
 
     def __init__(self, root: Path) -> None:
         self.source = twin(EXAMPLE, root / "source")
         self.calibration = calibrate(self.source, root / "of.safetensors", **SMALL)
-        self.output, self.told = root / "out", Planned()
-        options: dict[str, Any] = {"calibration": self.calibration, "reporter": self.told}
+        self.output, self.reporter = root / "out", Planned()
+        options: dict[str, Any] = {"calibration": self.calibration, "reporter": self.reporter}
         self.result = compress(self.source, self.output, "int8", smooth=0.5, **options)
 
 
@@ -67,7 +67,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Twin:
     return Twin(tmp_path_factory.mktemp("smooth"))
 
 
-def test_outliers_no_longer_cost_a_thing(made: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outliers_cost_nothing_with_smoothquant(made: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Answers take most of the time.
     monkeypatch.setattr(answers, "BUILT_IN", 1)
     compress(made.source, tmp_path / "plain", "int8")
@@ -75,21 +75,21 @@ def test_outliers_no_longer_cost_a_thing(made: Twin, tmp_path: Path, monkeypatch
     before, after = (each["kl"]["mean"] for each in found)
     assert before > 0.01
     assert after < 0.0008
-    # Norms that were folded are no suspects.
+    # Smoothed norms are no suspects.
     assert not found[1]["suspects"]
 
 
-def test_its_plan_and_its_card_say_so(made: Twin) -> None:
-    assert "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings" in made.told.notes
+def test_plan_and_card_name_the_method(made: Twin) -> None:
+    assert "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings" in made.reporter.notes
     assert made.result.folded == "SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections"
     line = "| folded | SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections |"
     assert line in (made.output / "README.md").read_text().splitlines()
-    # Engines read nothing that they do not without folds.
+    # The config is the same without smoothing.
     config = json.loads((made.output / "config.json").read_text())
     assert config["quantization_config"] == make_plan(open_checkpoint(made.source), INT8).quantization_config
 
 
-def test_factors_are_recognized(made: Twin, tmp_path: Path) -> None:
+def test_verify_recognizes_scales(made: Twin, tmp_path: Path) -> None:
     for full in (False, True):
         report = verify(made.output, made.source, full=full)
         assert report.problems == ()
@@ -134,7 +134,7 @@ def test_a_changed_norm_is_named(made: Twin, tmp_path: Path, change: Callable[[W
     assert any(name in found and problem in found for found in problems), problems
 
 
-def test_a_changed_row_shows(made: Twin, tmp_path: Path) -> None:
+def test_a_changed_row_is_reported(made: Twin, tmp_path: Path) -> None:
     def change(weights: Weights) -> None:
         weights["model.layers.1.mlp.up_proj.weight_scale"][5] *= 2
 
@@ -166,29 +166,29 @@ def with_shape(name: str, *shape: int) -> Callable[[Weights], Any]:
         (with_shape("model.layers.1.self_attn.v_proj.weight", 64, 256), "v_proj"),
     ],
 )
-def test_what_is_damaged_is_reported(
-    made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str
-) -> None:
+def test_damage_is_reported(made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str) -> None:
     problems = verify(
         small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source, full=True
     ).problems
     assert any(problem in found for found in problems), problems
 
 
-def test_what_grows_beyond_float32_is_refused(made: Twin, tmp_path: Path) -> None:
+def test_weights_that_overflow_float32_are_refused(made: Twin, tmp_path: Path) -> None:
     source = twin(EXAMPLE, tmp_path / "source")
     small_checkpoints.change_weights(source, lambda held: held["model.layers.0.mlp.up_proj.weight"][3, :].fill_(3e38))
     found = replace(read_calibration(made.calibration), model=Fingerprint(open_checkpoint(source)).hexdigest())
     (tmp_path / "of").write_bytes(found.to_bytes())
-    told = Planned()
-    # Folded columns would be infinite: the estimate leaves that one out.
-    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=told)
-    assert "model.layers.0.post_attention_layernorm: the layers' estimated error would not be" in "; ".join(told.notes)
+    reporter = Planned()
+    # Multiplied columns would be infinite: the estimated error excludes this mapping.
+    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=reporter)
+    assert "model.layers.0.post_attention_layernorm: the layers' estimated error would not be" in "; ".join(
+        reporter.notes
+    )
     assert verify(tmp_path / "out", source, full=True).problems == ()
 
 
-def test_a_fold_that_is_none_is_a_change(shelf: Shelf, tmp_path: Path) -> None:
-    """Of an output without folds a norm times two is no fold: the columns do not have it."""
+def test_a_divided_norm_without_multiplied_columns_is_a_change(shelf: Shelf, tmp_path: Path) -> None:
+    """In an output without smoothing, a norm times two is damage: the columns are not divided."""
     source, out = shelf.copied("Qwen3ForCausalLM", INT8, tmp_path)
     small_checkpoints.change_weights(out, lambda held: held["model.layers.0.input_layernorm.weight"][3].mul_(2))
     [problem] = verify(out, source).problems
@@ -198,10 +198,10 @@ def test_a_fold_that_is_none_is_a_change(shelf: Shelf, tmp_path: Path) -> None:
     assert "input_layernorm.weight differs from the source's" in problem
 
 
-def test_decoded_weights_stay_folded(made: Twin, tmp_path: Path) -> None:
-    told = Planned()
-    dequantize(made.output, tmp_path / "plain", reporter=told)
-    assert "norms stay as the output has them, folded with the weights" in "; ".join(told.notes)
+def test_dequantized_weights_stay_smoothed(made: Twin, tmp_path: Path) -> None:
+    reporter = Planned()
+    dequantize(made.output, tmp_path / "plain", reporter=reporter)
+    assert "norms stay as the output has them, folded with the weights" in "; ".join(reporter.notes)
     found, weights = small_checkpoints.read(tmp_path / "plain"), small_checkpoints.read(made.source)
     ids = torch.randint(10, 2000, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -231,7 +231,7 @@ def random_calibration(plan: Plan) -> Calibration:
     return Calibration(tuple(found.values()), "", {})
 
 
-def tunings_of(plan: Plan, root: Path, exponent: float = 0.5) -> WeightTransforms:
+def transforms_of(plan: Plan, root: Path, exponent: float = 0.5) -> WeightTransforms:
     reader, calibration = opened(root), random_calibration(plan)
     parts = []
     for mapping in usable_mappings(plan).mappings:
@@ -254,11 +254,11 @@ def logits(root: Path) -> torch.Tensor:
     "architecture",
     ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"],
 )
-def test_a_folded_model_computes_the_same(tmp_path: Path, architecture: str) -> None:
+def test_a_smoothed_model_computes_the_same(tmp_path: Path, architecture: str) -> None:
     """Whatever it has: routers, biases, norms that one is added to, several layers in a tensor, shared experts."""
     source = small_checkpoints.write(tmp_path / "source", architecture, dtype="float32")
     plan = make_plan(open_checkpoint(source), INT8)
-    transforms = tunings_of(plan, source)
+    transforms = transforms_of(plan, source)
     reader, changed = opened(source), dict[str, torch.Tensor]()
     tuned = make_plan(open_checkpoint(source), INT8, PlanOptions(transforms=transforms))
     weights = small_checkpoints.read(source)
@@ -322,7 +322,9 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None
     ],
     ids=["integers", "short", "norm", "number"],
 )
-def test_what_cannot_be_divided_is_not(tmp_path: Path, architecture: str, name: str, tensor: torch.Tensor) -> None:
+def test_tensors_that_cannot_be_divided_are_not(
+    tmp_path: Path, architecture: str, name: str, tensor: torch.Tensor
+) -> None:
     source = small_checkpoints.write(tmp_path / "source", architecture)
     all_places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
     small_checkpoints.change_weights(source, lambda weights: weights.update({name: tensor}))
@@ -333,10 +335,10 @@ def test_what_cannot_be_divided_is_not(tmp_path: Path, architecture: str, name: 
 
 
 def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = Planned()
-    result = compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, dry_run=True, reporter=told)
+    reporter = Planned()
+    result = compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, dry_run=True, reporter=reporter)
     assert result.dry_run
-    assert "decided once the weights are read: not in a dry run" in "; ".join(told.notes)
+    assert "decided once the weights are read: not in a dry run" in "; ".join(reporter.notes)
     assert not list(tmp_path.iterdir())
 
 
@@ -349,7 +351,7 @@ def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ({"smooth": float("nan")}, "smooth nan is not above 0 and at most 1"),
     ],
 )
-def test_what_it_is_not_for_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         compress(EXAMPLE, tmp_path / "out", **{"scheme": "int8", "smooth": 0.5, **options})
 
@@ -367,14 +369,14 @@ def test_files_without_mean_squares_are_refused(made: Twin, tmp_path: Path) -> N
         compress(made.source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "old")
 
 
-def test_what_is_left_out_is_said(made: Twin, tmp_path: Path) -> None:
-    told = Planned()
+def test_notes_name_unused_mappings(made: Twin, tmp_path: Path) -> None:
+    reporter = Planned()
     options: dict[str, Any] = {"ignore": ["**.layers.0.mlp.down_proj"], "scheme_for": {"**.layers.1.mlp.*": "channel"}}
     out = tmp_path / "out"
     compress(
-        made.source, out, "int8", smooth=0.5, calibration=made.calibration, kv_cache="fp8", reporter=told, **options
+        made.source, out, "int8", smooth=0.5, calibration=made.calibration, kv_cache="fp8", reporter=reporter, **options
     )
-    notes = "\n".join(told.notes)
+    notes = "\n".join(reporter.notes)
     assert "in 9 of 16 smoothing mappings" in notes
     assert "no smoothing at model.layers.{0..3}.self_attn.v_proj: the KV cache is in FP8" in notes
     assert "no smoothing at model.layers.0.mlp.up_proj: a layer is not quantized (--ignore **.layers.0.mlp" in notes
@@ -383,7 +385,7 @@ def test_what_is_left_out_is_said(made: Twin, tmp_path: Path) -> None:
     assert (report.problems, report.equal_share) == ((), 1)
 
 
-def test_a_fold_that_brings_nothing_is_left_out(tmp_path: Path) -> None:
+def test_a_mapping_that_does_not_help_is_not_used(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     plan = make_plan(open_checkpoint(source), INT8)
     flat = tuple(
@@ -405,20 +407,20 @@ def test_a_fold_that_brings_nothing_is_left_out(tmp_path: Path) -> None:
     assert isinstance(found, str)
 
 
-def test_unknown_models_are_planned_without(tmp_path: Path) -> None:
-    source, told = small_checkpoints.write(tmp_path / "source", "Olmo2ForCausalLM"), Planned()
+def test_models_without_mappings_are_not_smoothed(tmp_path: Path) -> None:
+    source, reporter = small_checkpoints.write(tmp_path / "source", "Olmo2ForCausalLM"), Planned()
     calibration = replace(
         random_calibration(make_plan(open_checkpoint(source), INT8)),
         model=Fingerprint(open_checkpoint(source)).hexdigest(),
     )
     (tmp_path / "of").write_bytes(calibration.to_bytes())
-    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=told)
-    assert "SmoothQuant 0.5 changes nothing: no smoothing mappings of Olmo2ForCausalLM are known" in told.notes
+    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=reporter)
+    assert "SmoothQuant 0.5 changes nothing: no smoothing mappings of Olmo2ForCausalLM are known" in reporter.notes
     assert "folded" not in (tmp_path / "out" / "README.md").read_text()
     assert verify(tmp_path / "out", source, full=True).problems == ()
 
 
-def test_factors_are_powers_of_two_about_the_middle_one() -> None:
+def test_scales_are_powers_of_two_with_median_one() -> None:
     ideal = np.array([3.0, 6, 12, 24, 48, 0, np.nan, np.inf, 3e-20, 1e30], np.float32)
     assert nearest_powers_of_two(ideal).tolist() == [0.25, 0.5, 1, 2, 4, 1, 1, 1, 2.0**-8, 2.0**8]
     assert nearest_powers_of_two(np.zeros(3, np.float32)).tolist() == [1, 1, 1]

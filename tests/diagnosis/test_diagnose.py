@@ -98,7 +98,7 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_figures_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_statistics_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = noise(128, 128, dtype=dtype)
     # Something becomes zero, something is zero, one weight stands out.
     weight[3, :20], weight[5, 7], weight[9], weight[11, 5] = 1e-6, 40.0, 0.0, 0.0
@@ -129,7 +129,7 @@ def diagnosed(source: Path) -> dict[str, LayerDiagnosis]:
 @pytest.mark.parametrize("scheme", FULL, ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Llama4ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_errors_are_those_that_verify_finds(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
-    """Joined layers in different shards, experts in tensors of their own, and stacked with rows as columns."""
+    """Fused layers in different shards, experts in tensors of their own, and stacked with rows as columns."""
     if small_checkpoints.refused(architecture, scheme):
         return
     source, output, _ = shelf.converted(architecture, scheme)
@@ -149,7 +149,7 @@ def spiked(rows: int = 1024, cols: int = 512) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [noise, spiked])
-def test_a_sample_says_nearly_what_all_rows_say(tmp_path: Path, make: Callable[[int, int], torch.Tensor]) -> None:
+def test_a_sample_is_close_to_all_rows(tmp_path: Path, make: Callable[[int, int], torch.Tensor]) -> None:
     source = model(tmp_path / "model", mlp__down_proj=make(1024, 512))
     sampled, full = diagnose(source), diagnose(source, full=True)
     layer, exact = only(sampled), only(full)
@@ -203,7 +203,7 @@ def test_flags_at_their_limits(tmp_path: Path) -> None:
     assert flags(large * 1.001) == ("small", "large")
 
 
-def test_a_layer_of_zeros_has_figures(tmp_path: Path) -> None:
+def test_a_layer_of_zeros_has_statistics(tmp_path: Path) -> None:
     source = model(tmp_path / "model", mlp__down_proj=torch.zeros(256, 128, dtype=torch.float32))
     for full in (False, True):
         layer = only(diagnose(source, full=full))
@@ -222,7 +222,7 @@ def test_all_but_one_weight_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (1, 256), (130, 96), (3, 1), (257, 33)])
-def test_what_a_scheme_cannot_store_has_no_error(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_layers_that_a_scheme_cannot_store_have_no_error(tmp_path: Path, shape: tuple[int, int]) -> None:
     layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=noise(*shape))))
     stored = {name for name, error in layer.errors.items() if error is not None}
     assert stored == {name for name, scheme in SCHEMES.items() if scheme.format.shape_error(shape) is None}
@@ -231,7 +231,7 @@ def test_what_a_scheme_cannot_store_has_no_error(tmp_path: Path, shape: tuple[in
     assert layer.rows == shape[0]
 
 
-def test_joined_layers_share_the_scale_of_one_per_tensor(tmp_path: Path) -> None:
+def test_fused_layers_share_a_per_tensor_scale(tmp_path: Path) -> None:
     up, gate = noise(128, 128), noise(128, 128, seed=1)
     alone = diagnose(model(tmp_path / "alone", mlp__up_proj=up)).layers[0]
     gate[0, 0] = 9000.0
@@ -250,7 +250,7 @@ def test_joined_layers_share_the_scale_of_one_per_tensor(tmp_path: Path) -> None
     assert (found.errors["tensor"], found.flags) == (None, ("large",))
 
 
-def test_a_quantized_source_is_what_it_stands_for(tmp_path: Path) -> None:
+def test_a_quantized_source_is_measured_by_its_decoded_weights(tmp_path: Path) -> None:
     """Codes that stay lose nothing; any other scheme rounds what they stand for."""
     source = store(tmp_path / "blocks", by_blocks(), BLOCKS)
     found = diagnose(source, full=True)
@@ -266,7 +266,7 @@ def test_a_quantized_source_is_what_it_stands_for(tmp_path: Path) -> None:
         assert (layer.errors["block"], layer.row_errors["block"], layer.zero_shares["block"]) == (0, 0, 0)
 
 
-def test_codes_per_tensor_stay_where_all_that_is_joined_has_one_scale(tmp_path: Path) -> None:
+def test_per_tensor_codes_stay_if_fused_layers_share_a_scale(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "tensor")
     compress(tmp_path / "source", tmp_path / "channel", "channel")
     assert {layer.errors["tensor"] for layer in diagnose(tmp_path / "tensor").layers} == {0.0}
@@ -277,7 +277,7 @@ def test_codes_per_tensor_stay_where_all_that_is_joined_has_one_scale(tmp_path: 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("row", [0, 500])
-def test_no_number_among_the_weights(tmp_path: Path, value: float, row: int) -> None:
+def test_nan_or_infinity_among_weights_is_refused(tmp_path: Path, value: float, row: int) -> None:
     weight = noise(1024, 512)
     weight[row, 5] = value
     source = model(tmp_path / "model", mlp__down_proj=weight, mlp__up_proj=noise(64, 64))
@@ -304,7 +304,7 @@ def test_experts_of_stacks_are_layers(shelf: Shelf) -> None:
     assert sum(".experts." in module for module in layers) == 12
 
 
-def test_tensors_that_stay_unquantized_are_looked_at(tmp_path: Path) -> None:
+def test_passthrough_tensors_are_checked_for_nan(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=5, vocab=128)
     assert diagnose(source).not_finite == {}
 
@@ -339,7 +339,7 @@ def test_every_architecture_has_all_its_layers_measured(shelf: Shelf, architectu
         assert layer.flags == ()
 
 
-def test_progress_and_an_end_before_all_is_read(example: Path) -> None:
+def test_progress_and_an_interrupt(example: Path) -> None:
     told: list[tuple[int, int]] = []
     weights = 6_291_456  # bytes of the layers, as README.md has it of their sum
     others = sum(info.nbytes for info in open_checkpoint(example).tensors.values()) - weights
@@ -377,7 +377,7 @@ def test_sound_layers_raise_no_flag(example: Path) -> None:
         ({"ignore": "**"}, None),
     ],
 )
-def test_options_that_do_not_go(example: Path, given: dict[str, object], message: str | None) -> None:
+def test_invalid_options_are_refused(example: Path, given: dict[str, object], message: str | None) -> None:
     if message is None:
         found = diagnose(example, **given)  # type: ignore[arg-type]
         assert (found.layers, found.rows_read) == ((), 1.0)
@@ -387,7 +387,7 @@ def test_options_that_do_not_go(example: Path, given: dict[str, object], message
     assert caught.value.message == message
 
 
-def test_names_are_listed_by_another_verb(example: Path) -> None:
+def test_list_is_another_verb(example: Path) -> None:
     with pytest.raises(UsageError, match="^ignore zzz matches no module$") as caught:
         diagnose(example, ignore=["zzz"])
     assert caught.value.hint.endswith("; openquant.compress(dry_run=True) lists them")
@@ -428,7 +428,7 @@ def test_the_table_says_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("power", [110, -80])
-def test_figures_of_weights_whose_squares_no_float32_holds(tmp_path: Path, power: int) -> None:
+def test_statistics_of_weights_whose_squares_overflow_float32(tmp_path: Path, power: int) -> None:
     plain, other = (
         only(diagnose(model(tmp_path / str(shift), mlp__down_proj=noise(256, 128) * 2.0**shift)))
         for shift in (0, power)
@@ -448,7 +448,7 @@ def test_names_do_not_move_the_cursor(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"{tmp_path}/a\\x1b[31mb: ")
 
 
-def test_no_more_threads_are_started_than_there_is_work_for(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_threads_than_tasks_are_started(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[threading.Thread] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self), start(self)))

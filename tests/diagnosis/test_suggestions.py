@@ -82,7 +82,7 @@ def test_all_layers_of_a_kind_have_one_pattern(tmp_path: Path) -> None:
     checked(source, tmp_path / "out", found)
 
 
-def test_rows_where_blocks_are_not_fine_enough(tmp_path: Path) -> None:
+def test_channel_scales_where_blocks_are_not_fine_enough(tmp_path: Path) -> None:
     source = planted(tmp_path / "source", {"model.layers.1.self_attn.o_proj": 9000.0})
     found = diagnose(source, "block", full=True)
     assert [one.option for one in found.advice] == ["--scheme-for model.layers.1.self_attn.o_proj=channel"]
@@ -90,7 +90,7 @@ def test_rows_where_blocks_are_not_fine_enough(tmp_path: Path) -> None:
     checked(source, tmp_path / "out", found)
 
 
-def test_what_no_scheme_stores_well_stays(tmp_path: Path) -> None:
+def test_layers_that_no_scheme_stores_well_stay_unquantized(tmp_path: Path) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     wide = torch.randn((256, 4096), generator=torch.Generator().manual_seed(0)) * 0.05
     wide[torch.arange(256), torch.arange(256)] = 3.2  # of each row so much that INT8's steps are coarse
@@ -106,7 +106,7 @@ def test_what_no_scheme_stores_well_stays(tmp_path: Path) -> None:
     assert diagnose(source).advice == ()
 
 
-def test_experts_move_together(tmp_path: Path) -> None:
+def test_experts_of_a_layer_have_one_scheme(tmp_path: Path) -> None:
     place = "model.layers.1.mlp.experts"
     source = planted(tmp_path / "source", {f"{place}.2.down_proj": 5000.0}, "Qwen3MoeForCausalLM")
     found = diagnose(source, full=True)
@@ -150,7 +150,7 @@ def test_a_weight_too_large_for_the_scheme(tmp_path: Path) -> None:
     assert f"  openquant compress -m {source} {shlex.join(found.options)}" in shown.splitlines()
 
 
-def test_what_was_ignored_stays_so(tmp_path: Path) -> None:
+def test_ignored_layers_stay_ignored(tmp_path: Path) -> None:
     source = planted(
         tmp_path / "source", {"model.layers.0.mlp.down_proj": 3000.0, "model.layers.1.mlp.down_proj": 3000.0}
     )
@@ -162,7 +162,7 @@ def test_what_was_ignored_stays_so(tmp_path: Path) -> None:
     checked(source, tmp_path / "out", found)
 
 
-def test_schemes_that_do_not_mix_have_no_remedy_but_to_leave_a_layer(tmp_path: Path) -> None:
+def test_schemes_that_do_not_mix_can_only_leave_a_layer_unquantized(tmp_path: Path) -> None:
     source = planted(tmp_path / "source", {"model.layers.0.mlp.down_proj": 3000.0})
     for scheme in ("mxfp8", "int8-weights"):
         assert {one.scheme for one in diagnose(source, scheme).advice} <= {None}
