@@ -60,7 +60,7 @@ def round_layers(
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
     remaining: Remaining | None = None,
-    kept: PassCheckpoint | None = None,
+    pass_checkpoint: PassCheckpoint | None = None,
     note: Callable[[str], object] = str,
 ) -> dict[str, TensorPlace]:
     """Round the weights that a plan gives to GPTQ: Linears of decoder layers, and experts whose inputs are observed.
@@ -76,7 +76,7 @@ def round_layers(
         scratch: file to which hidden states are offloaded; None to keep them in memory.
         progress: called with the tokens that are through all layers, and their total number.
         remaining: called with the estimated seconds left, after the first layer and from then on.
-        kept: checkpoint of the pass, from which an interrupted one continues; None for none.
+        pass_checkpoint: file from which an interrupted pass continues; None for none.
         note: called with a line for the user if few tokens were routed to some experts.
 
     Returns:
@@ -92,9 +92,10 @@ def round_layers(
     places, pending = _read_store(store, units, layers)
     if not pending:
         return places
-    if kept is not None and kept.done & pending.keys():
+    if pass_checkpoint is not None and pass_checkpoint.done & pending.keys():
         raise SourceError(
-            f"{kept.path} continues after layers whose files are gone from {store.path}", "remove it to begin again"
+            f"{pass_checkpoint.path} continues after layers whose files are gone from {store.path}",
+            "remove it to begin again",
         )
     observer = HessianObserver(model.model, units.values())
     reader = Reader(plan.seen.where, lambda shard: model.traffic.path(shard), _allocate, loops)
@@ -141,7 +142,7 @@ def round_layers(
         model.model(input_ids=ids[None], use_cache=False)
 
     last = list(parts)[-1]
-    resumed = frozenset() if kept is None else kept.done
+    resumed = frozenset() if pass_checkpoint is None else pass_checkpoint.done
     costs = layer_costs(model, [unit for unit in layers[: layers.index(last) + 1] if unit not in resumed])
     # Texts run through a layer once for each part, and rounding takes about as long as one of these.
     costs = {unit: cost * (1 + len(parts.get(unit, ()))) for unit, cost in costs.items()}
@@ -154,7 +155,7 @@ def round_layers(
             scratch=scratch,
             until=last,
             progress=pass_progress.layer_done,
-            kept=kept,
+            kept=pass_checkpoint,
             again=again,
         )
     if any(tokens < FEW_TOKENS for tokens in expert_tokens):

@@ -77,8 +77,8 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
     digest = _digest(prepared)
     store = rounded_layer_store(prepared.target, digest)
     store.claim()
-    kept = PassCheckpoint(store.passes, lambda: {"run": digest})
-    continued = () if kept.found is None else ("an earlier run is continued",)
+    pass_checkpoint = PassCheckpoint(store.passes, lambda: {"run": digest})
+    continued = () if pass_checkpoint.found is None else ("an earlier run is continued",)
     reporter.calibrating("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
 
     def report_progress(done: int, total: int) -> None:
@@ -111,11 +111,11 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
             scratch=scratch,
             progress=report_progress,
             remaining=reporter.remaining,
-            kept=kept,
+            pass_checkpoint=pass_checkpoint,
             note=reporter.calibrating,
         )
     fingerprint.require_unchanged()
-    kept.remove()
+    pass_checkpoint.remove()
     return places
 
 

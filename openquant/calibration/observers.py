@@ -164,7 +164,7 @@ def observe_inputs(
     ranks: DocumentRanks | None = None,
     progress: Advanced | None = None,
     remaining: Remaining | None = None,
-    kept: PassCheckpoint | None = None,
+    pass_checkpoint: PassCheckpoint | None = None,
 ) -> tuple[tuple[InputStatistics, ...], dict[int, tuple[float, float]]]:
     """Run texts through a model, and record the inputs of its decoder layers' Linears and experts.
 
@@ -176,7 +176,7 @@ def observe_inputs(
             all.
         progress: called with the tokens that are through all layers, and their total number.
         remaining: called with the estimated seconds left, after the first layer and from then on.
-        kept: checkpoint of the pass and its statistics, from which an interrupted one continues; None for none.
+        pass_checkpoint: file from which an interrupted pass continues; None for none.
 
     Returns:
         The input statistics, those of layers with the same inputs in one; and the largest magnitudes of keys and of
@@ -210,12 +210,12 @@ def observe_inputs(
         caches[number] = keys, values
         by_layer[layer] += [keys, values]
     all_statistics = [statistics for of_layer in by_layer.values() for statistics in of_layer]
-    if kept is not None:
-        kept.own = lambda: _serialize(all_statistics)
-        if kept.found is not None:
-            with kept.sound():
-                _add_serialized(all_statistics, bytes(kept.found))
-                _require_statistics_of(kept.done, by_layer)
+    if pass_checkpoint is not None:
+        pass_checkpoint.own = lambda: _serialize(all_statistics)
+        if pass_checkpoint.found is not None:
+            with pass_checkpoint.sound():
+                _add_serialized(all_statistics, bytes(pass_checkpoint.found))
+                _require_statistics_of(pass_checkpoint.done, by_layer)
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -241,7 +241,7 @@ def observe_inputs(
 
     documents = documents_of_rank(len(corpus.documents), ranks)
     texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in documents]
-    resumed = frozenset() if kept is None else kept.done
+    resumed = frozenset() if pass_checkpoint is None else pass_checkpoint.done
     costs = layer_costs(model, [layer for layer in layers if layer not in resumed])
     pass_progress = PassProgress(costs, len(documents) * corpus.length, progress, remaining)
     with limited_threads(threads_for(model, corpus.length)):
@@ -252,7 +252,7 @@ def observe_inputs(
             scratch=scratch,
             until=layers[-1],
             progress=pass_progress.layer_done,
-            kept=kept,
+            kept=pass_checkpoint,
         )
     if ranks is not None:
         # The first rank gets what the others have recorded; the others get nothing.

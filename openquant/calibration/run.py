@@ -243,9 +243,9 @@ def _run(
     part = path.with_name(f"{path.name}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}")
     versions = f"openquant {__version__}, transformers {version('transformers')}"
     conditions = {"texts": corpus.sha256, "number of ranks": str(ranks.size), "versions of libraries": versions}
-    kept = PassCheckpoint(part, lambda: {"weights": fingerprint.stamp, **conditions})
+    pass_checkpoint = PassCheckpoint(part, lambda: {"weights": fingerprint.stamp, **conditions})
     if begun is not None:
-        continued = () if kept.found is None else ("an earlier run is continued",)
+        continued = () if pass_checkpoint.found is None else ("an earlier run is continued",)
         begun("; ".join((corpus.described, *corpus.notes, *continued)))
 
     def report_progress(done: int, total: int) -> None:
@@ -274,7 +274,7 @@ def _run(
             ranks=ranks if ranks.size > 1 else None,
             progress=report_progress,
             remaining=remaining,
-            kept=kept,
+            pass_checkpoint=pass_checkpoint,
         )
     model = fingerprint.hexdigest()
     fingerprint.require_unchanged()
@@ -283,4 +283,4 @@ def _run(
         target.write(Calibration(inputs, model, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
     # The other ranks keep their checkpoints until the file is written.
     ranks.agree(None)
-    kept.remove()
+    pass_checkpoint.remove()

@@ -136,7 +136,11 @@ def ended_early(root: Path, kept: PassCheckpoint, scratch: OffloadFile | None = 
 
     with pytest.raises(Ended):
         observe_inputs(
-            StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), scratch=scratch, progress=progress, kept=kept
+            StreamedModel(open_checkpoint(root)),
+            corpus(IDS[:2]),
+            scratch=scratch,
+            progress=progress,
+            pass_checkpoint=kept,
         )
 
 
@@ -167,7 +171,7 @@ def test_every_layer_of_a_plan_is_observed(shelf: Shelf, tmp_path: Path, archite
     ended_early(root, PassCheckpoint(tmp_path / "x.part", dict))
     kept = PassCheckpoint(tmp_path / "x.part", dict)
     assert kept.found is not None
-    inputs, cached = observe_inputs(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), kept=kept)
+    inputs, cached = observe_inputs(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), pass_checkpoint=kept)
     assert Calibration(inputs, "", {}, cached).to_bytes() == seen.to_bytes()
     try:
         plan = make_plan(
@@ -225,7 +229,7 @@ def test_a_continued_pass_computes_no_layer_twice(
     with OffloadFile(tmp_path, 0, asked=True) as scratch:
         kept = PassCheckpoint(tmp_path / "x.part", dict)
         inputs, cached = observe_inputs(
-            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, kept=kept
+            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, pass_checkpoint=kept
         )
     assert loaded == ["", "model.embed_tokens", "model.layers.1"]
     monkeypatch.setattr(StreamedModel, "load", load)
@@ -342,7 +346,9 @@ def test_invalid_checkpoints_are_refused(source: Path, tmp_path: Path, what: str
     ended_early(source, PassCheckpoint(path, dict))
     sealed(path, **{what: change})
     with pytest.raises(SourceError) as caught:
-        observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=PassCheckpoint(path, dict))
+        observe_inputs(
+            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
+        )
     assert caught.value.message.startswith(f"{path} cannot be continued: ")
     assert said in caught.value.message
     assert caught.value.hint == "remove it to begin again"
@@ -354,7 +360,7 @@ def test_a_resealed_checkpoint_without_a_change_continues(source: Path, tmp_path
     ended_early(source, PassCheckpoint(path, dict))
     sealed(path)
     inputs, cached = observe_inputs(
-        StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=PassCheckpoint(path, dict)
+        StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
     )
     assert Calibration(inputs, "", {}, cached).to_bytes() == found(source, IDS[:2]).to_bytes()
 
@@ -388,7 +394,7 @@ def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path:
         layer.forward = partial(forward, of=layer.forward)  # type: ignore[assignment]
     outer = model.model.model
     outer.forward = partial(outer.forward, more=object())
-    observe_inputs(model, corpus(IDS[:2]), kept=PassCheckpoint(tmp_path / "x.part", dict))
+    observe_inputs(model, corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(tmp_path / "x.part", dict))
     assert not list(tmp_path.glob("x.part*"))
 
 
@@ -404,7 +410,7 @@ def test_a_unit_that_runs_twice_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_short_pass_writes_no_checkpoint(source: Path, tmp_path: Path) -> None:
     kept = PassCheckpoint(tmp_path / "x.part", dict)
-    assert observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), kept=kept)
+    assert observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), pass_checkpoint=kept)
     assert not kept.due("model.layers.1")
     assert not kept.path.exists()
 
@@ -419,7 +425,9 @@ def test_a_full_disk_is_an_error_that_names_the_file(
     path = tmp_path / "x.part"
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError) as caught:
-        observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), kept=PassCheckpoint(path, dict))
+        observe_inputs(
+            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
+        )
     assert caught.value.message == f"{path} cannot be written: No space left on device"
     assert not list(tmp_path.glob("x.part*"))
 
