@@ -118,7 +118,7 @@ def round_layers(
         places.update({info.name: place for info, place in written.items()})
 
     def again(unit: str) -> bool:
-        """Begin the next part of a layer's Hessians; whether texts run through the layer again for another one."""
+        """Begin the next part of a layer's Hessians. True if texts run through the layer once more for another part."""
         if unit not in parts:
             return False
         started = parts[unit][0][0].accumulating

@@ -46,7 +46,7 @@ def corpus(ids: list[tuple[int, ...]]) -> Corpus:
     return Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(ids)), "", {})
 
 
-def found(root: Path, ids: list[tuple[int, ...]] = IDS) -> Calibration:
+def calibrated(root: Path, ids: list[tuple[int, ...]] = IDS) -> Calibration:
     inputs, cached = observe_inputs(StreamedModel(open_checkpoint(root)), corpus(ids))
     return Calibration(inputs, "", {}, cached)
 
@@ -56,17 +56,17 @@ def watched(root: Path, watch: Callable[[str, nn.Module, Callable[[str, Tensor],
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
-    seen: dict[str, list[Tensor]] = {}
+    activations: dict[str, list[Tensor]] = {}
 
     def add(name: str, values: Tensor) -> None:
-        seen.setdefault(name, []).append(values.detach().reshape(-1, values.shape[-1]))
+        activations.setdefault(name, []).append(values.detach().reshape(-1, values.shape[-1]))
 
     for name, module in model.named_modules():
         watch(name, module, add)
     with torch.inference_mode(), products_in_float32():
         for ids in IDS:
             model(input_ids=torch.tensor([ids]), use_cache=False)
-    return {name: torch.cat(each).float() for name, each in seen.items()}
+    return {name: torch.cat(each).float() for name, each in activations.items()}
 
 
 def linear(name: str, module: nn.Module, add: Callable[[str, Tensor], None]) -> None:
@@ -76,17 +76,17 @@ def linear(name: str, module: nn.Module, add: Callable[[str, Tensor], None]) -> 
 
 def test_linears_have_the_statistics_of_an_ordinary_pass(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "source", shards=3)
-    expected, seen = watched(root, linear), found(root)
+    expected, calibration = watched(root, linear), calibrated(root)
     # Those with one input are one: q, k and v, gate and up.
-    assert [len(each.tensors) for each in seen.inputs] == [3, 1, 2, 1] * small_checkpoints.LAYERS
-    for each in seen.inputs:
+    assert [len(each.tensors) for each in calibration.inputs] == [3, 1, 2, 1] * small_checkpoints.LAYERS
+    for each in calibration.inputs:
         for tensor in each.tensors:
             values = expected[tensor.removesuffix(".weight")].abs()
             assert each.tokens == len(values) == 3 * 40
             assert torch.equal(torch.from_numpy(each.absmax), values.amax(0))
             assert torch.allclose(torch.from_numpy(each.mean), values.mean(0), rtol=1e-5)
             assert torch.allclose(torch.from_numpy(each.square), values.square().mean(0), rtol=1e-5)
-    assert seen.of("lm_head.weight") is None
+    assert calibration.of("lm_head.weight") is None
 
 
 def test_experts_have_one_statistic_for_all(tmp_path: Path) -> None:
@@ -105,16 +105,16 @@ def test_experts_have_one_statistic_for_all(tmp_path: Path) -> None:
         if name.endswith("mlp.experts"):
             module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    expected, seen = watched(root, watch), found(root)
-    # The first layer has none.
+    expected, calibration = watched(root, watch), calibrated(root)
+    # The first layer is dense.
     place = "model.layers.1.mlp.experts"
-    every = {each: seen.of(f"{place}.{each}.weight") for each in ("0.gate_proj", "3.up_proj", "1.down_proj")}
+    every = {each: calibration.of(f"{place}.{each}.weight") for each in ("0.gate_proj", "3.up_proj", "1.down_proj")}
     gate, up, down = every.values()
     assert gate is not None
     assert down is not None
-    # What goes into one expert goes into all, and gate and up have the same.
+    # All experts have one statistic, and gate and up the same.
     assert gate is up
-    assert down is seen.of(f"{place}.0.down_proj.weight")
+    assert down is calibration.of(f"{place}.0.down_proj.weight")
     assert torch.equal(torch.from_numpy(gate.absmax), expected[f"{place}.first"].abs().amax(0))
     # Products in another order.
     assert torch.allclose(torch.from_numpy(down.absmax), expected[f"{place}.down"].abs().amax(0), rtol=0.02)
@@ -153,7 +153,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
     with pytest.raises(SourceError) as caught:
-        found(shelf.source("HrmTextForCausalLM"), IDS[:1])
+        calibrated(shelf.source("HrmTextForCausalLM"), IDS[:1])
     assert caught.value.message == (
         "HrmTextForCausalLM runs its layers several times, and a calibration observes each layer once"
     )
@@ -166,24 +166,24 @@ def test_every_layer_of_a_plan_is_observed(shelf: Shelf, tmp_path: Path, archite
     whatever goes from layer to layer."""
     root, scheme = shelf.source(architecture), small_checkpoints.served_in(architecture, "channel", "block")
     plan = make_plan(open_checkpoint(root), scheme)
-    seen = found(root, IDS[:2])
-    assert [layer.module for layer, _ in plan.decisions.quantized if seen.of(layer.source.name) is None] == []
+    calibration = calibrated(root, IDS[:2])
+    assert [layer.module for layer, _ in plan.decisions.quantized if calibration.of(layer.source.name) is None] == []
     ended_early(root, PassCheckpoint(tmp_path / "x.part", dict))
     kept = PassCheckpoint(tmp_path / "x.part", dict)
     assert kept.found is not None
     inputs, cached = observe_inputs(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), pass_checkpoint=kept)
-    assert Calibration(inputs, "", {}, cached).to_bytes() == seen.to_bytes()
+    assert Calibration(inputs, "", {}, cached).to_bytes() == calibration.to_bytes()
     try:
         plan = make_plan(
-            open_checkpoint(root), scheme, PlanOptions(cached=True, calibration=replace(seen, model="this"))
+            open_checkpoint(root), scheme, PlanOptions(cached=True, calibration=replace(calibration, model="this"))
         )
     except PlanError as error:
         # Of one transformers caches latents, vLLM keys and values.
         unseen = "the calibration has not seen keys and values of layer 0"
         assert "(MLA)" in error.message or "no engine loads" in error.message or error.message == unseen
-        assert seen.cached == {} or "(MLA)" not in error.message
+        assert calibration.cached == {} or "(MLA)" not in error.message
     else:
-        assert 0 < summary.cache_layers(plan) == len(seen.cached)
+        assert 0 < summary.cache_layers(plan) == len(calibration.cached)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3NextForCausalLM"])
@@ -207,7 +207,7 @@ def test_keys_and_values_are_observed_as_they_are_cached(shelf: Shelf, architect
         for layer in watched.past_key_values.layers:
             held = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
             assert all(state is None for state in (*held, getattr(layer, "keys", None)))
-    assert found(root).cached == {number: tuple(both) for number, both in expected.items()}
+    assert calibrated(root).cached == {number: tuple(both) for number, both in expected.items()}
 
 
 @pytest.mark.usefixtures("at_once")
@@ -221,11 +221,11 @@ def test_a_continued_pass_computes_no_layer_twice(
     loaded: list[str] = []
     load = StreamedModel.load
 
-    def seen(model: StreamedModel, unit: str) -> None:
+    def recorded(model: StreamedModel, unit: str) -> None:
         loaded.append(unit)
         load(model, unit)
 
-    monkeypatch.setattr(StreamedModel, "load", seen)
+    monkeypatch.setattr(StreamedModel, "load", recorded)
     with OffloadFile(tmp_path, 0, asked=True) as scratch:
         kept = PassCheckpoint(tmp_path / "x.part", dict)
         inputs, cached = observe_inputs(
@@ -233,7 +233,7 @@ def test_a_continued_pass_computes_no_layer_twice(
         )
     assert loaded == ["", "model.embed_tokens", "model.layers.1"]
     monkeypatch.setattr(StreamedModel, "load", load)
-    assert Calibration(inputs, "", {}, cached).to_bytes() == found(source, IDS[:2]).to_bytes()
+    assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(source, IDS[:2]).to_bytes()
 
 
 @pytest.mark.usefixtures("at_once")
@@ -362,7 +362,7 @@ def test_a_resealed_checkpoint_without_a_change_continues(source: Path, tmp_path
     inputs, cached = observe_inputs(
         StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
     )
-    assert Calibration(inputs, "", {}, cached).to_bytes() == found(source, IDS[:2]).to_bytes()
+    assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(source, IDS[:2]).to_bytes()
 
 
 @pytest.mark.parametrize("name", ["x.part", "x.part.new"])
@@ -438,7 +438,7 @@ def test_overflow_is_an_error_that_names_the_weight(tmp_path: Path) -> None:
     weights[name] = weights[name] * 1e38
     root = small_checkpoints.write(tmp_path / "source", weights=weights)
     with pytest.raises(SourceError) as caught:
-        found(root)
+        calibrated(root)
     assert caught.value.message == "the inputs of model.layers.1.mlp.down_proj.weight are not finite on these texts"
 
 
@@ -465,12 +465,14 @@ def test_ranks_together_observe_what_one_process_does(tmp_path: Path, size: int)
     for rank in reversed(range(size)):
         streamed = StreamedModel(open_checkpoint(root))
         inputs, cached = observe_inputs(streamed, corpus(IDS), ranks=Ranks(rank, size, given))
-    assert Calibration(inputs, "", {}, cached).to_bytes() == found(root).to_bytes()
+    assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(root).to_bytes()
 
 
 def test_squares_of_the_largest_bfloat16_are_finite() -> None:
-    seen = RunningStatistics(("a.weight",), 2)
-    seen.add(torch.tensor([1e38, 1.0]), torch.tensor([1e38, 1.0]).double(), torch.tensor([torch.inf, 1.0]).double(), 1)
-    square = seen.to_input_statistics().square
+    statistics = RunningStatistics(("a.weight",), 2)
+    statistics.add(
+        torch.tensor([1e38, 1.0]), torch.tensor([1e38, 1.0]).double(), torch.tensor([torch.inf, 1.0]).double(), 1
+    )
+    square = statistics.to_input_statistics().square
     assert square is not None
     assert square.tolist() == [torch.finfo(torch.float32).max, 1.0]
