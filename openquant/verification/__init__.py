@@ -1,15 +1,15 @@
-"""A directory held against itself, its source, and what engines would make of it.
+"""Checks a quantized directory for consistency, against its source, and against what engines load.
 
-Called so, and not `verify`, since `openquant.verify` is the function.
+The room is not called `verify`, because `openquant.verify` is the function.
 
-    verify    all checks in order, and their Report
-    Headers   what the headers hold: quantized weights and their scales; no tensor is read
-    checks    names, shapes, dtypes and config held against each other and the registry: weight_checks, config_checks,
-              cache_checks, module_checks
-    contents  tensors read: codes and scales made again, equality, the error of each layer
-    configs   two config.json held against each other; extras looks for files that nobody expects
-    finished  what a run checks of all it has written, and a push of what it publishes
+    verify          all checks in order; returns a Report (outcome)
+    checks          all checks of the headers, which read no tensor: config_checks, weight_checks, cache_checks,
+                    module_checks. Headers is what they check, and Findings what they report
+    find_smoothing  recognizes the smoothing factors of an output by comparing it with its source
+    contents        reads tensors: NaN, equality with the source, recomputed codes and scales, the error of each layer
+    configs         compares two config.json; extras reports unexpected files
+    finished        the checks at the end of a run, and before a push
 
     report = verify("Qwen3-8B-FP8", "Qwen3-8B", full=True)
-    report.problems                              # () if nothing is off
+    report.problems                              # () if nothing is wrong
 """

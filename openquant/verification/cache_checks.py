@@ -1,4 +1,4 @@
-"""Checks of the scales of keys and values in a quantized directory."""
+"""Checks the KV-cache scales of a quantized directory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..plan.kv_cache import cache_layers
 from ..plan.tensor_parallel import text_config
 from .headers import Findings, Headers, described
 
-# Whether scales of a cache are found as they come, and what shares one, where the scales that are stored are checked.
-_OF_TENSORS = (False, "tensor")
+# The values of "dynamic" and "strategy" in a kv_cache_scheme whose scales are stored and checked here.
+_STATIC_PER_TENSOR = (False, "tensor")
 
 
 def cached_in_fp8(headers: Headers) -> bool:
-    """Whether the config says that keys and values are cached in FP8; not where it says it wrongly."""
+    """Return whether the config says that the KV cache is FP8. A kv_cache_scheme with invalid settings gives False."""
     try:
         return says_fp8_cache(headers.quantization.settings)
     except UsageError:
@@ -25,65 +25,61 @@ def cached_in_fp8(headers: Headers) -> bool:
 
 
 def cache_tensors(headers: Headers) -> list[TensorInfo]:
-    """The scales of keys and values, whether the config speaks of a cache or not."""
+    """Return all KV-cache scales of a directory, whether its config has a kv_cache_scheme or not."""
     tensors = headers.checkpoint.tensors
     return [tensors[name] for name in _names(cache_scales(tensors))]
 
 
 def check_cache(headers: Headers, findings: Findings) -> None:
-    """Check the scales of keys and values of all layers that have a cache of their own, where it is in FP8.
+    """Check, if the KV cache is FP8, that every layer with a KV cache of its own has valid scales.
 
     Args:
-        headers: what is there.
-        findings: gets what is off.
+        headers: the headers of the directory.
+        findings: problems and notes are added to it.
     """
     try:
-        cached = says_fp8_cache(headers.quantization.settings)
+        fp8_cache = says_fp8_cache(headers.quantization.settings)
     except UsageError as error:
         findings.problems.append(error.message)
         return
-    if not cached:
+    if not fp8_cache:
         return
     scheme = headers.quantization.settings.get("kv_cache_scheme")
     if (
         not findings.ours
         and isinstance(scheme, dict)
-        and (scheme.get("dynamic"), scheme.get("strategy")) != _OF_TENSORS
+        and (scheme.get("dynamic"), scheme.get("strategy")) != _STATIC_PER_TENSOR
     ):
-        findings.notes.append(
-            "scales of keys and values are found as they come, or those of heads: they are not checked"
-        )
+        findings.notes.append("KV-cache scales are dynamic or per head: they are not checked")
         return
     for info in cache_tensors(headers):
         if info.dtype not in FLOATS or info.shape not in ((), (1,)):
-            findings.problems.append(
-                f"{headers.place(info.name)} is {described(info)}, scales of a cache are one number"
-            )
+            findings.problems.append(f"{headers.place(info.name)} is {described(info)}, a KV-cache scale is one number")
     try:
         layers = _cache_layers(headers)
     except PlanError as error:
-        findings.notes.append(f"not checked are the scales of keys and values: {error.message}")
+        findings.notes.append(f"KV-cache scales are not checked: {error.message}")
         return
-    known = cache_scales(headers.checkpoint.tensors)
+    names_by_layer = cache_scales(headers.checkpoint.tensors)
     for number, path in layers.items():
-        for last, found in zip(SCALES, known.pop(number, (None, None)), strict=True):
+        for last, stored_name in zip(SCALES, names_by_layer.pop(number, (None, None)), strict=True):
             name = f"{path}.{last}"
-            if found is None:
+            if stored_name is None:
                 findings.problems.append(
-                    f"{name} is missing: keys and values are cached in FP8, as config.json says, "
-                    "by engines under a scale of 1 then, by transformers under anything"
+                    f"{name} is missing: config.json says that the KV cache is FP8. Without the scale engines use 1, "
+                    "and transformers an arbitrary value"
                 )
-            elif found != name and findings.ours:
-                findings.problems.append(f"{headers.place(found)} must be called {name}")
-    for name in _names(known):
-        findings.problems.append(f"{headers.place(name)} is the scale of a layer that has no cache of its own")
+            elif stored_name != name and findings.ours:
+                findings.problems.append(f"{headers.place(stored_name)} must be called {name}")
+    for name in _names(names_by_layer):
+        findings.problems.append(f"{headers.place(name)} is a scale of a layer that has no KV cache of its own")
 
 
 def _cache_layers(headers: Headers) -> dict[int, str]:
-    """The attention of each layer that has a cache of its own, by number.
+    """The attention module of each layer that has a KV cache of its own, by layer number.
 
     Raises:
-        PlanError: that is not known.
+        PlanError: the layers are not known.
     """
     names = (headers.stored[name].module if name in headers.stored else name for name in headers.checkpoint.tensors)
     modules = [name.removesuffix(".weight") for name in names]
@@ -93,5 +89,5 @@ def _cache_layers(headers: Headers) -> dict[int, str]:
 
 
 def _names(scales: Mapping[int, tuple[str | None, str | None]]) -> list[str]:
-    """The names of scales of keys and of values by layer, each once."""
-    return list(dict.fromkeys(name for both in scales.values() for name in both if name))
+    """The tensor names of KV-cache scales by layer, each once; keys and values may share a scale."""
+    return list(dict.fromkeys(name for pair in scales.values() for name in pair if name))

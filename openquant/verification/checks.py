@@ -1,7 +1,7 @@
 """All checks of the headers of a quantized directory, in order: config, weights, cache, modules, files.
 
     headers, findings = check_headers(checkpoint, quantization, MODELS["Qwen3ForCausalLM"], files, ours=True)
-    findings.problems                            # [] if nothing is off
+    findings.problems                            # [] if nothing is wrong
 
 No tensor is read.
 """
@@ -26,22 +26,22 @@ from .weight_checks import check_strays, find_weights
 def check_headers(
     checkpoint: Checkpoint, quantization: Quantization, model: Architecture | None, files: Iterable[str], ours: bool
 ) -> tuple[Headers, Findings]:
-    """Hold the config and the headers of a quantized directory against each other and against the registry.
+    """Check the config and the headers of a quantized directory against each other and against the registry.
 
     Args:
         checkpoint: the opened directory.
-        quantization: what its config says.
-        model: the registry's entry for it; None if it has none.
-        files: the names of the files that the run which made it wrote; empty if that is not known.
-        ours: whether this program made it: then all is as it writes it.
+        quantization: its quantization_config.
+        model: the registry's entry for its architecture; None if it has none.
+        files: names of the files that the run wrote; empty if not known.
+        ours: whether openquant made the directory, so that everything must be as openquant writes it.
 
     Returns:
-        What is there, and what is off.
+        The headers, and the problems and notes.
     """
     findings = Findings(ours, list(quantization.problems))
     scheme = check_settings(checkpoint, quantization, findings)
     codes_and_scales = list(pairs(checkpoint.tensors, quantization))
-    # A head that is quantized is one more layer.
+    # With any method but fp8, a quantized head is one more quantized layer.
     head = quantization.method != "fp8" and any(is_head(pair.module) for pair in codes_and_scales)
     if model and head and model.head_refused is None:
         model = model.with_head()
@@ -53,8 +53,8 @@ def check_headers(
     check_listed(headers, findings)
     if entry is None:
         findings.notes.append(
-            f"{checkpoint.architecture} is not a known architecture: not checked are which unquantized layers "
-            "must be listed, and which must share their status or scale"
+            f"{checkpoint.architecture} is not a known architecture: it was not checked which unquantized layers "
+            "must be in the ignore list, and which layers are fused"
         )
     else:
         check_unlisted(headers, entry, findings)

@@ -1,4 +1,4 @@
-"""Checks of config.json, the index and the list of files in a quantized directory."""
+"""Checks config.json, the index and the list of files of a quantized directory."""
 
 from __future__ import annotations
 
@@ -15,72 +15,73 @@ from .headers import Findings
 
 
 def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings: Findings) -> Scheme | None:
-    """Check the quantization_config: in our directories it is what this program writes, in others' what engines read.
+    """Check the quantization_config.
+
+    In an output of openquant it must be what openquant writes. In others, all settings must be ones that engines read.
 
     Args:
         checkpoint: the opened directory.
-        quantization: what its config says.
-        findings: gets what is off.
+        quantization: its quantization_config.
+        findings: problems and notes are added to it.
 
     Returns:
-        The scheme of ours that the directory is stored in, the nearest where it is not quite; None for other ways.
+        The openquant scheme that the directory is stored in, or the nearest one; None if there is none.
     """
     scheme = quantization.scheme
     places = quantization_places(checkpoint.config)
     if any(place[key] != places[0][0][places[0][1]] for place, key in places[1:]):
-        findings.problems.append("config.json holds several quantization configs, which are not the same")
+        findings.problems.append("config.json has several quantization configs, which differ")
     settings = quantization.settings
     if scheme is not None and as_written(scheme, settings):
         return scheme
     if scheme is None and {**settings, "ignore": []} == with_fp8_cache(DENSE):
         return scheme
     if not findings.ours:
-        # Other tools write one list of unquantized modules, or other settings.
         problems, unknown = check_config_values(settings)
         findings.problems += [f"config.json: quantization_config.{problem}" for problem in problems]
         if unknown:
-            findings.notes.append(f"config.json: nothing is known to read quantization_config.{', '.join(unknown)}")
+            findings.notes.append(f"config.json: no engine is known to read quantization_config.{', '.join(unknown)}")
         return None
     if scheme is None:
-        findings.problems.append("config.json: its quantization_config is none that this program writes")
+        findings.problems.append("config.json: openquant does not write such a quantization_config")
     else:
-        found = without_fp8_cache(without_targets(settings))
-        groups = found.get("config_groups") if scheme.group else None
-        # Of the groups that it may have, those that are most like them.
-        kinds = [
-            min((scheme, *MIXED), key=lambda kind: len(list(config_differences(group, kind.group))))
+        actual = without_fp8_cache(without_targets(settings))
+        groups = actual.get("config_groups") if scheme.group else None
+        # Each config group is compared with that of the scheme it is most like.
+        nearest = [
+            min((scheme, *MIXED), key=lambda candidate: len(list(config_differences(group, candidate.group))))
             for group in (groups.values() if isinstance(groups, dict) else ())
         ]
-        written = without_targets(scheme.config(None, dict.fromkeys(kinds, ())))
-        for difference in config_differences(found, written, ("quantization_config",)):
-            findings.problems.append(f"config.json: {difference.text('this program writes')}")
+        expected = without_targets(scheme.config(None, dict.fromkeys(nearest, ())))
+        for difference in config_differences(actual, expected, ("quantization_config",)):
+            findings.problems.append(f"config.json: {difference.text('openquant writes')}")
     return scheme
 
 
 def check_index(checkpoint: Checkpoint, findings: Findings) -> None:
-    """Check the total size that the index tells.
+    """Check the index's total_size.
 
     Args:
         checkpoint: the opened directory.
-        findings: gets what is off.
+        findings: problems and notes are added to it.
     """
     if not checkpoint.indexed:
         return
     index = read_json(checkpoint.root / INDEX_FILE, INDEX_FILE)
     metadata = index.get("metadata")
-    told = metadata.get("total_size") if isinstance(metadata, dict) else None
+    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     total = sum(info.nbytes for info in checkpoint.tensors.values())
-    if told is not None and told != total:
-        findings.differs(f"{INDEX_FILE}: total_size is {told}, the tensors take {total} bytes")
+    if stated is not None and stated != total:
+        findings.add_difference(f"{INDEX_FILE}: total_size is {stated}, the tensors take {total} bytes")
 
 
 def check_files(checkpoint: Checkpoint, files: Iterable[str], findings: Findings) -> None:
-    """Check that the files are there which the run that made the directory wrote down.
+    """Check that all files that the run wrote are there.
 
     Args:
         checkpoint: the opened directory.
-        files: their names; empty if that is not known.
-        findings: gets what is missing.
+        files: names of the files; empty if not known.
+        findings: problems are added to it.
     """
     for name in sorted(files):
         if not (checkpoint.root / name).is_file():

@@ -1,6 +1,6 @@
-"""Tensors of a quantized directory read for `verify`: NaN among codes, unsound scales, differences from the source.
+"""Reads tensors of a quantized directory for `verify`: NaN in codes, bad scales, differences from the source.
 
-Threads read a bounded piece at a time, as a conversion does; nothing of a tensor's size is ever held.
+Threads read a bounded piece at a time, as a conversion does. No whole tensor is held in memory.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..weights.quant_error import Comparison, ErrorSum, LayerError
 from ..weights.reading import Reader
 from ..weights.weight import Weight
 
+# Bytes read at a time.
 PIECE = 4 << 20
 
 Progress = Callable[[int, int], None]
@@ -33,28 +34,28 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class TensorTask:
-    """One tensor to be read.
+    """A tensor to be read and checked.
 
     Attributes:
         info: the tensor.
-        weight: what it is if it holds codes; None for one that must equal the source's.
-        original: the source's weight, or the bytes that a fold makes of the source's tensor. One of codes without it is
-            not decoded, any other tensor is held against the source's tensor of the same name.
-        scheme: what it was quantized in, if quantizing the source again must give the same; None if others made it.
-        weighed: whether its scales were searched for by what is not known here.
-        scale: whether it is a scale by itself, of keys or values.
-        alone: whether it is held against nothing, only looked at for NaN and infinity.
-        gptq_rounded: whether GPTQ rounded it: then only its scales can be made again.
+        weight: the quantized weight whose codes it holds; None for an unquantized tensor or a scale.
+        original: the source's weight, or the expected bytes of a smoothed norm or bias. If None, codes are not
+            compared with the source, and any other tensor must equal the source's tensor of the same name.
+        scheme: the scheme, if quantizing the source again must give the same scales and codes; None if not.
+        weighted_search: whether the scale search weighted errors by input statistics, which are not known here.
+        gptq_rounded: whether GPTQ rounded it, so that only its scales can be recomputed.
+        kv_cache_scale: whether it is a KV-cache scale, which belongs to no weight.
+        finite_only: whether it is only checked for NaN and infinity, and not compared with the source.
     """
 
     info: TensorInfo
     weight: Weight | None = None
     original: Weight | bytes | None = None
     scheme: Scheme | None = None
-    weighed: bool = False
+    weighted_search: bool = False
     gptq_rounded: bool = False
-    scale: bool = False
-    alone: bool = False
+    kv_cache_scale: bool = False
+    finite_only: bool = False
 
 
 @dataclass
@@ -62,27 +63,27 @@ class TensorFindings:
     """What was found in the tensors that were read.
 
     Attributes:
-        problems: what is off, in the order of the tasks.
-        errors: of each layer that was decoded, in the same order.
-        scales: the scales that are a single value, by name.
-        equal: number of tensors that equal the source's.
-        absmax: the largest absolute weight in the source of each layer whose scheme has one scale for several, by
-            module.
-        compared: number of codes that were made again from the source, under the scales that are there.
-        same: how many of them are those that are there.
-        not_finite: the NaN and infinities in each unquantized tensor that has some, by name.
-        equal_names: which of these tensors equal the source's.
+        problems: one line for each problem, in the order of the tasks.
+        errors: quantization error of each layer that was compared with the source, in the same order.
+        scales: the value of each scale that is a single number, by tensor name.
+        equal_tensors: number of tensors that equal the source's.
+        absmax: the largest absolute weight in the source, by module, of each layer whose scheme has a scale that fused
+            layers share.
+        compared_codes: number of codes that were recomputed from the source with the stored scales.
+        equal_codes: number of these that equal the stored codes.
+        non_finite: number of NaN and infinities in each unquantized tensor that has some, by name.
+        as_in_source: names of the tensors in `non_finite` that equal the source's.
     """
 
     problems: list[str] = field(default_factory=list)
     errors: list[LayerError] = field(default_factory=list)
     scales: dict[str, float] = field(default_factory=dict)
-    equal: int = 0
+    equal_tensors: int = 0
     absmax: dict[str, float] = field(default_factory=dict)
-    compared: int = 0
-    same: int = 0
-    not_finite: dict[str, NonFinite] = field(default_factory=dict)
-    equal_names: set[str] = field(default_factory=set)
+    compared_codes: int = 0
+    equal_codes: int = 0
+    non_finite: dict[str, NonFinite] = field(default_factory=dict)
+    as_in_source: set[str] = field(default_factory=set)
 
 
 def read_contents(
@@ -92,20 +93,20 @@ def read_contents(
     workers: int,
     progress: Progress | None,
 ) -> TensorFindings:
-    """Read tensors on so many threads.
+    """Read tensors of a directory and check them.
 
     Args:
-        checkpoint: the directory they are in.
-        source: what it was made from; needed for tasks other than weights that are not decoded.
-        tasks: the tensors.
+        checkpoint: the opened directory.
+        source: the checkpoint it was made from. None is allowed if no task compares with it.
+        tasks: the tensors to read.
         workers: number of threads.
-        progress: told the bytes read so far and in all, never from two threads at once.
+        progress: called with the bytes read so far and the total, never from two threads at once.
     """
     return _Reading(checkpoint, source, tasks, progress).run(workers)
 
 
 class _Reading:
-    """One call of `read_contents`: the tasks still to do, and what was found so far."""
+    """One call of `read_contents`: the remaining tasks and the findings so far, shared by all threads."""
 
     def __init__(
         self, checkpoint: Checkpoint, source: Checkpoint | None, tasks: Sequence[TensorTask], progress: Progress | None
@@ -118,56 +119,56 @@ class _Reading:
         self.progress = progress
         self.lock = threading.Lock()
         self.stopped = threading.Event()
-        self.found: list[tuple[int, str]] = []
+        # Each with the number of its task, by which they are sorted at the end.
+        self.problems: list[tuple[int, str]] = []
         self.errors: list[tuple[int, LayerError]] = []
-        self.contents = TensorFindings()
+        self.findings = TensorFindings()
 
     def run(self, workers: int) -> TensorFindings:
-        """What all tasks found, once the last is done; the first error of a worker is raised."""
+        """Do all tasks and return what they found. Raises the first error of a worker."""
         in_threads(self._work, workers, self.stopped)
-        self.contents.problems = [message for _, message in sorted(self.found, key=lambda entry: entry[0])]
-        self.contents.errors = [error for _, error in sorted(self.errors, key=lambda entry: entry[0])]
-        return self.contents
+        self.findings.problems = [message for _, message in sorted(self.problems, key=lambda entry: entry[0])]
+        self.findings.errors = [error for _, error in sorted(self.errors, key=lambda entry: entry[0])]
+        return self.findings
 
     def _work(self) -> None:
         worker = _Worker(self)
         while not self.stopped.is_set():
             with self.lock:
-                following = next(self.tasks, None)
-            if following is None:
+                numbered_task = next(self.tasks, None)
+            if numbered_task is None:
                 break
-            number, task = following
+            number, task = numbered_task
             try:
-                if task.scale:
-                    worker.check_scale(number, task.info)
-                elif task.alone:
+                if task.kv_cache_scale:
+                    worker.check_kv_cache_scale(number, task.info)
+                elif task.finite_only:
                     worker.check_finite(task.info)
                 elif task.weight is not None:
-                    assert not isinstance(task.original, bytes)
-                    worker.check(number, task.weight, task.original, task.scheme, task.weighed, task.gptq_rounded)
+                    worker.check_weight(number, task, task.weight)
                 else:
                     worker.compare(number, task.info, task.original)
             except SourceError as error:
-                self.say(number, error.message)
+                self.add_problem(number, error.message)
 
     def place(self, name: str) -> str:
         """A tensor for a message: "model.safetensors: lm_head.weight"."""
         return f"{self.checkpoint.where[name].shard}: {name}"
 
-    def say(self, number: int, message: str) -> None:
-        """Note a problem that one task found."""
+    def add_problem(self, number: int, message: str) -> None:
+        """Add a problem that the task of that number found."""
         with self.lock:
-            self.found.append((number, message))
+            self.problems.append((number, message))
 
-    def check_finite(self, info: TensorInfo, data: Bytes) -> None:
-        """Note NaN and infinity in a piece of an unquantized tensor."""
-        if found := count_non_finite(data, info.dtype):
+    def add_non_finite(self, info: TensorInfo, data: Bytes) -> None:
+        """Add the NaN and infinities in a piece of an unquantized tensor to the findings."""
+        if count := count_non_finite(data, info.dtype):
             with self.lock:
-                so_far = self.contents.not_finite.get(info.name, NonFinite())
-                self.contents.not_finite[info.name] = so_far + found
+                so_far = self.findings.non_finite.get(info.name, NonFinite())
+                self.findings.non_finite[info.name] = so_far + count
 
     def advance(self, nbytes: int) -> None:
-        """Note that so many more bytes were read, and report all so far."""
+        """Report that `nbytes` more bytes were read."""
         with self.lock:
             self.done += nbytes
             if self.progress is not None:
@@ -175,7 +176,7 @@ class _Reading:
 
 
 class _Worker:
-    """One thread's buffers."""
+    """The readers and buffers of one thread."""
 
     def __init__(self, reading: _Reading) -> None:
         self.reading = reading
@@ -191,62 +192,63 @@ class _Worker:
         return self._buffers[name][:nbytes]
 
     def compare(self, number: int, info: TensorInfo, original: Weight | bytes | None) -> None:
-        """Hold a tensor against the source: against a weight of it, what it is folded to, or that of the same name."""
+        """Compare an unquantized tensor with the source: see `TensorTask.original`."""
         place, low = self.checkpoint.where[info.name], 0
         with self.output.open(place.shard) as file:
-            for wanted in self._wanted(info, original):
+            for expected in self._expected(info, original):
                 if self.reading.stopped.is_set():
                     return
-                part = self._buffer("output", wanted.size)
-                file.read(part, place.offset + low, info.name)
-                self.reading.check_finite(info, part)
-                if not np.array_equal(part, wanted):
-                    first = low + int((part != wanted).argmax())
+                piece = self._buffer("output", expected.size)
+                file.read(piece, place.offset + low, info.name)
+                self.reading.add_non_finite(info, piece)
+                if not np.array_equal(piece, expected):
+                    first = low + int((piece != expected).argmax())
                     name = original.rows(self.source.where).label if isinstance(original, Weight) else "the source's"
-                    name = f"what folding makes of {name}" if _is_folded(original) else name
-                    self.reading.say(
+                    smoothed = " after smoothing" if _is_smoothed(original) else ""
+                    self.reading.add_problem(
                         number,
-                        f"{self.reading.place(info.name)} differs from {name}, first in byte {first} of {info.nbytes}",
+                        f"{self.reading.place(info.name)} differs from {name}{smoothed}, "
+                        f"first in byte {first} of {info.nbytes}",
                     )
                     return
-                low += part.size
-                self.reading.advance(part.size)
+                low += piece.size
+                self.reading.advance(piece.size)
         with self.reading.lock:
-            self.reading.contents.equal += not _is_folded(original)
-            if info.name in self.reading.contents.not_finite and not _is_folded(original):
-                self.reading.contents.equal_names.add(info.name)
+            self.reading.findings.equal_tensors += not _is_smoothed(original)
+            if info.name in self.reading.findings.non_finite and not _is_smoothed(original):
+                self.reading.findings.as_in_source.add(info.name)
 
     def check_finite(self, info: TensorInfo) -> None:
-        """Look for NaN and infinity in a tensor that is held against nothing."""
+        """Check a tensor for NaN and infinity, without comparing it with the source."""
         place = self.checkpoint.where[info.name]
         with self.output.open(place.shard) as file:
             for low in range(0, info.nbytes, PIECE):
                 if self.reading.stopped.is_set():
                     return
-                part = self._buffer("output", min(PIECE, info.nbytes - low))
-                file.read(part, place.offset + low, info.name)
-                self.reading.check_finite(info, part)
-                self.reading.advance(part.size)
+                piece = self._buffer("output", min(PIECE, info.nbytes - low))
+                file.read(piece, place.offset + low, info.name)
+                self.reading.add_non_finite(info, piece)
+                self.reading.advance(piece.size)
 
-    def _wanted(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
-        """What must be there, in pieces."""
+    def _expected(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
+        """The expected bytes of an unquantized tensor, in pieces."""
         if original is None:
-            return self._tensor(info)
+            return self._source_tensor(info)
         if isinstance(original, bytes):
             return iter([np.frombuffer(original, np.uint8)])
-        return self._weight(original)
+        return self._source_weight(original)
 
-    def _tensor(self, info: TensorInfo) -> Iterator[Bytes]:
+    def _source_tensor(self, info: TensorInfo) -> Iterator[Bytes]:
         """The bytes of the source's tensor of the same name, in pieces."""
         place = self.source.where[info.name]
         with self.source.open(place.shard) as file:
             for low in range(0, info.nbytes, PIECE):
-                part = self._buffer("source", min(PIECE, info.nbytes - low))
-                file.read(part, place.offset + low, info.name)
-                yield part
+                piece = self._buffer("source", min(PIECE, info.nbytes - low))
+                file.read(piece, place.offset + low, info.name)
+                yield piece
 
-    def _weight(self, weight: Weight) -> Iterator[Bytes]:
-        """The bytes of a weight of the source, in pieces."""
+    def _source_weight(self, weight: Weight) -> Iterator[Bytes]:
+        """The bytes of a weight of the source, in pieces: decoded to bfloat16 if it is quantized there."""
         for matrix in weight.matrices:
             for bits in self.source.rows(matrix, 1):
                 if matrix.format is None:
@@ -257,89 +259,96 @@ class _Worker:
                     to_bfloat16(bits.view(np.float32), plain)
                     yield plain.reshape(-1).view(np.uint8)
 
-    def check(
-        self,
-        number: int,
-        weight: Weight,
-        original: Weight | None,
-        scheme: Scheme | None,
-        weighed: bool,
-        gptq_rounded: bool,
-    ) -> None:
-        """Look at a quantized weight's codes and scale; decode it, and quantize it again, if that is asked for."""
+    def check_weight(self, number: int, task: TensorTask, weight: Weight) -> None:
+        """Check the codes and scales of a quantized weight, and compare it with the source if the task has one."""
+        assert not isinstance(task.original, bytes)
+        original, scheme = task.original, task.scheme
         if weight.format is not None and weight.format.columns is not None:
             self._check_columns(number, weight, original)
             return
         info, low = weight.codes, 0
         if weight.input_scale is not None:
-            self._scale(number, weight.input_scale)
-        scale = None if weight.scale is None else self._scale(number, weight.scale)
-        divisor: Floats | None = None
+            self._read_scale(number, weight.input_scale)
+        scale = None if weight.scale is None else self._read_scale(number, weight.scale)
+        global_scale: Floats | None = None
         if weight.format is not None and weight.format.global_scale is not None:
-            above = weight.global_scale and self._scale(number, weight.global_scale)
-            divisor = None if above is None else above.reshape(1, 1)
+            values = weight.global_scale and self._read_scale(number, weight.global_scale)
+            global_scale = None if values is None else values.reshape(1, 1)
             with np.errstate(over="ignore"):
-                scale = None if scale is None or divisor is None else scale / divisor
-        for known, data in weight.format.constant_tensors(weight.module, weight.shape) if weight.format else ():
-            self._hold(number, known, data)
+                scale = None if scale is None or global_scale is None else scale / global_scale
+        for expected_info, data in weight.format.constant_tensors(weight.module, weight.shape) if weight.format else ():
+            self._check_integers(number, expected_info, data)
         place = self.checkpoint.where[info.name]
         comparison = None
         zeros = self.output.zeros(weight, 0, weight.shape[0])
-        whole = weight.format is not None and (zeros is not None or weight.format.zero_point is None)
-        if original is not None and scale is not None and weight.format and whole and weight.scale is not None:
+        decodable = weight.format is not None and (zeros is not None or weight.format.zero_point is None)
+        if original is not None and scale is not None and weight.format and decodable and weight.scale is not None:
             comparison = Comparison(
-                original.shape, weight.format, scale, weight.scale.dtype, scheme, zeros, divisor, weighed
+                original.shape,
+                weight.format,
+                scale,
+                weight.scale.dtype,
+                scheme,
+                zeros,
+                global_scale,
+                task.weighted_search,
             )
         pitch = info.nbytes // math.prod(info.shape[:-1])
-        broken: int | None = None
+        nan_at: int | None = None
         with self.output.open(place.shard) as file:
             for count, bits in self._pieces(info, pitch, original if comparison else None):
                 if self.reading.stopped.is_set():
                     return
-                part = self._buffer("output", count * pitch)
-                first = self.output.read_codes(file, weight, low, part)
-                if broken is None and first is not None:
-                    broken = low * pitch + first
+                piece = self._buffer("output", count * pitch)
+                first = self.output.read_codes(file, weight, low, piece)
+                if nan_at is None and first is not None:
+                    nan_at = low * pitch + first
                 if comparison is not None and bits is not None and original is not None:
-                    comparison.add(low, part.reshape(count, pitch), bits, original.dtype)
+                    comparison.add(low, piece.reshape(count, pitch), bits, original.dtype)
                 low += count
-                self.reading.advance(part.size)
-        if broken is not None:
-            index = [int(axis) for axis in np.unravel_index(broken, info.shape)]
-            self.reading.say(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
+                self.reading.advance(piece.size)
+        if nan_at is not None:
+            index = [int(axis) for axis in np.unravel_index(nan_at, info.shape)]
+            self.reading.add_problem(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
             return
-        if scale is not None and whole and weight.format is not None:
+        if scale is not None and decodable and weight.format is not None:
             self.output.check_values(weight, scale)
         if comparison is not None and original is not None:
             if not comparison.finite:
                 extent = original.rows(self.source.where)
-                self.reading.say(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
+                self.reading.add_problem(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
                 return
             if scheme is not None:
-                self._report_remade(number, weight, comparison, scheme, divisor, gptq_rounded)
-            self._report(
-                number, weight, comparison, bounded=scheme is None and not gptq_rounded, gptq_rounded=gptq_rounded
-            )
+                self._report_recomputed(number, weight, comparison, scheme, global_scale, task.gptq_rounded)
+            self._report_error(number, weight, comparison, scheme is None and not task.gptq_rounded, task.gptq_rounded)
 
     def _check_columns(self, number: int, weight: Weight, original: Weight | None) -> None:
-        """Decode a weight whose codes lie in columns, which refuses what is unsound; hold it against the source's."""
-        found, source = ErrorSum(), None if original is None else self.source.rows(original, 1)
-        left = np.empty((0, weight.shape[1]), np.float32)
+        """Check a weight of AWQ's or GPTQ's layout by decoding it, and sum up its error if `original` is given."""
+        errors, source_pieces = ErrorSum(), None if original is None else self.source.rows(original, 1)
+        source_rows = np.empty((0, weight.shape[1]), np.float32)
         for bits in self.output.rows(weight, 1):
             if self.reading.stopped.is_set():
                 return
-            while source is not None and original is not None and len(left) < len(bits):
-                left = np.concatenate([left, to_float32(next(source), original.dtype)])
-            if source is not None:
-                found.add(left[: len(bits)], np.abs(bits.view(np.float32) - left[: len(bits)]))
-                left = left[len(bits) :]
+            # The pieces of output and source have different numbers of rows.
+            while source_pieces is not None and original is not None and len(source_rows) < len(bits):
+                source_rows = np.concatenate([source_rows, to_float32(next(source_pieces), original.dtype)])
+            if source_pieces is not None:
+                current = source_rows[: len(bits)]
+                errors.add(current, np.abs(bits.view(np.float32) - current))
+                source_rows = source_rows[len(bits) :]
             self.reading.advance(len(bits) * weight.codes.nbytes // weight.shape[0])
-        if source is not None:
+        if source_pieces is not None:
             with self.reading.lock:
-                self.reading.errors.append((number, found.of(weight.module, weight.shape)))
+                self.reading.errors.append((number, errors.of(weight.module, weight.shape)))
 
     def _pieces(self, info: TensorInfo, pitch: int, original: Weight | None) -> Iterator[tuple[int, Bits | None]]:
-        """How many rows of codes to read next, and the source's weights of these, if they are held against it."""
+        """Divide codes into pieces: the number of rows of each, and the source's bits of these rows [rows, in].
+
+        Args:
+            info: the codes.
+            pitch: bytes of a row of codes.
+            original: the source's weight; None if it is not compared.
+        """
         if original is not None:
             for bits in self.source.rows(original, 1):
                 yield len(bits), bits
@@ -348,28 +357,28 @@ class _Worker:
         for low in range(0, rows, step):
             yield min(step, rows - low), None
 
-    def check_scale(self, number: int, info: TensorInfo) -> None:
-        """Look at a scale that belongs to no weight."""
+    def check_kv_cache_scale(self, number: int, info: TensorInfo) -> None:
+        """Check that a KV-cache scale is finite and above zero."""
         if info.dtype in FLOATS:
-            self._scale(number, info)
+            self._read_scale(number, info)
         self.reading.advance(info.nbytes)
 
-    def _hold(self, number: int, wanted: TensorInfo, data: bytes) -> None:
-        """Say so if a tensor of integers, which its weight's shape tells, holds others."""
-        if self.checkpoint.tensors.get(wanted.name) != wanted:
-            return  # which the headers showed
-        raw = self.output.whole(wanted).tobytes()
+    def _check_integers(self, number: int, expected: TensorInfo, data: bytes) -> None:
+        """Check a tensor of int64 whose values follow from the weight's shape, such as `weight_shape`."""
+        if self.checkpoint.tensors.get(expected.name) != expected:
+            return  # The headers' checks report it.
+        raw = self.output.whole(expected).tobytes()
         if raw != data:
-            found, right = (np.frombuffer(held, "<i8").tolist() for held in (raw, data))
-            self.reading.say(number, f"{self.reading.place(wanted.name)} is {found}, its codes are {right}")
+            actual, right = (np.frombuffer(values, "<i8").tolist() for values in (raw, data))
+            self.reading.add_problem(number, f"{self.reading.place(expected.name)} is {actual}, its codes are {right}")
 
-    def _scale(self, number: int, info: TensorInfo) -> Floats | None:
-        """The values of a scale, if all are finite and above zero."""
+    def _read_scale(self, number: int, info: TensorInfo) -> Floats | None:
+        """The values of a scale, float32; None, and a problem, unless all are finite and above zero."""
         values = self.output.values(info)
         wrong = ~(np.isfinite(values) & (values > 0))
         if wrong.any():
             index = np.unravel_index(int(wrong.argmax()), info.shape)
-            self.reading.say(
+            self.reading.add_problem(
                 number,
                 f"{self.reading.place(info.name)} holds {float(values[index]):g}"
                 f"{f' at {[int(axis) for axis in index]}' if info.shape else ''}: scales are finite and above zero",
@@ -377,85 +386,94 @@ class _Worker:
             return None
         if values.size == 1:
             with self.reading.lock:
-                self.reading.contents.scales[info.name] = float(values.reshape(-1)[0])
+                self.reading.findings.scales[info.name] = float(values.reshape(-1)[0])
         return values
 
-    def _report_remade(
+    def _report_recomputed(
         self,
         number: int,
         weight: Weight,
         comparison: Comparison,
         scheme: Scheme,
-        divisor: Floats | None,
+        global_scale: Floats | None,
         gptq_rounded: bool,
     ) -> None:
-        """Note which codes and scales differ from those that quantizing the source again gives."""
+        """Report scales and codes that differ from those that quantizing the source again gives."""
         info, scale = weight.codes, weight.scale
         assert scale is not None
         if scheme.format.shares_scale:
-            # It shares a scale with all layers it is joined with.
+            # verify.py compares the scale that fused layers share once it knows the absmax of all of them.
             with self.reading.lock:
-                self.reading.contents.absmax[weight.module] = float(comparison.absmax.max())
+                self.reading.findings.absmax[weight.module] = float(comparison.absmax.max())
         if not scheme.format.shared:
-            made = comparison.made
-            wrong = made != comparison.grid
+            recomputed = comparison.made
+            wrong = recomputed != comparison.grid
             if wrong.any():
-                place = np.unravel_index(int(wrong.argmax()), wrong.shape)
-                # As they are stored, which FP8 is to few digits.
-                factor, digits = (1.0, 9) if divisor is None else (float(divisor.item()), 6)
-                self.reading.say(
+                index = np.unravel_index(int(wrong.argmax()), wrong.shape)
+                # Shown as stored: times the global scale, in FP8, which has few digits.
+                factor, digits = (1.0, 9) if global_scale is None else (float(global_scale.item()), 6)
+                self.reading.add_problem(
                     number,
-                    f"{self.reading.place(scale.name)} holds {float(comparison.grid[place]) * factor:.{digits}g} at "
-                    f"{[int(axis) for axis in place]}, the source makes it {float(made[place]) * factor:.{digits}g} "
+                    f"{self.reading.place(scale.name)} holds {float(comparison.grid[index]) * factor:.{digits}g} at "
+                    f"{[int(axis) for axis in index]}, the source makes it "
+                    f"{float(recomputed[index]) * factor:.{digits}g} "
                     f"({int(wrong.sum())} of {wrong.size} scales differ)",
                 )
             self._report_zeros(number, weight, comparison)
         if comparison.first is not None and not gptq_rounded:
-            (row, col), found, made_code = comparison.first
-            self.reading.say(
+            (row, col), code, recomputed_code = comparison.first
+            self.reading.add_problem(
                 number,
-                f"{self.reading.place(info.name)} has the code 0x{found:02x} at [{row}, {col}], the source makes it "
-                f"0x{made_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)",
+                f"{self.reading.place(info.name)} has the code 0x{code:02x} at [{row}, {col}], the source makes it "
+                f"0x{recomputed_code:02x} ({comparison.differing} of {math.prod(comparison.shape)} codes differ)",
             )
 
     def _report_zeros(self, number: int, weight: Weight, comparison: Comparison) -> None:
-        """Note which zero points differ from those that quantizing the source again gives."""
-        info, zeros, made = weight.zero_points, comparison.zeros, comparison.made_zeros
-        if info is None or zeros is None or made is None or weight.format is None or np.array_equal(zeros, made):
+        """Report zero points that differ from those that quantizing the source again gives."""
+        info, zeros, recomputed = weight.zero_points, comparison.zeros, comparison.made_zeros
+        if info is None or zeros is None or recomputed is None or weight.format is None:
             return
-        wrong = zeros != made
-        place = np.unravel_index(int(wrong.argmax()), wrong.shape)
-        found, right = (int(weight.format.number.encode(grid[place].reshape(1))[0]) for grid in (zeros, made))
-        self.reading.say(
+        wrong = zeros != recomputed
+        if not wrong.any():
+            return
+        index = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        stored, right = (int(weight.format.number.encode(grid[index].reshape(1))[0]) for grid in (zeros, recomputed))
+        self.reading.add_problem(
             number,
-            f"{self.reading.place(info.name)} holds {found} at {[int(axis) for axis in place]}, the source makes it "
+            f"{self.reading.place(info.name)} holds {stored} at {[int(axis) for axis in index]}, the source makes it "
             f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)",
         )
 
-    def _report(self, number: int, weight: Weight, comparison: Comparison, bounded: bool, gptq_rounded: bool) -> None:
-        info = weight.codes
-        if bounded and comparison.wrong is not None:
+    def _report_error(
+        self, number: int, weight: Weight, comparison: Comparison, check_bound: bool, gptq_rounded: bool
+    ) -> None:
+        """Record a layer's error, and report weights that are farther from the source than rounding explains.
+
+        The bound holds for rounding to the nearest code, not for GPTQ. Codes that were recomputed do not need it.
+        """
+        if check_bound and comparison.wrong is not None:
             (row, col), error, bound, count = comparison.wrong
-            self.reading.say(
+            self.reading.add_problem(
                 number,
-                f"{self.reading.place(info.name)} is off by {error:.3g} at [{row}, {col}], where rounding explains "
-                f"{bound:.3g} ({count} of {math.prod(comparison.shape)} weights are off)",
+                f"{self.reading.place(weight.codes.name)} is off by {error:.3g} at [{row}, {col}], where rounding "
+                f"explains {bound:.3g} ({count} of {math.prod(comparison.shape)} weights are off)",
             )
-        found = comparison.error.of(weight.module, comparison.shape)
+        layer_error = comparison.error.of(weight.module, comparison.shape)
         with self.reading.lock:
-            self.reading.errors.append((number, found))
+            self.reading.errors.append((number, layer_error))
             if not gptq_rounded:
-                self.reading.contents.compared += math.prod(comparison.shape)
-                self.reading.contents.same += math.prod(comparison.shape) - comparison.differing
+                codes = math.prod(comparison.shape)
+                self.reading.findings.compared_codes += codes
+                self.reading.findings.equal_codes += codes - comparison.differing
 
 
-def _is_folded(original: Weight | bytes | None) -> bool:
+def _is_smoothed(original: Weight | bytes | None) -> bool:
     return isinstance(original, bytes) or (original is not None and original.folded)
 
 
 def _reader(checkpoint: Checkpoint) -> Reader:
-    return Reader(checkpoint.where, lambda shard: checkpoint.root / shard, _memory)
+    return Reader(checkpoint.where, lambda shard: checkpoint.root / shard, _allocate)
 
 
-def _memory(nbytes: int) -> Bytes:
+def _allocate(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)

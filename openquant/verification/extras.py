@@ -1,4 +1,4 @@
-"""Files beside the weights of a directory that nobody expects there, and what they do to it."""
+"""Finds unexpected files in a quantized directory, and says whether they change what engines serve."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from ..files.checkpoint import Checkpoint
 from ..files.names import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE
 
-# What others of our verbs put there.
+# Files that other verbs of openquant write into a directory.
 _OURS = (JOURNAL_FILE, INDEX_FILE, *EVALUATION_FILES)
 
-# What engines read beside config.json and the weights, whatever wrote it.
+# Files that engines read beside config.json and the weights.
 _SERVED = (
     "chat_template*", "additional_chat_templates/*", "tokenizer*", "vocab*", "merges.txt", "added_tokens.json",
     "special_tokens_map.json", "*.model", "*.tiktoken", "tekken.json", "generation_config.json",
@@ -19,12 +19,16 @@ _SERVED = (
 )  # fmt: skip
 # transformers loads it with the model (models/auto/auto_factory.py:290-320).
 _ADAPTER = "adapter_config.json"
-# vLLM transformers_utils/config.py:888-899.
-_DESCRIPTION = "hf_quant_config.json"
+# modelopt's quantization config (vLLM transformers_utils/config.py:888-899).
+_MODELOPT_CONFIG = "hf_quant_config.json"
 
 
 def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
-    """A line for each file of weights that engines load, or could take, beside those of the checkpoint."""
+    """Find weight files that are no shards of the checkpoint, but that engines load or may load.
+
+    Returns:
+        One line for each.
+    """
     for name in checkpoint.left_out:
         if "/" in name or not name.endswith(".safetensors"):
             continue
@@ -40,27 +44,33 @@ def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
 def extra_files(
     checkpoint: Checkpoint, expected: Set[str] | None, where: str, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Problems, a line for each unexpected file that changes what is served; and notes, one line for all others.
+    """Find unexpected files other than weights.
 
     Args:
         checkpoint: the opened directory.
-        expected: the names that may be there; None if that is not known.
-        where: why others are not expected, such as "not in the source".
-        strict: whether whatever engines read changes what is served, or only what they load with the weights.
+        expected: names of the files that may be there; None if not known, and then only an adapter and a second
+            quantization config are unexpected.
+        where: why other files are unexpected, such as "not in the source".
+        strict: whether every file that engines read is a problem; if not, only an adapter is.
+
+    Returns:
+        Problems, one line for each file that changes what is served. Notes, one line for all other files, or none.
     """
-    hidden = (name for name in checkpoint.left_out if not name.startswith(".") and not name.endswith(".safetensors"))
-    found = [*checkpoint.files, *(name for name in hidden if name not in _OURS)]
-    known = {*found} - {_ADAPTER, _DESCRIPTION} if expected is None else expected
+    others_left_out = (
+        name for name in checkpoint.left_out if not name.startswith(".") and not name.endswith(".safetensors")
+    )
+    names = [*checkpoint.files, *(name for name in others_left_out if name not in _OURS)]
+    allowed = {*names} - {_ADAPTER, _MODELOPT_CONFIG} if expected is None else expected
     problems: list[str] = []
     others: list[str] = []
-    for name in found:
-        if name in known:
+    for name in names:
+        if name in allowed:
             continue
         if name == _ADAPTER:
             problems.append(f"{name} is there: transformers loads the adapter with the model")
         elif strict and _matches(name, _SERVED):
             problems.append(f"{name} changes what is served, and is {where}")
-        elif name == _DESCRIPTION:
+        elif name == _MODELOPT_CONFIG:
             others.append(f"{name} (engines read it only where config.json says nothing of quantization)")
         else:
             others.append(name)

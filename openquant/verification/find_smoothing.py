@@ -1,10 +1,11 @@
-"""Folds recognized in an output: by which powers of two its norms, and the rows of its projections, are divided.
+"""Recognizes smoothing (SmoothQuant, AWQ) in an output: powers of two by which its norms and projections are divided.
 
-Nothing is written down of them. A norm tells its factors itself, rows of codes by the size of what they stand for; the
-columns of the layers that read them must have been multiplied by as much.
+The output does not record the factors. Those of a norm follow from its elements, and those of a projection's rows from
+their norms, which are compared with the source's. The columns of the balance layers must be multiplied by the same
+factors.
 
-    found = unfold(plan, checkpoint, codes, stated=True)
-    make_plan(.., Options(tunings=found.tunings))       # the plan that makes such an output of the source
+    smoothing = recognize_smoothing(plan, checkpoint, weights, stated=True)
+    make_plan(source, scheme, PlanOptions(transforms=smoothing.transforms))     # the plan that makes this output
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from ..weights.reading import Reader
 from ..weights.transform import WeightTransform, WeightTransforms
 from ..weights.weight import Weight
 
-# A column is taken to be that of the source, or a multiple of it, where so much of its energy is what it should be.
+# A column counts as a multiple of the source's column if their squared cosine exceeds this.
 _EXPLAINED = 0.75
 
 
 class RecognizedSmoothing(NamedTuple):
-    """What was recognized.
+    """The smoothing of an output.
 
     Attributes:
-        transforms: what makes the output's weights and norms of the source's.
-        problems: norms that no factors explain, or others than the columns have.
+        transforms: the weight transforms that make the output's weights, norms and biases of the source's.
+        problems: one line for each norm that no powers of two explain, or whose balance layers do not match it.
     """
 
     transforms: WeightTransforms
@@ -50,131 +51,145 @@ class RecognizedSmoothing(NamedTuple):
 def recognize_smoothing(
     plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool
 ) -> RecognizedSmoothing:
-    """The folds of an output.
+    """Recognize the smoothing factors of an output by comparing it with its source.
 
     Args:
-        plan: what makes it of its source, but for folds.
-        output: the output.
-        codes: its quantized weights, by tensor.
-        stated: whether its card says that there are folds; if not, a norm that no powers of two explain shows that
-            there are none.
+        plan: the plan that makes the output of its source without smoothing.
+        output: the opened output directory.
+        codes: its quantized weights, by the name of the unquantized tensor.
+        stated: whether its model card says that it is smoothed. If not, a norm that no powers of two explain means
+            that there is no smoothing, and is not a problem.
 
     Raises:
         SourceError: a weight cannot be read.
     """
-    return _Unfolding(plan, output, codes, stated).run()
+    return _Recognition(plan, output, codes, stated).run()
 
 
-class _Unfolding:
+class _Recognition:
     """One call of `recognize_smoothing`."""
 
     def __init__(self, plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> None:
         self.plan, self.checkpoint, self.codes, self.stated = plan, output, codes, stated
-        self.source = Reader(plan.seen.where, lambda shard: plan.seen.root / shard, _memory)
-        self.output = Reader(output.where, lambda shard: output.root / shard, _memory)
+        self.source = Reader(plan.seen.where, lambda shard: plan.seen.root / shard, _allocate)
+        self.output = Reader(output.where, lambda shard: output.root / shard, _allocate)
         self.problems: list[str] = []
 
     def run(self) -> RecognizedSmoothing:
-        places = [each for each in usable_mappings(self.plan).mappings if self._is_there(each)]
-        norms = [each for each in places if each.smooth_layer not in self.plan.layers]
-        parts = [self._norm(mapping) for mapping in norms]
-        if not self.stated and (self.problems or all((part.scale == 1).all() for part in parts)):
-            return RecognizedSmoothing(WeightTransforms(), [])
-        # What v reads is divided too.
-        transforms = combine_transforms(parts, self.plan).weights
-        parts += [
-            self._rows(each, transforms.get(each.smooth_layer))
-            for each in places
-            if each.smooth_layer in self.plan.layers
+        mappings = [mapping for mapping in usable_mappings(self.plan).mappings if self._has_smooth_layer(mapping)]
+        transforms = [
+            self._norm_transforms(mapping) for mapping in mappings if mapping.smooth_layer not in self.plan.layers
         ]
-        found = combine_transforms(parts, self.plan)
-        for part in parts:
-            self._check_columns(part, found.weights)
-        return RecognizedSmoothing(found, self.problems)
+        if not self.stated and (self.problems or all((part.scale == 1).all() for part in transforms)):
+            return RecognizedSmoothing(WeightTransforms(), [])
+        # The columns of a projection may be multiplied by the factors of the norm before it.
+        from_norms = combine_transforms(transforms, self.plan).weights
+        transforms += [
+            self._row_transforms(mapping, from_norms.get(mapping.smooth_layer))
+            for mapping in mappings
+            if mapping.smooth_layer in self.plan.layers
+        ]
+        combined = combine_transforms(transforms, self.plan)
+        for mapping_transforms in transforms:
+            self._check_columns(mapping_transforms, combined.weights)
+        return RecognizedSmoothing(combined, self.problems)
 
-    def _is_there(self, mapping: SmoothingMapping) -> bool:
-        """Whether the output has what makes the channels in the source's shape, quantized where the plan says so."""
+    def _has_smooth_layer(self, mapping: SmoothingMapping) -> bool:
+        """Whether the output has the smooth layer in the source's shape, quantized if the plan quantizes it."""
         name = f"{mapping.smooth_layer}.weight"
         if mapping.smooth_layer in self.plan.layers:
-            return self._fits(mapping.smooth_layer)
+            return self._has_codes(mapping.smooth_layer)
         return self.checkpoint.tensors.get(name) == self.plan.seen.tensors[name]
 
-    def _fits(self, module: str) -> bool:
-        """Whether the output has codes of a module with scales, in the shape that the source has it."""
-        stored = self.codes.get(f"{module}.weight")
-        whole = stored is not None and stored.format is not None and stored.scale is not None
-        return whole and stored is not None and stored.shape == self.plan.layers[module].shape
+    def _has_codes(self, module: str) -> bool:
+        """Whether the output has a module's codes and scales, in the source's shape."""
+        weight = self.codes.get(f"{module}.weight")
+        return (
+            weight is not None
+            and weight.format is not None
+            and weight.scale is not None
+            and weight.shape == self.plan.layers[module].shape
+        )
 
-    def _norm(self, mapping: SmoothingMapping) -> MappingTransforms:
-        """A fold of a norm: the powers of two nearest to what its elements are divided by."""
+    def _norm_transforms(self, mapping: SmoothingMapping) -> MappingTransforms:
+        """The transforms whose factors are the powers of two nearest to source norm / output norm."""
         info = self.plan.seen.tensors[f"{mapping.smooth_layer}.weight"]
-        held, found = (read_vector(info, reader) for reader in (self.source, self.output))
-        before, after = (values + np.float32(mapping.offset) for values in (held, found))
-        part = apply_smoothing(mapping, _powers(before, after), self.plan, self.source)
+        source_norm, output_norm = (read_vector(info, reader) for reader in (self.source, self.output))
+        before, after = (values + np.float32(mapping.offset) for values in (source_norm, output_norm))
+        transforms = apply_smoothing(mapping, _nearest_powers(before, after), self.plan, self.source)
         raw = self.output.whole(info)
-        width = len(raw) // len(held)
-        wrong = (raw != np.frombuffer(part.tensors[info.name], np.uint8)).reshape(-1, width).any(axis=1)
-        if wrong.any():
-            at = int(wrong.argmax())
+        itemsize = len(raw) // len(source_norm)
+        expected = np.frombuffer(transforms.tensors[info.name], np.uint8)
+        differing = (raw != expected).reshape(-1, itemsize).any(axis=1)
+        if differing.any():
+            index = int(differing.argmax())
             self.problems.append(
-                f"{self._place(info.name)} holds {found[at]:g} at [{at}], the source {held[at]:g}: no power of two "
-                f"is between them ({int(wrong.sum())} of {len(wrong)} differ so)"
+                f"{self._place(info.name)} holds {output_norm[index]:g} at [{index}], the source "
+                f"{source_norm[index]:g}: their ratio is no power of two "
+                f"({int(differing.sum())} of {len(differing)} elements have none)"
             )
-        return part
+        return transforms
 
-    def _rows(self, mapping: SmoothingMapping, known: WeightTransform | None) -> MappingTransforms:
-        """A fold of rows: the powers of two nearest to what the sizes of rows are divided by."""
+    def _row_transforms(self, mapping: SmoothingMapping, before: WeightTransform | None) -> MappingTransforms:
+        """The transforms whose factors are the powers of two nearest to the ratios of row norms.
+
+        Args:
+            mapping: its smooth layer is a projection.
+            before: the transform that the norm before the projection makes of it; None if there is none.
+        """
         rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
-        weight = self.plan.layers[mapping.smooth_layer]._replace(transform=known)
-        before = _sizes(self.source, weight)[rows]
-        after = _sizes(self.output, self.codes[f"{mapping.smooth_layer}.weight"])[rows]
-        return apply_smoothing(mapping, _powers(before, after), self.plan, self.source)
+        weight = self.plan.layers[mapping.smooth_layer]._replace(transform=before)
+        source_sizes = _row_norms(self.source, weight)[rows]
+        output_sizes = _row_norms(self.output, self.codes[f"{mapping.smooth_layer}.weight"])[rows]
+        return apply_smoothing(mapping, _nearest_powers(source_sizes, output_sizes), self.plan, self.source)
 
-    def _check_columns(self, part: MappingTransforms, transforms: Mapping[str, WeightTransform]) -> None:
-        """Hold factors against the columns of a layer that reads them, as far as its first rows show these."""
-        layers = (each for each in part.mapping.balance_layers if each in self.plan.layers)
-        module = next((each for each in layers if self._fits(each)), None)
+    def _check_columns(self, mapping_transforms: MappingTransforms, transforms: Mapping[str, WeightTransform]) -> None:
+        """Check the columns of one balance layer, by its first rows, against the factors of its smooth layer."""
+        mapping = mapping_transforms.mapping
+        balance_layers = (module for module in mapping.balance_layers if module in self.plan.layers)
+        module = next((module for module in balance_layers if self._has_codes(module)), None)
         if module is None:
             return
-        stored, weight = self.codes[f"{module}.weight"], self.plan.layers[module]._replace(transform=transforms[module])
-        wanted, found = (
-            next(reader.rows(each, 1)).view(np.float32)
-            for reader, each in ((self.source, weight), (self.output, stored))
+        output_weight = self.codes[f"{module}.weight"]
+        source_weight = self.plan.layers[module]._replace(transform=transforms[module])
+        expected, actual = (
+            next(reader.rows(weight, 1)).view(np.float32)
+            for reader, weight in ((self.source, source_weight), (self.output, output_weight))
         )
-        count = min(len(wanted), len(found))
-        wanted, found = wanted[:count].astype(np.float64), found[:count].astype(np.float64)
-        energy, both = (wanted * wanted).sum(axis=0), (wanted * found).sum(axis=0)
-        whole = (found * found).sum(axis=0)
+        count = min(len(expected), len(actual))
+        expected, actual = expected[:count].astype(np.float64), actual[:count].astype(np.float64)
+        expected_energy, products = (expected * expected).sum(axis=0), (expected * actual).sum(axis=0)
+        actual_energy = (actual * actual).sum(axis=0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            by, explained = both / energy, both * both / (energy * whole)
-            # Of a column that rounding has left nothing of, nothing can be said.
-            off = (explained > _EXPLAINED) & (np.rint(np.log2(np.abs(by))) != 0)
-        if off.any():
-            at = int(off.argmax())
+            ratio, explained = products / expected_energy, products * products / (expected_energy * actual_energy)
+            # A column that rounding has set to zero gives NaN, which is not above the limit.
+            wrong = (explained > _EXPLAINED) & (np.rint(np.log2(np.abs(ratio))) != 0)
+        if wrong.any():
+            index = int(wrong.argmax())
             self.problems.append(
-                f"{self._place(f'{part.mapping.smooth_layer}.weight')} does not fit {module}, which reads what it "
-                f"makes: column {at} there is {by[at]:.3g} times what it should be ({int(off.sum())} of {len(off)} "
-                "differ so)"
+                f"{self._place(f'{mapping_transforms.mapping.smooth_layer}.weight')} does not match {module}, which reads "
+                f"its output: column {index} there is {ratio[index]:.3g} times what it should be "
+                f"({int(wrong.sum())} of {len(wrong)} columns are wrong)"
             )
 
     def _place(self, name: str) -> str:
         return f"{self.checkpoint.where[name].shard}: {name}"
 
 
-def _powers(before: Floats, after: Floats) -> Floats:
-    """The powers of two nearest to before / after, 1 where that is none that a fold has."""
+def _nearest_powers(before: Floats, after: Floats) -> Floats:
+    """The powers of two nearest to before / after; 1 where that is outside the range of smoothing factors."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         exponents = np.rint(np.log2(before.astype(np.float64) / after))
     return np.exp2(np.where(np.abs(exponents) <= MOST, exponents, 0)).astype(np.float32)
 
 
-def _sizes(reader: Reader, weight: Weight) -> Floats:
-    """The root of the sum of squares of each row, float32."""
+def _row_norms(reader: Reader, weight: Weight) -> Floats:
+    """The L2 norm of each row, float32 [out]."""
     with np.errstate(over="ignore", invalid="ignore"):
         sums = [np.square(to_float32(bits, weight.dtype)).sum(axis=1) for bits in reader.rows(weight, 1)]
-    found: Floats = np.sqrt(np.concatenate(sums))
-    return found
+    norms: Floats = np.sqrt(np.concatenate(sums))
+    return norms
 
 
-def _memory(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _allocate(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.empty(nbytes, np.uint8)

@@ -1,4 +1,4 @@
-"""What a run checks of all it has written, and a push of what it is to publish: no tensor is read."""
+"""The checks at the end of a run, and of a directory before a push. No tensor is read."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from .configs import config_differences
 
 
 def check_finished(root: Path, plan: Plan) -> None:
-    """Reopen what a plan has written, as the last step of writing it: headers, index and config.
+    """Reopen the output of a plan, and check headers, index and config. This is the last step of a run.
 
-    Scales were read, and codes checked, as each shard was finished (convert/checks.py).
+    Scales and codes were checked as each shard was finished (convert/checks.py).
+
+    Args:
+        root: the output directory.
+        plan: the plan that was carried out.
 
     Raises:
-        RuntimeError: it is not what was planned, or engines would refuse it, which is a fault of this program.
+        RuntimeError: the output is not what was planned, or engines would refuse it. That is a bug of openquant.
     """
     checkpoint = open_checkpoint(root)
-    problems, planned = [], 0
+    problems, planned_count = [], 0
     for shard in plan.layout.shards:
         for info in plan.layout.outputs(shard.name):
-            planned += 1
+            planned_count += 1
             if checkpoint.tensors.get(info.name) != info or checkpoint.where[info.name].shard != shard.name:
                 problems.append(f"{info.name} is not what was planned")
-    if len(checkpoint.tensors) != planned:
-        problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned} were planned")
+    if len(checkpoint.tensors) != planned_count:
+        problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned_count} were planned")
     for difference in config_differences(checkpoint.config, output_config(plan)):
         problems.append(f"config.json: {difference.text('the plan has')}")
     if plan.quantization_config and not problems:
-        # What goes by names and shapes alone knows nothing of engines.
+        # The generic entry says nothing of engines.
         model = None if plan.model.name == GENERIC.name else plan.model
         _, findings = check_headers(checkpoint, read_quantization(checkpoint.config), model, plan.files, ours=True)
         problems = findings.problems
@@ -46,18 +50,18 @@ def check_finished(root: Path, plan: Plan) -> None:
 
 
 def require_sound(root: Path, files: Set[str]) -> None:
-    """Hold a finished directory against itself, as a run does at its end: headers, sizes, index and config.
+    """Check a finished directory as a run does at its end: headers, sizes, index and config.
 
     Args:
         root: the directory, quantized or not.
-        files: the names of its files, all of which are there.
+        files: the names of all files that the run wrote.
 
     Raises:
-        OutputError: something is wrong with it.
+        OutputError: the directory is damaged.
     """
     try:
         with readable():
-            problems = _damage(open_checkpoint(root), files)
+            problems = _find_damage(open_checkpoint(root), files)
     except (SourceError, UsageError) as error:
         problems = [error.message]
     if problems:
@@ -68,8 +72,8 @@ def require_sound(root: Path, files: Set[str]) -> None:
         )
 
 
-def _damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
-    """What is wrong with a directory as far as that shows without reading tensors, one line each."""
+def _find_damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
+    """One line for each problem that shows without reading tensors."""
     if quantization_places(checkpoint.config):
         model = MODELS.get(checkpoint.architecture)
         _, findings = check_headers(checkpoint, read_quantization(checkpoint.config), model, files, ours=True)

@@ -1,8 +1,7 @@
-"""What the headers of a quantized directory hold, sorted: quantized weights, their scales, and all else.
+"""Headers, the quantized weights and scales that a directory's headers show, and Findings, what checks report of them.
 
-Headers is what is there; checks of it are functions in modules by what they check (checks.py has them all in order),
-and Findings is what they find. No tensor is read. What engines would load wrongly is a problem; what another tool may
-do otherwise than this one, and engines accept, is a note.
+The checks are functions of both (checks.py has them in order). No tensor is read. A problem is what engines would load
+wrongly. A note is what engines accept but openquant would write differently.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from ..formats.schemes import Scheme
 from ..registry.rules import ModuleRules
 from ..weights.weight import Weight
 
-# Beside codes in columns, the last parts of names.
+# Last parts of the names of tensors that AWQ and GPTQ store beside the codes.
 COLUMN_PARTS = ("qzeros", "scales", "g_idx")
 
 
 @dataclass
 class Findings:
-    """What checks find, in their order.
+    """What the checks found, in their order.
 
     Attributes:
-        ours: whether this program made the directory: then all is as it writes it.
-        problems: what is off, one line each.
-        notes: what is worth knowing, and what was not checked, one line each.
-        unlisted: the names that had to be in the ignore list and are not, each of which is a problem.
+        ours: whether openquant made the directory, so that everything must be as openquant writes it.
+        problems: one line for each problem.
+        notes: one line for each thing that is worth knowing or was not checked.
+        unlisted: names that are missing in the ignore list. Each is also a problem.
     """
 
     ours: bool
@@ -38,8 +37,8 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     unlisted: set[str] = field(default_factory=set)
 
-    def differs(self, message: str) -> None:
-        """Add something that this program never does, and another may: a problem of ours, a note of others'."""
+    def add_difference(self, message: str) -> None:
+        """Add something that openquant never writes, but other tools may: a problem if `ours`, else a note."""
         (self.problems if self.ours else self.notes).append(message)
 
 
@@ -49,14 +48,14 @@ class Headers:
 
     Attributes:
         checkpoint: the opened directory.
-        quantization: what its config says.
-        scheme: the scheme of ours that it is stored in, the nearest where it is not quite; None for other ways to
-            store it.
-        entry: the registry's, with the output head among what is quantized if it is; None without one.
+        quantization: its quantization_config.
+        scheme: the openquant scheme that the directory is stored in, or the nearest one; None if there is none.
+        entry: the module rules of its architecture, which quantize the output head if the directory does; None if the
+            registry has no entry.
         head: whether the output head is quantized.
-        codes: the quantized weights, by the name that each would have unquantized.
-        stored: the same by the name of the tensor that holds their codes.
-        scales: the names of their scales, and of what else is beside codes.
+        codes: the quantized weights, by the name of the unquantized tensor.
+        stored: the same weights, by the name of the tensor that holds the codes.
+        scales: names of all tensors that belong to codes: scales, zero points, shapes.
     """
 
     checkpoint: Checkpoint
@@ -73,21 +72,24 @@ class Headers:
         return f"{self.checkpoint.where[name].shard}: {name}"
 
     def owner(self, name: str) -> str | None:
-        """The weight that a tensor is the scale or zero points of, or says the shape of; None if it is neither."""
+        """The name of the weight whose scale, zero points or shape a tensor is, judged by its name; None if it is none.
+
+        The weight need not exist.
+        """
         module, _, last = name.rpartition(".")
-        # What is called scales may be another parameter.
+        # A parameter called "scales" may be something else.
         in_columns = self.quantization.method in IN_COLUMNS and last in COLUMN_PARTS
         if last in (INPUT_SCALE, "input_global_scale") or (in_columns and (last != "scales" or name in self.scales)):
             return f"{module}.weight"
         for suffix in ("_scale_inv", "_global_scale", "_scale", "_shape", "_zero_point"):
             owner = name.removesuffix(suffix)
-            # A stack of experts has no more to its name than a parameter that a model may have beside a scale of it.
+            # The name of stacked experts has no ".weight", so it counts only if it has codes.
             if owner != name and (owner.endswith(".weight") or owner in self.codes):
                 return owner
         return None
 
     def layers(self, entry: ModuleRules) -> dict[str, Weight]:
-        """The stored matrices that an entry of the registry lets quantize, by module."""
+        """The matrices of the directory that the module rules allow to quantize, by module."""
         tensors = (
             self.stored[info.name].source if info.name in self.stored else info
             for info in self.checkpoint.tensors.values()
@@ -100,10 +102,10 @@ class Headers:
 
 
 def described(info: TensorInfo) -> str:
-    """A tensor's dtype and shape for a message: "F32 [1]"."""
+    """Format a tensor's dtype and shape for a message: "F32 [1]"."""
     return f"{info.dtype} {list(info.shape)}"
 
 
 def either(words: Sequence[str]) -> str:
-    """Words for a message: "F32, BF16 or F16"."""
+    """Join words for a message: "F32, BF16 or F16"."""
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -1,4 +1,4 @@
-"""Checks of which modules of a quantized directory are quantized: the ignore list, the output head, fused layers."""
+"""Checks which modules of a quantized directory are quantized: the ignore list, the output head, fused layers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def check_listed(headers: Headers, findings: Findings) -> None:
     """Check that no quantized module is in the ignore list.
 
     Args:
-        headers: what is there.
-        findings: gets what is off.
+        headers: the headers of the directory.
+        findings: problems are added to it.
     """
     ignored = headers.quantization.ignored
     for weight in headers.codes.values():
         module = weight.module
         names: list[str] = [module]
         if headers.entry is not None:
-            known = dict.fromkeys([module, headers.entry.looked_up(module)])
-            names = [name for one in known for name in headers.entry.model.names_of(one)]
+            spellings = dict.fromkeys([module, headers.entry.looked_up(module)])
+            names = [name for spelling in spellings for name in headers.entry.model.names_of(spelling)]
         listed = ignored.find(names)
         if listed is not None:
             codes = weight.codes
@@ -29,40 +29,39 @@ def check_listed(headers: Headers, findings: Findings) -> None:
 
 
 def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> None:
-    """Check that every unquantized module which an engine would build quantized is in the ignore list, and that none is
-    quantized which engines build unquantized.
+    """Check that the ignore list has every unquantized layer, and that no layer is quantized which engines cannot load.
 
     Args:
-        headers: what is there.
-        entry: the registry's.
-        findings: gets what is off.
+        headers: the headers of the directory.
+        entry: the module rules of its architecture.
+        findings: problems and notes are added to it, and missing names to its `unlisted`.
     """
     ignored, unlisted = headers.quantization.ignored, []
     if headers.quantization.method in IN_COLUMNS and not ignored.entries:
-        return  # vLLM goes by what there is (layers/quantization/auto_awq.py:370-389)
+        return  # vLLM then ignores the layers that have no codes (layers/quantization/auto_awq.py:370-389).
     for info in headers.checkpoint.tensors.values():
         weight = headers.stored.get(info.name)
         rule = entry.rule(weight.module if weight else info.module)
         if weight is not None:
-            # Other layers than the registry's are quantized where the source had them so.
+            # Layers that the registry keeps may have been quantized in the source.
             message = f"{headers.place(info.name)} is {info.dtype}, but it is kept: {rule.keep}"
             if rule.keep in NOT_LINEAR:
                 findings.problems.append(message)
             elif rule.keep == ROUTER:
-                # Some engines build some routers with quantization.
-                findings.differs(message)
+                # Some engines load some routers quantized.
+                findings.add_difference(message)
             continue
         matrix = len(info.shape) == 2 and info.name.endswith(".weight")
         linear = rule.compress or (rule.keep is not None and rule.keep not in NOT_LINEAR)
         if not (rule.stack or (matrix and linear)) or headers.quantization.format_of(info.module) is None:
             continue
-        wanted = entry.looked_up(info.module)
-        if ignored.find(entry.model.names_of(wanted)) is not None:
+        engine_name = entry.looked_up(info.module)
+        if ignored.find(entry.model.names_of(engine_name)) is not None:
             continue
         if rule.keep is None or findings.ours:
-            findings.unlisted.add(wanted)
+            findings.unlisted.add(engine_name)
             findings.problems.append(
-                f"{headers.place(info.name)} is {info.dtype}, but {ignored.key} does not list {wanted}"
+                f"{headers.place(info.name)} is {info.dtype}, but {ignored.key} does not list {engine_name}"
             )
         else:
             unlisted.append(info.module)
@@ -76,11 +75,11 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
 
 
 def check_head(headers: Headers, findings: Findings) -> None:
-    """Check that the config names a quantized output head, which is no Linear to vLLM.
+    """Check that a config group names a quantized output head, because vLLM does not count it as a Linear.
 
     Args:
-        headers: what is there.
-        findings: gets what is off.
+        headers: the headers of the directory.
+        findings: problems are added to it.
     """
     for name, weight in headers.stored.items() if headers.head else ():
         if is_head(weight.module) and not headers.quantization.names(weight.module):
@@ -91,12 +90,12 @@ def check_head(headers: Headers, findings: Findings) -> None:
 
 
 def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> None:
-    """Check that what an engine merges is stored in one format, and so are all experts of a layer.
+    """Check that fused layers have the same format, and all experts of a layer too.
 
     Args:
-        headers: what is there.
-        entry: the registry's.
-        findings: gets what is off.
+        headers: the headers of the directory.
+        entry: the module rules of its architecture.
+        findings: problems are added to it.
     """
     layers = headers.layers(entry)
     groups: dict[str, list[str]] = {}
@@ -105,26 +104,30 @@ def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> Non
         if experts is not None:
             groups.setdefault(experts, []).append(module)
     for members in set(entry.fused_groups(layers).values()):
-        # Experts are held together already.
+        # The group of all experts of a layer includes them.
         if entry.experts(members[0]) is None:
             groups[members[0]] = list(members)
     for name in sorted(groups):
-        one = {f"{module}.weight" in headers.codes: module for module in reversed(groups[name])}
-        forms = {
+        # Reversed, so that the first module of each kind stays in the dicts.
+        module_by_quantized = {f"{module}.weight" in headers.codes: module for module in reversed(groups[name])}
+        codes_by_format = {
             weight.format: weight.codes.name
             for module in reversed(groups[name])
             if (weight := headers.codes.get(f"{module}.weight")) and weight.format
         }
-        if len(one) == 2:
-            other, codes = f"{one[False]}.weight", headers.codes[f"{one[True]}.weight"].codes
+        if len(module_by_quantized) == 2:
+            unquantized = f"{module_by_quantized[False]}.weight"
+            codes = headers.codes[f"{module_by_quantized[True]}.weight"].codes
             findings.problems.append(
-                f"{headers.place(codes.name)} is {codes.dtype} and {other} is "
-                f"{headers.checkpoint.tensors[other].dtype}, but engines take both in one format"
+                f"{headers.place(codes.name)} is {codes.dtype} and {unquantized} is "
+                f"{headers.checkpoint.tensors[unquantized].dtype}, but engines need both in one format"
             )
-        elif len(forms) > 1:
-            (form, first), (another, second), *_ = list(forms.items())[::-1]
-            of = [f" of {kind.number.title}" if form.number != another.number else "" for kind in (form, another)]
+        elif len(codes_by_format) > 1:
+            (fmt, name_1), (other_fmt, name_2), *_ = list(codes_by_format.items())[::-1]
+            numbers_differ = fmt.number != other_fmt.number
+            label_1, label_2 = (
+                f"{kind.label} of {kind.number.title}" if numbers_differ else kind.label for kind in (fmt, other_fmt)
+            )
             findings.problems.append(
-                f"{headers.place(first)} has {form.label}{of[0]} and {second} {another.label}{of[1]}, "
-                "but engines take both in one format"
+                f"{headers.place(name_1)} has {label_1} and {name_2} {label_2}, but engines need both in one format"
             )

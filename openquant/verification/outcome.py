@@ -1,4 +1,4 @@
-"""What a verification found."""
+"""The result of a verification."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from ..weights.quant_error import LayerError
 
 @dataclass(frozen=True)
 class Report:
-    """What verify() found.
+    """The result of `verify`.
 
     Attributes:
-        directory: as it was asked for.
-        source: the source as it was asked for; None without one.
+        directory: the directory, as the caller gave it.
+        source: the source, as the caller gave it; None without one.
         architecture: the model's class; None if the directory could not be opened.
         format: quant_method and what shares a scale: "fp8, one scale per 128x128 block".
-        problems: what is off, one line each; empty if nothing is.
-        notes: what is worth knowing, and what was not checked.
+        problems: one line for each problem; empty if nothing is wrong.
+        notes: one line for each thing that is worth knowing or was not checked.
         shards: number of weight files.
         tensors: number of tensors in them.
-        nbytes: size of those tensors.
-        quantized: number of weights stored as codes.
-        equal_tensors: number of tensors found equal to the source's, byte for byte.
-        equal_files: number of other files found equal to the source's.
-        errors: of each layer that was decoded, in the order of the checkpoint.
-        compared_codes: number of codes in them, each of which was made again from the source.
-        equal_codes: how many of these are the same.
+        nbytes: size of those tensors in bytes.
+        quantized: number of quantized weights.
+        equal_tensors: number of tensors that equal the source's, byte for byte.
+        equal_files: number of other files that equal the source's.
+        errors: quantization error of each layer that was compared with the source, in the order of the checkpoint.
+        compared_codes: number of codes that were recomputed from the source.
+        equal_codes: number of these that equal the stored codes.
         recomputed: whether quantizing the source again must give the same codes and scales.
-        seconds: wall time.
+        seconds: wall time in seconds.
     """
 
     directory: str
@@ -52,24 +52,24 @@ class Report:
 
     @property
     def worst(self) -> list[LayerError]:
-        """The ten layers that are relatively farthest from the source, the worst first."""
+        """The ten layers with the largest relative error, the worst first."""
         return sorted(self.errors, key=lambda error: -error.relative)[:10]
 
     @property
     def equal_share(self) -> float | None:
-        """The share of codes that making them again gives; None if none was made."""
+        """The share of recomputed codes that equal the stored ones, 0 to 1; None if none was recomputed."""
         return self.equal_codes / self.compared_codes if self.compared_codes else None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name, as `--json` prints them; "decoded" has the mean and the worst of `errors`."""
-        found = asdict(self)
+        """Return the fields by name, as `--json` prints them; "decoded" has the mean and the worst of `errors`."""
+        fields = asdict(self)
         for name in ("errors", "compared_codes", "equal_codes", "recomputed"):
-            del found[name]
+            del fields[name]
         relative = [error.relative for error in self.errors]
-        found["decoded"] = {
+        fields["decoded"] = {
             "layers": len(relative),
             "relative_mean": sum(relative) / len(relative) if relative else None,
             "equal_codes": self.equal_share,
             "worst": [asdict(error) for error in self.worst],
         }
-        return found
+        return fields

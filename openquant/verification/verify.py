@@ -1,7 +1,7 @@
-"""`openquant verify`: hold a quantized directory against itself, and against its source.
+"""`openquant verify`: checks a quantized directory for consistency, and against its source.
 
-Names, shapes, dtypes and the config are checked first (headers.py), then held against the source's; then the tensors
-are read (contents.py).
+Names, shapes, dtypes and the config are checked first (checks.py), then compared with the source's. Tensors are read
+last (contents.py).
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ from ..plan.unchanged import make_unchanged_plan
 from ..registry.rules import ModuleRules
 from ..version import VLLM
 from ..weights.find import decoded_view, own_file, with_own_file
-from ..weights.quant_error import LayerError
 from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
 from .cache_checks import cache_tensors, cached_in_fp8
 from .checks import check_headers
-from .configs import config_differences, judge_config, unsaid_keys, without_quantization
+from .configs import config_differences, judge_config, missing_keys, without_quantization
 from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .extras import extra_files, extra_weights
 from .find_smoothing import recognize_smoothing
 from .headers import Findings, Headers, described
 from .outcome import Report
 
-# A tensor that is not quantized, and what it must equal.
+# An unquantized tensor, and what it must equal: see TensorTask.original.
 Pair = tuple[TensorInfo, Weight | bytes | None]
 
 
@@ -68,15 +67,15 @@ def verify(
     """Check an FP8, INT8, INT4 or FP4 directory, made by this tool or another.
 
     Args:
-        progress: told the bytes read so far and in all, never from two threads at once.
+        progress: called with the bytes read so far and the total, never from two threads at once.
 
     Returns:
-        What was found; `problems` is empty if nothing is off.
+        A Report; its `problems` are empty if nothing is wrong.
 
     Raises:
-        OpenQuantError: there is nothing to check: no such directory, or no quantized checkpoint of a known kind.
+        OpenQuantError: the directory does not exist, or is no finished quantized checkpoint in a supported format.
     """
-    begin = time.monotonic()
+    start = time.monotonic()
     if full and source is None:
         raise UsageError("--full compares with the source, and none is given", "give --source DIR")
     if workers is not None and workers < 1:
@@ -97,51 +96,54 @@ def verify(
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
     origin = None if source is None else open_checkpoint(Path(source))
-    told = None if source is None else os.fspath(source)
-    form = f"{quantization.method}, {quantization.title}"
+    source_name = None if source is None else os.fspath(source)
+    format_title = f"{quantization.method}, {quantization.title}"
     try:
         checkpoint = open_checkpoint(root)
     except SourceError as error:
         notes = ("nothing else was checked",)
-        return Report(os.fspath(directory), told, None, form, (error.message,), notes, seconds=_since(begin))
-    written = set(journal["files"]) if journal else set()
+        return Report(
+            os.fspath(directory), source_name, None, format_title, (error.message,), notes, seconds=_since(start)
+        )
+    journal_files = set(journal["files"]) if journal else set()
     model = MODELS.get(checkpoint.architecture)
-    text = card_of(checkpoint)
-    card = source_of(text)
-    ours = journal is not None or card is not None
-    headers, findings = check_headers(checkpoint, quantization, model, written, ours)
-    remakes = ours and QUANTIZED not in (card or "")
-    work = _Verification(headers, findings, written, origin, full, remakes, text)
-    work.run(workers or available_cpus(), progress)
+    card = card_of(checkpoint)
+    card_source = source_of(card)
+    ours = journal is not None or card_source is not None
+    headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours)
+    recomputable = ours and QUANTIZED not in (card_source or "")
+    verification = _Verification(headers, findings, journal_files, origin, full, recomputable, card)
+    verification.run(workers or available_cpus(), progress)
+    contents = verification.contents
     return Report(
         directory=os.fspath(directory),
-        source=told,
+        source=source_name,
         architecture=checkpoint.architecture,
-        format=form,
+        format=format_title,
         problems=tuple(findings.problems),
         notes=tuple(findings.notes),
         shards=len(checkpoint.shards),
         tensors=len(checkpoint.tensors),
         nbytes=sum(info.nbytes for info in checkpoint.tensors.values()),
         quantized=len(headers.codes),
-        equal_tensors=work.equal_tensors,
-        equal_files=work.equal_files,
-        errors=tuple(work.errors),
-        compared_codes=work.compared,
-        equal_codes=work.same,
-        recomputed=work.remakes,
-        seconds=_since(begin),
+        equal_tensors=contents.equal_tensors,
+        equal_files=verification.equal_files,
+        errors=tuple(contents.errors),
+        compared_codes=contents.compared_codes,
+        equal_codes=contents.equal_codes,
+        recomputed=verification.recomputes,
+        seconds=_since(start),
     )
 
 
-def _since(begin: float) -> float:
-    return round(time.monotonic() - begin, 3)
+def _since(start: float) -> float:
+    return round(time.monotonic() - start, 3)
 
 
 class _Verification:
-    """One check against a source and of the contents, once the headers are checked; `run` says in which order.
+    """The checks of `verify` that follow those of the headers: files, source, contents.
 
-    What it finds goes where the headers' problems and notes are.
+    They add to the problems and notes of the headers' checks.
     """
 
     def __init__(
@@ -151,52 +153,48 @@ class _Verification:
         files: set[str],
         source: Checkpoint | None,
         full: bool,
-        remakes: bool,
+        recomputable: bool,
         card: str,
     ) -> None:
         self.headers = headers
         self.findings = findings
-        # What the run that made the directory wrote, if that is known.
+        # Names of the files that the run wrote; empty if not known.
         self.files = files
-        self.folded, self.weighed = says_folds(card), says_weighed(card)
-        # Whether GPTQ rounded what it can: no codes of these are made again.
+        self.smoothed, self.weighted_search = says_folds(card), says_weighed(card)
         self.gptq_rounded = is_rounded_by_gptq(card)
         self.checkpoint = headers.checkpoint
         self.origin = source
-        # With the weights that are quantized there as what they stand for, and these.
+        # The source as if its quantized weights were bfloat16, and these weights by tensor name.
         self.source: Checkpoint | None = None
         self.decoded: dict[str, Weight] = {}
         if source is not None:
             self.source, self.decoded = decoded_view(source)
         self.full = full
         self.ours = findings.ours
-        self.remakes = full and remakes and headers.scheme is not None
+        # Whether quantizing the source again must give the same codes and scales.
+        self.recomputes = full and recomputable and headers.scheme is not None
         self.problems, self.notes = findings.problems, findings.notes
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
-        self.cached = cached_in_fp8(headers)
-        self.cache = cache_tensors(headers)
+        self.fp8_cache = cached_in_fp8(headers)
+        self.cache_scales = cache_tensors(headers)
         entry, scheme = headers.entry, headers.scheme
-        # Other tools' outputs hold projections as their config says.
+        # Keys that the config needs beside its quantization_config. Other tools may store projections unfused.
         config = self.checkpoint.config if self.ours else {}
-        self.written = entry.model.written(scheme.name if scheme else None, config) if entry else {}
-        self.values: dict[str, float] = {}
+        self.required_keys = entry.model.written(scheme.name if scheme else None, config) if entry else {}
         self.plan: Plan | None = None
         self.transforms = WeightTransforms()
+        # The source's weights by module.
         self.originals: dict[str, Weight] = {}
-        self.equal_tensors = 0
         self.equal_files = 0
-        self.errors: list[LayerError] = []
-        self.absmax: dict[str, float] = {}
-        self.compared = 0
-        self.same = 0
+        self.contents = TensorFindings()
 
     def run(self, workers: int, progress: Progress | None) -> None:
-        """Find all that is off: files, config, source, tensors, then what is shared between layers."""
+        """Run all checks: files, config, source, tensors, then scales that layers share."""
         pairs: list[Pair] = []
         self._require_readable()
         self._open_with_library()
         self._check_extra_files()
-        self.problems += unsaid_keys(self.checkpoint.config, self.written)
+        self.problems += missing_keys(self.checkpoint.config, self.required_keys)
         if self.source is not None:
             self._compare_config(self.source)
             self._compare_files(self.source)
@@ -206,12 +204,12 @@ class _Verification:
         self._read(pairs, workers, progress)
         if self.headers.entry is not None:
             self._check_shared_scales(self.headers.entry)
-        self._check_remade_scales(self.headers.entry)
+        self._check_recomputed_shared_scales(self.headers.entry)
 
     def _require_readable(self) -> None:
-        """Report what keeps the weights from being decoded, if nothing else is off."""
+        """Report why the weights cannot be decoded, if there are no other problems."""
         if not self.problems:
-            # What is stored in a way that is not read here may be read by engines.
+            # A PlanError means a layout that openquant does not read; engines may read it.
             with suppress(PlanError):
                 try:
                     decoded_view(self.checkpoint)
@@ -219,20 +217,20 @@ class _Verification:
                     self.problems.append(error.message)
 
     def _open_with_library(self) -> None:
-        """Each shard must open with the safetensors library, which engines use, and hold the same tensors to it."""
-        names: dict[str, set[str]] = {shard: set() for shard in self.checkpoint.shards}
+        """Check that the safetensors library, which engines use, opens each shard and finds the same tensors in it."""
+        names_by_shard: dict[str, set[str]] = {shard: set() for shard in self.checkpoint.shards}
         for name, place in self.checkpoint.where.items():
-            names[place.shard].add(name)
-        for shard, wanted in names.items():
+            names_by_shard[place.shard].add(name)
+        for shard, names in names_by_shard.items():
             try:
                 with safe_open(self.checkpoint.root / shard, framework="np") as file:
-                    if set(file.keys()) != wanted:
+                    if set(file.keys()) != names:
                         self.problems.append(f"{shard} holds other tensors to the safetensors library")
             except (SafetensorError, OSError) as error:
                 self.problems.append(f"{shard} cannot be opened with the safetensors library: {error}")
 
     def _check_extra_files(self) -> None:
-        """Note files that the run which made the directory, or the source, does not have."""
+        """Report files that neither the run nor the source explains."""
         expected, where = self.files or None, "not of the run that made it" if self.files else "beside the model"
         if self.source is not None:
             expected, where = {*self.source.files, "README.md", "config.json"}, "not in the source"
@@ -244,147 +242,156 @@ class _Verification:
         except SourceError as error:
             self.notes.append(error.message)
 
-    # The source.
+    # Comparison with the source.
 
     def _compare_config(self, source: Checkpoint) -> None:
-        ours, theirs = (
-            without_quantization(config, self.written) for config in (self.checkpoint.config, source.config)
+        output_config, source_config = (
+            without_quantization(config, self.required_keys) for config in (self.checkpoint.config, source.config)
         )
         if self.ours:
-            for difference in config_differences(ours, theirs):
+            for difference in config_differences(output_config, source_config):
                 self.problems.append(f"config.json: {difference.text('the source has')}")
             return
-        for difference, computed in judge_config(ours, theirs):
+        for difference, changes_model in judge_config(output_config, source_config):
             message = f"config.json: {difference.text('the source has')}"
-            (self.problems if computed else self.notes).append(message)
+            (self.problems if changes_model else self.notes).append(message)
 
     def _compare_files(self, source: Checkpoint) -> None:
-        # The card is written anew; the config was compared by its contents.
+        # The model card is rewritten, and _compare_config compares the config key by key.
         for name in sorted(source.files.keys() - {"config.json", "README.md"}):
             if name not in self.checkpoint.files:
                 if name not in self.files:
-                    self.findings.differs(f"{name} is missing: the source has it")
-            elif _same(self.checkpoint.root / name, source.root / name):
+                    self.findings.add_difference(f"{name} is missing: the source has it")
+            elif _is_equal(self.checkpoint.root / name, source.root / name):
                 self.equal_files += 1
             else:
-                self.findings.differs(f"{name} differs from the source's")
+                self.findings.add_difference(f"{name} differs from the source's")
 
     def _make_plan(self, source: Checkpoint, origin: Checkpoint) -> None:
-        """The plan that would leave unquantized what is; without one, tensors are compared by name alone."""
+        """Make the plan that quantizes what the directory has quantized. Without a plan, tensors are matched by name.
+
+        Args:
+            source: the source as if unquantized.
+            origin: the source as it is.
+        """
         if source.architecture not in MODELS:
             return
         try:
             if not self.headers.quantization.groups:
                 self.plan = make_unchanged_plan(origin, PlanOptions())
                 return
-            # Of another tool's layers only the names count, which any scheme of the format has.
+            # For another tool's output the plan only gives names, which all schemes of a method share.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
-            options, found = PlanOptions(head=self.headers.head, cached=self.cached), self._found()
-            self.plan = make_plan(origin, scheme, options, found=found)
+            options, layout = PlanOptions(head=self.headers.head, cached=self.fp8_cache), self._stored_layout()
+            self.plan = make_plan(origin, scheme, options, found=layout)
             if self.ours:
-                self._unfold(self.plan)
-                self.plan = make_plan(origin, scheme, replace(options, transforms=self.transforms), found=found)
+                self._recognize_smoothing(self.plan)
+                self.plan = make_plan(origin, scheme, replace(options, transforms=self.transforms), found=layout)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
-        for module, layer in self.plan.layers.items():
-            self.originals[module] = layer
+        self.originals.update(self.plan.layers)
 
-    def _unfold(self, plan: Plan) -> None:
-        """By what inputs of layers are divided in the norms and projections before them."""
+    def _recognize_smoothing(self, plan: Plan) -> None:
+        """Set `transforms` to the smoothing of the output."""
         try:
-            found = recognize_smoothing(plan, self.checkpoint, self.codes, self.folded)
+            smoothing = recognize_smoothing(plan, self.checkpoint, self.codes, self.smoothed)
         except SourceError as error:
             self.problems.append(error.message)
             return
-        self.problems += found.problems
-        self.transforms = found.transforms
-        if found.transforms.weights:
+        self.problems += smoothing.problems
+        self.transforms = smoothing.transforms
+        if smoothing.transforms.weights:
             self.notes.append(
-                f"inputs of layers are folded: {len(found.transforms.tensors)} norms and biases and "
-                f"{len(found.transforms.weights)} matrices were held against what that makes of the source's"
+                f"inputs of layers are smoothed: {len(smoothing.transforms.tensors)} norms and biases and "
+                f"{len(smoothing.transforms.weights)} matrices were compared with the smoothed source"
             )
 
-    def _found(self) -> StoredLayout:
-        """What is unquantized, and what is stored in another scheme than most."""
-        alike: dict[str, set[Scheme | None]] = {}
+    def _stored_layout(self) -> StoredLayout:
+        """Which modules are unquantized, and which are stored in another scheme than most.
+
+        A template such as "model.layers.*.mlp.up_proj" stands for all its modules where they are stored alike.
+        """
+        schemes_of: dict[str, set[Scheme | None]] = {}
         for weight in self.codes.values():
-            alike.setdefault(template(weight.module), set()).add(self._scheme_of(weight))
+            schemes_of.setdefault(template(weight.module), set()).add(self._scheme_of(weight))
         unquantized: set[str] = set()
         stored = self.headers.stored
         for info in self.checkpoint.tensors.values():
             if len(info.shape) > 1 and info.name not in stored and self.headers.owner(info.name) is None:
                 name = template(info.module)
-                unquantized.add(info.module if name in alike else name)
+                unquantized.add(info.module if name in schemes_of else name)
         schemes: dict[str, Scheme] = {}
         for weight in self.codes.values():
-            other = self._scheme_of(weight)
-            if other is not None and other != self.scheme:
+            scheme = self._scheme_of(weight)
+            if scheme is not None and scheme != self.scheme:
                 name = template(weight.module)
-                schemes[weight.module if len(alike[name]) > 1 else name] = other
+                schemes[weight.module if len(schemes_of[name]) > 1 else name] = scheme
         return StoredLayout(unquantized, schemes)
 
     def _pair(self, source: Checkpoint) -> list[Pair]:
-        """Unquantized tensors, with the weight or bytes each must equal, None for the source's tensor of that name."""
+        """Match the output's tensors with the source's, report misfits, and return the unquantized ones with theirs."""
         pairs: list[Pair] = []
-        changed = {kept.tensor.name: kept.changed for kept in self.plan.decisions.kept} if self.plan else {}
+        smoothed = {kept.tensor.name: kept.changed for kept in self.plan.decisions.kept} if self.plan else {}
         foreign: list[str] = []
         recast: list[str] = []
-        added = {info.name for info in self.cache} if self.cached else set()
-        for found in self.checkpoint.tensors.values():
-            if found.name in added:
+        added = {info.name for info in self.cache_scales} if self.fp8_cache else set()
+        for tensor in self.checkpoint.tensors.values():
+            if tensor.name in added:
                 continue
-            info = self.headers.stored[found.name].source if found.name in self.headers.stored else found
+            # As it would be unquantized.
+            info = self.headers.stored[tensor.name].source if tensor.name in self.headers.stored else tensor
             original, weight = source.tensors.get(info.name), self.originals.get(info.module)
             if original is None and weight is not None and info.name != f"{info.module}.weight":
                 weight = None
-            stored = original or (weight and weight.source)
-            if stored is None:
+            source_info = original or (weight and weight.source)
+            if source_info is None:
                 if self.headers.owner(info.name) is None:
                     foreign.append(info.name)
                 continue
-            dtype, shape = stored.dtype, weight.shape if original is None and weight else stored.shape
-            if found.name in self.headers.stored:
+            dtype, shape = source_info.dtype, weight.shape if original is None and weight else source_info.shape
+            if tensor.name in self.headers.stored:
                 if info.shape != shape:
-                    self._mismatch(found, dtype, shape)
+                    self._report_mismatch(tensor, dtype, shape)
                 elif weight is None and original is not None and len(shape) == 2 and dtype in BITS_TYPE:
                     matrix = Weight(info.module, info.module, original, (shape[0], shape[1]))
                     self.originals[info.module] = self.decoded.get(info.name, matrix)
             elif (info.dtype, info.shape) == (dtype, shape):
-                plain = self.decoded.get(info.name) if original else weight
-                pairs.append((info, changed.get(info.name) or plain))
+                source_weight = self.decoded.get(info.name) if original else weight
+                pairs.append((info, smoothed.get(info.name) or source_weight))
             elif info.shape == shape and not self.ours:
                 recast.append(info.name)
             else:
-                self._mismatch(info, dtype, shape)
+                self._report_mismatch(info, dtype, shape)
         if self.ours:
             self.problems += [f"{self._place(name)} is not in the source" for name in foreign]
         elif foreign:
             self.notes.append(f"not in the source: {', '.join(collapse(foreign))}")
         if recast:
             self.notes.append(f"not compared, since the source has another dtype: {', '.join(collapse(recast))}")
-        self._check_accounted(source)
+        self._check_complete(source)
         return pairs
 
-    def _mismatch(self, info: TensorInfo, dtype: str, shape: tuple[int, ...]) -> None:
+    def _report_mismatch(self, info: TensorInfo, dtype: str, shape: tuple[int, ...]) -> None:
         self.problems.append(f"{self._place(info.name)} is {described(info)}, the source has {dtype} {list(shape)}")
 
-    def _check_accounted(self, source: Checkpoint) -> None:
-        """Every tensor of the source must be there, itself or split into experts."""
+    def _check_complete(self, source: Checkpoint) -> None:
+        """Check that every tensor of the source is there, whole or split into experts."""
         tensors = self.checkpoint.tensors
-        parts: dict[str, list[str]] = {}
+        experts: dict[str, list[str]] = {}
         for layer in self.plan.layers.values() if self.plan else ():
             if layer.expert >= 0:
-                parts.setdefault(layer.source.name, []).append(f"{layer.module}.weight")
+                experts.setdefault(layer.source.name, []).append(f"{layer.module}.weight")
         for name in source.tensors:
             if name in tensors or name in self.codes:
                 continue
-            for missing in [part for part in parts.get(name, [name]) if part not in tensors and part not in self.codes]:
-                self.problems.append(f"{missing} is missing: the source has {name} in {source.where[name].shard}")
+            for expected in experts.get(name, [name]):
+                if expected not in tensors and expected not in self.codes:
+                    self.problems.append(f"{expected} is missing: the source has {name} in {source.where[name].shard}")
 
     def _compare_plan(self) -> None:
-        """What this tool made must have its tensors where its plan puts them, and list what its plan lists."""
+        """Check that an output of ours has the ignore list of its plan, and each tensor in the planned shard."""
         if self.plan is None or not self.ours:
             return
         key = self.headers.quantization.ignored.key
@@ -392,73 +399,69 @@ class _Verification:
         for name in ignored_layers(self.plan):
             if name not in listed and name not in self.findings.unlisted:
                 self.problems.append(f"config.json: {key} does not list {name}")
-        # Engines may take a name for the beginning, or a part, of others.
-        more = sorted(listed.difference(ignored_layers(self.plan)))
-        self.problems += [f"config.json: {key} lists {name}, the plan does not" for name in more]
+        # Engines may match an entry as a prefix or a part of other names.
+        surplus = sorted(listed.difference(ignored_layers(self.plan)))
+        self.problems += [f"config.json: {key} lists {name}, the plan does not" for name in surplus]
         if self.problems:
             return
         for shard in self.plan.layout.shards:
             for planned in self.plan.layout.outputs(shard.name):
-                found, where = self.checkpoint.tensors[planned.name], self.checkpoint.where[planned.name]
-                if (found != planned and found.name not in self.headers.scales) or where.shard != shard.name:
+                info, where = self.checkpoint.tensors[planned.name], self.checkpoint.where[planned.name]
+                if (info != planned and info.name not in self.headers.scales) or where.shard != shard.name:
                     self.problems.append(
-                        f"{self._place(found.name)} is {described(found)}, "
+                        f"{self._place(info.name)} is {described(info)}, "
                         f"the plan has {described(planned)} in {shard.name}"
                     )
 
-    # The tensors' contents.
+    # Contents of tensors.
 
     def _read(self, pairs: list[Pair], workers: int, progress: Progress | None) -> None:
+        """Read all tensors, and report what is wrong with their contents."""
         tasks = [TensorTask(info, original=original) for info, original in pairs]
-        gptq_rounded = self._carried()
+        gptq_rounded = self._gptq_modules()
         for weight in self.codes.values():
             original = self.originals.get(weight.module) if self.full else None
             original = original if original and original.shape == weight.source.shape else None
-            scheme = self._scheme_of(weight) if self.remakes else None
+            scheme = self._scheme_of(weight) if self.recomputes else None
             tasks.append(
-                TensorTask(weight.codes, weight, original, scheme, self.weighed, weight.module in gptq_rounded)
+                TensorTask(weight.codes, weight, original, scheme, self.weighted_search, weight.module in gptq_rounded)
             )
-        tasks += [TensorTask(info, scale=True) for info in self.cache]
-        looked_at = {task.info.name for task in tasks} | self.headers.scales
+        tasks += [TensorTask(info, kv_cache_scale=True) for info in self.cache_scales]
+        read_names = {task.info.name for task in tasks} | self.headers.scales
         tasks += [
-            TensorTask(info, alone=True)
+            TensorTask(info, finite_only=True)
             for info in self.checkpoint.tensors.values()
-            if can_be_non_finite(info.dtype) and info.name not in looked_at
+            if can_be_non_finite(info.dtype) and info.name not in read_names
         ]
-        # In the order of the files, which is how disks like it.
+        # Disks read fastest in the order of the files.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
-        contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
-        self.problems += contents.problems
-        self._report_not_finite(contents)
-        self.errors = contents.errors
-        self.values = contents.scales
-        self.equal_tensors = contents.equal
-        self.absmax = contents.absmax
-        self.compared, self.same = contents.compared, contents.same
-        if self.codes and self.ours and self.full and not self.remakes:
+        self.contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
+        self.problems += self.contents.problems
+        self._report_non_finite()
+        if self.codes and self.ours and self.full and not self.recomputes:
             self.notes.append(
-                "codes and scales were not made again, since the source was quantized already: errors were held "
-                "against what rounding explains"
+                "codes and scales were not recomputed, since the source was already quantized: errors were compared "
+                "with the rounding bound"
             )
         if self.full and gptq_rounded:
-            self.notes.append(f"{len(gptq_rounded)} layers were rounded by GPTQ, whose codes are not made again")
+            self.notes.append(f"{len(gptq_rounded)} layers were rounded by GPTQ, whose codes are not recomputed")
         if self.full:
             skipped = sum(weight.module not in self.originals for weight in self.codes.values())
             if skipped:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
 
-    def _report_not_finite(self, contents: TensorFindings) -> None:
-        """NaN is a problem anywhere, and infinity in a weight; a mask or a bound may be infinite."""
-        for name, found in sorted(contents.not_finite.items()):
-            source = ", as the source has it" if name in contents.equal_names else ""
-            message = f"{self._place(name)} holds {found.text}{source}"
-            if found.nan or name.endswith(".weight"):
+    def _report_non_finite(self) -> None:
+        """Report NaN as a problem, and infinity too unless the tensor may be a mask or a bound."""
+        for name, count in sorted(self.contents.non_finite.items()):
+            source = ", as the source has it" if name in self.contents.as_in_source else ""
+            message = f"{self._place(name)} holds {count.text}{source}"
+            if count.nan or name.endswith(".weight"):
                 self.problems.append(f"{message}: the model answers NaN where it is used")
             else:
                 self.notes.append(f"{message}: right in a mask or a bound only")
 
-    def _carried(self) -> set[str]:
-        """The modules that GPTQ rounded; all, where it did and no plan says which."""
+    def _gptq_modules(self) -> set[str]:
+        """The modules that GPTQ rounded; without a plan, all quantized ones."""
         if not self.gptq_rounded:
             return set()
         if self.plan is None:
@@ -466,80 +469,81 @@ class _Verification:
         return {weight.module for weight, _ in gptq_weights(self.plan.decisions)}
 
     def _check_shared_scales(self, entry: ModuleRules) -> None:
-        """Layers that engines merge must have one scale, or vLLM rounds them a second time at load."""
-        layers, several, ragged = self.headers.layers(entry), 0, 0
+        """Check that fused layers share a scale. vLLM otherwise requantizes them at load, or uses one of the scales."""
+        layers, different, ragged = self.headers.layers(entry), 0, 0
         for members in sorted(set(entry.fused_groups(layers).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
-            forms = {weight.format for weight in weights}
-            form = forms.pop() if len(forms) == 1 else None
-            if form is None:
+            formats = {weight.format for weight in weights}
+            fmt = formats.pop() if len(formats) == 1 else None
+            if fmt is None:
                 continue
-            if form.group[1] is not None:
-                ragged += any(weight.codes.shape[0] % (form.group[0] or 1) for weight in weights[:-1])
+            if fmt.group[1] is not None:
+                ragged += any(weight.codes.shape[0] % (fmt.group[0] or 1) for weight in weights[:-1])
             tied = (weight.tied_scale.name for weight in weights if weight.tied_scale)
-            scales = [name for name in tied if name in self.values]
-            values = [self.values[name] for name in scales]
-            if len(set(values)) < 2:
+            names = [name for name in tied if name in self.contents.scales]
+            scales = [self.contents.scales[name] for name in names]
+            if len(set(scales)) < 2:
                 continue
-            # Global scales it does not even out: it takes one for all.
-            if not self.ours and form.shared:
-                several += 1
+            # vLLM requantizes layers with one scale per tensor, but takes one global scale for all.
+            if not self.ours and fmt.shared:
+                different += 1
                 continue
-            number = next(number for number, value in enumerate(values) if value != values[0])
+            index = next(index for index, scale in enumerate(scales) if scale != scales[0])
             self.problems.append(
-                f"{self._place(scales[0])} is {values[0]:g} and {scales[number]} is {values[number]:g}, "
-                "but engines merge their layers under one scale"
+                f"{self._place(names[0])} is {scales[0]:g} and {names[index]} is {scales[index]:g}, "
+                "but engines fuse their layers under one scale"
             )
-        if several:
+        if different:
             self.notes.append(
-                f"{several} sets of layers that engines merge have different scales: vLLM rounds them again at load"
+                f"{different} groups of fused layers have different scales: vLLM rounds them again at load"
             )
         if ragged:
             self.notes.append(
-                f"{ragged} sets of layers that engines merge do not divide into blocks: {VLLM} misplaces their scales"
+                f"{ragged} groups of fused layers do not divide into blocks: {VLLM} misplaces their scales"
             )
 
     def _scheme_of(self, weight: Weight) -> Scheme | None:
-        """What a weight of ours is stored in; None if that is no scheme of one config with most."""
+        """The scheme that a weight is stored in: the directory's, or one that it may be mixed with; None for others."""
         if weight.format is None or self.scheme is None:
             return self.scheme
-        kind = _kind(weight.format)
-        return next((other for other in (self.scheme, *MIXED) if _kind(other.format) == kind), None)
+        layout = _layout(weight.format)
+        return next((scheme for scheme in (self.scheme, *MIXED) if _layout(scheme.format) == layout), None)
 
-    def _check_remade_scales(self, entry: ModuleRules | None) -> None:
-        """A scale that several layers share must be that of the largest weight in any of them."""
-        sets = entry.fused_groups(self.headers.layers(entry)) if entry else {}
-        together: dict[object, list[str]] = {}
-        for module in self.absmax:
+    def _check_recomputed_shared_scales(self, entry: ModuleRules | None) -> None:
+        """Check that a scale which fused layers share is that of the largest weight in any of them."""
+        fused_groups = entry.fused_groups(self.headers.layers(entry)) if entry else {}
+        stored = self.contents.scales
+        groups: dict[object, list[str]] = {}
+        for module in self.contents.absmax:
             scale = self.codes[f"{module}.weight"].tied_scale
-            if scale is not None and scale.name in self.values:
-                # Which are joined is not known of every model; those of one scale may be.
-                key = sets.get(module, (module,)) if entry else self.values[scale.name]
-                together.setdefault(key, []).append(module)
-        for modules in together.values():
+            if scale is not None and scale.name in stored:
+                # Without an entry the fused layers are not known; layers with equal scales may be fused.
+                key = fused_groups.get(module, (module,)) if entry else stored[scale.name]
+                groups.setdefault(key, []).append(module)
+        for modules in groups.values():
             scheme = self._scheme_of(self.codes[f"{modules[0]}.weight"])
             assert scheme is not None
-            largest = np.float32(max(self.absmax[module] for module in modules))
-            made = float(choose_shared_scale(scheme.format, np.asarray(largest)))
+            absmax = np.float32(max(self.contents.absmax[module] for module in modules))
+            recomputed = float(choose_shared_scale(scheme.format, np.asarray(absmax)))
             for module in modules:
                 scale = self.codes[f"{module}.weight"].tied_scale
-                if scale is not None and self.values[scale.name] != made:
+                if scale is not None and stored[scale.name] != recomputed:
                     self.problems.append(
-                        f"{self._place(scale.name)} is {self.values[scale.name]:.9g}, the source makes it {made:.9g}"
+                        f"{self._place(scale.name)} is {stored[scale.name]:.9g}, the source makes it {recomputed:.9g}"
                     )
 
 
-def _kind(form: Format) -> tuple[object, ...]:
-    """What tells schemes of one config apart."""
-    return form.number, form.group, form.zero_point
+def _layout(fmt: Format) -> tuple[object, ...]:
+    """The properties of a format in which the schemes that one config can mix differ."""
+    return fmt.number, fmt.group, fmt.zero_point
 
 
-def _same(one: Path, other: Path) -> bool:
+def _is_equal(left: Path, right: Path) -> bool:
     """Whether two files have the same contents."""
-    with readable(), open_regular(one, str(one)) as left, open_regular(other, str(other)) as right:
+    with readable(), open_regular(left, str(left)) as left_file, open_regular(right, str(right)) as right_file:
         while True:
-            piece = left.read(1 << 20)
-            if piece != right.read(1 << 20):
+            piece = left_file.read(1 << 20)
+            if piece != right_file.read(1 << 20):
                 return False
             if not piece:
                 return True

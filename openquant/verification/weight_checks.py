@@ -1,4 +1,4 @@
-"""Checks of the quantized weights of a directory: names, dtypes and shapes of codes, scales and zero points.
+"""Finds the quantized weights of a directory, and checks names, dtypes and shapes of codes, scales and zero points.
 
 weights = find_weights(checkpoint, quantization, pairs, findings)
 weights.codes["model.layers.0.mlp.up_proj.weight"].scale
@@ -26,9 +26,9 @@ class StoredWeights(NamedTuple):
     """The quantized weights of a directory.
 
     Attributes:
-        codes: the quantized weights, by the name that each would have unquantized.
-        stored: the same by the name of the tensor that holds their codes.
-        scales: the names of their scales, and of what else is beside codes.
+        codes: the quantized weights, by the name of the unquantized tensor.
+        stored: the same weights, by the name of the tensor that holds the codes.
+        scales: names of all tensors that belong to codes: scales, zero points, shapes.
     """
 
     codes: dict[str, Weight]
@@ -43,12 +43,12 @@ def find_weights(
 
     Args:
         checkpoint: the opened directory.
-        quantization: what its config says.
-        pairs: its codes, each with the scale that is beside them.
-        findings: gets what is off.
+        quantization: its quantization_config.
+        pairs: the codes that the directory has, each with its scale.
+        findings: problems and notes are added to it.
 
     Returns:
-        All weights that have codes. One whose scale is missing or wrong has none.
+        All weights that have codes. If a scale is missing or has a wrong dtype or shape, the weight has no scale.
     """
     finder = _Finder(checkpoint, quantization, findings)
     finder.add_all(pairs)
@@ -56,7 +56,7 @@ def find_weights(
 
 
 class _Finder:
-    """Finds weights one by one."""
+    """One call of `find_weights`."""
 
     def __init__(self, checkpoint: Checkpoint, quantization: Quantization, findings: Findings) -> None:
         self.checkpoint = checkpoint
@@ -67,26 +67,26 @@ class _Finder:
         self.scales: set[str] = set()
 
     def add_all(self, pairs: Sequence[CodesAndScale]) -> None:
-        """Find the quantized weights and their scales."""
-        respelled = 0
+        """Add all weights, and report problems with their codes, scales and zero points."""
+        per_tensor_scale_inv = 0
         for pair in pairs:
-            info, form, scale = pair.codes, pair.form, pair.scale
-            if form is not None and form.columns is not None:
-                self._add_columns(pair, form)
+            info, fmt, scale = pair.codes, pair.form, pair.scale
+            if fmt is not None and fmt.columns is not None:
+                self._add_columns(pair, fmt)
                 continue
             first = self.quantization.groups[0][1] if self.quantization.groups else None
-            number = (form or first or CHANNEL.format).number
-            misnamed = f" called {pair.name}" if pair.packed and number.per_item == 1 else ""
+            number = (fmt or first or CHANNEL.format).number
+            right_name = f" called {pair.name}" if pair.packed and number.per_item == 1 else ""
             if info.dtype == number.dtype and number.per_item > 1 and not pair.packed:
-                misnamed = f" called {pair.name}_packed"
+                right_name = f" called {pair.name}_packed"
             if info.name.endswith(".qweight"):
-                misnamed = f" called {pair.name}_packed"
-            if info.dtype != number.dtype or len(info.shape) < 2 or misnamed:
+                right_name = f" called {pair.name}_packed"
+            if info.dtype != number.dtype or len(info.shape) < 2 or right_name:
                 self.findings.problems.append(
-                    f"{self._place(info.name)} is {described(info)}, not a matrix of {number.dtype}{misnamed}"
+                    f"{self._place(info.name)} is {described(info)}, not a matrix of {number.dtype}{right_name}"
                 )
                 continue
-            if form is None:
+            if fmt is None:
                 self.findings.problems.append(
                     f"{self._place(info.name)} is {number.dtype}, but no config group targets it"
                 )
@@ -94,36 +94,36 @@ class _Finder:
                 self.codes[pair.name] = self.stored[info.name] = weight
                 continue
             shape = (*info.shape[:-1], info.shape[-1] * number.per_item)
-            wanted = form.scale_of(pair.name)
-            # What other names a tool gives it engines do not read, but for one.
-            if scale is not None and scale.name != wanted:
-                scale = scale if form.shared and scale.name.endswith("_scale_inv") else None
-                respelled += scale is not None
+            scale_name = fmt.scale_of(pair.name)
+            # Engines read a scale by no other name, but for weight_scale_inv of a per-tensor scale.
+            if scale is not None and scale.name != scale_name:
+                scale = scale if fmt.shared and scale.name.endswith("_scale_inv") else None
+                per_tensor_scale_inv += scale is not None
             if scale is None:
-                self.findings.problems.append(f"{self._place(info.name)} has no scale: {wanted} is missing")
+                self.findings.problems.append(f"{self._place(info.name)} has no scale: {scale_name} is missing")
             else:
                 self.scales.add(scale.name)
-                scale = self._sound(scale, form.scale_dtypes, form.scale_shapes(shape), info)
-            above = self._global_scale(pair, form)
-            zeros = self._zero_points(pair, form, (shape[-2], shape[-1]))
-            self.scales.update(beside.name for beside in pair.beside if beside.name.endswith(".input_global_scale"))
+                scale = self._checked(scale, fmt.scale_dtypes, fmt.scale_shapes(shape), info)
+            global_scale = self._global_scale(pair, fmt)
+            zeros = self._zero_points(pair, fmt, (shape[-2], shape[-1]))
+            self.scales.update(other.name for other in pair.beside if other.name.endswith(".input_global_scale"))
             self.codes[pair.name] = self.stored[info.name] = Weight(
                 pair.module,
                 "",
                 TensorInfo(pair.name, info.dtype, shape),
                 (shape[-2], shape[-1]),
-                format=form,
-                parts=(info, *((scale, *above, *zeros) if scale else ())),
-                input_scale=self._input_scale(pair, form),
+                format=fmt,
+                parts=(info, *((scale, *global_scale, *zeros) if scale else ())),
+                input_scale=self._input_scale(pair, fmt),
             )
-            self._check_known(info, form, pair.module, (shape[-2], shape[-1]))
+            self._check_shape_tensors(info, fmt, pair.module, (shape[-2], shape[-1]))
         twice = stored_twice(self.checkpoint.tensors, pairs)
         self.findings.problems += [
             f"{self._place(info.name)}: {message}" for info, message in twice if info.name in self.stored
         ]
-        if respelled:
+        if per_tensor_scale_inv:
             self.findings.notes.append(
-                f"{respelled} scales are called weight_scale_inv although they are one per tensor; "
+                f"{per_tensor_scale_inv} scales are called weight_scale_inv although they are one per tensor; "
                 f"{VLLM} reads that for Mistral 3 models only"
             )
         if not self.codes and self.quantization.groups:
@@ -132,95 +132,100 @@ class _Finder:
     def _place(self, name: str) -> str:
         return f"{self.checkpoint.where[name].shard}: {name}"
 
-    def _add_columns(self, pair: CodesAndScale, form: Format) -> None:
-        """A weight whose codes lie in columns."""
+    def _add_columns(self, pair: CodesAndScale, fmt: Format) -> None:
+        """Add a weight in AWQ's or GPTQ's layout, whose codes are packed along columns."""
         info = pair.codes
         self.scales.update(f"{pair.module}.{last}" for last in COLUMN_PARTS)
         try:
-            shape, parts = packed_columns(pair.module, info, form, self.checkpoint.tensors.get)
+            shape, parts = packed_columns(pair.module, info, fmt, self.checkpoint.tensors.get)
         except SourceError as error:
             self.findings.problems.append(f"{self.checkpoint.where[info.name].shard}: {error.message}")
             return
         source = TensorInfo(pair.name, info.dtype, shape)
-        self.codes[pair.name] = self.stored[info.name] = Weight(
-            pair.module, "", source, shape, format=form, parts=parts
-        )
+        self.codes[pair.name] = self.stored[info.name] = Weight(pair.module, "", source, shape, format=fmt, parts=parts)
 
-    def _check_known(self, info: TensorInfo, form: Format, module: str, shape: tuple[int, int]) -> None:
-        """What says the shape of a weight is there."""
-        for wanted, _ in form.constant_tensors(module, shape):
-            found = self.checkpoint.tensors.get(wanted.name)
-            if found is None:
-                self.findings.problems.append(f"{self._place(info.name)} has no shape: {wanted.name} is missing")
+    def _check_shape_tensors(self, info: TensorInfo, fmt: Format, module: str, shape: tuple[int, int]) -> None:
+        """Check that the tensor with a weight's shape is there, if its format has one."""
+        for expected, _ in fmt.constant_tensors(module, shape):
+            tensor = self.checkpoint.tensors.get(expected.name)
+            if tensor is None:
+                self.findings.problems.append(f"{self._place(info.name)} has no shape: {expected.name} is missing")
             else:
-                self.scales.add(found.name)
-                self._sound(found, (wanted.dtype,), (wanted.shape,), info)
+                self.scales.add(tensor.name)
+                self._checked(tensor, (expected.dtype,), (expected.shape,), info)
 
-    def _global_scale(self, pair: CodesAndScale, form: Format) -> tuple[TensorInfo, ...]:
-        """The scale of a weight's scales, if its format has one and it is there with the right shape and dtype."""
-        if form.global_scale is None:
+    def _global_scale(self, pair: CodesAndScale, fmt: Format) -> tuple[TensorInfo, ...]:
+        """The global scale; () if the format has none, or it is missing or wrong."""
+        if fmt.global_scale is None:
             return ()
-        info, found = pair.codes, pair.global_scale
-        if found is None:
-            name = form.shared_scale_name(pair.module)
+        info, tensor = pair.codes, pair.global_scale
+        if tensor is None:
+            name = fmt.shared_scale_name(pair.module)
             self.findings.problems.append(f"{self._place(info.name)} has no global scale: {name} is missing")
             return ()
-        self.scales.add(found.name)
-        sound = self._sound(found, ("F32",), ((1,), ()), info)
-        return () if sound is None else (sound,)
+        self.scales.add(tensor.name)
+        checked = self._checked(tensor, ("F32",), ((1,), ()), info)
+        return () if checked is None else (checked,)
 
-    def _zero_points(self, pair: CodesAndScale, form: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
-        """The codes that stand for zero, if a weight's format has them and they are there as they must be."""
-        info, found, wanted = pair.codes, pair.zero_points, form.zero_points(pair.module, shape)
-        if wanted is None:
+    def _zero_points(self, pair: CodesAndScale, fmt: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
+        """The zero points; () if the format has none, or they are missing or wrong."""
+        info, tensor, expected = pair.codes, pair.zero_points, fmt.zero_points(pair.module, shape)
+        if expected is None:
             return ()
-        if found is None:
-            self.findings.problems.append(f"{self._place(info.name)} has no zero points: {wanted.name} is missing")
+        if tensor is None:
+            self.findings.problems.append(f"{self._place(info.name)} has no zero points: {expected.name} is missing")
             return ()
-        self.scales.add(found.name)
-        sound = self._sound(found, (wanted.dtype,), (wanted.shape,), info)
-        return () if sound is None else (sound,)
+        self.scales.add(tensor.name)
+        checked = self._checked(tensor, (expected.dtype,), (expected.shape,), info)
+        return () if checked is None else (checked,)
 
-    def _input_scale(self, pair: CodesAndScale, form: Format) -> TensorInfo | None:
-        """The scale of a layer's activations, if it has one, it is there, and has the right shape and dtype."""
-        if form.input_scale is None:
+    def _input_scale(self, pair: CodesAndScale, fmt: Format) -> TensorInfo | None:
+        """The scale of a layer's activations; None if the format has none, or it is missing or wrong."""
+        if fmt.input_scale is None:
             return None
-        info, name = pair.codes, f"{pair.module}.{form.input_scale}"
-        found = self.checkpoint.tensors.get(name)
-        if found is None:
-            how = "static" if form.static else "scaled under it"
+        info, name = pair.codes, f"{pair.module}.{fmt.input_scale}"
+        tensor = self.checkpoint.tensors.get(name)
+        if tensor is None:
+            how = "static" if fmt.static else "scaled under it"
             self.findings.problems.append(f"{self._place(info.name)} has no {name}, but its activations are {how}")
             return None
         self.scales.add(name)
-        return self._sound(found, FLOATS, ((), (1,)), info)
+        return self._checked(tensor, FLOATS, ((), (1,)), info)
 
-    def _sound(
-        self, scale: TensorInfo, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], info: TensorInfo
+    def _checked(
+        self, tensor: TensorInfo, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], info: TensorInfo
     ) -> TensorInfo | None:
-        """The scale, if its dtype and shape are right."""
+        """Return a scale, zero points or a shape if its dtype and shape are right; else report a problem.
+
+        Args:
+            tensor: the tensor.
+            dtypes: the dtypes that engines load; openquant writes the first.
+            shapes: the shapes that engines load.
+            info: the codes it belongs to.
+        """
         if self.findings.ours:
-            # What a source had in float16 stays so.
+            # openquant leaves scales in float16 if the source has them so.
             dtypes = dtypes[:1] if dtypes[0] != "BF16" else ("BF16", "F16")
-        if scale.dtype in dtypes and scale.shape in shapes:
-            return scale
-        wanted = f"{either(dtypes)} {either([str(list(shape)) for shape in shapes])}"
+        if tensor.dtype in dtypes and tensor.shape in shapes:
+            return tensor
+        expected = f"{either(dtypes)} {either([str(list(shape)) for shape in shapes])}"
         self.findings.problems.append(
-            f"{self._place(scale.name)} is {described(scale)}, for {described(info)} it must be {wanted}"
+            f"{self._place(tensor.name)} is {described(tensor)}, for {described(info)} it must be {expected}"
         )
         return None
 
 
 def check_strays(headers: Headers, findings: Findings) -> None:
-    """Check that no scale belongs to nothing, and that there is nothing which engines refuse to load.
+    """Check that every scale belongs to a quantized weight, and that there are no tensors which engines cannot load.
 
     Args:
-        headers: what is there.
-        findings: gets what is off.
+        headers: the headers of the directory.
+        findings: problems and notes are added to it.
     """
-    unread, left = 0, unread_tensors(headers.checkpoint.tensors, headers.codes.values())
+    unread, refused = 0, unread_tensors(headers.checkpoint.tensors, headers.codes.values())
     for info in headers.checkpoint.tensors.values():
         owner = headers.owner(info.name)
-        if owner is None or info.name in headers.scales or info.name in left:
+        if owner is None or info.name in headers.scales or info.name in refused:
             continue
         weight = headers.checkpoint.tensors.get(owner)
         if weight is None and owner not in headers.codes:
@@ -229,11 +234,11 @@ def check_strays(headers: Headers, findings: Findings) -> None:
             findings.problems.append(f"{headers.place(info.name)} is the scale of {owner}, which is {weight.dtype}")
         elif info.name.endswith(".input_scale"):
             unread += 1
-        elif (form := headers.codes[owner].format) is not None:
+        elif (fmt := headers.codes[owner].format) is not None:
             findings.problems.append(
-                f"{headers.place(info.name)} is not the scale of {owner}: the config asks for {form.scale_of(owner)}"
+                f"{headers.place(info.name)} is not the scale of {owner}: the config asks for {fmt.scale_of(owner)}"
             )
-    for name in left:
-        findings.problems.append(f"{headers.place(name)} is nothing that engines load")
+    for name in refused:
+        findings.problems.append(f"{headers.place(name)} is a tensor that engines refuse to load")
     if unread:
         findings.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")

@@ -132,7 +132,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
 def test_verify_recomputes_scales_but_not_codes(made: Path, tmp_path: Path) -> None:
     report = verify(made, EXAMPLE, full=True)
     assert (report.problems, report.recomputed, report.compared_codes) == ((), True, 0)
-    assert report.notes == ("28 layers were rounded by GPTQ, whose codes are not made again",)
+    assert report.notes == ("28 layers were rounded by GPTQ, whose codes are not recomputed",)
     assert len(report.errors) == 28
     assert max(error.relative for error in report.errors) < 0.2
     printed = verification_text(report)
@@ -388,7 +388,7 @@ def test_gptq_halves_the_loss_of_experts(experts: Path, tmp_path: Path, monkeypa
     assert found.outputs[0]["texts"]
     report = verify(tmp_path / "gptq", experts, full=True)
     assert (report.problems, report.compared_codes) == ((), 0)
-    assert report.notes == ("64 layers were rounded by GPTQ, whose codes are not made again",)
+    assert report.notes == ("64 layers were rounded by GPTQ, whose codes are not recomputed",)
 
 
 def test_a_run_that_is_killed_between_experts_goes_on(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -94,8 +95,7 @@ def test_verify_recognizes_scales(made: Twin, tmp_path: Path) -> None:
         report = verify(made.output, made.source, full=full)
         assert report.problems == ()
         assert report.notes == (
-            "inputs of layers are folded: 8 norms and biases and 28 matrices were held against what that makes of the "
-            "source's",
+            "inputs of layers are smoothed: 8 norms and biases and 28 matrices were compared with the smoothed source",
         )
         assert report.equal_share == (1 if full else None)
     # Without a word of it in the card, too.
@@ -122,8 +122,8 @@ def another_bit(weights: Weights) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (no_power, "no power of two is between them (1 of 256 differ so)"),
-        (no_columns, "does not fit model.layers.1.self_attn.k_proj, which reads what it makes: column 7 there is"),
+        (no_power, "their ratio is no power of two (1 of 256 elements have none)"),
+        (no_columns, "does not match model.layers.1.self_attn.k_proj, which reads its output: column 7 there is"),
         (another_bit, "model.layers.1.self_attn.q_norm.weight differs from the source's, first in byte"),
     ],
     ids=["no_power", "no_columns", "no_fold"],
@@ -139,7 +139,7 @@ def test_a_changed_row_is_reported(made: Twin, tmp_path: Path) -> None:
         weights["model.layers.1.mlp.up_proj.weight_scale"][5] *= 2
 
     report = verify(small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source, full=True)
-    assert any("up_proj.weight does not fit model.layers.1.mlp.down_proj" in found for found in report.problems)
+    assert any("up_proj.weight does not match model.layers.1.mlp.down_proj" in found for found in report.problems)
     damaged = small_checkpoints.changed_copy(
         made.output, tmp_path / "y", lambda held: held["model.layers.1.mlp.up_proj.weight_scale"][5].fill_(np.nan)
     )
@@ -192,7 +192,7 @@ def test_a_divided_norm_without_multiplied_columns_is_a_change(shelf: Shelf, tmp
     source, out = shelf.copied("Qwen3ForCausalLM", INT8, tmp_path)
     small_checkpoints.change_weights(out, lambda held: held["model.layers.0.input_layernorm.weight"][3].mul_(2))
     [problem] = verify(out, source).problems
-    assert "input_layernorm.weight does not fit model.layers.0.self_attn.k_proj" in problem
+    assert "input_layernorm.weight does not match model.layers.0.self_attn.k_proj" in problem
     small_checkpoints.change_weights(out, lambda held: held["model.layers.0.input_layernorm.weight"][4].mul_(1.25))
     [problem] = verify(out, source).problems
     assert "input_layernorm.weight differs from the source's" in problem
@@ -288,7 +288,7 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None
     compress(source, out, "int8", smooth=0.5, calibration=tmp_path / "of.safetensors")
     report = verify(out, source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
-    assert "folded" in report.notes[0]
+    assert "smoothed" in report.notes[0]
     found, weights = small_checkpoints.read(out), small_checkpoints.read(source)
     lasts = {
         name.split(".", 3)[-1]
@@ -300,12 +300,12 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None
         assert "mlp.gate.weight" in lasts
         small_checkpoints.change_weights(out, lambda held: held["model.layers.1.mlp.gate.weight"][0, 0].mul_(3))
         [problem] = verify(out, source).problems
-        assert "mlp.gate.weight differs from what folding makes of" in problem
+        assert re.search(r"mlp\.gate\.weight differs from .* after smoothing", problem)
     if architecture == "Qwen2ForCausalLM":
         assert "self_attn.v_proj.bias" in lasts
         small_checkpoints.change_weights(out, lambda held: held["model.layers.1.self_attn.v_proj.bias"][3].mul_(3))
         [problem] = verify(out, source).problems
-        assert "v_proj.bias differs from what folding makes of the source's" in problem
+        assert "v_proj.bias differs from the source's after smoothing" in problem
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,7 @@ def test_codes_that_no_group_covers_are_a_problem(tmp_path: Path) -> None:
 def test_settings_that_this_program_does_not_write_are_a_problem(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
     change_json(tmp_path / "out" / "config.json", lambda found: found["quantization_config"].update(format="sparse"))
-    assert verify(tmp_path / "out").problems == (
-        "config.json: its quantization_config is none that this program writes",
-    )
+    assert verify(tmp_path / "out").problems == ("config.json: openquant does not write such a quantization_config",)
 
 
 def test_layers_by_another_name_have_scales(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_layer_in_another_scheme_than_the_config_says(tmp_path: Path) -> None:
     assert report.problems == (
         f"{ONE}: {K}.weight_scale is F32 [128, 1], for F8_E4M3 [128, 256] it must be F32 [1, 2]",
         f"{ONE}: {K}.weight has one scale per 128x128 block and {Q}.weight one scale per channel, "
-        "but engines take both in one format",
+        "but engines need both in one format",
     )
 
 
@@ -281,7 +281,7 @@ def test_damaged_tensors_are_named(
     if message is None:
         message = (
             f"{ONE}: {K}.weight_scale is {2 * before:g} and {Q}.weight_scale is {before:g}, "
-            "but engines merge their layers under one scale"
+            "but engines fuse their layers under one scale"
         )
     assert report.problems == (message,)
     assert report.notes == ()
@@ -397,9 +397,9 @@ def test_joined_layers_and_experts_of_mixed_status(tmp_path: Path) -> None:
             change_json(out / "config.json", lambda config, k=key, m=module: config["quantization_config"][k].append(m))
     problems = verify(out).problems
     assert [problem for problem in problems if "in one format" in problem] == [
-        f"{ONE}: {Q}.weight is F8_E4M3 and {K}.weight is BF16, but engines take both in one format",
+        f"{ONE}: {Q}.weight is F8_E4M3 and {K}.weight is BF16, but engines need both in one format",
         f"{ONE}: model.layers.1.mlp.experts.0.down_proj.weight is F8_E4M3 and {expert}.weight is BF16, "
-        "but engines take both in one format",
+        "but engines need both in one format",
     ]
     # The one listed expert covers the others.
     others = [problem for problem in problems if "in one format" not in problem]
@@ -593,7 +593,7 @@ def test_static_activations_without_input_scales(ours: tuple[Path, Path]) -> Non
     change_json(out / "config.json", lambda config: config["quantization_config"].pop("activation_scheme"))
     assert verify(out).problems == (
         "config.json: activation_scheme is null, neither dynamic nor static",
-        'config.json: quantization_config.activation_scheme is missing, this program writes "dynamic"',
+        'config.json: quantization_config.activation_scheme is missing, openquant writes "dynamic"',
     )
 
 
@@ -739,7 +739,7 @@ def test_compressed_tensors_in_several_groups(tmp_path: Path) -> None:
         return by_tensor(weight) if 512 in weight.shape else by_blocks(weight)
 
     out = write_other(source, tmp_path / "out", make, "_scale", config)
-    again = "2 sets of layers that engines merge have different scales: vLLM rounds them again at load"
+    again = "2 groups of fused layers have different scales: vLLM rounds them again at load"
     assert_clean(verify(out), again)
     report = verify(out, source, full=True)
     assert_clean(report, 'config.json: transformers_version is "5", the source has none', again)
@@ -761,7 +761,7 @@ def test_tensors_that_other_tools_add_or_recast_are_notes(tmp_path: Path) -> Non
             weights[f"model.layers.{layer}.self_attn.k_scale"] = torch.ones(1)
 
     change_weights(out, change)
-    again = "4 sets of layers that engines merge have different scales: vLLM rounds them again at load"
+    again = "4 groups of fused layers have different scales: vLLM rounds them again at load"
     assert_clean(
         verify(out, source, full=True),
         'config.json: transformers_version is "5", the source has none',
@@ -777,8 +777,8 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config)
     note = (
-        "FooForCausalLM is not a known architecture: not checked are which unquantized layers must be listed, "
-        "and which must share their status or scale"
+        "FooForCausalLM is not a known architecture: it was not checked which unquantized layers must be in the "
+        "ignore list, and which layers are fused"
     )
     assert_clean(verify(out), note)
     report = verify(out, source, full=True)

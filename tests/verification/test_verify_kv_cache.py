@@ -18,7 +18,7 @@ Weights = dict[str, torch.Tensor]
 ONE = "model-00001-of-00001.safetensors"
 KEYS, VALUES = "model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"
 OTHER = "model.layers.1.self_attn.k_scale"
-MISSING = "is missing: keys and values are cached in FP8, as config.json says"
+MISSING = "is missing: config.json says that the KV cache is FP8"
 
 
 @pytest.fixture(scope="module", params=["channel", "tensor", "none"])
@@ -48,8 +48,8 @@ def rename(old: str, new: str) -> Callable[[Weights], object]:
         (lambda held: held[KEYS].zero_(), f"{KEYS} holds 0 at [0]: scales are finite and above zero"),
         (lambda held: held[VALUES].fill_(float("nan")), f"{VALUES} holds nan at [0]"),
         (lambda held: held[OTHER].fill_(float("inf")), f"{OTHER} holds inf at [0]"),
-        (lambda held: held.update({OTHER: torch.ones(2)}), f"{OTHER} is F32 [2], scales of a cache are one number"),
-        (lambda held: held.update({OTHER: torch.ones(1).int()}), f"{OTHER} is I32 [1], scales of a cache"),
+        (lambda held: held.update({OTHER: torch.ones(2)}), f"{OTHER} is F32 [2], a KV-cache scale is one number"),
+        (lambda held: held.update({OTHER: torch.ones(1).int()}), f"{OTHER} is I32 [1], a KV-cache scale"),
         (
             rename(KEYS, "model.layers.0.self_attn.k_proj.k_scale"),
             f"model.layers.0.self_attn.k_proj.k_scale must be called {KEYS}",
@@ -57,7 +57,7 @@ def rename(old: str, new: str) -> Callable[[Weights], object]:
         (rename(OTHER, "model.layers.1.self_attn.key_scale"), f"{OTHER} {MISSING}"),
         (
             lambda held: held.update({"model.layers.7.self_attn.k_scale": torch.ones(1)}),
-            "model.layers.7.self_attn.k_scale is the scale of a layer that has no cache of its own",
+            "model.layers.7.self_attn.k_scale is a scale of a layer that has no KV cache of its own",
         ),
     ],
 )

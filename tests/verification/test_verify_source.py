@@ -90,7 +90,7 @@ def test_a_deleted_key_does_not_make_it_another_tool_s(tmp_path: Path, source: P
     change_json(out / CONFIG, lambda config: config.update(num_key_value_heads=1))
     assert found(verify(out, source, full=True)) == (
         (
-            f'config.json: quantization_config.{key} is missing, this program writes "{held}"',
+            f'config.json: quantization_config.{key} is missing, openquant writes "{held}"',
             "config.json: num_key_value_heads is 1, the source has 2",
         ),
         (),
@@ -106,7 +106,7 @@ def test_groups_that_we_do_not_write(tmp_path: Path, source: Path) -> None:
 
     change_settings(out, change)
     place = "quantization_config.config_groups.group_1.input_activations.symmetric"
-    assert verify(out).problems == (f"config.json: {place} is false, this program writes true",)
+    assert verify(out).problems == (f"config.json: {place} is false, openquant writes true",)
 
 
 @pytest.mark.parametrize("groups", ["x", None, [], {"a": 1}, {"a": {"weights": {}}}])
@@ -115,8 +115,8 @@ def test_groups_where_we_write_none(tmp_path: Path, source: Path, groups: Any) -
     compress(source, out)
     change_settings(out, lambda settings: settings.update(config_groups=groups, more=1))
     assert verify(out).problems == (
-        f"config.json: quantization_config.config_groups is {json.dumps(groups)}, this program writes none",
-        "config.json: quantization_config.more is 1, this program writes none",
+        f"config.json: quantization_config.config_groups is {json.dumps(groups)}, openquant writes none",
+        "config.json: quantization_config.more is 1, openquant writes none",
     )
 
 
@@ -308,10 +308,10 @@ def test_keys_that_nothing_reads_are_a_note(source: Path, tmp_path: Path) -> Non
     compress(source, out, "channel", workers=1)
     change_settings(out, lambda settings: settings["config_groups"]["group_0"]["weights"].update(more=1))
     place = "quantization_config.config_groups.group_0.weights.more"
-    assert found(verify(out)) == ((f"config.json: {place} is 1, this program writes none",), ())
+    assert found(verify(out)) == ((f"config.json: {place} is 1, openquant writes none",), ())
     (out / ".openquant.json").unlink()
     (out / "README.md").unlink()
-    assert found(verify(out)) == ((), (f"config.json: nothing is known to read {place}",))
+    assert found(verify(out)) == ((), (f"config.json: no engine is known to read {place}",))
 
 
 def test_a_listed_name_that_no_plan_lists(ours: Path, source: Path) -> None:
@@ -352,7 +352,7 @@ def test_two_quantization_configs(whose: str, source: Path, request: pytest.Fixt
         out / CONFIG, lambda config: config.update(text_config={"quantization_config": {"quant_method": "awq"}})
     )
     (problem, *_) = verify(out, source).problems
-    assert problem == "config.json holds several quantization configs, which are not the same"
+    assert problem == "config.json has several quantization configs, which differ"
 
 
 # Files.
@@ -586,8 +586,8 @@ def test_a_source_that_was_quantized_already_cannot_be_made_again(tmp_path: Path
     out = tmp_path / "out"
     compress(quantized, out, "block", format="compressed-tensors")
     note = (
-        "codes and scales were not made again, since the source was quantized already: errors were held against what "
-        "rounding explains"
+        "codes and scales were not recomputed, since the source was already quantized: errors were compared with the "
+        "rounding bound"
     )
     report = verify(out, source, full=True)
     assert found(report) == ((), (note,))

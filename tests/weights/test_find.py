@@ -465,7 +465,7 @@ def test_leftovers_are_a_problem_to_verify(tmp_path: Path) -> None:
     out = tmp_path / "out"
     compress(small_checkpoints.write(tmp_path / "plain"), out)
     change_weights(out, lambda weights: weights.update({f"{Q}.act_scale": torch.tensor(1.0)}))
-    assert verify(out).problems == (f"model.safetensors: {Q}.act_scale is nothing that engines load",)
+    assert verify(out).problems == (f"model.safetensors: {Q}.act_scale is a tensor that engines refuse to load",)
 
 
 def test_zero_points_that_count_are_refused(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_others_directories_are_verified(tmp_path: Path, kind: str) -> None:
     )
     problems = verify(source).problems
     assert len(problems) == 1
-    assert problems[0].endswith("but engines merge their layers under one scale")
+    assert problems[0].endswith("but engines fuse their layers under one scale")
 
 
 def ours(tmp_path: Path) -> tuple[Path, Path]:
@@ -246,7 +246,7 @@ def test_global_scales_of_joined_layers_that_differ_are_reported(tmp_path: Path)
     name = f"{QUERY}.weight_global_scale"
     change_weights(out, lambda found: found.update({name: stored[name] / 2}))
     assert any(
-        name in problem and "but engines merge their layers under one scale" in problem
+        name in problem and "but engines fuse their layers under one scale" in problem
         for problem in verify(out).problems
     )
     full = verify(out, source, full=True).problems
