@@ -1,13 +1,13 @@
-"""The Hugging Face Hub: a name becomes a source, shards come as they are needed, an output is published.
+"""The Hugging Face Hub: finds sources, downloads shards as they are needed, and publishes outputs.
 
-What is needed of a plan comes as names and sizes; nothing here knows what a plan is.
+Callers pass names and sizes of shards. Nothing in this room knows a plan.
 
-    source          a directory, or a repository of which most is still on the Hub
-    fetch           source shards by the time they are needed, from the cache or through a scratch directory
-    shards          the same for commands that write no shards
-    preflight       what is asked of the Hub before a repository is made
-    publish         uploads finished shards, and makes them a model with one commit
-    error_mapping   what huggingface_hub raises -> errors that keep the server's reason and say what to do
+    source          Source, a local directory or a repository on the Hub, and HubFile, one file of a repository
+    fetch           ShardSupply, which downloads source shards into the Hub's cache or a scratch directory
+    shards          shard supplies for commands that write no shards, such as `calibrate` and `eval`
+    preflight       checks before a push: token, permissions, and what the repository already holds
+    publish         Publisher, which uploads finished shards and commits them all at once
+    error_mapping   exceptions of huggingface_hub as OpenQuantErrors with the server's reason and a hint
 
     source = find_source("Qwen/Qwen3-8B@main")
     shard = "model-00001-of-00005.safetensors"

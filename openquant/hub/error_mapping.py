@@ -1,7 +1,7 @@
-"""What huggingface_hub raises, as errors that keep the server's own reason and say what to do about it.
+"""Turns exceptions of huggingface_hub into OpenQuantErrors that have the server's reason and a hint.
 
-The client's texts have several lines, of which the last ones are the server's, and some of its errors only say that
-something failed. Both sides, downloads and uploads, go through the same few functions here.
+The client's messages have several lines, of which only the last are the server's, and some say only that something
+failed. Downloads and uploads both use these functions.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from urllib.parse import unquote
 
 from ..errors import OpenQuantError, OutputError, SourceError, UsageError
 
-# An address and its query, which may be a signature.
+# A URL with a query, which may contain a signature.
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
-# Of an error in XML, as object stores answer; the rest of it may hold what was signed.
+# An error in XML, as object stores send it. What follows the message may contain signed headers.
 _XML = re.compile(
     r"(<\?xml[^>]*>\s*)?<Error>.*?<Code>(?P<code>[^<]*)</Code>(?:.*?<Message>(?P<message>[^<]*)</Message>)?.*",
     re.DOTALL,
 )
-# Enough for every field that a card can have wrong.
+# Characters of a reason. Enough for every field of a model card that can be wrong.
 _LONGEST = 1000
 _LOG_IN = "log in with a token that may: hf auth login"
 USE_A_TOKEN = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
 MEND_THE_CARD = "correct these entries at the top of README.md, of the source if the model is still to be converted"
 
-# What the server's own words call for, whatever the status; the first that matches counts.
+# Hints by the words of the server's reason, whatever the status. The first match counts.
 _ADVICE = tuple(
     (re.compile(words, re.IGNORECASE | re.DOTALL), hint)
     for words, hint in (
@@ -53,36 +53,36 @@ _ADVICE = tuple(
 
 
 class Unreachable(SourceError):
-    """The Hub could not be reached or was too busy: worth another try."""
+    """The Hub could not be reached or was too busy. A retry may help."""
 
 
 class PushError(OutputError):
     """The model could not be published; what is converted and uploaded so far is kept."""
 
 
-def reason(error: BaseException) -> BaseException:
-    """The error that caused one of huggingface_hub's which only says that something failed; else that one itself."""
+def root_cause(error: BaseException) -> BaseException:
+    """Return the cause of an exception of huggingface_hub that only says that something failed; else the exception."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    # Trouble with the first question about a file comes as "not in the cache", that with an upload as a RuntimeError.
+    # A failed metadata request is raised as LocalEntryNotFoundError, a failed upload as RuntimeError.
     if isinstance(error, (LocalEntryNotFoundError, RuntimeError)) and error.__cause__ is not None:
-        return reason(error.__cause__)
+        return root_cause(error.__cause__)
     return error
 
 
 def status_of(error: BaseException) -> int | None:
-    """The status of the server's answer, None if it gave none."""
+    """Return the HTTP status of the server's response; None if there was no response."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    cause = reason(error)
+    cause = root_cause(error)
     return cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether an error may be gone a moment later: no connection, a timeout, 408, 429, 5xx."""
+    """Return whether a retry may help: no connection, a timeout, or status 408, 429 or 5xx."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    error = reason(error)
+    error = root_cause(error)
     if isinstance(error, Unreachable):
         return True
     if isinstance(error, OfflineModeIsEnabled) or type(error).__name__ in ("UnsupportedProtocol", "InvalidURL"):
@@ -90,63 +90,72 @@ def is_transient(error: BaseException) -> bool:
     status = status_of(error)
     if status is not None:
         return status in (408, 429) or status >= 500
-    # The client's HTTP library (httpx in huggingface_hub 1.x, httpx2 since) lets its own errors through.
+    # The client does not wrap the errors of its HTTP library (httpx in huggingface_hub 1.x, httpx2 since).
     return type(error).__module__.startswith("httpx") or "Consistency check failed" in str(error)
 
 
 def is_offline(error: BaseException) -> bool:
-    """Whether an error says that the Hub cannot be reached, or must not."""
+    """Return whether an error means that the Hub cannot be reached, or that HF_HUB_OFFLINE is set."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     return isinstance(error, OfflineModeIsEnabled) or type(error).__module__.startswith("httpx")
 
 
 def without_queries(text: str) -> str:
-    """A text whose addresses have lost their queries, which may hold signatures."""
+    """Return a text without the queries of its URLs, which may contain signatures."""
     return _QUERY.sub(r"\1", text)
 
 
 def error_reason(error: BaseException) -> str:
-    """What an error says, in one line: of the server's answer its status, what was asked for and the server's reason.
+    """Return an error's reason in one line, without the queries of URLs.
 
-    Addresses have no queries.
+    For an HTTP error that is the status, the path of the request, and the server's reason.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
     if isinstance(error, HfHubHTTPError):
-        asked = unquote(error.response.request.url.path)
-        text = f"{error.response.status_code} for {asked}: {_server_s(error)}"
+        path = unquote(error.response.request.url.path)
+        text = f"{error.response.status_code} for {path}: {_server_reason(error)}"
     else:
         text = str(error).strip() or type(error).__name__
     text = without_queries(_XML.sub(_from_xml, text))
-    # What a terminal would obey is no reason.
+    # Control characters could change the terminal.
     line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
 
-def _server_s(error: BaseException) -> str:
-    """The reason that a server gave; what the client makes of the status if it gave none."""
-    given = getattr(error, "server_message", None)
-    if given:
-        return str(given)
+def _server_reason(error: BaseException) -> str:
+    """The server's reason, or the standard phrase for the status if it gave none."""
+    message = getattr(error, "server_message", None)
+    if message:
+        return str(message)
     response = getattr(error, "response", None)
     return getattr(response, "reason_phrase", "") or "no reason given"
 
 
-def _from_xml(found: re.Match[str]) -> str:
-    return ": ".join(filter(None, (found["code"], found["message"])))
+def _from_xml(match: re.Match[str]) -> str:
+    return ": ".join(filter(None, (match["code"], match["message"])))
 
 
 def advice(error: BaseException, otherwise: str) -> str:
-    """What to do about an error: what the server's words call for, else `otherwise`."""
-    # The client's own words guess at permissions whatever the reason is.
-    words = str(error) if status_of(error) is None else _server_s(error)
+    """Return the hint for an error, chosen by the words of the server's reason; `otherwise` if none matches."""
+    # The client's own message mentions permissions whatever the reason is.
+    words = str(error) if status_of(error) is None else _server_reason(error)
     return next((hint for pattern, hint in _ADVICE if pattern.search(words)), otherwise)
 
 
 @contextmanager
 def source_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Turn what huggingface_hub raises about a source into a SourceError that says what to do."""
+    """Raise exceptions of huggingface_hub about a source as SourceError with a hint.
+
+    Args:
+        repo: the source's repository.
+        revision: the branch, tag or commit; None for the default branch.
+
+    Raises:
+        Unreachable: a retry may help.
+        SourceError: all other failures.
+    """
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -156,7 +165,7 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
-    at = f"{repo}@{revision}" if revision else repo
+    name = f"{repo}@{revision}" if revision else repo
     try:
         yield
     except OpenQuantError:
@@ -175,41 +184,46 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
             "check the name; for a private repository run: hf auth login",
         ) from None
     except Exception as error:
-        cause = reason(error)
+        cause = root_cause(error)
         status = status_of(cause)
         if isinstance(cause, GatedRepoError) or status in (401, 403):
             raise SourceError(
-                f"the Hub refuses access to {at}: {error_reason(cause)}",
+                f"the Hub refuses access to {name}: {error_reason(cause)}",
                 "log in with a token that may read it: hf auth login",
             ) from None
         if isinstance(error, OfflineModeIsEnabled) or (isinstance(error, LocalEntryNotFoundError) and status is None):
             kind = Unreachable if is_transient(error) else SourceError
             raise kind(
-                f"{at} is not a local directory, and the Hub cannot be reached for it",
+                f"{name} is not a local directory, and the Hub cannot be reached for it",
                 "check the path and the network; HF_HUB_OFFLINE=1 uses only what is in the cache",
             ) from None
         if is_transient(cause):
             raise Unreachable(
-                f"{at} could not be downloaded: {error_reason(cause)}", "run the same command again: it continues"
+                f"{name} could not be downloaded: {error_reason(cause)}", "run the same command again: it continues"
             ) from None
         if status is not None:
             raise SourceError(
-                f"{at} could not be downloaded: {error_reason(cause)}",
+                f"{name} could not be downloaded: {error_reason(cause)}",
                 advice(cause, "check HF_ENDPOINT, if it is set, and whether the repository is sound"),
             ) from None
         if isinstance(cause, OSError):
             raise SourceError(
-                f"{at} could not be downloaded: {error_reason(cause)}", "run the same command again: it continues"
+                f"{name} could not be downloaded: {error_reason(cause)}", "run the same command again: it continues"
             ) from None
         raise SourceError(
-            f"{at} could not be downloaded: {type(cause).__name__}: {error_reason(cause)}",
+            f"{name} could not be downloaded: {type(cause).__name__}: {error_reason(cause)}",
             "check HF_ENDPOINT, if it is set, and whether the repository is sound",
         ) from None
 
 
 @contextmanager
 def push_errors(repo: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises about a repository to push to into a PushError that says what to do."""
+    """Raise exceptions of huggingface_hub about the repository of a push as PushError with a hint.
+
+    Raises:
+        PushError: the push failed.
+        UsageError: the repository's name is not valid.
+    """
     from huggingface_hub.errors import (
         HFValidationError,
         LocalTokenNotFoundError,
@@ -229,7 +243,7 @@ def push_errors(repo: str) -> Iterator[None]:
     except OfflineModeIsEnabled:
         raise PushError(f"{repo} cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE") from None
     except Exception as error:
-        cause = reason(error)
+        cause = root_cause(error)
         status = status_of(cause)
         if isinstance(cause, RepositoryNotFoundError) or status in (401, 402, 403):
             raise PushError(

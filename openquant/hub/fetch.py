@@ -1,8 +1,8 @@
-"""Source shards, where they are needed: on disk already, from the Hub's cache, or through a scratch directory.
+"""Downloads source shards in the order they are needed, into the Hub's cache or a scratch directory.
 
-Shards that are still on the Hub are fetched in the order they are needed, over several connections at once: into the
-cache by the client's own download, a shard to a connection; into the scratch directory in parts, so that the first
-shard is there soon. Every one is held against the size and digest the Hub states for it before a byte of it is used.
+Downloads use several connections at once. Into the cache, huggingface_hub downloads one shard over each connection.
+Into the scratch directory, all connections download parts of the next shards, so that the first is complete soon.
+Every shard's size and digest are compared with those that the Hub states, before any of it is used.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ from ..files.journal import output_errors
 from ..files.small_files import open_regular
 from ..threads import FirstFailure
 from .error_mapping import Unreachable, is_transient, source_errors
-from .source import HubFile, Source, is_refused_elsewhere, patiently
+from .source import HubFile, Source, is_expired_address, with_retries
 
-# As many as huggingface_hub downloads by itself.
+# The number of parallel downloads, as in huggingface_hub.
 CONNECTIONS = 8
-# Shards fetched before the conversion asks for them, where they take space only for it.
+# Number of shards that streaming downloads before they are requested.
 AHEAD = 2
-# Output shards that are made at a time when their sources are only here for that.
+# Number of output shards that are made at a time when their sources are streamed.
 AT_ONCE = 3
-# Whether a part of a streamed shard is there is written down for so many bytes.
+# Bytes of a streamed shard whose arrival is recorded together.
 UNIT = 1 << 20
-# What is asked for at a time: much, so that few requests wait for their answer, and less towards the end, so that all
-# connections end together.
+# Units in a request. Large requests lose less time to round trips; smaller ones at the end let all connections finish
+# together.
 MOST_UNITS, FEWEST_UNITS = 64, 4
-# What streaming takes in memory: a unit of each shard whose digest is taken, and what the client holds of each answer.
+# Bytes of memory that streaming needs: a unit for each shard that is hashed, a response buffer for each connection.
 STREAM_MEMORY = (AHEAD + AT_ONCE) * UNIT + CONNECTIONS * UNIT
 # The client collects pieces of 10 MiB and joins them (huggingface_hub 2.4, file_download.py: http_get).
 CACHED_PIECE, COPIES = 10 << 20, 4
-
 
 _AGAIN = "run the same command again"
 
 
 @dataclass(frozen=True)
 class Download:
-    """What a run fetches from the Hub.
+    """The size of what a run downloads from the Hub.
 
     Attributes:
-        nbytes: all of it.
-        streamed: of shards, what is on disk at a time if they are streamed.
-        files: number of files that are no shards.
-        file_bytes: their size.
+        nbytes: size of all shards and files in bytes.
+        streamed: the most bytes of shards that are on disk at a time if they are streamed.
+        files: number of files that are not shards.
+        file_bytes: their size in bytes.
     """
 
     nbytes: int
@@ -65,7 +64,12 @@ class Download:
 
 
 def memory_needed(source: Source, stream: bool) -> int:
-    """Bytes that fetching holds in memory at most."""
+    """Return the most bytes of memory that downloading a source's shards needs.
+
+    Args:
+        source: the source.
+        stream: whether its shards are streamed, not kept in the Hub's cache.
+    """
     if stream and source.remote:
         return STREAM_MEMORY
     largest = sorted((file.size for file in source.remote.values()), reverse=True)[:CONNECTIONS]
@@ -73,11 +77,11 @@ def memory_needed(source: Source, stream: bool) -> int:
 
 
 def scratch_bytes(source: Source, needs: Mapping[str, Iterable[str]]) -> int:
-    """What source shards take on disk at most when they are streamed.
+    """Return the most bytes of disk space that the shards of a source need when they are streamed.
 
     Args:
-        source: where they lie.
-        needs: for each output shard to be made, in order, the source shards it is made from.
+        source: the source.
+        needs: for each output shard, in order, the source shards that it is made from.
     """
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -89,19 +93,19 @@ def scratch_bytes(source: Source, needs: Mapping[str, Iterable[str]]) -> int:
     order = list(first)
     most = 0
     for number in range(len(needs)):
-        held = [name for name in order if first[name] <= number < last[name] + AT_ONCE]
+        in_use = [name for name in order if first[name] <= number < last[name] + AT_ONCE]
         ahead = [name for name in order if first[name] > number][:AHEAD]
-        most = max(most, sum(source.remote[name].size for name in (*held, *ahead)))
+        most = max(most, sum(source.remote[name].size for name in (*in_use, *ahead)))
     return most
 
 
 class ShardSupply:
-    """The shards of a source, each by the time it is needed; use as a context manager.
+    """Downloads the shards of a source in the background, in the order they are needed. Use as a context manager.
 
     Args:
-        source: where they lie.
-        needs: for each output shard to be made, in order, the source shards it is made from.
-        scratch: keep fetched shards here, and only until their last use; None to keep them in the Hub's cache.
+        source: the source. Shards that it has on disk are used where they are.
+        needs: for each output shard, in order, the source shards that it is made from.
+        scratch: the directory that keeps downloaded shards until their last use; None to keep them in the Hub's cache.
     """
 
     def __init__(self, source: Source, needs: Mapping[str, Iterable[str]], scratch: Path | None) -> None:
@@ -113,14 +117,14 @@ class ShardSupply:
         ]
         self._uses = Counter(name for names in self.needs.values() for name in names)
         self._paths: dict[str, Path] = {}
-        # Of streamed shards those that take space, and those that some output waits for or has waited for.
-        self._held: set[str] = set()
-        self._wanted: set[str] = set()
-        # Numbers of the output shards that are not whole yet, in order.
+        # Streamed shards that take disk space, and those that an output shard waits for or has waited for.
+        self._on_disk: set[str] = set()
+        self._requested: set[str] = set()
+        # The output shards that are not complete, with their numbers, in order.
         self._unfinished = {output: number for number, output in enumerate(self.needs)}
-        # Those not begun yet, and those on their way in the order they are needed.
-        self._coming = deque(self._order)
-        self._arriving: list[_Arrival] = []
+        # Shards whose download has not started, and those whose download has, in the order they are needed.
+        self._queue = deque(self._order)
+        self._downloading: list[_PartialShard] = []
         self._closed = False
         self._changed = threading.Condition()
         self._failure = FirstFailure(self._wake)
@@ -128,10 +132,10 @@ class ShardSupply:
 
     def __enter__(self) -> ShardSupply:
         if self.scratch is not None and self.scratch.exists():
-            # What an earlier run had done with when it was killed.
-            known = {name for shard in self._order for name in (shard, self._partial(shard).name)}
+            # Remove shards that an earlier run no longer needed when it was killed.
+            needed = {name for shard in self._order for name in (shard, self._partial_path(shard).name)}
             for path in self.scratch.iterdir():
-                if path.name not in known:
+                if path.name not in needed:
                     with output_errors(path, "removed"):
                         path.unlink()
         if self._order and self.scratch is None:
@@ -150,59 +154,64 @@ class ShardSupply:
             threads = list(self._threads)
         end = time.monotonic() + 0.1
         for thread in threads:
-            # A request under way ends by its own timeout; nobody waits for that after Ctrl-C.
+            # After Ctrl-C, do not wait until an open request times out.
             thread.join(None if exception[0] is None else max(0, end - time.monotonic()))
         if self.scratch is not None:
-            # Unless it holds what another run will continue.
+            # It is not empty if another run can continue its downloads.
             with suppress(OSError):
                 self.scratch.rmdir()
 
     def path(self, name: str) -> Path:
-        """Where a source shard lies that has arrived."""
+        """Return the path of a source shard that is on disk."""
         return self._paths.get(name, self.source.root / name)
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        """Wait until every source shard of an output shard is here, or `stopped()` is true.
+        """Wait until all source shards of an output shard are on disk.
+
+        Args:
+            output: name of the output shard.
+            stopped: returns whether to give up waiting.
 
         Raises:
-            SourceError: one of them cannot be had.
+            SourceError: one of them cannot be downloaded.
         """
         missing = {name for name in self.needs.get(output, ()) if name in self.source.remote}
         with self._changed:
             while missing and self.scratch is not None and not stopped():
-                # So many in a row, as scratch_bytes counts; others behind a slow one would hold more shards here.
+                # More outputs than AT_ONCE behind a slow one would need more disk space than scratch_bytes counts.
                 if self._unfinished[output] < next(iter(self._unfinished.values())) + AT_ONCE:
                     break
                 self._changed.wait(0.2)
-            self._wanted |= missing
+            self._requested |= missing
             self._changed.notify_all()
             while not missing <= self._paths.keys() and not stopped():
                 self._failure.check()
                 self._changed.wait(0.2)
 
     def finished(self, output: str) -> None:
-        """Is told that an output shard is whole, or will not be made: source shards that nothing else is made from are
-        removed, or do not come.
+        """Mark an output shard as complete or not to be made.
+
+        Streamed source shards that no other output needs are removed, or not downloaded at all.
         """
         with self._changed:
             self._unfinished.pop(output, None)
             for name in self.needs.get(output, ()):
                 self._uses[name] -= 1
                 if self._uses[name] == 0 and self.scratch is not None:
-                    if name in self._coming:
-                        self._coming.remove(name)
+                    if name in self._queue:
+                        self._queue.remove(name)
                     self._remove(name)
             self._changed.notify_all()
 
     def _remove(self, name: str) -> None:
-        """Remove a shard, unless it is still on its way; it is then removed once it has arrived."""
-        if name in self._held and name in self._paths:
-            self._held.discard(name)
+        """Remove a shard that is on disk. One that is being downloaded is removed when it is complete."""
+        if name in self._on_disk and name in self._paths:
+            self._on_disk.discard(name)
             with output_errors(self._paths[name], "removed"):
                 self._paths[name].unlink(missing_ok=True)
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Call `work` in a thread; that it fails ends them all."""
+        """Call `work` in a thread. If it fails, all threads end."""
 
         def run() -> None:
             with self._failure.kept():
@@ -213,7 +222,7 @@ class ShardSupply:
             self._threads.append(thread)
         thread.start()
 
-    def _ended(self) -> bool:
+    def _is_stopped(self) -> bool:
         return self._closed or bool(self._failure)
 
     def _wake(self) -> None:
@@ -232,9 +241,9 @@ class ShardSupply:
     def _fill_cache(self) -> None:
         while True:
             with self._changed:
-                if self._ended() or not self._coming:
+                if self._is_stopped() or not self._queue:
                     return
-                name = self._coming.popleft()
+                name = self._queue.popleft()
             self._arrived(name, self._from_cache(name))
 
     def _from_cache(self, name: str) -> Path:
@@ -249,22 +258,22 @@ class ShardSupply:
                 try:
                     return Path(hf_hub_download(repo, name, revision=revision, tqdm_class=self._watch()))
                 except HfHubHTTPError as error:
-                    if not is_refused_elsewhere(error):
+                    if not is_expired_address(error):
                         raise
-                    # The next try asks the Hub for another address.
+                    # The next try gets a new address from the Hub.
                     raise Unreachable(f"{name}: the address that the Hub gave for it expired", _AGAIN) from None
 
         for _ in range(2):
-            path = patiently(download, sleep=self._sleep)
+            path = with_retries(download, sleep=self._sleep)
             if _is_sound(path, self.source.remote[name]):
                 return path
-            # The cache must not hand it out again.
+            # Otherwise the client would return the damaged file again.
             path.resolve().unlink()
             path.unlink(missing_ok=True)
         raise self._mismatch(name)
 
     def _watch(self) -> type[Any]:
-        """A progress bar that shows nothing and ends a download nobody waits for any more."""
+        """A progress bar class that shows nothing, and ends a download once the supply is closed."""
         from tqdm import tqdm
 
         supply = self
@@ -275,103 +284,105 @@ class ShardSupply:
                 super().__init__(*arguments, **{**options, "disable": True})
 
             def update(self, n: float | None = 1) -> bool | None:
-                if supply._ended():
-                    raise _Closed
+                if supply._is_stopped():
+                    raise _SupplyClosed
                 return super().update(n)
 
         return Watch
 
-    # Through the scratch directory.
+    # Into the scratch directory.
 
-    def _partial(self, name: str) -> Path:
-        """Where a shard arrives; its own name may be too long to have something added."""
+    def _partial_path(self, name: str) -> Path:
+        """The path of an incomplete shard. It is a hash, since the shard's name may be too long for a suffix."""
         assert self.scratch is not None
-        what = f"{name}\0{self.source.remote[name].digest}"
-        return self.scratch / f"{hashlib.sha256(os.fsencode(what)).hexdigest()[:24]}.partial"
+        key = f"{name}\0{self.source.remote[name].digest}"
+        return self.scratch / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}.partial"
 
     def _admit(self) -> None:
-        """Let shards come one after the other, each as soon as there may be one more."""
+        """Start downloads in order, each when it is requested or fewer than AHEAD unrequested shards are on disk."""
         while True:
             with self._changed:
                 while (
-                    self._coming
-                    and not self._ended()
-                    and self._coming[0] not in self._wanted
-                    and len(self._held - self._wanted) >= AHEAD
+                    self._queue
+                    and not self._is_stopped()
+                    and self._queue[0] not in self._requested
+                    and len(self._on_disk - self._requested) >= AHEAD
                 ):
                     self._changed.wait()
-                if self._ended() or not self._coming:
+                if self._is_stopped() or not self._queue:
                     return
-                name = self._coming.popleft()
-                self._held.add(name)
+                name = self._queue.popleft()
+                self._on_disk.add(name)
             self._start(partial(self._to_scratch, name))
 
     def _to_scratch(self, name: str) -> None:
-        """Wait for all of a shard, taking its digest meanwhile."""
+        """Start the download of a shard, hash it as it arrives, and give it its name once it is complete."""
         assert self.scratch is not None
         target, file = self.scratch / name, self.source.remote[name]
         with output_errors(target):
             make_directory(self.scratch)
             if target.exists():
-                # Left by an earlier run, perhaps of another repository, perhaps on a disk that lost power.
+                # An earlier run left it. It may be of another repository, or damaged by a loss of power.
                 if _is_sound(target, file):
                     self._arrived(name, target)
                     return
                 target.unlink()
         for _ in range(2):
-            with closing(_Arrival(self._order.index(name), file, self._partial(name))) as arrival:
+            with closing(_PartialShard(self._order.index(name), file, self._partial_path(name))) as shard:
                 with self._changed:
-                    self._arriving = sorted([*self._arriving, arrival], key=lambda other: other.number)
+                    self._downloading = sorted([*self._downloading, shard], key=lambda other: other.number)
                     self._changed.notify_all()
-                sound = arrival.is_sound(self._ended)
+                sound = shard.is_sound(self._is_stopped)
                 with self._changed:
-                    self._arriving.remove(arrival)
+                    self._downloading.remove(shard)
                 if sound:
-                    arrival.finish(target)
+                    shard.finish(target)
                     self._arrived(name, target)
                     return
-                arrival.path.unlink()
+                shard.path.unlink()
         raise self._mismatch(name)
 
     def _receive(self) -> None:
-        """Fetch parts of what is on its way, until nothing will be any more."""
+        """Download parts of shards over one connection, until all shards are complete."""
         while True:
             with self._changed:
                 while (part := self._next_part()) is None:
-                    if self._ended() or not (self._coming or self._held - self._paths.keys()):
+                    if self._is_stopped() or not (self._queue or self._on_disk - self._paths.keys()):
                         return
                     self._changed.wait()
             self._fetch(*part)
 
-    def _next_part(self) -> tuple[_Arrival, int, int] | None:
-        """What to fetch next, of the first shard that lacks something: (shard, begin, end); None if none does."""
-        coming = sum(self.source.remote[name].size for name in self._coming)
-        left = coming // UNIT + sum(arrival.units_left for arrival in self._arriving)
-        for arrival in self._arriving:
-            # No connection is without work where shards are small.
-            most = max(FEWEST_UNITS, min(MOST_UNITS, left // CONNECTIONS, arrival.file.size // 2 // UNIT + 1))
-            if arrival.units_left:
-                return arrival, *arrival.take(most)
+    def _next_part(self) -> tuple[_PartialShard, int, int] | None:
+        """The next bytes to request, as (shard, start, end), of the first shard with unassigned units; else None."""
+        queued_bytes = sum(self.source.remote[name].size for name in self._queue)
+        units = queued_bytes // UNIT + sum(shard.unassigned_units for shard in self._downloading)
+        for shard in self._downloading:
+            # At most half a shard, so that small shards keep several connections busy.
+            most = max(FEWEST_UNITS, min(MOST_UNITS, units // CONNECTIONS, shard.file.size // 2 // UNIT + 1))
+            if shard.unassigned_units:
+                return shard, *shard.take(most)
         return None
 
-    def _fetch(self, arrival: _Arrival, at: int, end: int) -> None:
+    def _fetch(self, shard: _PartialShard, at: int, end: int) -> None:
+        """Download the bytes from `at` to `end`."""
+
         def attempt() -> None:
             nonlocal at
-            begin = at
+            start = at
             try:
-                with closing(arrival.file.stream(at, end)) as pieces:
+                with closing(shard.file.stream(at, end)) as pieces:
                     for piece in pieces:
-                        if self._ended():
-                            raise _Closed
-                        arrival.write(at, piece)
+                        if self._is_stopped():
+                            raise _SupplyClosed
+                        shard.write(at, piece)
                         at += len(piece)
             except Exception as error:
-                # What comes slowly with many interruptions comes all the same.
-                if at < end and (at - begin < UNIT or not is_transient(error)):
+                # An interruption after some progress does not count as a failed try.
+                if at < end and (at - start < UNIT or not is_transient(error)):
                     raise
 
         while at < end:
-            patiently(attempt, sleep=self._sleep)
+            with_retries(attempt, sleep=self._sleep)
 
     def _mismatch(self, name: str) -> SourceError:
         return SourceError(
@@ -382,21 +393,21 @@ class ShardSupply:
     def _sleep(self, seconds: float) -> None:
         with self._changed:
             end = time.monotonic() + seconds
-            while not self._ended() and time.monotonic() < end:
+            while not self._is_stopped() and time.monotonic() < end:
                 self._changed.wait(end - time.monotonic())
-            if self._ended():
-                raise _Closed
+            if self._is_stopped():
+                raise _SupplyClosed
 
 
-class _Arrival:
-    """A shard on its way: a file with its bytes and, behind them, a byte for each UNIT of them that is there.
+class _PartialShard:
+    """A shard that is being downloaded: a file with its bytes, followed by one byte for each UNIT, 1 if it has arrived.
 
-    So another run continues what was killed, wherever the parts lie that had arrived.
+    So another run can continue a download that was killed, whichever units had arrived.
 
     Attributes:
-        number: its place among all that come.
-        file: what it is.
-        path: where it arrives.
+        number: its position in the order of downloads.
+        file: the shard on the Hub.
+        path: the path of the incomplete file.
     """
 
     def __init__(self, number: int, file: HubFile, path: Path) -> None:
@@ -410,37 +421,37 @@ class _Arrival:
             if os.fstat(self._handle).st_size != file.size + units:
                 os.ftruncate(self._handle, 0)
                 os.ftruncate(self._handle, file.size + units)
-            self._here = bytearray(os.pread(self._handle, units, file.size))
-        # Those that nobody fetches yet.
-        self._open = deque(unit for unit in range(units) if not self._here[unit])
+            self._done = bytearray(os.pread(self._handle, units, file.size))
+        # Units that no connection downloads yet.
+        self._unassigned = deque(unit for unit in range(units) if not self._done[unit])
 
     def close(self) -> None:
-        """Close the file; parts that still come are dropped."""
+        """Close the file. Bytes that still arrive are dropped."""
         with self._changed:
             os.close(self._handle)
             self._handle = -1
 
     @property
-    def units_left(self) -> int:
-        """How many units nobody fetches yet."""
-        return len(self._open)
+    def unassigned_units(self) -> int:
+        """Number of units that no connection downloads yet."""
+        return len(self._unassigned)
 
     def take(self, most: int) -> tuple[int, int]:
-        """The next bytes to fetch, from where to where, at most so many units of those left."""
-        first = after = self._open.popleft()
-        if self.file.only_whole:
-            # Parts cost as much as all of it.
-            after = self._open[-1] if self._open else first
-            self._open.clear()
-        while self._open and self._open[0] == after + 1 and self._open[0] < first + most:
-            after = self._open.popleft()
-        return first * UNIT, min((after + 1) * UNIT, self.file.size)
+        """Assign the next adjacent units, at most `most`, and return their bytes as (start, end)."""
+        first = last = self._unassigned.popleft()
+        if self.file.ignores_range:
+            # A request for a part costs as much as one for the whole file.
+            last = self._unassigned[-1] if self._unassigned else first
+            self._unassigned.clear()
+        while self._unassigned and self._unassigned[0] == last + 1 and self._unassigned[0] < first + most:
+            last = self._unassigned.popleft()
+        return first * UNIT, min((last + 1) * UNIT, self.file.size)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Put bytes where they belong; a unit counts as there once its last byte is."""
+        """Write bytes at an offset. A unit counts as arrived once its last byte is written."""
         with self._changed, output_errors(self.path):
             if self._handle < 0:
-                raise _Closed
+                raise _SupplyClosed
             end = offset + len(data)
             while data:
                 written = os.pwrite(self._handle, data, end - len(data))
@@ -448,45 +459,45 @@ class _Arrival:
             last = -(-end // UNIT) if end == self.file.size else end // UNIT
             for unit in range(offset // UNIT, last):
                 os.pwrite(self._handle, b"\1", self.file.size + unit)
-                self._here[unit] = 1
+                self._done[unit] = 1
             self._changed.notify_all()
 
-    def is_sound(self, ended: Callable[[], bool]) -> bool:
-        """Wait for all of it; whether it then is what the Hub says it is."""
+    def is_sound(self, stopped: Callable[[], bool]) -> bool:
+        """Hash the shard as it arrives, wait for its end, and return whether its digest is the Hub's."""
         digest = self.file.hasher()
         buffer = memoryview(bytearray(UNIT))
-        for unit in range(len(self._here)):
+        for unit in range(len(self._done)):
             with self._changed:
-                while not self._here[unit]:
-                    if ended():
-                        raise _Closed
+                while not self._done[unit]:
+                    if stopped():
+                        raise _SupplyClosed
                     self._changed.wait(0.2)
             with output_errors(self.path, "read"):
-                _feed(digest, self._handle, unit * UNIT, min((unit + 1) * UNIT, self.file.size), buffer)
+                _update(digest, self._handle, unit * UNIT, min((unit + 1) * UNIT, self.file.size), buffer)
         return digest.hexdigest() == self.file.digest
 
     def finish(self, target: Path) -> None:
-        """Give it its name, without what was noted behind it."""
+        """Cut off the record of units and give the file its final name."""
         with output_errors(target):
             os.ftruncate(self._handle, self.file.size)
             self.path.replace(target)
 
 
 def _is_sound(path: Path, file: HubFile) -> bool:
-    """Whether a file is what the Hub says it is."""
+    """Whether a file has the size and digest that the Hub states."""
     digest = file.hasher()
-    with output_errors(path, "read"), open_regular(path, str(path), "remove it") as here:
-        # Each read and each update waits for the interpreter lock, which downloads keep busy.
-        _feed(digest, here.fileno(), 0, file.size, memoryview(bytearray(4 * UNIT)))
-        return os.fstat(here.fileno()).st_size == file.size and digest.hexdigest() == file.digest
+    with output_errors(path, "read"), open_regular(path, str(path), "remove it") as local:
+        # A large buffer, because each read waits for the interpreter lock, which downloads keep busy.
+        _update(digest, local.fileno(), 0, file.size, memoryview(bytearray(4 * UNIT)))
+        return os.fstat(local.fileno()).st_size == file.size and digest.hexdigest() == file.digest
 
 
-def _feed(digest: hashlib._Hash, handle: int, start: int, end: int, buffer: memoryview) -> None:
-    """Let a digest take a part of a file, or as much of it as there is."""
+def _update(digest: hashlib._Hash, handle: int, start: int, end: int, buffer: memoryview) -> None:
+    """Update a digest with the bytes of a file from `start` to `end`, or to its end if it is shorter."""
     while start < end and (count := os.preadv(handle, [buffer[: end - start]], start)):
         digest.update(buffer[:count])
         start += count
 
 
-class _Closed(Exception):
-    """Raised in a thread that fetches once nobody waits for these shards any more."""
+class _SupplyClosed(Exception):
+    """Raised in a download thread once the supply is closed."""

@@ -1,7 +1,6 @@
-"""What is asked of the Hub before a model is made for it: who the user is, what the repository is called and holds.
+"""Preflight checks of a push: the user's token and permissions, the repository's name, and what it already holds.
 
-All of it may end a push, so it is asked before anything is converted. Nothing here changes anything, but for
-`make_repository`.
+Each may end a push, so they run before anything is converted. Only `make_repository` changes anything on the Hub.
 """
 
 from __future__ import annotations
@@ -13,25 +12,28 @@ from ..errors import SourceError
 from ..files.names import INDEX_FILE, SINGLE_FILE
 from ..files.tensors import MAX_HEADER, TensorInfo, read_header
 from .error_mapping import MEND_THE_CARD, USE_A_TOKEN, PushError, error_reason, status_of
-from .source import HubFile, patiently
+from .source import HubFile, with_retries
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
 
-# Of matrices that no quantization has touched; masks and positions come as the last two.
+# Dtypes of unquantized matrices; I64 and BOOL are those of positions and masks.
 UNQUANTIZED = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
 ANOTHER_PLACE = "push to another repository, open a pull request with --create-pr, or insist with --replace-weights"
 
 
 def user_name(repo: str) -> str:
-    """Who is logged in.
+    """Return the name of the logged-in user.
+
+    Args:
+        repo: the repository to push to, for the error message.
 
     Raises:
-        PushError: a token that may not write to any repository.
+        PushError: the token is read-only.
     """
     from huggingface_hub import HfApi
 
-    user = patiently(HfApi().whoami)
+    user = with_retries(HfApi().whoami)
     token = (user.get("auth") or {}).get("accessToken") or {}
     if token.get("role") == "read":
         raise PushError(f"{repo} cannot be written to: the token of {user['name']} is read-only", USE_A_TOKEN)
@@ -39,12 +41,12 @@ def user_name(repo: str) -> str:
 
 
 def find_repository(name: str) -> ModelInfo | None:
-    """What the Hub knows of a repository, by whatever name it was ever known; None if this user sees none."""
+    """Return the Hub's information on a repository, also under a former name; None if the user cannot see any."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        return patiently(lambda: HfApi().model_info(name, files_metadata=True))
+        return with_retries(lambda: HfApi().model_info(name, files_metadata=True))
     except GatedRepoError:
         raise
     except RepositoryNotFoundError:
@@ -52,24 +54,36 @@ def find_repository(name: str) -> ModelInfo | None:
 
 
 def make_repository(name: str, private: bool) -> str:
-    """Make a repository; the name that the Hub gives it."""
+    """Create a repository if there is none.
+
+    Args:
+        name: "org/name".
+        private: whether it is private; if not, the organization's default applies.
+
+    Returns:
+        The name that the Hub gives it.
+    """
     from huggingface_hub import HfApi
 
-    return patiently(lambda: HfApi().create_repo(name, private=private or None, exist_ok=True).repo_id)
+    return with_retries(lambda: HfApi().create_repo(name, private=private or None, exist_ok=True).repo_id)
 
 
 def require_permission(repo: str, write: bool) -> None:
-    """Let the client's error out if the user may not read the repository, or write to it."""
+    """Check that the user may read a repository, or write to it. Raises the client's own exception if not."""
     from huggingface_hub import HfApi
 
-    patiently(lambda: HfApi().auth_check(repo, write=write))
+    with_retries(lambda: HfApi().auth_check(repo, write=write))
 
 
 def require_valid(repo: str, card: str) -> None:
-    """Have a card's metadata checked, as the Hub does before it takes a commit.
+    """Have the Hub check the metadata of a model card, as it does before it accepts a commit.
+
+    Args:
+        repo: the repository to push to, for the error message.
+        card: the text of README.md.
 
     Raises:
-        PushError: it names what is wrong.
+        PushError: the metadata is wrong; the message names the fields.
     """
     from huggingface_hub import constants, get_session, hf_raise_for_status
     from huggingface_hub.errors import BadRequestError
@@ -77,21 +91,25 @@ def require_valid(repo: str, card: str) -> None:
 
     body = {"content": card, "repoType": "model"}
 
-    def ask() -> None:
+    def validate() -> None:
         address = f"{constants.ENDPOINT}/api/validate-yaml"
         hf_raise_for_status(get_session().post(address, json=body, headers=build_hf_headers()))
 
     try:
-        patiently(ask)
+        with_retries(validate)
     except BadRequestError as error:
         raise PushError(f"{repo} refuses the model card: {error_reason(error)}", MEND_THE_CARD) from None
 
 
 def refuse_mixture(repository: ModelInfo, shards: Sequence[str]) -> None:
-    """No weights of another model may be left beside these shards.
+    """Refuse a repository in which weight files of another model would stay beside the pushed shards.
+
+    Args:
+        repository: the repository to push to.
+        shards: names of the shards to push.
 
     Raises:
-        PushError: some would be.
+        PushError: such files exist.
     """
     present = _files(repository)
     weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
@@ -106,15 +124,15 @@ def refuse_mixture(repository: ModelInfo, shards: Sequence[str]) -> None:
 
 
 def refuse_source(repository: ModelInfo, names: Iterable[str], downloaded: str | None) -> None:
-    """A repository may not be replaced by what is made from it.
+    """Refuse a repository that is the source of the model.
 
     Args:
-        repository: where the model is to go.
-        names: the repositories that it is made from, as its card has them.
-        downloaded: the commit that its source was downloaded as, if that is known and the repository is not.
+        repository: the repository to push to.
+        names: the model's base models, as its card lists them.
+        downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
 
     Raises:
-        PushError: it would be.
+        PushError: the repository is the source.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -122,7 +140,7 @@ def refuse_source(repository: ModelInfo, names: Iterable[str], downloaded: str |
     is_source = any(_present_name(name) == repository.id.lower() for name in names)
     if downloaded is not None and not is_source:
         try:
-            patiently(lambda: HfApi().model_info(repository.id, revision=downloaded))
+            with_retries(lambda: HfApi().model_info(repository.id, revision=downloaded))
             is_source = True
         except HfHubHTTPError as error:
             if status_of(error) not in (400, 404):
@@ -132,42 +150,42 @@ def refuse_source(repository: ModelInfo, names: Iterable[str], downloaded: str |
 
 
 def _present_name(name: str) -> str:
-    """What a repository is called now, in small letters; the name itself if the user sees none of that name."""
+    """The current name of a repository, in lower case; the given name if the user cannot see the repository."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        found = find_repository(name)
+        repository = find_repository(name)
     except HFValidationError:
-        found = None
+        repository = None
     except HfHubHTTPError as error:
-        # Gated or disabled: not the one that the user writes to, which was found.
+        # It is gated or disabled, so it is not the repository to push to, which the user can read.
         if status_of(error) not in (401, 403, 404):
             raise
-        found = None
-    return (found.id if found else name).lower()
+        repository = None
+    return (repository.id if repository else name).lower()
 
 
 def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str], bool]) -> None:
-    """A model that is not quantized may not be replaced, wherever this one comes from.
+    """Refuse a repository in which the push would replace an unquantized model.
 
     Args:
-        repository: where the model is to go.
-        shards: names of its shards.
-        is_ours: whether a shard of that name and digest is the one that would be pushed.
+        repository: the repository to push to.
+        shards: names of the shards to push.
+        is_ours: returns whether the shard of a name and digest is the one to push.
 
     Raises:
-        PushError: it would be.
-        SourceError: what is there cannot be read.
+        PushError: the repository holds unquantized weights under these names.
+        SourceError: its shards cannot be read.
     """
     present = _files(repository)
-    plain: list[HubFile] = []
+    unquantized: list[HubFile] = []
     for file in (present[name] for name in shards if name in present):
         tensors = _tensors(file)
         if any(info.dtype not in UNQUANTIZED for info in tensors if len(info.shape) > 1):
             return
         if tensors:
-            plain.append(file)
-    for file in plain:
+            unquantized.append(file)
+    for file in unquantized:
         if not is_ours(file.name, file.digest):
             raise PushError(
                 f"{repository.id} holds unquantized weights ({file.name}), which this model would replace",
@@ -176,7 +194,7 @@ def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Ca
 
 
 def _tensors(file: HubFile) -> list[TensorInfo]:
-    """What a safetensors file says it holds; nothing if it is none, since nobody can load it then."""
+    """The tensors in a file's safetensors header; none if the header is not valid, as nobody can load the file then."""
     if file.size < 8:
         return []
     length = int.from_bytes(file.read(0, 8), "little")
@@ -188,7 +206,7 @@ def _tensors(file: HubFile) -> list[TensorInfo]:
 
 
 def _files(repository: ModelInfo) -> dict[str, HubFile]:
-    """The files on main."""
+    """The files on the main branch, by name."""
     return {
         file.rfilename: HubFile(
             repository.id,

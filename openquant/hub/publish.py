@@ -1,8 +1,8 @@
-"""To the Hub: shards are uploaded as they are finished, and one commit at the end makes them a model.
+"""Publishes an output on the Hub: uploads shards as they are finished, and commits all files at the end.
 
-Until that commit the repository shows nothing of them, so it never holds half a model. What is uploaded is recorded
-in the output's work directory, a file for each shard: a push that was killed goes on without uploading, hashing or
-converting anything again.
+Until that commit the repository shows none of them, so it never holds half a model. Each upload is recorded in a file
+in the output's work directory, so a push that was killed continues without uploading, hashing or converting anything
+again.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .preflight import (
     require_valid,
     user_name,
 )
-from .source import interruptible, patiently
+from .source import interruptible, with_retries
 
 if TYPE_CHECKING:
     from huggingface_hub import Discussion
 
-# Output shards that are on disk at a time, being made or uploaded, when they are deleted after it.
+# With --push-only, the number of output shards that are on disk at a time, being made or uploaded.
 AT_ONCE = 3
 # "Your push was rejected because an LFS pointer pointed to a file that does not exist. Offending file: - NAME"
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
-# Of a pull request, in characters.
+# Characters that the title of a pull request may have.
 LONGEST_TITLE = 200
 
 
@@ -57,9 +57,9 @@ class Published:
     """Where a model was published.
 
     Attributes:
-        repository: the repository, under the name the Hub has for it.
-        address: of the commit or pull request.
-        revision: what holds it while a pull request is open, such as "refs/pr/1"; None for main.
+        repository: the repository's name on the Hub.
+        address: URL of the commit or pull request.
+        revision: the branch of an open pull request, such as "refs/pr/1"; None for main.
     """
 
     repository: str
@@ -68,16 +68,17 @@ class Published:
 
 
 class Publisher:
-    """Uploads an output directory; use as a context manager.
+    """Uploads an output directory to a repository. Use as a context manager.
 
     Args:
-        push: where to.
+        push: the options of the push: repository, message, pull request.
         directory: the output directory.
-        digest: of the plan, so that an upload is never taken for another run's.
+        digest: the plan's digest, which tells the uploads of this plan from others.
         shards: names of the output shards.
 
     Attributes:
-        complete: makes the card that is published of the directory's and of the repository; None to leave it.
+        complete: makes the published model card from the directory's card and the repository's name; None to publish
+            the directory's card.
     """
 
     def __init__(self, push: Push, directory: Path, digest: str, shards: Iterable[str]) -> None:
@@ -90,46 +91,46 @@ class Publisher:
         self._user = ""
         self.records = directory / WORK / PUSHED
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._begun: set[str] = set()
-        self._waiting: set[str] = set()
+        self._in_progress: set[str] = set()
+        self._pending: set[str] = set()
         self._changed = threading.Condition()
         self._failure = FirstFailure(self._wake)
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
     def prepare(self, card: bytes, downloaded: str | None = None) -> None:
-        """Make the repository if there is none, and find out beforehand what could keep the model from it.
+        """Run the preflight checks, and create the repository if there is none.
 
         Args:
             card: the output's README.md.
-            downloaded: the commit that the model was downloaded as, from a repository that is not known.
+            downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
 
         Raises:
-            PushError: we may not write there, the card is refused, or the repository holds weights that this model
-                would not replace, or ought not to.
+            PushError: the user may not write there, the Hub refuses the card, or the repository holds weights that
+                the model would not replace, or that it must not replace.
         """
         text = card.decode("utf-8", "replace")
         with push_errors(self.repo):
             self._user = user_name(self.repo)
             name = self.repo if "/" in self.repo else f"{self._user}/{self.repo}"
-            found = find_repository(name)
-            # Of one that was renamed or is spelled in other letters, the name it has now.
-            self.repo = name if found is None else found.id
+            repository = find_repository(name)
+            # The current name, if it was renamed or has other capital letters.
+            self.repo = name if repository is None else repository.id
         with push_errors(self.repo):
             require_valid(self.repo, published_card(text, self.repo, None))
-            if found is None:
+            if repository is None:
                 self.repo = make_repository(self.repo, self.push.private)
             require_permission(self.repo, write=not self.push.create_pr)
             if self.push.create_pr:
-                # Where discussions are disabled there are no pull requests either.
-                patiently(self._request)
-            if found is not None:
-                refuse_mixture(found, self.shards)
+                # This fails if discussions, and so pull requests, are disabled.
+                with_retries(self._find_request)
+            if repository is not None:
+                refuse_mixture(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
-                    refuse_source(found, base_models(text), downloaded)
-                    refuse_unquantized(found, self.shards, self._is_ours)
+                    refuse_source(repository, base_models(text), downloaded)
+                    refuse_unquantized(repository, self.shards, self._is_ours)
 
     def _is_ours(self, name: str, sha256: str) -> bool:
-        """Whether what the Hub holds is the very shard that would be pushed."""
+        """Whether a shard on the Hub with this digest is the one to push."""
         record, path = self._record(name), self.directory / name
         if record is not None:
             return bool(record["sha256"] == sha256)
@@ -144,23 +145,27 @@ class Publisher:
 
     def __exit__(self, *exception: object) -> None:
         self._queue.put(None)
-        # An upload under way is not waited for after a failure or Ctrl-C: the next run repeats it.
+        # After a failure or Ctrl-C, do not wait for the current upload. The next run repeats it.
         self._thread.join(None if exception[0] is None else 0.1)
 
     def elsewhere(self) -> set[str]:
-        """Shards that are uploaded and need not be here."""
+        """Return the shards that are uploaded and need not be on disk; none without --push-only."""
         return {name for name in self.shards if self._record(name)} if self.push.only else set()
 
     def finished(self, name: str) -> None:
-        """Is told that a shard has its final name: it is uploaded."""
+        """Upload a shard, which is complete and has its final name, in the background."""
         with self._changed:
-            if name in self._waiting:
+            if name in self._pending:
                 return
-            self._waiting.add(name)
+            self._pending.add(name)
         self._queue.put(name)
 
     def wait_for_room(self, name: str, stopped: Callable[[], bool]) -> None:
-        """Wait until an output shard may be begun, or `stopped()` is true.
+        """Wait until there is disk space for one more output shard.
+
+        Args:
+            name: the shard that will be made.
+            stopped: returns whether to give up waiting.
 
         Raises:
             PushError: an upload failed.
@@ -168,31 +173,34 @@ class Publisher:
         with self._changed:
             while True:
                 self._failure.check()
-                if not self.push.only or len(self._begun) < AT_ONCE or stopped():
-                    self._begun.add(name)
+                if not self.push.only or len(self._in_progress) < AT_ONCE or stopped():
+                    self._in_progress.add(name)
                     return
                 self._changed.wait(0.2)
 
     def drain(self) -> None:
-        """Wait for the uploads that are under way.
+        """Wait until all uploads are done.
 
         Raises:
-            PushError: one of them failed.
+            PushError: an upload failed.
         """
         with self._changed:
-            while self._waiting and not self._failure:
+            while self._pending and not self._failure:
                 self._changed.wait(0.2)
             self._failure.check()
 
     def finish(self, others: Iterable[str], title: str) -> Published:
-        """Upload what is left and commit everything; where it is then.
+        """Upload the remaining shards and commit all files.
 
         Args:
-            others: every file of the directory that is not a shard.
+            others: names of all files of the directory that are not shards.
             title: the commit message, unless the user gave one.
 
+        Returns:
+            Where the model was published.
+
         Raises:
-            PushError: it could not be done.
+            PushError: an upload or the commit failed.
         """
         from huggingface_hub import constants
 
@@ -202,8 +210,8 @@ class Publisher:
         title = self.push.message or title
         with push_errors(self.repo):
             if self.push.create_pr:
-                request = patiently(lambda: self._open_request(title))
-                # What was merged is served from main.
+                request = with_retries(lambda: self._open_request(title))
+                # The model of a merged pull request is on main.
                 revision = None if request.status == "merged" else f"refs/pr/{request.num}"
                 address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
                 if revision is not None:
@@ -216,34 +224,36 @@ class Publisher:
         return published
 
     def _commit(self, others: list[str], title: str, revision: str | None) -> str:
-        """Commit everything that the revision has not; the commit's address."""
+        """Commit all files, except shards that the revision already has, and return the commit's URL."""
         from huggingface_hub import CommitOperationAdd, HfApi
         from huggingface_hub.errors import BadRequestError
 
         def commit() -> str:
-            # A second try leaves out what the first one committed, should only its answer have been lost.
+            # If only the response to the first try was lost, the second leaves out the shards that it committed.
             operations = [CommitOperationAdd(name, self._content(name, revision)) for name in others]
-            for name in self._absent(revision):
+            for name in self._missing_shards(revision):
                 record = self._record(name)
                 path = str(self.directory / name)
-                operations.append(CommitOperationAdd(name, path) if record is None else _uploaded(name, record))
+                operations.append(
+                    CommitOperationAdd(name, path) if record is None else _uploaded_operation(name, record)
+                )
             return str(HfApi().create_commit(self.repo, operations, commit_message=title, revision=revision).commit_url)
 
         try:
-            return interruptible(lambda: patiently(commit, passes=_passes))
+            return interruptible(lambda: with_retries(commit, is_retryable=_is_retryable))
         except BadRequestError as error:
-            lost = self._lost(error.server_message or "")
+            lost = self._lost_shards(error.server_message or "")
             if not lost:
                 raise
             for name in lost:
                 self._record_path(name).unlink(missing_ok=True)
             raise PushError(
-                f"{self.repo} no longer has what was uploaded of {lost[0]}: {error_reason(error)}",
+                f"{self.repo} no longer has the upload of {lost[0]}: {error_reason(error)}",
                 "run the same command again: what the Hub lost is made and uploaded again",
             ) from None
 
     def _content(self, name: str, revision: str | None) -> str | bytes:
-        """A file to be committed: its path, or what it is to hold."""
+        """The path of a file to commit, or the contents of the model card."""
         path = self.directory / name
         if name != "README.md":
             return str(path)
@@ -255,66 +265,67 @@ class Publisher:
         except UnicodeDecodeError:
             return card
 
-    def _absent(self, revision: str | None) -> list[str]:
-        """The shards that a revision has not, or not as they are here."""
+    def _missing_shards(self, revision: str | None) -> list[str]:
+        """The shards that a revision lacks, or has with other contents."""
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
-        found = HfApi().get_paths_info(self.repo, self.shards, revision=revision)
-        present = {entry.path: entry.lfs.sha256 for entry in found if isinstance(entry, RepoFile) and entry.lfs}
+        entries = HfApi().get_paths_info(self.repo, self.shards, revision=revision)
+        present = {entry.path: entry.lfs.sha256 for entry in entries if isinstance(entry, RepoFile) and entry.lfs}
         records = {name: self._record(name) for name in self.shards}
         return [name for name, record in records.items() if record is None or present.get(name) != record["sha256"]]
 
-    def _lost(self, why: str) -> list[str]:
-        """The uploaded shards that the Hub has not, going by the reason it gives for refusing a commit.
+    def _lost_shards(self, reason: str) -> list[str]:
+        """The uploaded shards that the Hub no longer has, by its reason for refusing a commit.
 
-        It drops uploads that no commit names after a while. No other reason is one to upload anything again.
+        After a while the Hub drops uploads that no commit uses. Only then must shards be uploaded again.
         """
-        if not _LOST.search(why):
+        if not _LOST.search(reason):
             return []
         records = {name: record for name in self.shards if (record := self._record(name))}
-        named = [name for name, record in records.items() if name in why or record["sha256"] in why]
+        named = [name for name, record in records.items() if name in reason or record["sha256"] in reason]
         return named or list(records)
 
     def _open_request(self, title: str) -> Discussion:
         """The pull request for this model, opened if there is none."""
         from huggingface_hub import HfApi
 
-        found = self._request()
-        if found is None or (found.status == "merged" and self._absent(None)):
-            about = f"Made with openquant {__version__}. {self._mark}"
-            found = HfApi().create_pull_request(self.repo, title.strip()[:LONGEST_TITLE], description=about)
-        return found
+        request = self._find_request()
+        if request is None or (request.status == "merged" and self._missing_shards(None)):
+            description = f"Made with openquant {__version__}. {self._marker}"
+            request = HfApi().create_pull_request(self.repo, title.strip()[:LONGEST_TITLE], description=description)
+        return request
 
-    def _request(self) -> Discussion | None:
-        """The pull request that an earlier try opened for this model, an open one before a merged one.
+    def _find_request(self) -> Discussion | None:
+        """The pull request that an earlier try opened for this model; an open one rather than a merged one.
 
-        It is known by what it says, so none is opened twice, be the answer lost or the directory moved.
+        Its description has the plan's digest. So none is opened twice, even if a response was lost or the directory
+        was moved.
         """
         from huggingface_hub import HfApi
         from huggingface_hub.community import DiscussionComment
         from huggingface_hub.errors import HfHubHTTPError
 
         api, merged = HfApi(), None
-        for listed in api.get_repo_discussions(self.repo, author=self._user, discussion_type="pull_request"):
-            if listed.status == "closed":
+        for discussion in api.get_repo_discussions(self.repo, author=self._user, discussion_type="pull_request"):
+            if discussion.status == "closed":
                 continue
             try:
-                details = api.get_discussion_details(self.repo, listed.num)
+                details = api.get_discussion_details(self.repo, discussion.num)
             except HfHubHTTPError as error:
                 if status_of(error) != 404:
                     raise
                 continue
             first = next((event for event in details.events if isinstance(event, DiscussionComment)), None)
-            if first is not None and self._mark in first.content:
+            if first is not None and self._marker in first.content:
                 if details.status != "merged":
                     return details
                 merged = details
         return merged
 
     @property
-    def _mark(self) -> str:
-        """What tells a pull request of this plan from others of the same user."""
+    def _marker(self) -> str:
+        """The text in a pull request's description that names the plan."""
         return f"Plan: {self.digest}"
 
     def _upload_all(self) -> None:
@@ -322,8 +333,8 @@ class Publisher:
             while (name := self._queue.get()) is not None:
                 self._upload(name)
                 with self._changed:
-                    self._waiting.discard(name)
-                    self._begun.discard(name)
+                    self._pending.discard(name)
+                    self._in_progress.discard(name)
                     self._changed.notify_all()
 
     def _wake(self) -> None:
@@ -337,11 +348,11 @@ class Publisher:
         if self._record(name) is None:
             with push_errors(self.repo):
                 operation = CommitOperationAdd(name, str(path))
-                patiently(lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
+                with_retries(lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
                 if not operation._is_uploaded:
-                    return  # the Hub wants it as part of the commit
+                    return  # The Hub wants a small file to be part of the commit.
             info = operation.upload_info
-            self._remember(name, {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()})
+            self._write_record(name, {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()})
         if self.push.only:
             with output_errors(path, "removed"):
                 path.unlink(missing_ok=True)
@@ -350,14 +361,14 @@ class Publisher:
         return self.records / hashlib.sha256(f"{self.digest} {self.push.name} {name}".encode()).hexdigest()[:24]
 
     def _record(self, name: str) -> dict[str, Any] | None:
-        """What is known of a shard that is uploaded; None if it is not."""
+        """The record of a shard's upload, with size, sha256 and sample; None if it is not uploaded."""
         try:
             record = parse_json(read_small(self._record_path(name), name), name)
         except (FileNotFoundError, SourceError):
             return None
         return record if isinstance(record, dict) else None
 
-    def _remember(self, name: str, record: dict[str, Any]) -> None:
+    def _write_record(self, name: str, record: dict[str, Any]) -> None:
         path = self._record_path(name)
         with output_errors(path):
             make_directory(self.records)
@@ -366,24 +377,24 @@ class Publisher:
             os.replace(partial, path)
 
     def forget(self) -> None:
-        """Remove all records of uploads: nothing counts as uploaded any more."""
+        """Remove all records of uploads, so that every shard counts as not uploaded."""
         if self.records.exists():
             with output_errors(self.records, "removed"):
                 shutil.rmtree(self.records)
             with suppress(OSError):
-                # Unless a run still works there.
+                # It is not empty if a run still uses it.
                 self.records.parent.rmdir()
 
 
-def _passes(error: BaseException) -> bool:
-    """Whether a commit that is refused may be taken a moment later: another one was under way, or came before it."""
+def _is_retryable(error: BaseException) -> bool:
+    """Whether a refused commit may succeed on a retry: another commit was in progress, or came before it."""
     return status_of(error) in (409, 412) or is_transient(error)
 
 
-def _uploaded(name: str, record: dict[str, Any]) -> Any:
-    """A commit's operation for a shard that is on the Hub and need not be here.
+def _uploaded_operation(name: str, record: dict[str, Any]) -> Any:
+    """The operation that commits an uploaded shard, which need not be on disk.
 
-    As preupload_lfs_files leaves it behind; huggingface_hub has no other way to say this (2.4, hf_api.py:5415).
+    Its fields are those that preupload_lfs_files sets (huggingface_hub 2.4, hf_api.py:5415). There is no public way.
     """
     from huggingface_hub import CommitOperationAdd
     from huggingface_hub.lfs import UploadInfo

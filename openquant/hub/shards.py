@@ -1,4 +1,4 @@
-"""The shards of sources for what writes nothing: read where they lie, from the Hub's cache, or streamed."""
+"""Shard supplies for commands that write no shards: shards are read locally, from the Hub's cache, or streamed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..files.journal import output_errors
 from .fetch import ShardSupply, scratch_bytes
 from .source import Source, silent
 
-# For each thing to be done, in order, the source shards it is done with.
+# The source shards that each step needs, by the name of the step, in order.
 Needs = Mapping[str, Sequence[str]]
-# Waits until what holds the other end of its input has ended, however it did.
-_WAITS = 'read -r _; rm -rf -- "$1"'
+# A shell command that removes a directory when the process at the other end of its stdin has ended.
+_REMOVE_AT_END = 'read -r _; rm -rf -- "$1"'
 
 
 @contextmanager
@@ -29,50 +29,54 @@ def supply_shards(
     more: int = 0,
     times: int = 1,
 ) -> Iterator[list[ShardSupply]]:
-    """The shards of some sources, each by the time it is needed.
+    """Start supplies for the shards of sources.
 
     Args:
-        sources: where they lie, and in which order they are needed.
-        stream: keep fetched shards only until their last use, below `scratch`.
-        scratch: the working directory if None. Nothing of ours is left in it afterwards, however the process ends.
-        more: bytes that something else will take there.
-        times: how many processes do the same there.
+        sources: each source with the shards that its steps need.
+        stream: whether to keep downloaded shards below `scratch` until their last use, not in the Hub's cache.
+        scratch: the directory in which to make a temporary directory; None for the working directory. The temporary
+            directory is removed at the end, even if the process is killed.
+        more: bytes that the caller will write to the same disk.
+        times: number of processes that use the same disk, each with the same supplies.
+
+    Returns:
+        A context manager that gives one supply for each source.
 
     Raises:
-        SourceError: the disk of the Hub's cache cannot hold the shards.
-        UsageError: that of `scratch` cannot.
-        OutputError: nothing can be written there.
+        SourceError: the disk of the Hub's cache has too little space.
+        UsageError: the disk of `scratch` has too little space.
+        OutputError: `scratch` cannot be written.
     """
     with ExitStack() as stack:
-        place = None
+        directory = None
         if any(source.remote for source, _ in sources):
             stack.enter_context(silent())
             if stream:
                 needed = times * (more + sum(scratch_bytes(source, needs) for source, needs in sources))
-                place = stack.enter_context(_directory(Path(scratch or "."), needed))
+                directory = stack.enter_context(_temporary_directory(Path(scratch or "."), needed))
         supplies = []
         for number, (source, needs) in enumerate(sources):
-            if source.remote and place is None:
+            if source.remote and directory is None:
                 source.require_cache_space({name for names in needs.values() for name in names})
-            folder = None if place is None else place / str(number)
-            supplies.append(stack.enter_context(_Supply(source, needs if source.remote else {}, folder)))
+            folder = None if directory is None else directory / str(number)
+            supplies.append(stack.enter_context(_HintedSupply(source, needs if source.remote else {}, folder)))
         yield supplies
 
 
-class _Supply(ShardSupply):
-    """A supply whose errors about its scratch directory name the option for it."""
+class _HintedSupply(ShardSupply):
+    """A supply whose errors about the scratch directory name --scratch in the hint."""
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        with _hinted():
+        with _scratch_hint():
             super().wait_for(output, stopped)
 
     def finished(self, output: str) -> None:
-        with _hinted():
+        with _scratch_hint():
             super().finished(output)
 
 
 @contextmanager
-def _hinted() -> Iterator[None]:
+def _scratch_hint() -> Iterator[None]:
     try:
         yield
     except OutputError as error:
@@ -80,36 +84,36 @@ def _hinted() -> Iterator[None]:
 
 
 @contextmanager
-def _directory(parent: Path, needed: int) -> Iterator[Path]:
-    """A directory below `parent` that is gone afterwards."""
-    with _hinted(), output_errors(parent):
+def _temporary_directory(parent: Path, needed: int) -> Iterator[Path]:
+    """A directory in `parent` that is removed at the end, if `needed` bytes are free on its disk."""
+    with _scratch_hint(), output_errors(parent):
         free = shutil.disk_usage(parent).free
         if needed > free:
             raise UsageError(
                 f"{parent} needs {needed:,} bytes for shards that come and go, its disk has {free:,} free",
                 "name a directory on a larger one with --scratch",
             )
-        made = tempfile.TemporaryDirectory(prefix=".openquant-", dir=parent, ignore_cleanup_errors=True)
-    with _gone_with_us(made.name), made as path:
+        directory = tempfile.TemporaryDirectory(prefix=".openquant-", dir=parent, ignore_cleanup_errors=True)
+    with _removed_if_killed(directory.name), directory as path:
         yield Path(path)
 
 
 @contextmanager
-def _gone_with_us(path: str) -> Iterator[None]:
-    """Have a directory removed if this process is killed meanwhile, which it cannot hear of itself."""
-    command = ["/bin/sh", "-c", _WAITS, "sh", str(Path(path).absolute())]
+def _removed_if_killed(path: str) -> Iterator[None]:
+    """Have a shell remove a directory if this process is killed, since SIGKILL cannot be handled."""
+    command = ["/bin/sh", "-c", _REMOVE_AT_END, "sh", str(Path(path).absolute())]
     try:
-        # In a session of its own: what is typed at a terminal, or sent to a whole group, goes to us alone.
-        started = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        # A session of its own keeps signals of the terminal, or to the process group, from the shell.
+        shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     except OSError as error:
         raise OutputError(
             f"/bin/sh, which removes {path} if this process is killed, cannot be started: {error.strerror}",
             "raise the limit on processes (ulimit -u; in a container also its own)",
         ) from error
-    with started as waiting:
+    with shell:
         try:
             yield
         finally:
-            # Else a thread that still fetched wrote there as it was removed, and the shell removes it again.
+            # If the directory is still there, a download wrote to it as it was removed. The shell then removes it.
             if not os.path.lexists(path):
-                waiting.kill()
+                shell.kill()

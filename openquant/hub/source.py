@@ -1,8 +1,8 @@
-"""From what the user typed to a source: a local directory, or a Hub repository of which most may still be there.
+"""Finds the source that the user named: a local directory, or a repository on the Hub.
 
-Of a repository, what a plan is made from goes to the Hub's cache at once, its other files before anything is converted
-(`Source.fetch_files`), and shards as they are needed (hub/fetch.py). The commit found at the start is used for
-everything after.
+Of a repository, the files that a plan needs are downloaded into the Hub's cache at once, the other files before the
+conversion (`Source.fetch_files`), and shards as they are needed (hub/fetch.py). All of them come from the commit that
+was found at the start.
 """
 
 from __future__ import annotations
@@ -38,28 +38,27 @@ if TYPE_CHECKING:
 
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
-
-
 _COMMIT = re.compile("[0-9a-f]{40}")
 
-# Seconds between tries, beyond those of huggingface_hub itself; fewer before anything is known to be there.
+# Seconds between tries, in addition to the retries of huggingface_hub. Fewer for the first request, whose repository
+# may not exist.
 WAITS = (1, 2, 4, 8, 16)
 FIRST_WAITS = (1, 2)
-# Answers that an address gives once its signature has expired.
+# HTTP status of an address whose signature has expired.
 _EXPIRED = (400, 401, 403, 410)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint lies and what it is called.
+    """A checkpoint to read: a local directory, or a snapshot in the Hub's cache that may lack files.
 
     Attributes:
-        root: its directory.
-        name: last part of its name, from which the output's is made.
-        repo: its Hub repository, None for a local folder whose origin is unknown.
-        revision: the commit on the Hub, None where `repo` is.
-        remote: shards that are on the Hub and not in its cache here, by name.
-        absent: other files that are on the Hub and not in its cache here, with sizes in bytes, by name.
+        root: the directory.
+        name: last part of its name, from which the output's name is made.
+        repo: its repository on the Hub; None for a local directory.
+        revision: the commit on the Hub; None for a local directory.
+        remote: shards that are still to be downloaded, by name.
+        absent: sizes in bytes of other files that are still to be downloaded, by name.
     """
 
     root: Path
@@ -70,44 +69,44 @@ class Source:
     absent: Mapping[str, int] = field(default_factory=dict)
 
     def remote_bytes(self, names: Iterable[str]) -> int:
-        """Bytes of those of these shards and other files that are on the Hub and not in its cache."""
+        """Return the size in bytes of those of the named shards and files that are still to be downloaded."""
         sizes = {**self.absent, **{name: file.size for name, file in self.remote.items()}}
         return sum(sizes.get(name, 0) for name in names)
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of how the source comes: that a proxy ignores ranges, say."""
-        if any(file.only_whole for file in self.remote.values()):
+        """Messages for the user on the download: that a proxy ignores ranges."""
+        if any(file.ignores_range for file in self.remote.values()):
             return [
-                "the Hub, or a proxy before it, sends files from their beginning when a part is asked for (it ignores "
-                "Range): each shard comes over one connection, and one that breaks off is sent again from its beginning"
+                "the Hub, or a proxy before it, ignores Range and sends files from their beginning: each shard is "
+                "downloaded over one connection, and starts again from its beginning if the connection breaks"
             ]
         return []
 
     def fetch_files(self, names: Iterable[str]) -> None:
-        """Put those of these files that are on the Hub into its cache.
+        """Download those of the named files that are `absent` into the Hub's cache.
 
         Raises:
-            SourceError: they cannot be had.
+            SourceError: they cannot be downloaded.
         """
-        repo, wanted = self.repo, [glob.escape(name) for name in names if name in self.absent]
-        if repo is None or not wanted:
+        repo, patterns = self.repo, [glob.escape(name) for name in names if name in self.absent]
+        if repo is None or not patterns:
             return
         # Importing it takes as long as converting a small model.
         from huggingface_hub import snapshot_download
 
         def fetch() -> None:
             with source_errors(repo, self.revision):
-                snapshot_download(repo, revision=self.revision, allow_patterns=wanted)
+                snapshot_download(repo, revision=self.revision, allow_patterns=patterns)
 
         with silent():
-            interruptible(lambda: patiently(fetch))
+            interruptible(lambda: with_retries(fetch))
 
     def require_cache_space(self, shards: Iterable[str]) -> None:
-        """Refuse to start downloading what the cache's disk cannot hold.
+        """Check that the disk of the Hub's cache has space for the named shards.
 
         Raises:
-            SourceError: it cannot.
+            SourceError: it has not.
         """
         from huggingface_hub import constants
 
@@ -120,21 +119,24 @@ class Source:
             )
 
     def beside(self, name: str) -> Path:
-        """A name in the working directory; beside the source where that is the source, or lies in it."""
-        here, root = Path.cwd().resolve(), self.root.resolve()
-        return root.parent / name if root in (here, *here.parents) else Path(name)
+        """Return the default path of an output: `name` in the working directory.
+
+        If the working directory is the source or lies in it, the output goes beside the source.
+        """
+        working_directory, root = Path.cwd().resolve(), self.root.resolve()
+        return root.parent / name if root in (working_directory, *working_directory.parents) else Path(name)
 
     @property
     def identity(self) -> str:
-        """What tells this source from any other: the commit; nothing of a local one."""
+        """The repository and commit, "org/name@commit"; "" for a local directory."""
         return "" if self.revision is None else f"{self.repo}@{self.revision}"
 
     def stamps(self, checkpoint: Checkpoint) -> dict[str, Stamp]:
-        """What the shards of a local source look like now; those of a repository are what its commit says."""
+        """Return sizes and times of a local source's shards, by name; {} for a repository, whose commit fixes them."""
         return {} if self.revision is not None else stamps_of(self.root, checkpoint.shards)
 
     def digests(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """The SHA-256 of each file of a local source that is no shard; of a repository nothing, its commit says it."""
+        """Return the SHA-256 of a local source's files other than shards, by name; {} for a repository."""
         return {} if self.revision is not None else {name: self._digest(name) for name in checkpoint.files}
 
     def _digest(self, name: str) -> str:
@@ -145,9 +147,9 @@ class Source:
         return digest.hexdigest()
 
     def downloaded_commit(self) -> str | None:
-        """The commit that a folder came from which `hf download --local-dir` filled; None if none is recorded.
+        """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
 
-        The record names no repository.
+        The record does not name the repository.
         """
         record = self.root / ".cache" / "huggingface" / "download" / "config.json.metadata"
         try:
@@ -158,7 +160,11 @@ class Source:
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:
-    """The directory that holds the files of a model: its own, or that of its repository in the Hub's cache."""
+    """Return the directory of a model: a local directory, or that of its repository in the Hub's cache.
+
+    Args:
+        model: a directory, "org/name" or "org/name@revision".
+    """
     path = Path(model)
     with readable():
         if path.exists():
@@ -170,15 +176,15 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
 
 
 def find_source(model: str, revision: str | None = None) -> Source:
-    """The local directory of that name, or else that Hub repository, of which the cache then holds what a plan needs.
+    """Find a local directory, or else a repository on the Hub, and download the files that a plan needs.
 
     Args:
-        model: a directory, `org/name` or `org/name@revision`.
-        revision: branch, tag or commit of a Hub repository.
+        model: a directory, "org/name" or "org/name@revision".
+        revision: branch, tag or commit of a repository; None for the default branch.
 
     Raises:
-        SourceError: there is no such directory or repository, or it cannot be had.
-        UsageError: a revision that contradicts the model, or belongs to a directory.
+        SourceError: there is no such directory or repository, or it cannot be downloaded.
+        UsageError: a revision for a local directory, or one that contradicts the model's.
     """
     path = Path(model)
     if not model:
@@ -189,10 +195,10 @@ def find_source(model: str, revision: str | None = None) -> Source:
         if revision is not None:
             raise UsageError(f"{model} is a local directory, which has no revision {revision}", "leave --revision out")
         return _local(path)
-    repo, at, pinned = model.partition("@")
-    if at and revision is not None and revision != pinned:
+    repo, at_sign, pinned = model.partition("@")
+    if at_sign and revision is not None and revision != pinned:
         raise UsageError(f"{model} and --revision {revision} name two revisions", "give one of them")
-    if at and not pinned:
+    if at_sign and not pinned:
         raise UsageError(f"{model} names no revision after the @", "write org/name@revision")
     return _download(repo, pinned or revision)
 
@@ -203,7 +209,7 @@ def _local(path: Path) -> Source:
     if snapshot:
         repo = snapshot["repo"].replace("--", "/", 1)
         return Source(path, repo.rsplit("/", 1)[-1], repo, snapshot["commit"])
-    # A name that is no UTF-8 could not be written into the card.
+    # The model card is UTF-8, so the name must be.
     return Source(path, os.fsencode(root.name).decode("utf-8", "replace"), None, None)
 
 
@@ -217,47 +223,55 @@ def _download(repo: str, revision: str | None) -> Source:
             return Source(root, repo.rsplit("/", 1)[-1], repo, root.name, *_missing(repo, root))
 
     with silent():
-        return interruptible(lambda: patiently(find, FIRST_WAITS))
+        return interruptible(lambda: with_retries(find, FIRST_WAITS))
 
 
 def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]:
-    """What of a repository its snapshot (a directory named by the commit) lacks: shards, and sizes of other files."""
+    """Find the files of a repository that its snapshot lacks.
+
+    Args:
+        repo: the repository.
+        root: the snapshot, a directory named by the commit.
+
+    Returns:
+        The missing shards, and the sizes in bytes of the other missing files, by name.
+    """
     from huggingface_hub import HfApi, get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
     from huggingface_hub.hf_api import RepoFile
 
-    def is_here(name: str) -> bool:
+    def is_cached(name: str) -> bool:
         return (root / name).exists()
 
-    all_shards = all(map(is_here, _indexed(root)))
+    all_shards = all(map(is_cached, _indexed_shards(root)))
     try:
-        listed = {entry.path: entry.size for entry in get_cached_repo_tree(repo, revision=root.name)}
+        sizes = {entry.path: entry.size for entry in get_cached_repo_tree(repo, revision=root.name)}
     except CachedRepoTreeNotFoundError:
-        listed = {}
-    lacking = {name: size for name, size in listed.items() if not is_here(name)}
-    if all_shards and listed and all(map(left_out_part, lacking)):
-        return {}, lacking
-    # The cached list lacks digests.
+        sizes = {}
+    missing_sizes = {name: size for name, size in sizes.items() if not is_cached(name)}
+    if all_shards and sizes and all(map(left_out_part, missing_sizes)):
+        return {}, missing_sizes
+    # The cached list has no digests, so the Hub's is needed.
     try:
         tree = HfApi().list_repo_tree(repo, recursive=True, revision=root.name)
         entries = [entry for entry in tree if isinstance(entry, RepoFile)]
     except Exception as error:
-        if all_shards and not listed and is_offline(error):
-            # A cache that another program filled, and nothing that says that it lacks anything.
+        if all_shards and not sizes and is_offline(error):
+            # Another program filled the cache, and it has all shards.
             return {}, {}
         raise
     names = {entry.path for entry in entries}
     if not {INDEX_FILE, SINGLE_FILE} & names and "config.json" in names:
         refuse_without_weights(repo, [name for name in names if "/" not in name])
-    lacking_entries = [entry for entry in entries if not is_here(entry.path)]
-    shards = [entry for entry in lacking_entries if re.fullmatch(r"[^/]+\.safetensors", entry.path)]
+    missing = [entry for entry in entries if not is_cached(entry.path)]
+    shards = [entry for entry in missing if re.fullmatch(r"[^/]+\.safetensors", entry.path)]
     digests = {entry.path: entry.lfs.sha256 if entry.lfs else entry.blob_id for entry in shards}
     remote = {entry.path: HubFile(repo, root.name, entry.path, entry.size, digests[entry.path]) for entry in shards}
-    return remote, {entry.path: entry.size for entry in lacking_entries if entry.path not in remote}
+    return remote, {entry.path: entry.size for entry in missing if entry.path not in remote}
 
 
-def _indexed(root: Path) -> set[str]:
-    """The shards that a snapshot's index names; model.safetensors without an index that can be read."""
+def _indexed_shards(root: Path) -> set[str]:
+    """The shards that a snapshot's index names; model.safetensors if there is no readable index."""
     try:
         return set(read_json(root / INDEX_FILE, INDEX_FILE)["weight_map"].values())
     except (OSError, SourceError, KeyError, TypeError, AttributeError):
@@ -265,14 +279,17 @@ def _indexed(root: Path) -> set[str]:
 
 
 class HubFile:
-    """A file of a repository, read over HTTP by the client's own session.
+    """A file of a repository, read over HTTP with the client's session. Methods may be called from any thread.
 
-    The Hub is asked once where it lies; that address serves until it is refused. Calls may come from any thread.
+    The Hub redirects to an address that is signed for a while. It is requested once, and again when it expires.
 
     Attributes:
-        size: in bytes.
-        digest: of its contents, in hexadecimal digits: the SHA-256 of an LFS file, else its git object id.
-        only_whole: whether all of it was sent where a part was asked for.
+        repo: the repository.
+        revision: the commit.
+        name: the file's name in the repository.
+        size: size in bytes.
+        digest: digest of its contents in hexadecimal: SHA-256 of an LFS file, else the git object id.
+        ignores_range: whether a server sent the whole file when a part was requested.
     """
 
     def __init__(self, repo: str, revision: str, name: str, size: int, digest: str) -> None:
@@ -281,51 +298,52 @@ class HubFile:
         self.name = name
         self.size = size
         self.digest = digest
-        self.only_whole = False
+        self.ignores_range = False
         self._address: str | None = None
         self._resolving = threading.Lock()
 
     def hasher(self) -> hashlib._Hash:
-        """A hash that gives `digest` once it is fed with the contents."""
+        """Return a hash object that gives `digest` after an update with the contents."""
         return hashlib.sha256() if len(self.digest) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
 
     def read(self, offset: int, length: int) -> bytes:
-        """`length` bytes from `offset` on.
+        """Read `length` bytes from `offset` on, with retries.
 
         Raises:
-            SourceError: they cannot be had.
+            SourceError: they cannot be downloaded.
         """
-        return patiently(lambda: b"".join(self.stream(offset, offset + length)))
+        return with_retries(lambda: b"".join(self.stream(offset, offset + length)))
 
     def stream(self, start: int, end: int) -> Generator[bytes, None, None]:
-        """The bytes from `start` to `end` as they come, and nothing is read beyond; close it if not all are wanted.
+        """Yield the bytes from `start` to `end` as they arrive. Close the generator if not all are read.
 
         Raises:
-            SourceError: they cannot be had; an Unreachable if that may pass.
+            Unreachable: the download failed, and a retry may help.
+            SourceError: the download failed.
         """
-        with source_errors(self.repo, self.revision), self._ask(start, end) as response:
-            self.only_whole |= response.status_code == 200 and end - start < self.size
+        with source_errors(self.repo, self.revision), self._request(start, end) as response:
+            self.ignores_range |= response.status_code == 200 and end - start < self.size
             at = 0 if response.status_code == 200 else start
             for data in response.iter_bytes():
-                wanted = data[max(0, start - at) : max(0, end - at)]
+                part = data[max(0, start - at) : max(0, end - at)]
                 at += len(data)
-                if wanted:
-                    yield wanted
-                # Read to its end, an answer leaves a connection for the next one; but not the rest of a shard.
+                if part:
+                    yield part
+                # A response that is read to its end leaves the connection open, but the rest of a shard is too much.
                 if at > end or (at == end and response.status_code == 200 and end < self.size):
                     return
             if at < end:
                 raise Unreachable(f"{self.name} ended at byte {at:,} of {self.size:,}", "run the same command again")
 
     @contextmanager
-    def _ask(self, start: int, end: int) -> Iterator[Response]:
-        """The answer to a request for these bytes."""
+    def _request(self, start: int, end: int) -> Iterator[Response]:
+        """Request the bytes from `start` to `end`; gives the response."""
         from huggingface_hub import constants
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
         for attempt in range(3):
             address, trusted = self._resolve()
-            # The token is for the Hub; an address elsewhere is signed instead.
+            # The token is only for the Hub. An address elsewhere is signed instead.
             headers = build_hf_headers() if trusted else {}
             headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
             with http_stream_backoff(
@@ -336,17 +354,18 @@ class HubFile:
                     self._forget(address)
                     continue
                 hf_raise_for_status(response)
-                given = response.headers.get("Content-Range", "")
-                if response.status_code != 200 and not given.startswith(f"bytes {start}-"):
+                content_range = response.headers.get("Content-Range", "")
+                if response.status_code != 200 and not content_range.startswith(f"bytes {start}-"):
                     raise SourceError(
-                        f"{self.name}: bytes from {start:,} on were asked for, and {given or 'no range'} came",
-                        "what answers for the Hub is broken: check HF_ENDPOINT and proxies",
+                        f"{self.name}: bytes from {start:,} on were requested, "
+                        f"the response has {content_range or 'no Content-Range'}",
+                        "the server or a proxy is broken: check HF_ENDPOINT and proxies",
                     )
                 yield response
                 return
 
     def _resolve(self) -> tuple[str, bool]:
-        """The address where it lies, and whether that is the Hub's own."""
+        """The file's address, and whether it is on the Hub itself."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         url = hf_hub_url(self.repo, self.name, revision=self.revision)
@@ -361,8 +380,8 @@ class HubFile:
                 self._address = None
 
 
-def is_refused_elsewhere(error: HfHubHTTPError) -> bool:
-    """Whether it was not the Hub that refused, but the place it had pointed to: then the signature has expired."""
+def is_expired_address(error: HfHubHTTPError) -> bool:
+    """Return whether an error means that a signed address has expired: another server than the Hub refused it."""
     from huggingface_hub import constants
 
     response = error.response
@@ -375,32 +394,45 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
     return parts.scheme, parts.hostname, parts.port
 
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def patiently(
-    do: Callable[[], Made],
+def with_retries(
+    call: Callable[[], Result],
     waits: Sequence[float] = WAITS,
     sleep: Callable[[float], None] = time.sleep,
-    passes: Callable[[BaseException], bool] = is_transient,
-) -> Made:
-    """Do something again while it fails for a reason that may pass, after ever longer waits."""
+    is_retryable: Callable[[BaseException], bool] = is_transient,
+) -> Result:
+    """Call a function, and again after each wait while it fails with a retryable error.
+
+    Args:
+        call: the function.
+        waits: seconds to wait before each retry.
+        sleep: the function that waits.
+        is_retryable: returns whether an exception is worth a retry.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        Exception: that of the last try, or the first that is not retryable.
+    """
     for wait in waits:
         try:
-            return do()
+            return call()
         except Exception as error:
-            if not passes(error):
+            if not is_retryable(error):
                 raise
             sleep(wait)
-    return do()
+    return call()
 
 
-def interruptible(do: Callable[[], Made]) -> Made:
-    """Do something in a thread, so that Ctrl-C need not wait for it.
+def interruptible(call: Callable[[], Result]) -> Result:
+    """Call a function in a thread, so that Ctrl-C does not wait for it, and return its result.
 
-    huggingface_hub downloads and uploads several files in a pool of threads, which ends only when all of them do.
+    huggingface_hub downloads and uploads files in a thread pool, which waits for all its threads.
     """
-    future = in_thread(do)
+    future = in_thread(call)
     while not concurrent.futures.wait([future], 0.2).done:
         pass
     return future.result()
@@ -408,7 +440,7 @@ def interruptible(do: Callable[[], Made]) -> Made:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Without huggingface_hub's own progress bars, unless the environment asks for them."""
+    """Turn huggingface_hub's progress bars off, unless HF_HUB_DISABLE_PROGRESS_BARS is set, and queries in its log."""
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -422,6 +454,6 @@ def silent() -> Iterator[None]:
 
 
 def _without_queries(record: logging.LogRecord) -> bool:
-    """Takes the queries out of the addresses that the client logs when it tries again."""
+    """A log filter that removes the queries of URLs, which the client logs when it retries."""
     record.msg, record.args = without_queries(record.getMessage()), ()
     return True

@@ -219,7 +219,7 @@ def test_nothing_is_left_of_what_is_ended(
 # Seconds between tries.
 SOON = """
 from openquant.hub import source
-source.patiently.__defaults__ = ((0.1,), *source.patiently.__defaults__[1:])
+source.with_retries.__defaults__ = ((0.1,), *source.with_retries.__defaults__[1:])
 """
 # Files of so many bytes at most; shards have more.
 FULL = """

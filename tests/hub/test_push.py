@@ -576,7 +576,7 @@ def test_what_the_hub_lost_is_uploaded_again(
     assert done.returncode == 2
     error, hint = done.stderr.splitlines()[-2:]
     lost = name if names else "model-00001-of-00005.safetensors"
-    assert error.startswith(f"error: user/name no longer has what was uploaded of {lost}: 400 for ")
+    assert error.startswith(f"error: user/name no longer has the upload of {lost}: 400 for ")
     assert hint == "hint: run the same command again: what the Hub lost is made and uploaded again"
     done = ask(hub, tmp_path, *push_of(source, tmp_path, *only))
     assert done.returncode == 0, done.stderr

@@ -123,7 +123,7 @@ def test_no_space_for_shards(tmp_path: Path) -> None:
 class Shard:
     """A shard that comes once it may."""
 
-    only_whole = False
+    ignores_range = False
 
     def __init__(self, data: bytes, held: bool = False) -> None:
         self.data, self.size, self.digest = data, len(data), sha256(data).hexdigest()

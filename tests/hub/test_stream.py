@@ -580,8 +580,8 @@ def test_a_server_that_ignores_ranges(
     done = ask(hub, tmp_path, *mode)
     assert (done.returncode, done.stderr) == (0, "")
     assert (
-        "\nnote: the Hub, or a proxy before it, sends files from their beginning when a part is asked for (it ignores "
-        "Range): each shard comes over one connection, and one that breaks off is sent again from its beginning\n"
+        "\nnote: the Hub, or a proxy before it, ignores Range and sends files from their beginning: each shard is "
+        "downloaded over one connection, and starts again from its beginning if the connection breaks\n"
     ) in done.stdout
     assert without_origin(tree(tmp_path / "out")) == local
 
@@ -615,8 +615,8 @@ def test_other_bytes_than_were_asked_for(hub: LoopbackHub, source: Path, tmp_pat
     done = ask(hub, tmp_path, "--dry-run")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: model-00003-of-00006.safetensors: bytes from 0 on were asked for, and bytes 5-9/10 came\n"
-        "hint: what answers for the Hub is broken: check HF_ENDPOINT and proxies\n",
+        "error: model-00003-of-00006.safetensors: bytes from 0 on were requested, the response has bytes 5-9/10\n"
+        "hint: the server or a proxy is broken: check HF_ENDPOINT and proxies\n",
     )
 
 
