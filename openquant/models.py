@@ -1,4 +1,4 @@
-"""The registry: what is known of each architecture, as data (architectures/), by the class in config.json."""
+"""The registry: the entry of each architecture (registry/), by its class in config.json."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from dataclasses import replace
 
 from .registry import dense, experts, fused, hybrid, latent, mixed, multimodal
 from .registry.architecture import Architecture, FusedLayers
-from .registry.parts import ATTENTION, GATE_UP_TENSOR, MLP, SGLANG_ONES, LayerPart, gated, model, routed
-from .registry.smoothing import FOLDS
+from .registry.parts import ATTENTION, GATE_UP_TENSOR, IGNORED_CACHE_SCALES, MLP, LayerPart, gated, model, routed
+from .registry.smoothing import SMOOTHING_RULES
 
 MODELS: dict[str, Architecture] = {
     entry.name: replace(
-        entry, folds=FOLDS.get(entry.name, ()), sglang=replace(entry.sglang, ones=entry.name in SGLANG_ONES)
+        entry,
+        smoothing=SMOOTHING_RULES.get(entry.name, ()),
+        sglang=replace(entry.sglang, ignores_cache_scales=entry.name in IGNORED_CACHE_SCALES),
     )
     for kind in (dense, fused, experts, latent, hybrid, mixed, multimodal)
     for entry in kind.ENTRIES
@@ -45,4 +47,4 @@ GENERIC = model(
     rest="not known to be a projection of attention or MLP",
     decided="decided from names and shapes alone: look at the plan, and at what the engine makes of it",
 )
-"""For what has no entry, when the user asks for it: projections by their usual names, and nothing else."""
+"""For classes without an entry, if the user asks for it: projections with usual names are quantized, nothing else."""

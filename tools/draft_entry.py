@@ -196,7 +196,7 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
     asking = question(architecture, [])
     modules = [name.removesuffix(".weight") for name, shape in asking.shapes.items() if len(shape) > 1]
     if entry is not None:
-        asked_entry = ModuleRules(entry.counted(small_checkpoints.LAYERS))
+        asked_entry = ModuleRules(entry.with_layer_count(small_checkpoints.LAYERS))
         kept = [module for module in modules if asked_entry.rule(module).keep is not None]
         asking = question(architecture, asked_entry.engine_names(kept))
     asked = answer(ask_engine([asking], Path(interpreter), STUB)[0])

@@ -43,9 +43,9 @@ def differences(entry: Architecture, told: Mapping[str, EngineModule]) -> dict[s
         if quantized and one.read and (layer is None or not layer.asked):
             wrong.append("quantized, and the engine builds it without a quantization")
         if layer is not None and quantized:
-            if layer.experts and not (rule.below or rule.stack):
+            if layer.experts and not (rule.expert_depth or rule.stack):
                 wrong.append("experts to the engine, and not to the entry")
-            if not layer.experts and (rule.below or rule.stack):
+            if not layer.experts and (rule.expert_depth or rule.stack):
                 wrong.append("experts to the entry, and not to the engine")
             if not layer.experts and layer.asked:
                 if {*sets.get(module, ())} != {*one.fused}:
@@ -56,7 +56,7 @@ def differences(entry: Architecture, told: Mapping[str, EngineModule]) -> dict[s
                     wrong.append(
                         f"the engine splits it along {layer.axis}, not {rule.split.axis if rule.split else None}"
                     )
-                if one.merged and one.merged not in rule.listed_as:
+                if one.merged and one.merged not in rule.fused_names:
                     wrong.append(
                         f"the engine does not derive {one.merged} from its members, and listed_as does not say it"
                     )

@@ -214,7 +214,9 @@ def with_importance(transforms: WeightTransforms, plan: Plan, calibration: Calib
 
 def _queries_and_keys(plan: Plan) -> set[str]:
     """Modules that are fused with values: the smooth_layers whose rule says how many heads they have."""
-    values = compile_any(absolute_patterns(plan.model, [rule.source for rule in plan.model.folds if rule.heads]))
+    values = compile_any(
+        absolute_patterns(plan.model, [rule.smooth_layer for rule in plan.model.smoothing if rule.heads])
+    )
     fused_groups = plan.entry.fused_groups(plan.layers)
     return {
         module

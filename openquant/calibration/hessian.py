@@ -204,7 +204,7 @@ def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
     def hessian_of(weights: list[tuple[Weight, Scheme]], moe_hessian: Hessian | None = None) -> Hessian:
         """The Hessian of weights that have the same inputs, shared with the layers that they are fused with."""
         weight = weights[0][0]
-        group = plan.decisions.sets.get(weight.module, (weight.module,))
+        group = plan.decisions.fused.get(weight.module, (weight.module,))
         hessian = by_fused_group.setdefault(group, Hessian(weight.shape[1], moe_hessian=moe_hessian))
         hessian.weights += weights
         return hessian

@@ -65,12 +65,12 @@ def find_smoothing_mappings(
         config: the language model's part of config.json.
     """
     mappings = []
-    for rule in model.folds:
-        [pattern] = absolute_patterns(model, [rule.source])
+    for rule in model.smoothing:
+        [pattern] = absolute_patterns(model, [rule.smooth_layer])
         smooth_layer = compile_pattern(pattern)
         # By the parts of a name that `*` stands for, as many as the smooth_layer's pattern has.
         balance_layers: dict[tuple[str, ...], list[str]] = {}
-        expressions = [compile_pattern(pattern) for pattern in absolute_patterns(model, rule.readers)]
+        expressions = [compile_pattern(pattern) for pattern in absolute_patterns(model, rule.balance_layers)]
         for module in shapes:
             for expression in expressions:
                 if match := expression.fullmatch(module):

@@ -301,7 +301,7 @@ class _ScaleSearch:
 
     def _work(self) -> None:
         plan = self.prepared.plan
-        reader = Reader(plan.seen.where, self.supply.path, lambda nbytes: np.empty(nbytes, np.uint8))
+        reader = Reader(plan.decoded.where, self.supply.path, lambda nbytes: np.empty(nbytes, np.uint8))
         while True:
             with self.lock:
                 number = next(self.tasks, None)

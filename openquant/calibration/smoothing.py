@@ -66,10 +66,10 @@ def usable_mappings(plan: Plan) -> UsableMappings:
 
     Mappings through values are not usable with an FP8 KV cache: its scales belong to the values as they were.
     """
-    headers, decisions = plan.seen, plan.decisions
+    headers, decisions = plan.decoded, plan.decisions
     shapes = {info.module: info.shape for info in headers.tensors.values() if info.name != info.module and info.shape}
     shapes |= {module: weight.shape for module, weight in plan.layers.items()}
-    passthrough = {item.tensor.module: item for item in decisions.kept}
+    passthrough = {item.tensor.module: item for item in decisions.passthrough}
     cached = [rule.pattern for rule in plan.model.cached] if has_fp8_cache(plan) else []
     cached_values = compile_any(absolute_patterns(plan.model, cached))
     usable: list[SmoothingMapping] = []
@@ -111,7 +111,7 @@ def mapping_shards(mapping: SmoothingMapping, plan: Plan) -> list[str]:
     for module in (mapping.smooth_layer, *mapping.balance_layers):
         weight = plan.layers.get(module)
         names.append(weight.source.name if weight is not None else f"{module}.weight")
-    return sorted({plan.seen.where[name].shard for name in names})
+    return sorted({plan.decoded.where[name].shard for name in names})
 
 
 def _is_plain(info: TensorInfo, shape: tuple[int, ...]) -> bool:
@@ -122,7 +122,7 @@ def _is_plain(info: TensorInfo, shape: tuple[int, ...]) -> bool:
 def _vectors(module: str, plan: Plan) -> list[str]:
     """The names of a module's weight and bias, as far as they exist and have fewer than two axes."""
     names = (f"{module}.{last}" for last in ("weight", "bias"))
-    return [name for name in names if name in plan.seen.tensors and len(plan.seen.tensors[name].shape) < 2]
+    return [name for name in names if name in plan.decoded.tensors and len(plan.decoded.tensors[name].shape) < 2]
 
 
 def statistics_of(weight: Weight, calibration: Calibration) -> InputStatistics | None:
@@ -187,7 +187,7 @@ def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader
     tensors: dict[str, bytes] = {}
     rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
     for name in _vectors(mapping.smooth_layer, plan):
-        info = plan.seen.tensors[name]
+        info = plan.decoded.tensors[name]
         values = read_vector(info, reader)
         if name.endswith(".weight"):
             divided, scale = divide_norm(values, scale, mapping.offset, info.dtype)

@@ -100,7 +100,7 @@ def worker_memory(plan: Plan, device: str) -> int:
 def worth_compiling(plan: Plan) -> bool:
     """Return whether compiled loops save more time than loading them takes; False if numba is not installed."""
     searches = any(scheme.searches_scales for scheme in plan.decisions.schemes)
-    passthrough = (kept.weight for kept in plan.decisions.kept if kept.weight is not None)
+    passthrough = (kept.weight for kept in plan.decisions.passthrough if kept.weight is not None)
     num_weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *passthrough))
     return num_weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
 
@@ -342,7 +342,7 @@ class _Worker:
         self.conversion = conversion
         self.loops = conversion.loops
         self.kernels = CpuKernels(self.loops) if conversion.device == "cpu" else TorchKernels(conversion.device)
-        self.reader = Reader(conversion.plan.seen.where, conversion.transfer.path, self.kernels.memory, self.loops)
+        self.reader = Reader(conversion.plan.decoded.where, conversion.transfer.path, self.kernels.memory, self.loops)
         self.buffers = [_OutputBuffer(conversion, writers, self.kernels.memory) for _ in range(2)]
 
     def do(self, job: Job, file: Target) -> None:

@@ -73,7 +73,7 @@ def shards_to_read(plan: Plan) -> dict[str, list[str]]:
 
     Those are the shard itself, and shards with layers that are fused with its layers.
     """
-    where = plan.seen.where
+    where = plan.decoded.where
     needs: dict[str, set[str]] = {}
     for shard, task in _tasks(plan):
         needs.setdefault(shard, set()).add(shard)
@@ -105,17 +105,17 @@ def _tasks(plan: Plan) -> list[tuple[str, Task]]:
     """All tasks, each with the shard of its tensor or of its first layer; tasks of one shard follow each other."""
     by_shard: dict[str, list[Task]] = {}
     for weight, _ in plan.decisions.quantized:
-        modules = plan.decisions.sets.get(weight.module, (weight.module,))
+        modules = plan.decisions.fused.get(weight.module, (weight.module,))
         if modules[0] == weight.module:
-            shard = weight.rows(plan.seen.where).shard
+            shard = weight.rows(plan.decoded.where).shard
             by_shard.setdefault(shard, []).append(tuple(plan.layers[module] for module in modules))
     # Tensors that the source stores as codes are checked where they are decoded with their scales.
     excluded = {weight.source.name for weight, _ in plan.decisions.quantized}
     excluded.update(weight.source.name for weight in plan.layers.values() if weight.format is not None)
-    excluded.update(kept.tensor.name for kept in plan.decisions.kept if kept.weight is not None)
-    for info in plan.seen.tensors.values():
+    excluded.update(kept.tensor.name for kept in plan.decisions.passthrough if kept.weight is not None)
+    for info in plan.decoded.tensors.values():
         if info.name not in excluded and can_be_non_finite(info.dtype):
-            by_shard.setdefault(plan.seen.where[info.name].shard, []).append(info)
+            by_shard.setdefault(plan.decoded.where[info.name].shard, []).append(info)
     return [(shard, task) for shard, tasks in by_shard.items() for task in tasks]
 
 
@@ -167,7 +167,7 @@ class _DiagnosisRun:
         return MeasuredCheckpoint(layers, dict(sorted(self.not_finite.items())))
 
     def _work(self) -> None:
-        reader = Reader(self.plan.seen.where, self.provider.path, lambda nbytes: np.empty(nbytes, np.uint8))
+        reader = Reader(self.plan.decoded.where, self.provider.path, lambda nbytes: np.empty(nbytes, np.uint8))
         while True:
             with self.task_lock:
                 next_task = next(self.tasks, None)
@@ -189,7 +189,7 @@ class _DiagnosisRun:
 
     def _check_finite(self, info: TensorInfo, reader: Reader) -> None:
         """Count NaN and infinities in a tensor that stays unquantized."""
-        place, non_finite = self.plan.seen.where[info.name], NonFinite()
+        place, non_finite = self.plan.decoded.where[info.name], NonFinite()
         buffer = np.empty(min(PIECE, info.nbytes), np.uint8)
         with reader.open(place.shard) as file:
             for low in range(0, info.nbytes, PIECE):

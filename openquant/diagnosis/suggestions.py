@@ -129,7 +129,7 @@ def _layer_groups(plan: Plan) -> list[_LayerGroup]:
     groups: dict[tuple[str, str], list[Weight]] = {}
     for weight, _ in plan.decisions.quantized:
         experts, (path, _, last) = plan.entry.experts(weight.module), weight.module.rpartition(".")
-        fused = plan.decisions.sets.get(weight.module, (weight.module,))
+        fused = plan.decisions.fused.get(weight.module, (weight.module,))
         if experts is not None:
             key = experts, ".**"
         elif not path:
@@ -137,7 +137,7 @@ def _layer_groups(plan: Plan) -> list[_LayerGroup]:
         elif len(fused) == 1:
             key = path, f".{last}"
         else:
-            path = weight.module.rsplit(".", plan.entry.rule(weight.module).under)[0]
+            path = weight.module.rsplit(".", plan.entry.rule(weight.module).fused_depth)[0]
             key = path, f".{{{','.join(module.removeprefix(path)[1:] for module in fused)}}}"
         groups.setdefault(key, []).append(weight)
     return [_LayerGroup(path, rest, tuple(layers)) for (path, rest), layers in groups.items()]

@@ -1,17 +1,21 @@
-"""Every decision: what becomes of each tensor, where it will lie, what the config says. No tensor is read.
+"""Every decision: what becomes of each tensor, where it is written, what config.json says. No tensor is read.
 
 plan              make_plan(): from a checkpoint and a scheme to a Plan
-sort              each tensor is a weight, a stack of experts' weights, or passed through unchanged
-decisions         the Decision about each weight: its scheme, or why it stays unquantized
-assign            schemes assigned to weights; layers that an engine fuses get the same one
-ignore_list       modules as engines look them up: the ignore list, and layers with another scheme
-tensor_parallel   the tensor-parallel sizes that can serve the result
-layout            a shard's header and offsets, and the jobs that fill it
-kv_cache, input_scales, gptq, transforms    what a calibration brings into a plan
-serving           memory that GPUs need to serve source and output
-printed, explain  the plan as lines, and what becomes of one module and why
+unchanged, plain  the same for plans that copy all weights, or dequantize them
+architecture      the registry's entry for a checkpoint
+sort              each tensor is a weight, stacked experts, or passed through
+decisions         types: PlanOptions, and the Decision about each weight: its scheme, or why it is not quantized
+assign            a scheme for each weight; fused layers get the same one
+engines           what engines cannot load
+ignore_list       the quantization_config, with modules as engines look them up: ignore list, targets of other schemes
+tensor_parallel   the tensor-parallel sizes that can serve the output
+layout            a shard's header and offsets, and the jobs that write it
+kv_cache, input_scales, gptq, transforms    what a calibration adds to a plan
+serving, as_stored    memory that GPUs need to serve source and output, or a checkpoint without a plan
+notes, missing    notes for the user
+printed, summary, explain    the plan as lines and figures; what becomes of one module and why
 
 plan = make_plan(open_checkpoint(Path("Qwen3-8B")), find_scheme("tensor"))
-plan.output_bytes                            # 9434513408, before anything is read
-plan.lay_out("model-00001-of-00005.safetensors").jobs
+plan.layout.shards[0].nbytes                 # bytes of the first output shard's tensors, before anything is read
+plan.layout.lay_out("model-00001-of-00005.safetensors").jobs
 """

@@ -1,9 +1,9 @@
-"""Which entry of the registry a plan goes by: the class's own, the one that is asked for, or one for what has none.
+"""Find the registry's entry for a plan: that of the class, one that the user names, or a generic one.
 
-find_model(checkpoint).name                  # "Qwen3ForCausalLM"
-find_model(unknown, "auto").name             # "generic"
+find_architecture(checkpoint).name             # "Qwen3ForCausalLM"
+find_architecture(unknown, "auto").name        # "generic"
 
-Where an engine is asked what it builds of a class that has none (built.py), its entry is given instead of a name.
+If vLLM is asked how it builds a class without an entry (vllm_probe), the entry is passed instead of a name.
 """
 
 from __future__ import annotations
@@ -14,45 +14,41 @@ from ..models import GENERIC, MODELS
 from ..registry.architecture import Architecture
 from .tensor_parallel import config_value, text_config
 
+# More layers are nonsense, and would each cost a name.
 MOST_LAYERS = 10_000
-# The class's own entry where there is one, else what unlisted() makes.
+# The class's own entry if there is one, else the generic one.
 AUTO = "auto"
 
 
-def find_architecture(checkpoint: Checkpoint, asked: str | Architecture | None = None) -> Architecture:
-    """The entry that a plan of a checkpoint goes by.
+def find_architecture(checkpoint: Checkpoint, requested: str | Architecture | None = None) -> Architecture:
+    """Return the entry by which a checkpoint is planned.
 
     Args:
         checkpoint: the opened source.
-        asked: a class that has an entry, "auto" or "generic"; that of the checkpoint's own class if None; an entry
-            that was found before as it is.
+        requested: a class that has an entry, "auto" or "generic"; None for the checkpoint's own class. An Architecture
+            is returned as it is.
 
     Raises:
         PlanError: there is no such entry.
     """
-    if isinstance(asked, Architecture):
-        return asked
-    name = asked or checkpoint.architecture
+    if isinstance(requested, Architecture):
+        return requested
+    name = requested or checkpoint.architecture
     if name == AUTO:
-        return with_layer_counts(MODELS.get(checkpoint.architecture) or generic_architecture(checkpoint), checkpoint)
+        return with_layer_counts(MODELS.get(checkpoint.architecture, GENERIC), checkpoint)
     if name == GENERIC.name:
         return GENERIC
     if name not in MODELS:
         raise PlanError(
             f"{name} is not a known architecture; known are {', '.join(sorted(MODELS))}",
-            "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM what "
-            "it builds of the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or "
-            "add an entry to openquant/architectures (README: Adding an architecture)",
+            "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM how it "
+            "builds the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add "
+            "an entry to openquant/registry (docs/adding-an-architecture.md)",
         )
     return with_layer_counts(MODELS[name], checkpoint)
 
 
 def with_layer_counts(model: Architecture, checkpoint: Checkpoint) -> Architecture:
-    """An entry with the names that depend on how many layers config.json counts; of nonsense there is none."""
+    """Return the entry with engine names that depend on config.json's layer count; unchanged if that is nonsense."""
     layers = config_value(text_config(checkpoint, model), "num_hidden_layers") if model.beyond else 0
-    return model.counted(layers) if isinstance(layers, int) and layers <= MOST_LAYERS else model
-
-
-def generic_architecture(_: Checkpoint) -> Architecture:
-    """What stands for the entry of a checkpoint whose class has none: projections are known by their usual names."""
-    return GENERIC
+    return model.with_layer_count(layers) if isinstance(layers, int) and layers <= MOST_LAYERS else model

@@ -1,6 +1,7 @@
-"""Settle what becomes of the weights that could be quantized: in the plan's scheme, in another, or not at all.
+"""Assign a scheme to each weight that may be quantized: the plan's scheme, another one, or none.
 
-The user's options and the schemes' shapes have their say. What engines join moves together.
+The user's options and the shapes that schemes need are considered. Fused layers, and all experts of a layer, get the
+same scheme.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from ..weights.weight import Weight
 from .decisions import Decision, PassthroughTensor, PlanOptions, StoredLayout
 from .tensor_parallel import fused_parts, why_indivisible, why_not_reordered
 
-_SHARES = "shares its status with "
+_SAME_SCHEME = "same as "
 
 
-def require_sound(options: PlanOptions) -> None:
-    """Refuse options that are wrong for any model.
+def check_options(options: PlanOptions) -> None:
+    """Refuse options that are wrong for every model.
 
     Raises:
-        UsageError: a pattern that is malformed, or a tensor-parallel size below 1.
+        UsageError: a pattern is malformed, or the tensor-parallel size is below 1.
     """
     for pattern in (*options.ignore, *(pattern for pattern, _ in options.scheme_for)):
         compile_pattern(pattern)
@@ -37,7 +38,17 @@ def require_sound(options: PlanOptions) -> None:
 
 
 def refuse_size(entry: ModuleRules, layers: dict[str, Weight], config: dict[str, Any], size: int) -> None:
-    """Raise a PlanError where layers do not divide by a tensor-parallel size, whatever they are stored as."""
+    """Refuse a tensor-parallel size by which layers do not divide, whatever their scheme.
+
+    Args:
+        entry: rules of the architecture.
+        layers: the weights that may be quantized, by module.
+        config: the language model's part of config.json.
+        size: the number of ranks.
+
+    Raises:
+        PlanError: a layer does not divide.
+    """
     for layer in {(layer.alike, layer.shape): layer for layer in layers.values()}.values():
         problem = why_indivisible(layer.shape, entry.rule(layer.module).split, config, (1, 1), size)
         if problem:
@@ -50,31 +61,31 @@ def refuse_size(entry: ModuleRules, layers: dict[str, Weight], config: dict[str,
 def problem_finder(
     entry: ModuleRules,
     layers: dict[str, Weight],
-    sets: dict[str, tuple[str, ...]],
+    fused: dict[str, tuple[str, ...]],
     config: dict[str, Any],
     size: int | None,
-    no_scale: Callable[[Weight], str | None],
+    find_scale_problem: Callable[[Weight], str | None],
 ) -> Callable[[Weight, Scheme], str | None]:
-    """A function from a layer and a scheme to why engines cannot load it so; None if they can.
+    """Return a function that says why engines cannot load a layer in a scheme; None if they can.
 
     Args:
-        entry: the entry.
-        layers: all layers, by module.
-        sets: for each that is joined with others, all of its set.
-        config: the part of config.json with the language model's sizes.
-        size: also on that many ranks.
-        no_scale: why a layer's activations cannot be static; None if they can.
+        entry: rules of the architecture.
+        layers: the weights that may be quantized, by module.
+        fused: for each module that is fused with others, all members of its group.
+        config: the language model's part of config.json.
+        size: the number of tensor-parallel ranks that must be able to load it; None for any.
+        find_scale_problem: says why a layer's activation scale cannot be static; None if it can.
     """
     problems: dict[tuple[str, tuple[int, int], str, bool], str | None] = {}
 
-    def look(layer: Weight, scheme: Scheme) -> str | None:
+    def find_kind_problem(layer: Weight, scheme: Scheme) -> str | None:
         if not scheme.head and is_head(layer.module):
-            return "engines load no output head that is stored so"
+            return "engines load no output head in this scheme"
         rule = entry.rule(layer.module)
         if not scheme.follows_rows and rule.reordered:
             return "engines reorder its rows but not its scales"
         split, problem = rule.split, None
-        # What the source has so, engines load so: also blocks that are smaller at the edges.
+        # Engines load what the source has in this format already, also with smaller blocks at the edges.
         for rows, _ in (
             ()
             if layer.is_held_by(scheme.format)
@@ -82,76 +93,77 @@ def problem_finder(
         ):
             problem = problem or scheme.format.shape_error((rows, layer.shape[1]))
             if not rows and scheme.format.indivisible[0] not in (1, None):
-                problem = problem or "config.json does not tell the sizes of what it holds"
+                problem = problem or "config.json does not say how many rows each of its parts has"
         problem = problem or why_not_reordered(layer.shape, split, config, scheme.format)
         if problem is None and size is not None:
             problem = why_indivisible(layer.shape, split, config, scheme.format.indivisible, size)
             return problem and f"--tp {size}: {problem}"
         return problem
 
-    def find(layer: Weight, scheme: Scheme) -> str | None:
-        if scheme.format.static and (problem := no_scale(layer)):
+    def find_problem(layer: Weight, scheme: Scheme) -> str | None:
+        if scheme.format.static and (problem := find_scale_problem(layer)):
             return problem
         key = layer.alike, layer.shape, scheme.suffix, layer.is_held_by(scheme.format)
         if key not in problems:
-            problems[key] = look(layer, scheme)
-        return problems[key] or straddles(layer, scheme)
+            problems[key] = find_kind_problem(layer, scheme)
+        return problems[key] or find_ragged_problem(layer, scheme)
 
-    def straddles(layer: Weight, scheme: Scheme) -> str | None:
-        # Of a joined set only the last may end within a block (vLLM, layers/quantization/utils/fp8_utils.py:
+    def find_ragged_problem(layer: Weight, scheme: Scheme) -> str | None:
+        # Of fused layers only the last may end within a block (vLLM, layers/quantization/utils/fp8_utils.py:
         # 1329-1344), as kv_a_proj_with_mqa does.
         height = scheme.format.group[0] or 1
         if layer.shape[0] % height == 0:
             return None
-        ragged = [module for module in sets.get(layer.module, ()) if layers[module].shape[0] % height]
-        return "engines join it with others, and its rows end within a block" if len(ragged) > 1 else None
+        ragged = [module for module in fused.get(layer.module, ()) if layers[module].shape[0] % height]
+        return "engines fuse it with other layers, and its rows end within a block" if len(ragged) > 1 else None
 
-    return find
+    return find_problem
 
 
 def scale_problem_finder(
-    form: Format, calibration: Calibration | None, inputs: Mapping[str, float], found: StoredLayout | None
+    form: Format, calibration: Calibration | None, input_absmax: Mapping[str, float], stored: StoredLayout | None
 ) -> Callable[[Weight], str | None]:
-    """A function from a layer to why its activations cannot be static; None if they can.
+    """Return a function that says why a layer's activation scale cannot be static; None if it can.
 
     Args:
-        form: what layers are stored as.
-        calibration: how large activations are; None for the source's own scales.
-        inputs: the largest magnitude that goes into each layer, by module, where the calibration says it.
-        found: the fates of a written directory, whose layers have scales of their own; None to decide anew.
+        form: the format that layers get.
+        calibration: ranges of activations; None to use the source's own scales.
+        input_absmax: largest magnitude of each layer's input activations, by module, as calibrated.
+        stored: schemes of an existing directory, whose layers have scales; None to decide anew.
     """
 
-    def find(layer: Weight) -> str | None:
-        if found is not None or layer.module in inputs:
+    def find_problem(layer: Weight) -> str | None:
+        if stored is not None or layer.module in input_absmax:
             return None
-        return why_no_input_scale(layer, form) if calibration is None else "the calibration has seen nothing of it"
+        return why_no_input_scale(layer, form) if calibration is None else "the calibration observed no inputs of it"
 
-    return find
+    return find_problem
 
 
 def why_no_input_scale(layer: Weight, form: Format) -> str | None:
-    """Why a layer's activations cannot be static, as those of the source; None if they can.
+    """Say why the source has no usable static activation scale for a layer; None if it has.
 
     Args:
         layer: the layer.
-        form: what it would be stored as.
+        form: the format that it would get.
     """
-    found = layer.input_scale_for(form)
-    if found is None:
+    scale = layer.input_scale_for(form)
+    if scale is None:
         return "the source has no input_scale for it"
-    if found.dtype not in (*FLOATS, "F64") or math.prod(found.shape) != 1:
-        return f"its input_scale is {found.dtype} {list(found.shape)}, not a single float"
+    if scale.dtype not in (*FLOATS, "F64") or math.prod(scale.shape) != 1:
+        return f"its input_scale is {scale.dtype} {list(scale.shape)}, not a single float"
     return None
 
 
 class RequestedSchemes(NamedTuple):
-    """The layers that shall not simply have the plan's scheme, by module, each with what says so.
+    """The layers for which options ask for another scheme than the plan's, or for none.
 
     Attributes:
-        ignored: those that stay unquantized: {"model.layers.0.mlp.up_proj": "--ignore **.up_proj"}.
-        mixed: those of another scheme.
-        schemes: of what says so there, in the order that counts where one is to be chosen.
-        copies: whether a plan that quantizes nothing will do.
+        ignored: for each module that is not quantized, the option that says so:
+            {"model.layers.0.mlp.up_proj": "--ignore **.up_proj"}.
+        mixed: for each module with another scheme, the option that says so.
+        schemes: the scheme of each option in `mixed`. If options disagree about fused layers, the first here counts.
+        copies: whether the plan may quantize nothing at all.
     """
 
     ignored: dict[str, str]
@@ -161,35 +173,40 @@ class RequestedSchemes(NamedTuple):
 
 
 def requested_schemes(
-    options: PlanOptions, layers: dict[str, Weight], kept: Iterable[PassthroughTensor]
+    options: PlanOptions, layers: dict[str, Weight], passthrough: Iterable[PassthroughTensor]
 ) -> RequestedSchemes:
-    """What the user's options ask for.
+    """Find the layers that the user's options name.
 
     Args:
-        options: as given.
-        layers: what can be quantized, by module.
-        kept: the other tensors, whose modules --ignore may name to no effect.
+        options: the options.
+        layers: the weights that may be quantized, by module.
+        passthrough: the other tensors; --ignore may name their modules, to no effect.
 
     Raises:
-        UsageError: a pattern that matches nothing.
+        UsageError: a pattern matches nothing.
     """
-    known = [keep.tensor.module for keep in kept] if options.ignore else []
-    ignored = _matches({f"--ignore {text}": text for text in options.ignore}, layers, known)
-    wanted = [(f"--scheme-for {text}={other.name}", text, other) for text, other in options.scheme_for]
-    mixed = _matches({option: text for option, text, _ in wanted}, layers, None)
-    return RequestedSchemes(ignored, mixed, {option: other for option, _, other in wanted}, bool(options.ignore))
+    passthrough_modules = [kept.tensor.module for kept in passthrough] if options.ignore else []
+    ignored = _match_options({f"--ignore {text}": text for text in options.ignore}, layers, passthrough_modules)
+    scheme_for = [(f"--scheme-for {text}={other.name}", text, other) for text, other in options.scheme_for]
+    mixed = _match_options({option: text for option, text, _ in scheme_for}, layers, None)
+    return RequestedSchemes(ignored, mixed, {option: other for option, _, other in scheme_for}, bool(options.ignore))
 
 
-def schemes_of_output(found: StoredLayout, layers: dict[str, Weight]) -> RequestedSchemes:
-    """What to ask for so that layers come out as a written directory has them."""
+def schemes_of_output(stored: StoredLayout, layers: dict[str, Weight]) -> RequestedSchemes:
+    """Return the request that gives layers the schemes they have in an existing directory.
+
+    Args:
+        stored: schemes of that directory.
+        layers: the weights that may be quantized, by module.
+    """
     ignored, mixed = {}, {}
     for module, layer in layers.items():
-        if module in found.unquantized or layer.alike in found.unquantized:
+        if module in stored.unquantized or layer.alike in stored.unquantized:
             ignored[module] = "the directory has it unquantized"
         for name in (module, layer.alike):
-            if name in found.schemes:
-                mixed[module] = found.schemes[name].suffix
-    return RequestedSchemes(ignored, mixed, {scheme.suffix: scheme for scheme in found.schemes.values()}, copies=True)
+            if name in stored.schemes:
+                mixed[module] = stored.schemes[name].suffix
+    return RequestedSchemes(ignored, mixed, {scheme.suffix: scheme for scheme in stored.schemes.values()}, copies=True)
 
 
 def assign_schemes(
@@ -197,118 +214,129 @@ def assign_schemes(
     scheme: Scheme,
     layers: dict[str, Weight],
     find_problem: Callable[[Weight, Scheme], str | None],
-    sets: dict[str, tuple[str, ...]],
-    asked: RequestedSchemes,
-    left: Collection[str],
+    fused: dict[str, tuple[str, ...]],
+    requested: RequestedSchemes,
+    unquantized: Collection[str],
     size: int | None,
 ) -> tuple[dict[str, Decision], list[str]]:
-    """The fates of the layers that are not stored in the scheme, by module, and notes for the user.
+    """Decide about the layers that do not get the plan's scheme.
 
-    What engines join moves together: joined sets, and all experts of a layer.
+    Fused layers, and all experts of a layer, get the same scheme.
 
     Args:
-        entry: the registry's.
-        scheme: the plan's own, of all layers that have no other.
-        layers: all of them, by module.
-        find_problem: see problem_finder.
-        sets: for each that is joined with others, all of its set.
-        asked: what shall be otherwise.
-        left: the modules that a source which is in the scheme already has unquantized.
-        size: the number of ranks that find_problem asks for, for a note.
+        entry: rules of the architecture.
+        scheme: the plan's own scheme.
+        layers: the weights that may be quantized, by module.
+        find_problem: says why engines cannot load a layer in a scheme; None if they can.
+        fused: for each module that is fused with others, all members of its group.
+        requested: what options ask for.
+        unquantized: modules that are unquantized in a source that is in the scheme already, and stay so.
+        size: the number of ranks that find_problem considers, for a note.
+
+    Returns:
+        The decisions, by module, and notes for the user.
 
     Raises:
         PlanError: nothing would be quantized.
     """
-    ignored, mixed, schemes, _ = asked
-    chosen_by_hand = bool(ignored or mixed or left)
+    ignored, mixed, schemes, _ = requested
+    chosen_by_hand = bool(ignored or mixed or unquantized)
     if layers and not chosen_by_hand and not any(find_problem(layer, scheme) for layer in layers.values()):
         return {}, []
-    together: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for module in layers:
-        together.setdefault(entry.experts(module) or sets.get(module, (module,))[0], []).append(module)
+        groups.setdefault(entry.experts(module) or fused.get(module, (module,))[0], []).append(module)
     decisions: dict[str, Decision] = {}
     widened: dict[str, list[str]] = {}
-    fallen: dict[str, list[str]] = {}
+    with_fallback: dict[str, list[str]] = {}
     unfit: list[list[str]] = []
-    for modules in together.values():
-        own = {module: ignored[module] for module in modules if module in ignored}
-        if own:
-            decisions |= _alike(None, _spread(modules, own, widened))
+    for modules in groups.values():
+        reasons = {module: ignored[module] for module in modules if module in ignored}
+        if reasons:
+            decisions |= _decide(None, _spread(modules, reasons, widened))
             continue
-        own = {module: "the source has it unquantized" for module in modules if module in left}
-        if own:
-            decisions |= _alike(None, _spread(modules, own))
+        reasons = {module: "the source has it unquantized" for module in modules if module in unquantized}
+        if reasons:
+            decisions |= _decide(None, _spread(modules, reasons))
             continue
         chosen = scheme
-        own = {module: mixed[module] for module in modules if module in mixed}
-        if own:
-            option = min(own.values(), key=list(schemes).index)
+        reasons = {module: mixed[module] for module in modules if module in mixed}
+        if reasons:
+            option = min(reasons.values(), key=list(schemes).index)
             chosen = schemes[option]
-            own = _spread(modules, {module: option for module in modules if own.get(module) == option}, widened)
-        problems = _look_at(modules, layers, chosen, find_problem)
+            named = {module: option for module in modules if reasons.get(module) == option}
+            reasons = _spread(modules, named, widened)
+        problems = _find_problems(modules, layers, chosen, find_problem)
         if problems and chosen.fallback is not None:
-            own, chosen = problems, chosen.fallback
-            problems = _look_at(modules, layers, chosen, find_problem)
+            reasons, chosen = problems, chosen.fallback
+            problems = _find_problems(modules, layers, chosen, find_problem)
             if not problems:
-                fallen.setdefault(chosen.title, []).extend(modules)
+                with_fallback.setdefault(chosen.title, []).extend(modules)
         if problems:
-            decisions |= _alike(None, problems)
+            decisions |= _decide(None, problems)
             unfit.append(modules)
         elif chosen != scheme:
-            decisions |= _alike(chosen, own)
+            decisions |= _decide(chosen, reasons)
     notes = [
-        f"{option} widened to what engines join with it: {', '.join(collapse(modules))}"
+        f"{option} also applies to the layers fused with it: {', '.join(collapse(modules))}"
         for option, modules in widened.items()
     ]
-    for title, modules in fallen.items():
+    for title, modules in with_fallback.items():
         notes.append(f"{title} instead for {_share(modules, layers)}: {', '.join(collapse(modules))}")
-    reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
-    if len(reasons) == len(layers):
-        _refuse_nothing(entry.model, reasons, asked)
+    unquantized_reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
+    if len(unquantized_reasons) == len(layers):
+        _refuse_nothing(entry.model, unquantized_reasons, requested)
         notes.append("nothing is quantized")
-    share = _share([module for modules in unfit for module in modules], layers) if unfit else ""
-    if unfit and scheme.format.static:
-        notes.append(f"no usable input_scale is known for {share}, which stay unquantized")
-    elif unfit:
-        ranks = f" on {size} ranks" if size is not None else ""
-        parts = "blocks" if (scheme.format.group[0] or 1) > 1 else "groups"
-        splits = [[split for each in modules if (split := entry.rule(each).split) is not None] for modules in unfit]
-        turns = all(any(split.turns for split in each) for each in splits)
-        strict = any(split.turns_all or split.turns_rows for each in splits for split in each)
-        others = "channel" if strict else "tensor or channel"
-        notes.append(
-            f"{'engines sort rows by heads' if turns else f'{parts} do not divide{ranks}'}, which leaves "
-            f"{share} unquantized; --scheme {others} quantizes them too"
-        )
+    if unfit:
+        notes.append(_unfit_note(entry, scheme, layers, unfit, size))
     return decisions, notes
 
 
-def _alike(scheme: Scheme | None, reasons: dict[str, str]) -> dict[str, Decision]:
-    """The fate of each module: one scheme for all, each with its own reason."""
+def _unfit_note(
+    entry: ModuleRules, scheme: Scheme, layers: dict[str, Weight], unfit: list[list[str]], size: int | None
+) -> str:
+    """A note about groups of layers that cannot have the scheme."""
+    share = _share([module for modules in unfit for module in modules], layers)
+    if scheme.format.static:
+        return f"no static activation scale is known for {share}, which stay unquantized"
+    ranks = f" on {size} ranks" if size is not None else ""
+    unit = "blocks" if (scheme.format.group[0] or 1) > 1 else "groups"
+    splits = [[split for module in modules if (split := entry.rule(module).split)] for modules in unfit]
+    interleaved = all(any(split.interleaved for split in group) for group in splits)
+    strict = any(split.interleaved_all or split.interleaved_rows for group in splits for split in group)
+    others = "channel" if strict else "tensor or channel"
+    reason = "engines sort rows by heads" if interleaved else f"{unit} do not divide{ranks}"
+    return f"{reason}, which leaves {share} unquantized; --scheme {others} quantizes them too"
+
+
+def _decide(scheme: Scheme | None, reasons: dict[str, str]) -> dict[str, Decision]:
+    """A decision for each module: one scheme for all, each with its own reason."""
     return {module: Decision(scheme, why) for module, why in reasons.items()}
 
 
-def _refuse_nothing(model: Architecture, reasons: Iterable[str], asked: RequestedSchemes) -> None:
-    """A plan that quantizes nothing is an error, unless --ignore says so."""
-    causes = Counter(reason for reason in reasons if not reason.startswith(_SHARES))
-    if asked.copies and causes.keys() <= set(asked.ignored.values()):
+def _refuse_nothing(model: Architecture, reasons: Iterable[str], requested: RequestedSchemes) -> None:
+    """Refuse a plan that quantizes nothing, unless --ignore alone says so."""
+    causes = Counter(reason for reason in reasons if not reason.startswith(_SAME_SCHEME))
+    if requested.copies and causes.keys() <= set(requested.ignored.values()):
         return
-    found = [f"{cause} ({count} layers)" for cause, count in causes.most_common(3)]
+    texts = [f"{cause} ({count} layers)" for cause, count in causes.most_common(3)]
     raise PlanError(
-        f"nothing would be quantized: {'; '.join(found) or f'{model.name} has no layer here that could be'}",
+        f"nothing would be quantized: {'; '.join(texts) or f'{model.name} has no layer here that could be'}",
         "choose other options, or say --ignore '**' if a copy is what you want",
     )
 
 
-def _matches(patterns: dict[str, str], layers: dict[str, Weight], known: Iterable[str] | None) -> dict[str, str]:
-    """The first option that names each layer, by module.
+def _match_options(
+    patterns: dict[str, str], layers: dict[str, Weight], harmless: Iterable[str] | None
+) -> dict[str, str]:
+    """Find the first option that names each layer, by module.
 
     Args:
-        patterns: by option, as the user typed it.
-        layers: what can be quantized.
-        known: other modules, which an option may name to no effect; None if it may not.
+        patterns: by option, as the user typed them.
+        layers: the weights that may be quantized, by module.
+        harmless: other modules, which an option may name to no effect; None if it must name layers.
     """
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     for option, text in patterns.items():
         pattern = compile_pattern(text.removesuffix(".weight"))
         matched = [
@@ -316,34 +344,40 @@ def _matches(patterns: dict[str, str], layers: dict[str, Weight], known: Iterabl
             for layer in layers.values()
             if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.module)
         ]
-        if not matched and not any(pattern.fullmatch(module) for module in known or ()):
+        if not matched and not any(pattern.fullmatch(module) for module in harmless or ()):
             raise UsageError(
-                f"{option} matches no module{'' if known is not None else ' that can be quantized'}",
+                f"{option} matches no module{'' if harmless is not None else ' that can be quantized'}",
                 "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them",
             )
         for module in matched:
-            found.setdefault(module, option)
-    return found
+            options.setdefault(module, option)
+    return options
 
 
-def _spread(modules: list[str], own: dict[str, str], widened: dict[str, list[str]] | None = None) -> dict[str, str]:
-    """The reason of each of the modules that share their status: its own, or another's."""
-    first = next(module for module in modules if module in own)
-    shared = f"{_SHARES}{first.rsplit('.', 1)[-1]} ({own[first]})"
-    if widened is not None and len(own) < len(modules):
-        widened.setdefault(own[first], []).extend(module for module in modules if module not in own)
-    return {module: own.get(module, shared) for module in modules}
+def _spread(modules: list[str], reasons: dict[str, str], widened: dict[str, list[str]] | None = None) -> dict[str, str]:
+    """A reason for each module of a group: its own, or that of the first module that has one.
+
+    Args:
+        modules: the group.
+        reasons: by module, for some of the group.
+        widened: modules without a reason of their own are added here, by the reason that they got.
+    """
+    first = next(module for module in modules if module in reasons)
+    shared = f"{_SAME_SCHEME}{first.rsplit('.', 1)[-1]} ({reasons[first]})"
+    if widened is not None and len(reasons) < len(modules):
+        widened.setdefault(reasons[first], []).extend(module for module in modules if module not in reasons)
+    return {module: reasons.get(module, shared) for module in modules}
 
 
-def _look_at(
+def _find_problems(
     modules: list[str], layers: dict[str, Weight], scheme: Scheme, find_problem: Callable[[Weight, Scheme], str | None]
 ) -> dict[str, str]:
-    """Why modules that share their status cannot be stored in a scheme, each of them; empty if they can."""
-    own = {module: problem for module in modules if (problem := find_problem(layers[module], scheme))}
-    return _spread(modules, own) if own else {}
+    """Why each module of a group cannot have a scheme; empty if all can."""
+    problems = {module: problem for module in modules if (problem := find_problem(layers[module], scheme))}
+    return _spread(modules, problems) if problems else {}
 
 
 def _share(modules: list[str], layers: dict[str, Weight]) -> str:
-    """How many layers these are, and their share of all that could be quantized: "12 of 28 layers (40.0 % ...)"."""
+    """How many layers these are, and their part of all that may be quantized: "12 of 28 layers (40.0 % ...)"."""
     share = sum(layers[module].nbytes for module in modules) / sum(layer.nbytes for layer in layers.values())
     return f"{len(modules)} of {len(layers)} layers ({100 * share:.1f} % of their bytes)"

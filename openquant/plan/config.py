@@ -1,4 +1,4 @@
-"""What an output's config.json says, and what follows from it."""
+"""The output's config.json, and questions about it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _COMPRESSED_TENSORS = "compressed-tensors"
 
 
 def output_config(plan: Plan) -> dict[str, Any]:
-    """The output's config.json: the source's, with the plan's quantization_config in place of its own."""
-    ours = {"quantization_config": plan.quantization_config} if plan.quantization_config else {}
-    written = plan.model.written(plan.scheme.name if plan.scheme else None, plan.seen.config)
-    return {**plan.seen.config, **written, **ours}
+    """Return the output's config.json: the source's, with the plan's quantization_config in place of its own."""
+    quantization = {"quantization_config": plan.quantization_config} if plan.quantization_config else {}
+    extra = plan.model.extra_config(plan.scheme.name if plan.scheme else None, plan.decoded.config)
+    return {**plan.decoded.config, **extra, **quantization}
 
 
 def ignored_layers(plan: Plan) -> list[str]:
-    """Modules left unquantized, in every name the engines look them up under; empty without a scheme."""
+    """Return the ignore list: unquantized modules under every name that engines look up; empty without a scheme."""
     return [] if plan.scheme is None else list(plan.quantization_config[plan.scheme.ignored_keys[0]])
 
 
 def has_fp8_cache(plan: Plan) -> bool:
-    """Whether engines cache keys and values in FP8, for which the output has scales."""
+    """Whether the output has an FP8 KV cache, with scales for it."""
     return says_fp8_cache(plan.quantization_config)
 
 
 def required_package(plan: Plan) -> str | None:
-    """The package that transformers needs to read the output; None for nothing else."""
+    """Return the package that transformers needs to load the output; None if it needs none."""
     return _COMPRESSED_TENSORS if plan.quantization_config.get("quant_method") == _COMPRESSED_TENSORS else None

@@ -1,4 +1,4 @@
-"""Types for what becomes of each tensor: Kept, Stack, Fate, Fates, and what asks for it: Options, Found."""
+"""Types of a plan: what the user asks for (PlanOptions), and what becomes of each tensor (Decisions)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..weights.transform import UNDECIDED, WeightTransforms
 from ..weights.weight import Weight
 
 FEW_AXES = "fewer than two axes"
-# What a plan may lack: statistics of activations, keys and values; what SmoothQuant or AWQ choose; what GPTQ rounds by.
+# What a calibration must still find: ranges of activations and of the KV cache; factors of SmoothQuant or AWQ; GPTQ's
+# Hessians.
 Lack = Literal["activations", "smoothing", "Hessians"]
 
 
@@ -24,45 +25,45 @@ class PassthroughTensor(NamedTuple):
     """A tensor that is not quantized.
 
     Attributes:
-        tensor: as it is written.
-        alike: its name with `*` for its numbers, as the plan prints it: "model.layers.*.mlp.gate".
+        tensor: name, dtype and shape as it is written.
+        name_template: its name with `*` for its numbers, as the plan prints it: "model.layers.*.mlp.gate".
         why: the reason, such as "router".
-        weight: as the source has it quantized; None if it is copied as it is.
-        made: what it holds where the source has no such tensor: a number, or the one that is in a tensor of another
-            name.
-        changed: what becomes of it where inputs of layers are folded: what it then holds, or itself with its tuning.
+        weight: the quantized weight that it is decoded from; None if the source has it unquantized.
+        value: for a scale that the plan adds: the number, or the source's tensor that holds it under another name;
+            None for tensors of the source.
+        smoothed: what smoothing changes it to: its new bytes, or the weight with its transform; None if nothing.
     """
 
     tensor: TensorInfo
-    alike: str
+    name_template: str
     why: str
     weight: Weight | None = None
-    made: float | TensorInfo | None = None
-    changed: bytes | Weight | None = None
+    value: float | TensorInfo | None = None
+    smoothed: bytes | Weight | None = None
 
     @property
     def small(self) -> bool:
-        """Whether it has fewer than two axes, as norms and biases."""
+        """Whether it has fewer than two axes, as norms and biases have."""
         return len(self.tensor.shape) < 2
 
 
 class StackedTensor(NamedTuple):
-    """A tensor that holds the weights of several experts, each of which is written by itself."""
+    """A tensor that holds weights of several experts, each of which is written as a tensor of its own."""
 
     tensor: TensorInfo
     layers: tuple[Weight, ...]
 
 
-# A tensor of the source, and what is made from it: itself, a weight that could be quantized, or several.
+# A tensor of the source with what is written for it: itself, a weight that may be quantized, or several weights.
 Item = PassthroughTensor | Weight | StackedTensor
 
 
 class Decision(NamedTuple):
-    """What becomes of a weight that could be quantized.
+    """What becomes of a weight that may be quantized.
 
     Attributes:
-        scheme: what it is stored in; None if it stays unquantized.
-        why: what says so, such as "--ignore **.down_proj"; empty for what has the plan's own scheme.
+        scheme: the scheme; None if the weight is not quantized.
+        why: the reason, such as "--ignore **.down_proj"; empty for the plan's own scheme.
     """
 
     scheme: Scheme | None
@@ -71,21 +72,21 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the user asks for beside the scheme.
+    """What the user asks for besides the scheme.
 
     Attributes:
-        ignore: patterns over module names that stay unquantized.
-        scheme_for: patterns over module names, each with the scheme of what matches; the first that matches counts.
-        tp: a tensor-parallel size that must be able to serve the result.
+        ignore: patterns of modules that are not quantized.
+        scheme_for: patterns of modules, each with a scheme for what it matches; the first match counts.
+        tp: a tensor-parallel size that must be able to serve the output; None for any.
         head: whether the output head is quantized too.
-        calibration: how large activations are, for stored scales of them.
-        cached: whether keys and values are cached in FP8, with scales of theirs.
-        transforms: what a calibration changes about weights before they are rounded.
-        gptq: the texts by which GPTQ rounds, as eval.json has them: {"documents": 128, "length": 512, ..}; None if
+        calibration: ranges of activations and of the KV cache, for static scales; None without.
+        cached: whether the output gets scales for an FP8 KV cache.
+        transforms: what smoothing changes about weights before they are quantized; None without.
+        gptq: the calibration texts of GPTQ as eval.json has them, {"documents": 128, "length": 512, ..}; None if
             weights are rounded to nearest.
-        texts: how much a calibration that is still to be made will read: {"documents": 128, "length": 512}; None if
-            none can be made.
-        calibrate: whether it is to be made although the scheme may not need it.
+        texts: the texts that a calibration still to be made will read, {"documents": 128, "length": 512}; None if none
+            can be made.
+        calibrate: whether that calibration is made even if the scheme does not need it.
     """
 
     ignore: tuple[str, ...] = ()
@@ -101,34 +102,35 @@ class PlanOptions:
 
     @property
     def lacks(self) -> frozenset[Lack]:
-        """What a plan with these options lacks."""
-        found: dict[Lack, bool] = {
+        """What a calibration must find before a plan with these options can be carried out."""
+        lacking: dict[Lack, bool] = {
             "activations": isinstance(self.calibration, StandIn),
             "smoothing": self.transforms is UNDECIDED,
             "Hessians": self.gptq is not None,
         }
-        return frozenset(lack for lack, is_lacking in found.items() if is_lacking)
+        return frozenset(lack for lack, is_lacking in lacking.items() if is_lacking)
 
-    @property
-    def stays(self) -> Callable[[str], bool]:
-        """A function of a module that the registry's entry does not know: whether --ignore keeps it."""
+    def ignores(self) -> Callable[[str], bool]:
+        """Return a function that says whether `ignore` matches a module."""
         ignored = compile_any(text.removesuffix(".weight") for text in self.ignore)
         return lambda module: ignored.fullmatch(module) is not None
 
 
 class StoredLayout(NamedTuple):
-    """How a written directory has its modules: what options would have made it so.
+    """The schemes of an existing output directory, to make the same plan again.
 
     Attributes:
-        unquantized: modules; one name with `*` for numbers where all named alike are, "model.layers.*.mlp.gate".
-        schemes: likewise those of another scheme than most, in the order that counts where one is to be chosen.
+        unquantized: modules that are not quantized. Where all modules of a name template are, the template stands for
+            them: "model.layers.*.mlp.gate".
+        schemes: modules or templates whose scheme is not that of most layers; when fused layers need one scheme, the
+            one that comes first here is chosen.
     """
 
     unquantized: set[str]
     schemes: dict[str, Scheme]
 
-    def stays(self, module: str) -> bool:
-        """Whether a module is unquantized in the written directory."""
+    def is_unquantized(self, module: str) -> bool:
+        """Whether a module is not quantized in the directory."""
         return module in self.unquantized or template(module) in self.unquantized
 
 
@@ -137,54 +139,54 @@ class Decisions:
     """What becomes of each tensor.
 
     Attributes:
-        scheme: the plan's own, of all weights that are not in `others`; None if nothing is to be quantized.
-        items: all tensors, by the shard they lie in.
-        layers: weights that could be quantized, by module.
-        sets: the joined set, by module, of each that engines merge with others; itself included.
-        others: the fates, by module, of those that are not stored in the plan's own scheme.
-        inputs: the largest magnitude that goes into each layer, by module, where a calibration says it.
-        rounded: where tensors lie that were rounded before the conversion, by name.
+        scheme: the plan's own scheme, of all weights that are not in `overrides`; None if nothing is quantized.
+        items: all tensors, by the shard that holds them.
+        layers: the weights that may be quantized, by module.
+        fused: for each module that engines fuse with others, all members of its group, itself included.
+        overrides: decisions about the weights that do not have the plan's own scheme, by module.
+        input_absmax: largest magnitude of each layer's input activations, by module, where a calibration has it.
+        rounded: where the tensors lie that GPTQ has already rounded, by name.
     """
 
     scheme: Scheme | None
     items: dict[str, list[Item]]
     layers: dict[str, Weight]
-    sets: dict[str, tuple[str, ...]]
-    others: dict[str, Decision]
-    inputs: Mapping[str, float] = field(default_factory=dict)
+    fused: dict[str, tuple[str, ...]]
+    overrides: dict[str, Decision]
+    input_absmax: Mapping[str, float] = field(default_factory=dict)
     rounded: Mapping[str, TensorPlace] = field(default_factory=dict)
 
     def of(self, module: str) -> Decision:
-        """What becomes of a weight that could be quantized."""
-        return self.others.get(module) or Decision(self.scheme, "")
+        """Return the decision about a weight that may be quantized."""
+        return self.overrides.get(module) or Decision(self.scheme, "")
 
-    def each(self) -> Iterator[tuple[Weight, Decision]]:
-        """The weights that could be quantized, and what becomes of them."""
-        usual, others = Decision(self.scheme, ""), self.others
-        return ((weight, others.get(module, usual)) for module, weight in self.layers.items())
+    def decided(self) -> Iterator[tuple[Weight, Decision]]:
+        """Iterate over the weights that may be quantized, each with its decision."""
+        default, overrides = Decision(self.scheme, ""), self.overrides
+        return ((weight, overrides.get(module, default)) for module, weight in self.layers.items())
 
     @property
-    def kept(self) -> Iterator[PassthroughTensor]:
-        """All tensors that could not be quantized, in the order of the source."""
+    def passthrough(self) -> Iterator[PassthroughTensor]:
+        """All tensors that may not be quantized, in the order of the source."""
         return (item for items in self.items.values() for item in items if isinstance(item, PassthroughTensor))
 
     @property
     def quantized(self) -> list[tuple[Weight, Scheme]]:
         """The weights that are quantized, each with its scheme."""
-        return [(weight, decision.scheme) for weight, decision in self.each() if decision.scheme is not None]
+        return [(weight, decision.scheme) for weight, decision in self.decided() if decision.scheme is not None]
 
     @property
     def unquantized(self) -> list[str]:
-        """The modules that could be quantized and are not."""
-        return [weight.module for weight, decision in self.each() if decision.scheme is None]
+        """The modules that may be quantized and are not."""
+        return [weight.module for weight, decision in self.decided() if decision.scheme is None]
 
     @cached_property
     def kinds(self) -> list[tuple[Weight, Scheme]]:
-        """Of the quantized weights, one for all of a scheme whose names differ in numbers only, as these are many."""
+        """One quantized weight for each name template and scheme; experts alone may be tens of thousands."""
         return list({(weight.alike, scheme.suffix): (weight, scheme) for weight, scheme in self.quantized}.values())
 
     @cached_property
     def schemes(self) -> list[Scheme]:
-        """The schemes of this plan, its own first."""
-        found = dict.fromkeys([self.scheme, *(decision.scheme for decision in self.others.values())])
-        return [scheme for scheme in found if scheme is not None]
+        """The schemes of the plan, its own first."""
+        schemes = dict.fromkeys([self.scheme, *(decision.scheme for decision in self.overrides.values())])
+        return [scheme for scheme in schemes if scheme is not None]

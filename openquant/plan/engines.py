@@ -1,4 +1,4 @@
-"""What engines do not load of a plan: some of it stops the plan, the rest is printed with it."""
+"""What engines cannot load of a plan. If no engine can, the plan stops; if only SGLang cannot, a note says so."""
 
 from __future__ import annotations
 
@@ -14,60 +14,66 @@ from ..version import VLLM
 from .decisions import Decisions
 from .tensor_parallel import text_config
 
-# Codes in int32.
-WORDS = "pack-quantized"
+# The compressed-tensors format whose codes are packed into int32.
+PACKED = "pack-quantized"
 _NO_HEAD = "leave --quantize-lm-head out"
 
 
-def unread_by_sglang(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
-    """Why SGLang does not load what is decided, and what it loads instead; None if it does or nothing is quantized."""
+def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
+    """Say why SGLang cannot load an output, with a hint on what it can load; None if it can."""
     scheme, sglang = decisions.scheme, entry.model.sglang
     if scheme is None:
-        return _unread_cache(sglang, decisions)
+        return _refuse_cache_scales(sglang, decisions)
     quantized = [(weight.module, scheme) for weight, scheme in decisions.kinds if not is_head(weight.module)]
     for module, chosen in quantized:
         if "SGLang" not in chosen.engines:
-            return Refusal(None, None, f"it knows no {chosen.name}", "try another scheme")
+            return Refusal(None, None, f"it does not support {chosen.name}", "try another scheme")
         if "SGLang" not in chosen.expert_engines and entry.experts(module):
-            hint = "give them another scheme with --scheme-for, or leave them as they are with --ignore"
+            hint = "give them another scheme with --scheme-for, or leave them unquantized with --ignore"
             points = " with zero points" if chosen.asymmetric else ""
             return Refusal(None, None, f"it loads no experts in {chosen.name}{points}", hint)
         refusal = sglang.refusal(chosen.name, chosen.method)
         if refusal is not None:
             return refusal
     if any(entry.rule(module).plain for module, _ in quantized):
-        return Refusal(None, None, f"it builds {_named(sglang.plain)} in bfloat16", "with --ignore for that it loads")
+        return Refusal(None, None, f"it builds {_named(sglang.plain)} in bfloat16", "it loads with --ignore for these")
     packed = (module for module, chosen in quantized if chosen.format.codes == "weight_packed")
     if any(entry.rule(module).unpacked for module in packed):
-        why = f"it takes no packed codes for {_named(sglang.unpacked)}"
-        return Refusal(None, None, why, "with --ignore for that it loads")
+        why = f"it accepts no packed codes for {_named(sglang.unpacked)}"
+        return Refusal(None, None, why, "it loads with --ignore for these")
     if sglang.head is not None and len(quantized) < len(decisions.kinds):
-        return Refusal(None, None, sglang.head, "without --quantize-lm-head it loads")
-    uneven = any(decision.scheme is None or not is_head(module) for module, decision in decisions.others.items())
-    if quantized and uneven and scheme.method in sglang.alike:
-        return Refusal(None, None, "it finds none of these layers by name", "with all layers alike it loads")
-    unread = _unread_cache(sglang, decisions)
-    if unread is not None:
-        return unread
-    # Such experts ask the whole config for its format (compressed_tensors_wNa16_moe.py:75-84).
+        return Refusal(None, None, sglang.head, "it loads without --quantize-lm-head")
+    uneven = any(decision.scheme is None or not is_head(module) for module, decision in decisions.overrides.items())
+    if quantized and uneven and scheme.method in sglang.uniform_formats:
+        return Refusal(
+            None, None, "it finds none of these layers by name", "it loads if all layers have the same scheme"
+        )
+    cache_refusal = _refuse_cache_scales(sglang, decisions)
+    if cache_refusal is not None:
+        return cache_refusal
+    # Experts with int32-packed codes check the whole config's format (compressed_tensors_wNa16_moe.py:75-84).
     mixed = len({chosen.settings.get("format") for _, chosen in decisions.kinds}) > 1
-    words = (module for module, chosen in quantized if chosen.settings.get("format") == WORDS and entry.experts(module))
-    if mixed and any(words):
-        hint = "give the experts --scheme-for nvfp4, or all layers the same"
-        return Refusal(None, None, "it loads experts in words only where all layers are in words", hint)
-    # It asks the group of all Linear layers for the size of blocks (compressed_tensors.py:272-279).
+    int32_experts = (
+        module for module, chosen in quantized if chosen.settings.get("format") == PACKED and entry.experts(module)
+    )
+    if mixed and any(int32_experts):
+        hint = "give the experts --scheme-for nvfp4, or all layers the same scheme"
+        return Refusal(None, None, "it loads int32-packed experts only if all layers are int32-packed", hint)
+    # It takes the block size from the config group of all Linear layers (compressed_tensors.py:272-279).
     blocks = (module for module, chosen in quantized if chosen.name == "block" and not entry.experts(module))
     if scheme.name != "block" and any(blocks):
-        return Refusal(None, None, "it loads blocks only where most layers have them", "-w 128 with --scheme-for loads")
+        return Refusal(None, None, "it loads blocks only if most layers have them", "it loads -w 128 with --scheme-for")
     return None
 
 
-def _unread_cache(sglang: SGLangLimits, decisions: Decisions) -> Refusal | None:
-    """Why it does not load an output for its scales of keys and values; None if it does or there are none."""
-    made = [kept.made for kept in decisions.kept if kept.made is not None] if sglang.cache is not None else []
-    if sglang.cache is None or not (any(each != 1.0 for each in made) if sglang.cache_of_ones else made):
+def _refuse_cache_scales(sglang: SGLangLimits, decisions: Decisions) -> Refusal | None:
+    """Say why SGLang cannot load an output's scales of the KV cache; None if it can or there are none."""
+    if sglang.cache is None:
         return None
-    hint = "without --calibration it loads" if sglang.cache_of_ones else "without --kv-cache it loads"
+    scales = [kept.value for kept in decisions.passthrough if kept.value is not None]
+    if not (any(scale != 1.0 for scale in scales) if sglang.cache_of_ones else scales):
+        return None
+    hint = "it loads without --calibration" if sglang.cache_of_ones else "it loads without --kv-cache"
     return Refusal(None, None, sglang.cache, hint)
 
 
@@ -76,10 +82,10 @@ def _named(patterns: tuple[str, ...]) -> str:
 
 
 def refuse_schemes(model: Architecture, schemes: Iterable[Scheme]) -> None:
-    """Stop where engines do not load an architecture in one of the schemes that are asked for.
+    """Refuse schemes in which engines cannot load an architecture.
 
     Raises:
-        PlanError: it says why, and what is loaded instead.
+        PlanError: it says why, and what engines load instead.
     """
     for scheme in dict.fromkeys(schemes):
         refusal = model.refusal(scheme.name, scheme.method)
@@ -88,7 +94,11 @@ def refuse_schemes(model: Architecture, schemes: Iterable[Scheme]) -> None:
 
 
 def refuse_experts(entry: ModuleRules, decisions: Decisions) -> None:
-    """Stop where experts have a scheme in which engines load none."""
+    """Refuse experts in a scheme in which engines load none.
+
+    Raises:
+        PlanError: it names the experts.
+    """
     if all(scheme.expert_engines for scheme in decisions.schemes):
         return
     refused: dict[str, Scheme] = {}
@@ -100,36 +110,49 @@ def refuse_experts(entry: ModuleRules, decisions: Decisions) -> None:
         raise PlanError(
             f"{', '.join(collapse(refused))}: engines load no experts with {scheme.title} in the {scheme.method} "
             "format",
-            "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them as they "
-            "are with --ignore",
+            "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them "
+            "unquantized with --ignore",
         )
 
 
 def refuse_nameless(entry: ModuleRules, decisions: Decisions) -> None:
-    """Stop where a module that vLLM builds without a name is stored otherwise than it takes it to be."""
-    others = {module: decision.why for module, decision in decisions.others.items() if entry.rule(module).nameless}
-    if others:
-        why = next(iter(others.values()))
+    """Refuse a scheme of its own for a module that vLLM builds without a name.
+
+    Raises:
+        PlanError: it names the modules.
+    """
+    reasons = {module: decision.why for module, decision in decisions.overrides.items() if entry.rule(module).nameless}
+    if reasons:
+        why = next(iter(reasons.values()))
         raise PlanError(
-            f"{', '.join(collapse(others))}: {VLLM} builds it without a name to find its scheme by, so it is read "
-            f"as most layers are stored ({why})",
+            f"{', '.join(collapse(reasons))}: {VLLM} builds it without a name and so reads it in the scheme of most "
+            f"layers ({why})",
             "leave it out of --ignore and --scheme-for, or use --scheme channel, which fits any shape",
         )
 
 
 def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> None:
-    """Stop where the output head is to be quantized, and engines load none that is, or the source has none."""
+    """Refuse to quantize the output head if engines cannot load that, or the source has none.
+
+    Args:
+        checkpoint: the opened source.
+        model: the entry of its architecture.
+        scheme: the plan's scheme.
+
+    Raises:
+        PlanError: it says why.
+    """
     if scheme.method == "fp8":
         raise PlanError(
             "engines load no quantized output head in the fp8 format",
             "use --scheme channel or --format compressed-tensors",
         )
     if model.head_refused is not None:
-        raise PlanError(f"{model.name}: its output head stays as it is: {model.head_refused}", _NO_HEAD)
+        raise PlanError(f"{model.name}: its output head stays unquantized: {model.head_refused}", _NO_HEAD)
     tied = any(
-        place.get("tie_word_embeddings") is True for place in (checkpoint.config, text_config(checkpoint, model))
+        config.get("tie_word_embeddings") is True for config in (checkpoint.config, text_config(checkpoint, model))
     )
     if tied:
-        raise PlanError("the output head is the embedding (tie_word_embeddings), which stays as it is", _NO_HEAD)
+        raise PlanError("the output head is the embedding (tie_word_embeddings), which stays unquantized", _NO_HEAD)
     if not any(is_head(info.module) for info in checkpoint.tensors.values()):
         raise PlanError("the source has no lm_head.weight: its output head is the embedding", _NO_HEAD)

@@ -1,6 +1,6 @@
-"""What becomes of single modules of a plan, and which rule of the registry's entry says so.
+"""Explain single modules of a plan: what becomes of them, and which pattern of the registry's entry says so.
 
-explained(plan, "model.layers.0.mlp.gate")[0].why       # "router"
+explain_modules(plan, "model.layers.0.mlp.gate")[0].why       # "router"
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..formats.format import Group
 from ..formats.ignored import Ignored
 from ..formats.schemes import Scheme
 from ..patterns import compile_pattern, template
-from ..registry.architecture import DRAFT, ParallelSplit, absolute_patterns
+from ..registry.architecture import MTP_LAYER, ParallelSplit, absolute_patterns
 from ..registry.rules import ModuleRules
 from ..weights.weight import Weight
 from .config import ignored_layers
@@ -25,8 +25,8 @@ from .layout import output_tensors
 from .plan import Plan
 from .tensor_parallel import TENSOR_PARALLEL_SIZES, text_config, why_indivisible
 
-# Names that are offered in place of one that is not there, and how alike they must be.
-_MOST_OFFERED, _ALIKE = 3, 0.6
+# For a name that does not exist: how many similar names the hint offers, and how similar they must be (difflib).
+_MOST_OFFERED, _LEAST_SIMILARITY = 3, 0.6
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """What of the registry's entry covers a module.
+    """The field of the registry's entry that decides about a module.
 
     Attributes:
         field: "compress", "keep", "experts", "draft_layers" or "rest".
-        pattern: the pattern; of draft layers config.json's key that counts the others; None for what no pattern covers.
+        pattern: the pattern that matches; for MTP layers the config key that counts the decoder layers; None for
+            "rest", which is for modules that no pattern matches.
     """
 
     field: str
@@ -57,10 +58,10 @@ class RankSplit:
 
     Attributes:
         axis: "out" (column parallel) or "in" (row parallel).
-        heads: config.json's key that counts the heads along it; None where any division goes.
-        replicated: whether heads are copied where there are fewer than ranks.
-        sizes: those of 1 to 16 by which it divides.
-        problems: why it does not by others, by size.
+        heads: config key that counts the heads along the axis; None if it may be divided anywhere.
+        replicated: whether heads are copied if there are fewer than ranks.
+        sizes: the tensor-parallel sizes, of 1 to 16, by which it divides.
+        problems: for other sizes, why it does not.
     """
 
     axis: str
@@ -72,23 +73,24 @@ class RankSplit:
 
 @dataclass(frozen=True)
 class ModuleExplanation:
-    """What becomes of modules that are alike.
+    """What becomes of modules with the same name template and the same decision.
 
     Attributes:
-        module: one of them, of which all else is said.
-        modules: all of them: their names differ in numbers only, and their fate is the same.
-        scheme: what it is stored in, "channel"; None if it is not quantized.
-        why: why it stays as it is, or has another scheme than most; empty for what has the plan's own.
-        rule: what of the entry covers it; None for tensors of fewer than two axes, and for what --ignore alone names.
+        module: the first of them, to which the other fields refer.
+        modules: all of them.
+        scheme: name of its scheme, "channel"; None if it is not quantized.
+        why: why it is not quantized, or has another scheme than most; empty for the plan's own scheme.
+        rule: the field of the entry that decides; None for tensors of fewer than two axes, and for modules that only
+            --ignore matches.
         shape: of the weight, [out, in].
         source: the tensors of the source that it is made from.
-        shard: the file these lie in, and the output's has the same name.
-        output: the tensors that it becomes.
-        joined: all modules that engines merge it with, itself included; empty if they do not.
-        experts: the module of the routed experts that it belongs to; None if to none.
+        shard: file name of the shard that holds them; the output's has the same name.
+        output: the tensors that are written for it.
+        joined: all modules that engines fuse it with, itself included; empty if they do not.
+        experts: the module of the routed experts that it belongs to; None if it does not.
         ranks: how tensor-parallel ranks divide it; None if they do not.
-        engines: the names that it may be looked up under, by engine.
-        listed: the entry of the config's list of unquantized modules that covers it; None if none does.
+        engines: the names by which each engine may look it up.
+        listed: the item of the ignore list that matches it; None if none does.
     """
 
     module: str
@@ -109,14 +111,14 @@ class ModuleExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer about some modules of a model.
+    """The explanation of some modules of a model.
 
     Attributes:
-        model: as it was asked for.
-        revision: the source's commit on the Hub, or None.
-        architecture: the registry's entry that the plan was made by.
-        scheme: of most layers.
-        layers: one for all modules that are alike.
+        model: the model, as the user named it.
+        revision: the source's commit on the Hub; None for a directory.
+        architecture: name of the registry's entry.
+        scheme: scheme of most layers.
+        layers: one explanation for all modules of the same name template and decision.
     """
 
     model: str
@@ -126,62 +128,65 @@ class Explanation:
     layers: tuple[ModuleExplanation, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name, as `--json` prints them."""
+        """Return the fields by name, as `--json` prints them."""
         return asdict(self)
 
 
-class _Found(NamedTuple):
-    """A module, and what the plan has for it: a weight, or a tensor that is kept."""
+class _Module(NamedTuple):
+    """A module of the plan, with its weight or passthrough tensor, and the shard that holds it."""
 
-    module: str
-    what: Weight | PassthroughTensor
+    name: str
+    tensor: Weight | PassthroughTensor
     shard: str
 
 
-def explain_modules(plan: Plan, asked: str) -> tuple[ModuleExplanation, ...]:
-    """What becomes of the modules of that name, or of all that match a pattern.
+def explain_modules(plan: Plan, requested: str) -> tuple[ModuleExplanation, ...]:
+    """Explain the modules that a name or pattern matches.
 
     Args:
         plan: the plan.
-        asked: a module of the source or the output, with or without `.weight`; `*`, `**` and `{a,b}` as in --ignore.
+        requested: a module of the source or output, with or without `.weight`; `*`, `**` and `{a,b}` as in --ignore.
+
+    Returns:
+        One explanation for all modules of the same name template and decision.
 
     Raises:
-        UsageError: there is none, or the pattern is malformed.
+        UsageError: nothing matches, or the pattern is malformed.
     """
-    pattern = compile_pattern(asked.removesuffix(".weight"))
-    kinds: dict[tuple[object, ...], list[_Found]] = {}
-    for found in _modules(plan):
-        source = found.what.source.module if isinstance(found.what, Weight) else found.module
-        if pattern.fullmatch(found.module) or pattern.fullmatch(source):
-            kinds.setdefault(_kind(plan, found), []).append(found)
-    if not kinds:
-        raise UsageError(f"{asked} is no module of this model, nor does it match one", _offer(plan, asked))
-    return tuple(_explain(plan, alike) for alike in kinds.values())
+    pattern = compile_pattern(requested.removesuffix(".weight"))
+    groups: dict[tuple[object, ...], list[_Module]] = {}
+    for module in _modules(plan):
+        source = module.tensor.source.module if isinstance(module.tensor, Weight) else module.name
+        if pattern.fullmatch(module.name) or pattern.fullmatch(source):
+            groups.setdefault(_group_key(plan, module), []).append(module)
+    if not groups:
+        raise UsageError(f"{requested} is no module of this model, nor does it match one", _hint(plan, requested))
+    return tuple(_explain(plan, modules) for modules in groups.values())
 
 
-def _modules(plan: Plan) -> Iterator[_Found]:
+def _modules(plan: Plan) -> Iterator[_Module]:
     for shard, items in plan.decisions.items.items():
         for item in items:
             if isinstance(item, PassthroughTensor):
-                yield _Found(item.tensor.module, item, shard)
+                yield _Module(item.tensor.module, item, shard)
             else:
                 for weight in item.layers if isinstance(item, StackedTensor) else (item,):
-                    yield _Found(weight.module, weight, shard)
+                    yield _Module(weight.module, weight, shard)
 
 
-def _kind(plan: Plan, found: _Found) -> tuple[object, ...]:
-    what = found.what
-    if isinstance(what, PassthroughTensor):
-        return template(found.module), what.tensor.dtype, what.tensor.shape, what.why
-    return what.alike, what.source.dtype, what.shape, what.format, plan.decisions.of(found.module)
+def _group_key(plan: Plan, module: _Module) -> tuple[object, ...]:
+    tensor = module.tensor
+    if isinstance(tensor, PassthroughTensor):
+        return template(module.name), tensor.tensor.dtype, tensor.tensor.shape, tensor.why
+    return tensor.alike, tensor.source.dtype, tensor.shape, tensor.format, plan.decisions.of(module.name)
 
 
-def _explain(plan: Plan, alike: list[_Found]) -> ModuleExplanation:
-    module, what, shard = alike[0]
+def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
+    module, tensor, shard = modules[0]
     entry = plan.entry
-    rule, shape = entry.rule(module), what.tensor.shape if isinstance(what, PassthroughTensor) else what.shape
-    decision = Decision(None, what.why) if isinstance(what, PassthroughTensor) else plan.decisions.of(module)
-    stored, made = _tensors(what, decision.scheme)
+    rule, shape = entry.rule(module), tensor.tensor.shape if isinstance(tensor, PassthroughTensor) else tensor.shape
+    decision = Decision(None, tensor.why) if isinstance(tensor, PassthroughTensor) else plan.decisions.of(module)
+    source, output = _tensors(tensor, decision.scheme)
     ranks = None
     if rule.divided and len(shape) == 2:
         ranks = _ranks(
@@ -190,15 +195,15 @@ def _explain(plan: Plan, alike: list[_Found]) -> ModuleExplanation:
     engines = _engines(entry, module)
     return ModuleExplanation(
         module=module,
-        modules=tuple(found.module for found in alike),
+        modules=tuple(module.name for module in modules),
         scheme=decision.scheme.name if decision.scheme else None,
         why=decision.why,
-        rule=_rule(plan, what, decision.why),
+        rule=_rule(plan, tensor, decision.why),
         shape=shape,
-        source=tuple(Tensor(info.name, info.dtype, info.shape) for info in stored),
+        source=tuple(Tensor(info.name, info.dtype, info.shape) for info in source),
         shard=shard,
-        output=tuple(Tensor(info.name, info.dtype, info.shape) for info in made),
-        joined=plan.decisions.sets.get(module, ()),
+        output=tuple(Tensor(info.name, info.dtype, info.shape) for info in output),
+        joined=plan.decisions.fused.get(module, ()),
         experts=entry.experts(module),
         ranks=ranks,
         engines=engines,
@@ -206,12 +211,12 @@ def _explain(plan: Plan, alike: list[_Found]) -> ModuleExplanation:
     )
 
 
-def _rule(plan: Plan, what: Weight | PassthroughTensor, why: str) -> Rule | None:
-    """What of the entry covers a module: sort.py asks in this order."""
-    model, module = plan.model, (what.source if isinstance(what, Weight) else what.tensor).module
+def _rule(plan: Plan, tensor: Weight | PassthroughTensor, why: str) -> Rule | None:
+    """The field of the entry that decides about a module, found in the order of sort.py."""
+    model, module = plan.model, (tensor.source if isinstance(tensor, Weight) else tensor.tensor).module
     if why == FEW_AXES:
         return None
-    if why == DRAFT:
+    if why == MTP_LAYER:
         return Rule("draft_layers", model.draft_layers)
     stacks = [f"{experts.place}.{stacked.name}" for experts in model.experts for stacked in experts.stacked]
     fields = {"compress": model.compress, "keep": [keep.pattern for keep in model.keep], "experts": stacks}
@@ -223,37 +228,37 @@ def _rule(plan: Plan, what: Weight | PassthroughTensor, why: str) -> Rule | None
 
 
 def _tensors(
-    what: Weight | PassthroughTensor, scheme: Scheme | None
+    tensor: Weight | PassthroughTensor, scheme: Scheme | None
 ) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
-    """The tensors of the source that something is made from, and those that it becomes."""
-    if isinstance(what, Weight):
-        return what.parts or (what.source,), output_tensors(what, scheme)
-    if what.made is not None:
-        return (what.made,) if isinstance(what.made, TensorInfo) else (), (what.tensor,)
-    return what.weight.parts if what.weight else (what.tensor,), (what.tensor,)
+    """The tensors of the source, and those of the output, of a weight or passthrough tensor."""
+    if isinstance(tensor, Weight):
+        return tensor.parts or (tensor.source,), output_tensors(tensor, scheme)
+    if tensor.value is not None:
+        return (tensor.value,) if isinstance(tensor.value, TensorInfo) else (), (tensor.tensor,)
+    return tensor.weight.parts if tensor.weight else (tensor.tensor,), (tensor.tensor,)
 
 
 def _ranks(plan: Plan, shape: tuple[int, int], split: ParallelSplit | None, group: Group) -> RankSplit:
     if split is None:
-        # Embeddings and output heads, which engines fill up to what divides.
+        # Embeddings and output heads, which engines pad until they divide.
         return RankSplit("out", None, False, TENSOR_PARALLEL_SIZES, {})
-    config = text_config(plan.seen, plan.model)
-    found = {size: why_indivisible(shape, split, config, group, size) for size in TENSOR_PARALLEL_SIZES}
+    config = text_config(plan.decoded, plan.model)
+    problems = {size: why_indivisible(shape, split, config, group, size) for size in TENSOR_PARALLEL_SIZES}
     return RankSplit(
         axis=split.axis,
         heads=split.heads,
         replicated=split.replicated,
-        sizes=tuple(size for size, problem in found.items() if problem is None),
-        problems={size: problem for size, problem in found.items() if problem is not None},
+        sizes=tuple(size for size, problem in problems.items() if problem is None),
+        problems={size: problem for size, problem in problems.items() if problem is not None},
     )
 
 
 def _engines(entry: ModuleRules, module: str) -> dict[str, tuple[str, ...]]:
-    """The names of a module, and of what each engine merges it into where that is what it looks up."""
+    """The names of a module by engine; first that of the fused layer, if the engine looks up that one."""
     rule = entry.rule(module)
-    joined = next((one for one in entry.model.fused if one.pattern == rule.fused), None)
-    merged = f"{module.rsplit('.', rule.under)[0]}.{joined.sglang}" if joined and joined.sglang else module
-    names = {"vLLM": entry.looked_up(module), "SGLang": merged}
+    fused = next((layers for layers in entry.model.fused if layers.pattern == rule.fused), None)
+    sglang_name = f"{module.rsplit('.', rule.fused_depth)[0]}.{fused.sglang}" if fused and fused.sglang else module
+    names = {"vLLM": entry.vllm_name(module), "SGLang": sglang_name}
     return {
         engine: tuple(dict.fromkeys((*entry.model.names_of(name), *entry.model.names_of(module))))
         for engine, name in names.items()
@@ -267,22 +272,21 @@ def _listed(plan: Plan, names: set[str]) -> str | None:
     return Ignored(plan.scheme.ignored_keys[0], ignored_layers(plan), by_experts).find(sorted(names))
 
 
-def _offer(plan: Plan, asked: str) -> str:
-    """What may have been meant by a name that is not there."""
+def _hint(plan: Plan, requested: str) -> str:
+    """A hint on which modules a name may mean that does not exist."""
     families: dict[str, str] = {}
     names: set[str] = set()
-    for found in _modules(plan):
-        families.setdefault(template(found.module), found.module)
-        names.add(found.module)
-    last = f".{asked.removesuffix('.weight')}"
-    if "*" not in asked and any(name.endswith(last) for name in families):
-        return f"** is any part of a name: '**{last}'"
+    for module in _modules(plan):
+        families.setdefault(template(module.name), module.name)
+        names.add(module.name)
+    requested = requested.removesuffix(".weight")
+    if "*" not in requested and any(name.endswith(f".{requested}") for name in families):
+        return f"** is any part of a name: '**.{requested}'"
     offered = []
-    wanted = asked.removesuffix(".weight")
-    for family in difflib.get_close_matches(template(wanted), families, _MOST_OFFERED, _ALIKE):
-        numbers = iter([part for part in wanted.split(".") if part.isdecimal()])
-        same = ".".join(next(numbers, part) if part == "*" else part for part in family.split("."))
-        offered.append(same if same in names else families[family])
+    for family in difflib.get_close_matches(template(requested), families, _MOST_OFFERED, _LEAST_SIMILARITY):
+        numbers = iter([part for part in requested.split(".") if part.isdecimal()])
+        name = ".".join(next(numbers, part) if part == "*" else part for part in family.split("."))
+        offered.append(name if name in names else families[family])
     if offered:
         return f"nearest is {' or '.join(offered)}; compress --dry-run lists all"
     return "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"

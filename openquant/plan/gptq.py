@@ -1,4 +1,4 @@
-"""Which weights of a plan GPTQ rounds, and what is said of the others."""
+"""GPTQ's part of a plan: which weights it rounds, and notes about it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .decisions import Decisions
 
 
 def refuse_repeats(model: Architecture) -> None:
-    """Stop where GPTQ is asked for, and a model runs its layers several times.
+    """Refuse GPTQ for a model that runs its layers several times.
 
     Raises:
-        PlanError: it does.
+        PlanError: the model does.
     """
     if model.repeats:
         raise PlanError(
-            f"{model.name} runs its layers several times, and GPTQ rounds a layer once texts are through it",
+            f"{model.name} runs its layers several times, and GPTQ rounds a layer after its first pass",
             "leave --gptq out",
         )
 
 
 def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:
-    """The weights that GPTQ rounds where it is asked for, each with its scheme.
+    """Return the weights that GPTQ rounds, each with its scheme.
 
-    The output head is no decoder layer: it is rounded to nearest. What the source has in the scheme already keeps its
-    codes, which are nearest and on its own grid.
+    The output head is rounded to nearest, since it is not in a decoder layer. Weights that the source has in the scheme
+    already keep their codes.
     """
     return [
         (weight, scheme)
@@ -41,31 +41,41 @@ def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:
 
 
 def rounded_tensors(weight: Weight, scheme: Scheme) -> list[TensorInfo]:
-    """The tensors of a weight that rounding makes: codes, scales, a global scale and zero points."""
+    """Return the tensors that rounding a weight makes: codes, scales, global scale and zero points."""
     form = scheme.format
-    above = form.global_scale.name if form.global_scale else None
-    names = {f"{weight.module}.{last}" for last in (form.codes, form.scale.name, form.zero_point, above)}
+    global_scale = form.global_scale.name if form.global_scale else None
+    names = {f"{weight.module}.{last}" for last in (form.codes, form.scale.name, form.zero_point, global_scale)}
     return [info for info in form.parts(weight.module, weight.shape) if info.name in names]
 
 
 def rounded_bytes(gptq_rounded: list[tuple[Weight, Scheme]]) -> int:
-    """Bytes that they take until the output has them."""
+    """Return the bytes of scratch space that rounded tensors take until they are in the output.
+
+    Args:
+        gptq_rounded: as gptq_weights returns them.
+    """
     return sum(info.nbytes for weight, scheme in gptq_rounded for info in rounded_tensors(weight, scheme))
 
 
 def tokens_of(texts: Mapping[str, Any]) -> str:
-    """How much was read: "128 x 512 tokens"."""
+    """Say how much calibration text there is: "128 x 512 tokens"."""
     return f"{texts.get('documents')} x {texts.get('length')} tokens"
 
 
 def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any]) -> list[str]:
-    """What the user is told of GPTQ."""
-    found = gptq_weights(decisions)
-    notes = [f"{len(found)} layers are rounded by GPTQ, with the inputs that {tokens_of(texts)} give them"]
-    experts = sum(bool(entry.experts(weight.module)) for weight, _ in found)
+    """Return notes about GPTQ for the user.
+
+    Args:
+        decisions: what becomes of each tensor.
+        entry: rules of the architecture.
+        texts: the calibration texts, {"documents": 128, "length": 512}.
+    """
+    weights = gptq_weights(decisions)
+    notes = [f"GPTQ rounds {len(weights)} layers with their Hessians over {tokens_of(texts)}"]
+    experts = sum(bool(entry.experts(weight.module)) for weight, _ in weights)
     if experts:
         notes.append(
-            f"{experts} of them are experts, each rounded with the tokens that come to it; those without any with "
-            "what goes into their layer, but for down, to nearest"
+            f"{experts} of them are experts, each rounded with the Hessian over the tokens routed to it; without any "
+            "tokens gate and up use the Hessian over all tokens of their layer, and down is rounded to nearest"
         )
     return notes

@@ -1,5 +1,5 @@
-"""The `quantization_config` of an output, and the names that it lists as engines look them up: what is ignored, what
-has a scheme of its own.
+"""The output's `quantization_config`, with the names by which engines look up modules: the ignore list, and the targets
+of schemes that only some layers have.
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ from .decisions import Decisions
 
 
 def quantization_config(entry: ModuleRules, decisions: Decisions, cached: bool) -> dict[str, Any]:
-    """What config.json says of a plan that has a scheme.
+    """Make the quantization_config of a plan that has a scheme.
 
     Args:
-        entry: the registry's.
+        entry: rules of the architecture.
         decisions: what becomes of each tensor.
-        cached: whether keys and values are cached in FP8.
+        cached: whether the output has scales for an FP8 KV cache.
     """
     assert decisions.scheme is not None
-    settings = decisions.scheme.config(ignored_names(entry, decisions), targets(entry, decisions))
+    settings = decisions.scheme.config(ignored_names(entry, decisions), target_names(entry, decisions))
     return with_fp8_cache(settings) if cached else settings
 
 
 def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
-    """What must be listed as ignored: checkpoint names without .weight, and the engines' other names for them.
+    """Return the ignore list: module names as in the checkpoint, and the engines' other names for them.
 
-    SGLang has towers' modules under names that no rule tells, and takes whole subtrees: those it lists by a name
-    in the fp8 format (layers/quantization/utils.py:51-64) and by an expression in the other.
+    vLLM compares names for equality (layers/quantization/utils/quant_utils.py:617-691, for compressed-tensors
+    utils/config_utils.py:226-293). It looks up experts by the path that holds them all, in the compressed-tensors
+    format by the names of the first expert.
 
-    vLLM compares for equality (layers/quantization/utils/quant_utils.py:617-691, for compressed-tensors
-    utils/config_utils.py:226-293); experts match by the path that holds them all, for compressed-tensors by the names
-    of the first. lm_head is listed unless it is quantized: transformers would quantize one tied to the embedding.
+    SGLang matches whole subtrees, by a name in the fp8 format (layers/quantization/utils.py:51-64) and by a regular
+    expression in the other. Towers are listed so, because the engine renames the modules inside.
+
+    lm_head is listed unless it is quantized, since transformers would quantize one that is tied to the embedding.
     """
     quantized = [weight.module for weight, _ in decisions.kinds]
     names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
     modules = [
         keep.tensor.module
-        for keep in decisions.kept
+        for keep in decisions.passthrough
         if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
     ]
     for module in (*modules, *decisions.unquantized):
         experts = entry.experts(module)
         if experts:
             names[experts] = None
-            # SGLang asks by these, whatever the projections are called (compressed_tensors.py:883).
+            # SGLang looks up these names, whatever the projections are called (compressed_tensors.py:883).
             names |= {f"{experts}.0.{part}_proj": None for part in ("gate", "up", "down")}
         names[module] = None
     towers = [
@@ -61,22 +63,22 @@ def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
     return [*entry.engine_names(names), *towers]
 
 
-def targets(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[str]]:
-    """The names under which engines find the layers that have another scheme, by scheme; and the output head's.
+def target_names(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[str]]:
+    """Return, for each scheme, the `targets` of the layers that do not have the plan's own, and of the output head.
 
-    vLLM (quantization/compressed_tensors/utils.py:73-119) and compressed-tensors (utils/match.py:116-151)
-    look for a layer's name before its class, so the group for all Linear layers does not get these. An output head
-    is no Linear to vLLM, and is found by name only. Experts have one entry for each layer of them: they are many, and
-    transformers takes an expression that says "experts" for theirs. vLLM renames no expression, so it begins at
-    the number of the layer.
+    vLLM (quantization/compressed_tensors/utils.py:73-119) and compressed-tensors (utils/match.py:116-151) look for a
+    layer's name before its class, so these layers do not fall into the config group of all Linear layers. To vLLM an
+    output head is not a Linear; it is found by name only. There is one regular expression for all experts of a layer,
+    because they are many and transformers recognizes experts by an expression that has "experts". vLLM does not rename
+    modules in expressions, so each begins at the layer's number.
     """
-    found: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
-    heads_too = any(is_head(weight.module) for weight, _ in decisions.kinds)
+    targets: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
+    has_quantized_head = any(is_head(weight.module) for weight, _ in decisions.kinds)
     for module in decisions.layers:
-        head = heads_too and is_head(module)
-        scheme = decisions.of(module).scheme if head or module in decisions.others else None
+        head = has_quantized_head and is_head(module)
+        scheme = decisions.of(module).scheme if head or module in decisions.overrides else None
         if scheme is not None:
-            modules, experts, heads = found.setdefault(scheme, ({}, {}, {}))
+            modules, experts, heads = targets.setdefault(scheme, ({}, {}, {}))
             path = entry.experts(module)
             if head:
                 heads[f"re:(.*[.])?{module.rsplit('.', 1)[-1]}"] = None
@@ -87,15 +89,15 @@ def targets(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[str]]
     return {
         scheme: [
             *entry.engine_names(modules),
-            *dict.fromkeys(_expression(path) for path in entry.engine_names(experts)),
+            *dict.fromkeys(_experts_expression(path) for path in entry.engine_names(experts)),
             *heads,
         ]
-        for scheme, (modules, experts, heads) in found.items()
+        for scheme, (modules, experts, heads) in targets.items()
     }
 
 
-def _expression(path: str) -> str:
-    """What matches all experts below a path, whatever an engine puts before the layer's number."""
+def _experts_expression(path: str) -> str:
+    """A regular expression for all experts below a path, with any prefix before the layer's number."""
     parts = path.split(".")
     number = next(number for number, part in enumerate(parts) if part.isdecimal())
     return "re:(.*[.])?" + "[.]".join([*map(re.escape, parts[number - 1 :]), ".*"])

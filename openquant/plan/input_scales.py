@@ -1,4 +1,4 @@
-"""What a calibration says of the layers of a plan."""
+"""Static activation scales: the largest input magnitude of each layer, as a calibration observed it."""
 
 from __future__ import annotations
 
@@ -12,126 +12,123 @@ from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
 from .decisions import PlanOptions
 
-# Layers of which a note says the experts.
-MOST = 4
+# How many layers a note names experts of.
+_MOST_NAMED = 4
 
 
 def expect_calibration(options: PlanOptions, tensors: Iterable[str], required: bool) -> PlanOptions:
-    """Stand in for a calibration that is still to be made.
+    """Put a placeholder into the options if a calibration is needed and still to be made.
 
     Args:
         options: what the user asks for.
-        tensors: names of the weights, all of which such a calibration will have seen.
-        required: whether the scheme stores scales of activations, and the source has none.
+        tensors: names of the weights whose inputs that calibration will observe.
+        required: whether the scheme has static activation scales and the source has none.
 
     Returns:
-        The options, with a stand-in where a calibration is needed and there is none.
+        The options, with the placeholder if one is needed.
 
     Raises:
-        PlanError: one is required, and no texts are said to make it with.
+        PlanError: a calibration is required, and there are no texts to make it with.
     """
     if options.calibration is not None or not (required or options.calibrate):
         return options
     if options.texts is None:
         raise PlanError(
-            "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
-            "of which this one has none",
-            "make one with openquant calibrate and give --calibration FILE, or leave --activation-scheme out: engines "
-            "scale activations as they run",
+            "static activation scales need a calibration, or the input_scale tensors of a quantized source, of which "
+            "this one has none",
+            "make one with openquant calibrate and give --calibration FILE, or leave --activation-scheme out for "
+            "dynamic activation scales",
         )
     return replace(options, calibration=placeholder_calibration(tensors, options.texts))
 
 
 def require_widths(calibration: Calibration, layers: Iterable[Weight]) -> None:
-    """Refuse a calibration that has seen another number of inputs than a layer has.
+    """Refuse a calibration whose input statistics have another width than a layer.
 
     Args:
-        calibration: what was seen; anything goes of one that is still to be made.
-        layers: what could be quantized.
+        calibration: the calibration; a placeholder is accepted.
+        layers: the weights that may be quantized.
 
     Raises:
-        SourceError: it names the file and the layer.
+        SourceError: a width differs; the message names the calibration file and the layer.
     """
     by_name = {weight.source.name: weight for weight in layers} if calibration.model else {}
-    for seen in calibration.inputs:
-        found = [by_name[name] for name in seen.tensors if name in by_name]
-        # Of experts one is enough: Ernie 4.5 VL has narrower ones for images, which transformers' module does not tell
-        # from the others.
-        if seen.tokens and found and all(seen.absmax.shape != (weight.shape[1],) for weight in found):
+    for statistics in calibration.inputs:
+        weights = [by_name[name] for name in statistics.tensors if name in by_name]
+        # One matching expert is enough: in Ernie 4.5 VL the experts for images are narrower, and transformers' module
+        # does not tell them from the others.
+        if statistics.tokens and weights and all(statistics.absmax.shape != (weight.shape[1],) for weight in weights):
             raise SourceError(
-                f"{calibration.file}: {found[0].source.name} has {found[0].shape[1]} inputs, and the calibration "
-                f"{len(seen.absmax)}",
+                f"{calibration.file}: {weights[0].source.name} has {weights[0].shape[1]} inputs, and the calibration "
+                f"{len(statistics.absmax)}",
                 "make it again: openquant calibrate MODEL -o FILE",
             )
 
 
-def largest_inputs(
-    calibration: Calibration, entry: ModuleRules, layers: Mapping[str, Weight], sets: Mapping[str, tuple[str, ...]]
-) -> dict[str, float]:
-    """The largest magnitude that goes into each layer and what engines put together with it, by module; nothing of
-    layers that the calibration has not seen.
-
-    Engines have one scale, the largest, for joined layers, which have one input, and for all experts of a layer
-    (vLLM layers/quantization/fp8.py:403-405, :739; fused_moe/routed_experts.py:823-833 refuses gate and up that
-    differ). So an expert that no token was routed to has that of the others.
-
-    Args:
-        calibration: what was seen.
-        entry: the registry's.
-        layers: what could be quantized, by module.
-        sets: the joined set, by module, of each that engines merge with others.
-    """
-    together: dict[tuple[str, ...], float] = {}
-    keys: dict[str, tuple[str, ...]] = {}
-    for module, weight in layers.items():
-        experts, members = entry.experts(module), sets.get(module, (module,))
-        # Of an expert the names of what it merges, in place of the modules: those of all experts are one.
-        keys[module] = (experts, *(name.rpartition(".")[2] for name in members)) if experts else members
-        seen = calibration.of(weight.source.name)
-        if seen is not None:
-            together[keys[module]] = max(seen.largest, together.get(keys[module], 0.0))
-    return {module: together[key] for module, key in keys.items() if key in together}
-
-
-def known_inputs(
+def find_input_absmax(
     schemes: Iterable[Scheme],
     calibration: Calibration | None,
     entry: ModuleRules,
     layers: Mapping[str, Weight],
-    sets: Mapping[str, tuple[str, ...]],
+    fused: Mapping[str, tuple[str, ...]],
 ) -> dict[str, float]:
-    """The largest magnitude that goes into each layer, as largest_inputs has it; nothing if no scheme stores scales of
-    activations, or there is no calibration.
+    """Find the largest magnitude of each layer's input activations, shared where engines share a scale.
+
+    Engines use one scale, the largest, for fused layers and for all experts of a layer (vLLM
+    layers/quantization/fp8.py:403-405, :739; fused_moe/routed_experts.py:823-833 refuses gate and up that differ). So
+    an expert that no token was routed to gets the value of the others.
+
+    Args:
+        schemes: the plan's schemes.
+        calibration: the calibration; None without.
+        entry: rules of the architecture.
+        layers: the weights that may be quantized, by module.
+        fused: for each module that is fused with others, all members of its group.
+
+    Returns:
+        The largest absolute input, by module; layers that the calibration did not observe are absent. Empty without a
+        calibration, or if no scheme stores activation scales.
     """
     if calibration is None or not any(scheme.format.input_scale for scheme in schemes):
         return {}
-    return largest_inputs(calibration, entry, layers, sets)
+    shared_absmax: dict[tuple[str, ...], float] = {}
+    keys: dict[str, tuple[str, ...]] = {}
+    for module, weight in layers.items():
+        experts, members = entry.experts(module), fused.get(module, (module,))
+        # Experts of a layer share a key: their path and the last segments of the fused projections.
+        keys[module] = (experts, *(name.rpartition(".")[2] for name in members)) if experts else members
+        statistics = calibration.of(weight.source.name)
+        if statistics is not None:
+            shared_absmax[keys[module]] = max(statistics.largest, shared_absmax.get(keys[module], 0.0))
+    return {module: shared_absmax[key] for module, key in keys.items() if key in shared_absmax}
 
 
 def unrouted_note(
     calibration: Calibration, entry: ModuleRules, modules: Iterable[str], layers: Mapping[str, Weight]
 ) -> list[str]:
-    """A note of the experts that no token was routed to, whose scale is that of the others of their layer; none where
-    each saw some.
+    """Return a note about experts that no token was routed to, which use their layer's scale; none if there are none.
 
     Args:
-        calibration: what was seen.
-        entry: the registry's.
-        modules: those that have a scale of it.
-        layers: the weights of these, by module.
+        calibration: the calibration.
+        entry: rules of the architecture.
+        modules: the modules with a static activation scale.
+        layers: the weights that may be quantized, by module.
     """
-    found: dict[str, set[int]] = {}
+    unrouted: dict[str, set[int]] = {}
     for module in modules:
-        experts, seen = entry.experts(module), calibration.of(layers[module].source.name)
-        if experts and seen is not None and seen.routed is not None:
+        experts, statistics = entry.experts(module), calibration.of(layers[module].source.name)
+        if experts and statistics is not None and statistics.routed is not None:
             number = module.removeprefix(f"{experts}.").partition(".")[0]
-            if number.isdecimal() and seen.routed[int(number) : int(number) + 1] == (0,):
-                found.setdefault(experts, set()).add(int(number))
-    if not found:
+            if number.isdecimal() and statistics.routed[int(number) : int(number) + 1] == (0,):
+                unrouted.setdefault(experts, set()).add(int(number))
+    if not unrouted:
         return []
-    said = [f"{experts}.{{{','.join(map(str, sorted(numbers)))}}}" for experts, numbers in list(found.items())[:MOST]]
-    more = f" and in {len(found) - MOST} more layers" if len(found) > MOST else ""
+    names = [
+        f"{experts}.{{{','.join(map(str, sorted(numbers)))}}}"
+        for experts, numbers in list(unrouted.items())[:_MOST_NAMED]
+    ]
+    more = f" and in {len(unrouted) - _MOST_NAMED} more layers" if len(unrouted) > _MOST_NAMED else ""
     return [
-        f"{sum(map(len, found.values()))} experts saw no token and have the scale of the others of their layer: "
-        f"{', '.join(said)}{more}; more texts (--samples) would reach them"
+        f"no token was routed to {sum(map(len, unrouted.values()))} experts, which use the scale of the others of "
+        f"their layer: {', '.join(names)}{more}; more texts (--samples) would reach them"
     ]

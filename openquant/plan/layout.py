@@ -3,8 +3,8 @@
 plan.layout.shards                                       # names and sizes
 plan.layout.lay_out("model-00001-of-00005.safetensors").jobs
 
-Output shards correspond to the source's one to one and keep their names, so a finished one never depends on
-another one's output. A shard is laid out when its turn comes: its offsets and jobs are many.
+Each source shard becomes one output shard of the same name, so a finished shard never depends on another. A shard is
+laid out only when it is written, because it may have many thousands of jobs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from .decisions import Decisions, Item, PassthroughTensor, StackedTensor
 
 @dataclass(frozen=True, slots=True)
 class CopyBytes:
-    """Bytes of the source that go to the output as they are: `nbytes` from `offset` of a shard on, to `target`.
+    """Copy bytes of the source unchanged.
 
-    They are elements of `dtype`.
+    Attributes:
+        label: the tensor's name, for messages.
+        shard: the source shard.
+        offset: position of the first byte in it.
+        nbytes: how many bytes.
+        target: position in the output shard.
+        dtype: safetensors dtype of the elements.
     """
 
     label: str
@@ -39,9 +45,15 @@ class CopyBytes:
 
 @dataclass(frozen=True, slots=True)
 class CopyRounded:
-    """A tensor of a weight that was rounded before: `nbytes` from `offset` of a file on, to `target`.
+    """Copy a tensor of a weight that GPTQ has already rounded.
 
-    `consumed` bytes of the source have become it.
+    Attributes:
+        label: the tensor's name, for messages.
+        path: the file that holds it.
+        offset: position of the first byte in it.
+        nbytes: how many bytes.
+        target: position in the output shard.
+        consumed: bytes of the source that it stands for, for progress.
     """
 
     label: str
@@ -54,10 +66,16 @@ class CopyRounded:
 
 @dataclass(frozen=True, slots=True)
 class CopyScale:
-    """The scale of a layer's activations, keys or values: one number, of `dtype` in the source, as float32.
+    """Convert a scale of the source, of a layer's activations or the KV cache, to float32.
 
     Attributes:
-        inverse: whether one over it is.
+        label: the scale's name, for messages.
+        shard: the source shard.
+        offset: position of the first byte in it.
+        nbytes: size of the scale in the source.
+        dtype: its safetensors dtype in the source.
+        target: position in the output shard.
+        inverse: whether 1 / scale is written.
     """
 
     label: str
@@ -71,9 +89,13 @@ class CopyScale:
 
 @dataclass(frozen=True, slots=True)
 class PutBytes:
-    """Bytes that the plan knows, such as `weight_shape` of a weight whose words of codes do not tell its shape.
+    """Write bytes that the plan knows, such as the `weight_shape` of int32-packed codes.
 
-    `nbytes` of the source have become them.
+    Attributes:
+        label: the tensor's name, for messages.
+        data: the bytes.
+        target: position in the output shard.
+        nbytes: bytes of the source that they stand for, for progress.
     """
 
     label: str
@@ -84,7 +106,7 @@ class PutBytes:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """One expert's part of a stack, to be written unquantized."""
+    """Write one expert's slice of a stacked tensor unquantized, at `target`."""
 
     weight: Weight
     target: int
@@ -92,7 +114,7 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class TransformWeight:
-    """A plain weight to be written unquantized in its own dtype, with its rows and columns multiplied."""
+    """Write an unquantized weight in its own dtype at `target`, with the factors of smoothing applied."""
 
     weight: Weight
     target: int
@@ -100,7 +122,7 @@ class TransformWeight:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A weight that the source has as codes, to be written unquantized."""
+    """Write a weight that the source has quantized as unquantized elements, at `target`."""
 
     weight: Weight
     target: int
@@ -108,11 +130,15 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """One weight to be quantized, and where its codes and its scales go.
+    """One weight to be quantized, and the positions of its tensors in the output shard.
 
-    `passes` says that its codes are those of the scheme already, and go to the output as they are. `tied_target` is
-    where the scale goes that it shares with what it is joined with, where the scheme has one; `zero_target` likewise
-    where its zero points go.
+    Attributes:
+        weight: the weight.
+        target: position of its codes.
+        scale_target: position of its scales.
+        passes: whether the source's codes are in the scheme's format already and are copied.
+        tied_target: position of the scale that fused layers share; None if the scheme has none.
+        zero_target: position of its zero points; None if the scheme has none.
     """
 
     weight: Weight
@@ -125,12 +151,12 @@ class WeightPlace:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Weights of one output shard to be quantized, and everything that shares their scale.
+    """Quantize a weight, or the fused layers of one output shard.
 
     Attributes:
-        scheme: what they are stored in.
-        pieces: what this job writes.
-        fused: the whole joined set, members in other shards included; empty unless a scale is shared.
+        scheme: their scheme.
+        pieces: the weights that this job writes.
+        fused: all fused layers, those in other shards included, if they share a scale; empty if not.
     """
 
     scheme: Scheme
@@ -144,7 +170,7 @@ Job = CopyBytes | CopyRounded | CopyScale | PutBytes | Unstack | TransformWeight
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One output shard: its name, which is the source shard's, and the bytes of its tensors."""
+    """One output shard: its file name, which is the source shard's, and the size of its tensors in bytes."""
 
     name: str
     nbytes: int
@@ -152,14 +178,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """What an output shard is made of.
+    """The content of an output shard.
 
     Attributes:
         name: file name.
-        header: everything before the first tensor.
+        header: the safetensors header, everything before the first tensor.
         size: size of the file in bytes.
-        jobs: what fills it.
-        tensors: every tensor, in file order.
+        jobs: the jobs that write its tensors.
+        tensors: all tensors, in file order.
     """
 
     name: str
@@ -170,22 +196,23 @@ class ShardLayout:
 
 
 def weights_of_tensor(item: Item) -> tuple[Weight, ...]:
-    """The weights made from a tensor that could be quantized; none for one that could not."""
+    """Return the weights of a tensor that may be quantized; none for a passthrough tensor."""
     if isinstance(item, PassthroughTensor):
         return ()
     return item.layers if isinstance(item, StackedTensor) else (item,)
 
 
 def output_tensors(weight: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
-    """The tensors that a weight becomes: "X.weight" and "X.weight_scale", say; "X.weight" alone without a scheme."""
+    """Return the tensors written for a weight: "X.weight" and "X.weight_scale", or "X.weight" without a scheme."""
     if scheme is None:
         return (TensorInfo(f"{weight.module}.weight", weight.source.dtype, weight.shape),)
     return stored_as(weight, scheme).parts(weight.module, weight.shape)
 
 
 def stored_as(weight: Weight, scheme: Scheme) -> Format:
-    """The scheme's format; where the source's codes pass under scales of float16, which bfloat16 would round, with such
-    scales.
+    """Return the scheme's format for a weight.
+
+    If the source's codes are copied and its scales are float16, so are the output's: bfloat16 would round them.
     """
     form, scale = scheme.format, weight.scale
     if form.scale.dtype == "BF16" and scale is not None and scale.dtype == "F16" and weight.is_held_by(form):
@@ -193,20 +220,20 @@ def stored_as(weight: Weight, scheme: Scheme) -> Format:
     return form
 
 
-def source_bytes(kept: PassthroughTensor) -> int:
-    """Bytes that the source has for a tensor which is not quantized."""
-    if kept.made is not None:
-        return kept.made.nbytes if isinstance(kept.made, TensorInfo) else 0
+def passthrough_source_bytes(kept: PassthroughTensor) -> int:
+    """Return the bytes of the source that a passthrough tensor is made from."""
+    if kept.value is not None:
+        return kept.value.nbytes if isinstance(kept.value, TensorInfo) else 0
     return kept.weight.stored if kept.weight else kept.tensor.nbytes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The output's shards, and where the tensors lie in each.
+    """The output's shards, and the positions of the tensors in each.
 
     Attributes:
         decisions: what becomes of each tensor.
-        where: the shard and offset of each tensor of the source, by name.
+        where: shard and offset of each tensor of the source, by name.
     """
 
     decisions: Decisions
@@ -214,57 +241,58 @@ class Layout:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The output's shards; a source shard that holds nothing but scales has none."""
+        """The output's shards; none for a source shard that holds nothing but scales."""
         decisions = self.decisions
-        # Weights of one size are many.
+        # Many weights have the same size.
         sizes: dict[tuple[str, tuple[int, int], Format | None], int] = {}
 
         def size(weight: Weight) -> int:
-            decision = decisions.others.get(weight.module)
+            decision = decisions.overrides.get(weight.module)
             scheme = decisions.scheme if decision is None else decision.scheme
             key = weight.source.dtype, weight.shape, None if scheme is None else stored_as(weight, scheme)
             if key not in sizes:
                 sizes[key] = sum(info.nbytes for info in output_tensors(weight, scheme))
             return sizes[key]
 
-        found = {name: 0 for name, items in decisions.items.items() if items}
-        for name in found:
+        nbytes = {name: 0 for name, items in decisions.items.items() if items}
+        for name in nbytes:
             for item in decisions.items[name]:
                 if isinstance(item, Weight):
-                    found[name] += size(item)
+                    nbytes[name] += size(item)
                 elif isinstance(item, StackedTensor):
-                    found[name] += sum(map(size, item.layers))
+                    nbytes[name] += sum(map(size, item.layers))
                 else:
-                    found[name] += item.tensor.nbytes
-        return tuple(Shard(name, nbytes) for name, nbytes in found.items())
+                    nbytes[name] += item.tensor.nbytes
+        return tuple(Shard(name, total) for name, total in nbytes.items())
 
     def sources(self, shard: str) -> set[str]:
-        """The source shards that an output shard is made from: that of its name, those with scales and shapes, and
-        those with members of its joined sets.
+        """Return the source shards that an output shard is made from.
+
+        Those are the shard of its name, shards with scales of its weights, and shards with layers fused with them.
 
         Args:
             shard: the output shard's file name.
         """
         decisions, where = self.decisions, self.where
-        found = {shard}
+        sources = {shard}
         for item in decisions.items[shard]:
             if isinstance(item, PassthroughTensor) and item.weight:
-                found |= {where[part.name].shard for part in item.weight.parts}
-            elif isinstance(item, PassthroughTensor) and isinstance(item.made, TensorInfo):
-                found.add(where[item.made.name].shard)
+                sources |= {where[part.name].shard for part in item.weight.parts}
+            elif isinstance(item, PassthroughTensor) and isinstance(item.value, TensorInfo):
+                sources.add(where[item.value.name].shard)
             for weight in weights_of_tensor(item):
                 scale, scheme = _input_scale(weight, decisions), decisions.of(weight.module).scheme
                 if scale is not None:
-                    found.add(where[scale.name].shard)
+                    sources.add(where[scale.name].shard)
                 shared = (
-                    decisions.sets.get(weight.module, ()) if scheme is not None and scheme.format.shares_scale else ()
+                    decisions.fused.get(weight.module, ()) if scheme is not None and scheme.format.shares_scale else ()
                 )
                 for member in (weight, *(decisions.layers[module] for module in shared)):
-                    found |= {where[part.name].shard for part in member.parts or (member.source,)}
-        return found
+                    sources |= {where[part.name].shard for part in member.parts or (member.source,)}
+        return sources
 
     def consumed(self, shard: str) -> int:
-        """Bytes of the source that an output shard is made from with scales, whichever shards they lie in.
+        """Return how many bytes of the source an output shard is made from, scales in other shards included.
 
         Args:
             shard: the output shard's file name.
@@ -272,138 +300,149 @@ class Layout:
         total = 0
         for item in self.decisions.items[shard]:
             if isinstance(item, PassthroughTensor):
-                total += source_bytes(item)
+                total += passthrough_source_bytes(item)
             for weight in weights_of_tensor(item):
                 scale = _input_scale(weight, self.decisions)
                 total += weight.stored + (scale.nbytes if scale else 0)
         return total
 
     def outputs(self, shard: str) -> list[TensorInfo]:
-        """The tensors of an output shard, in file order.
+        """Return the tensors of an output shard, in file order.
 
         Args:
             shard: its file name.
         """
-        found: list[TensorInfo] = []
+        tensors: list[TensorInfo] = []
         for item in self.decisions.items[shard]:
             if isinstance(item, PassthroughTensor):
-                found.append(item.tensor)
+                tensors.append(item.tensor)
             for weight in weights_of_tensor(item):
-                found += output_tensors(weight, self.decisions.of(weight.module).scheme)
-        # Wide dtypes first, as the safetensors library writes them: every tensor is aligned to its element.
-        return sorted(found, key=lambda info: -DTYPE_BITS[info.dtype])
+                tensors += output_tensors(weight, self.decisions.of(weight.module).scheme)
+        # Wide dtypes come first, as the safetensors library writes them, so that every tensor is aligned to its dtype.
+        return sorted(tensors, key=lambda info: -DTYPE_BITS[info.dtype])
 
     def lay_out(self, shard: str) -> ShardLayout:
-        """The header, offsets and jobs of an output shard.
+        """Make the header and the jobs of an output shard.
 
         Args:
             shard: its file name.
         """
         tensors = self.outputs(shard)
         header, start = make_header(tensors)
-        places: dict[str, int] = {}
+        targets: dict[str, int] = {}
         for info in tensors:
-            places[info.name] = start
+            targets[info.name] = start
             start += info.nbytes
         done: set[str] = set()
         jobs = [
-            job for item in self.decisions.items[shard] for job in _jobs(item, self.decisions, self.where, places, done)
+            job
+            for item in self.decisions.items[shard]
+            for job in _jobs(item, self.decisions, self.where, targets, done)
         ]
         return ShardLayout(shard, header, start, tuple(jobs), tuple(tensors))
 
 
 def _jobs(
-    item: Item, decisions: Decisions, where: Mapping[str, Location], places: dict[str, int], done: set[str]
+    item: Item, decisions: Decisions, where: Mapping[str, Location], targets: dict[str, int], done: set[str]
 ) -> Iterator[Job]:
-    """The jobs for a tensor; `done` has the modules whose joined set an earlier job wrote, and gets those of this."""
+    """Make the jobs for a tensor.
+
+    Args:
+        item: the tensor.
+        decisions: what becomes of each tensor.
+        where: shard and offset of each tensor of the source, by name.
+        targets: position of each tensor in the output shard, by name.
+        done: modules that an earlier job writes, since they are fused with its weight; modules of these jobs are added.
+    """
     if isinstance(item, PassthroughTensor):
-        target = places[item.tensor.name]
-        if isinstance(item.made, TensorInfo):
-            place, made = where[item.made.name], item.made
-            yield CopyScale(made.name, place.shard, place.offset, made.nbytes, made.dtype, target)
+        target = targets[item.tensor.name]
+        if isinstance(item.value, TensorInfo):
+            location, info = where[item.value.name], item.value
+            yield CopyScale(info.name, location.shard, location.offset, info.nbytes, info.dtype, target)
             return
-        if item.made is not None:
-            yield PutBytes(item.tensor.name, struct.pack("<f", item.made), target)
+        if item.value is not None:
+            yield PutBytes(item.tensor.name, struct.pack("<f", item.value), target)
             return
-        if isinstance(item.changed, bytes):
-            yield PutBytes(item.tensor.name, item.changed, target, item.tensor.nbytes)
+        if isinstance(item.smoothed, bytes):
+            yield PutBytes(item.tensor.name, item.smoothed, target, item.tensor.nbytes)
             return
-        if item.changed is not None:
-            yield TransformWeight(item.changed, target)
+        if item.smoothed is not None:
+            yield TransformWeight(item.smoothed, target)
             return
-        place = where[item.tensor.name]
+        location, info = where[item.tensor.name], item.tensor
         if item.weight is None:
-            yield CopyBytes(item.tensor.name, place.shard, place.offset, item.tensor.nbytes, target, item.tensor.dtype)
+            yield CopyBytes(info.name, location.shard, location.offset, info.nbytes, target, info.dtype)
             return
-        # Each matrix of a stack by itself.
         for number, matrix in enumerate(item.weight.matrices):
-            size = TensorInfo("", item.tensor.dtype, matrix.shape).nbytes
+            size = TensorInfo("", info.dtype, matrix.shape).nbytes
             yield Decode(matrix, target + number * size)
     for weight in weights_of_tensor(item):
         scheme, name = decisions.of(weight.module).scheme, f"{weight.module}.weight"
         if scheme is None and weight.format is None and weight.folded:
-            yield TransformWeight(weight, places[name])
+            yield TransformWeight(weight, targets[name])
         elif scheme is None and weight.format is None and weight.expert < 0:
-            place = where[name]
-            yield CopyBytes(name, place.shard, place.offset, weight.nbytes, places[name], weight.source.dtype)
+            location = where[name]
+            yield CopyBytes(name, location.shard, location.offset, weight.nbytes, targets[name], weight.source.dtype)
         elif scheme is None:
-            kind = Unstack if weight.format is None else Decode
-            yield kind(weight, places[name])
+            job_type = Unstack if weight.format is None else Decode
+            yield job_type(weight, targets[name])
         elif f"{weight.module}.{scheme.format.codes}" in decisions.rounded:
             stored = weight.stored
             for info in output_tensors(weight, scheme):
                 if file := decisions.rounded.get(info.name):
-                    yield CopyRounded(info.name, file.path, file.offset, info.nbytes, places[info.name], stored)
+                    yield CopyRounded(info.name, file.path, file.offset, info.nbytes, targets[info.name], stored)
                     stored = 0
         elif weight.module not in done:
-            fused = [decisions.layers[module] for module in decisions.sets.get(weight.module, (weight.module,))]
-            here = [member for member in fused if where[member.source.name].shard == where[weight.source.name].shard]
-            done.update(member.module for member in here)
+            fused = [decisions.layers[module] for module in decisions.fused.get(weight.module, (weight.module,))]
+            in_shard = [
+                member for member in fused if where[member.source.name].shard == where[weight.source.name].shard
+            ]
+            done.update(member.module for member in in_shard)
             pieces = (
                 WeightPlace(
                     member,
-                    places[f"{member.module}.{scheme.format.codes}"],
-                    places[f"{member.module}.{scheme.format.scale.name}"],
+                    targets[f"{member.module}.{scheme.format.codes}"],
+                    targets[f"{member.module}.{scheme.format.scale.name}"],
                     member.is_held_by(scheme.format),
-                    places[scheme.format.shared_scale_name(member.module)] if scheme.format.shares_scale else None,
-                    places[f"{member.module}.{scheme.format.zero_point}"] if scheme.format.zero_point else None,
+                    targets[scheme.format.shared_scale_name(member.module)] if scheme.format.shares_scale else None,
+                    targets[f"{member.module}.{scheme.format.zero_point}"] if scheme.format.zero_point else None,
                 )
-                for member in here
+                for member in in_shard
             )
             yield Encode(scheme, tuple(pieces), tuple(fused) if scheme.format.shares_scale else ())
         scale = _input_scale(weight, decisions)
         name = f"{weight.module}.{scheme.format.input_scale}" if scheme else ""
         if scale is not None:
-            place, known = where[scale.name], None if weight.format is None else weight.format.input_global_scale
+            location, dynamic = where[scale.name], None if weight.format is None else weight.format.input_global_scale
             yield CopyScale(
                 scale.name,
-                place.shard,
-                place.offset,
+                location.shard,
+                location.offset,
                 scale.nbytes,
                 scale.dtype,
-                places[name],
-                inverse=known is not None and not known.divides,
+                targets[name],
+                inverse=dynamic is not None and not dynamic.divides,
             )
-        elif scheme is not None and name in places:
-            largest = decisions.inputs.get(weight.module)
-            found = scheme.default_input_global_scale if largest is None else scheme.format.scale_inputs(largest)
-            assert found is not None
-            yield PutBytes(name, struct.pack("<f", found), places[name])
+        elif scheme is not None and name in targets:
+            absmax = decisions.input_absmax.get(weight.module)
+            value = scheme.default_input_global_scale if absmax is None else scheme.format.scale_inputs(absmax)
+            assert value is not None
+            yield PutBytes(name, struct.pack("<f", value), targets[name])
         for info, data in scheme.format.constant_tensors(weight.module, weight.shape) if scheme else ():
-            yield PutBytes(info.name, data, places[info.name])
+            yield PutBytes(info.name, data, targets[info.name])
 
 
 def _input_scale(weight: Weight, decisions: Decisions) -> TensorInfo | None:
-    """The scale of a layer's activations in the source, if the output keeps it."""
+    """The source's scale of a layer's activations, if the output keeps it."""
     scheme = decisions.of(weight.module).scheme
-    if scheme is None or weight.module in decisions.inputs:
+    if scheme is None or weight.module in decisions.input_absmax:
         return None
     return weight.input_scale_for(scheme.format)
 
 
 def weight_kinds(decisions: Decisions) -> list[Weight]:
-    """One weight of each dtype, shape and format, among all that are read by rows."""
+    """Return one weight of each dtype, shape and format among all that are read row by row, to size buffers."""
     kinds = {weight.kind: weight for weight in decisions.layers.values()}
-    kinds |= {kept.weight.kind: kept.weight for kept in decisions.kept if kept.weight}
-    kinds |= {kept.changed.kind: kept.changed for kept in decisions.kept if isinstance(kept.changed, Weight)}
+    kinds |= {kept.weight.kind: kept.weight for kept in decisions.passthrough if kept.weight}
+    kinds |= {kept.smoothed.kind: kept.smoothed for kept in decisions.passthrough if isinstance(kept.smoothed, Weight)}
     return list(kinds.values())

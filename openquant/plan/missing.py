@@ -1,4 +1,4 @@
-"""What a source seems to lack: decoder layers, members of joined sets, experts."""
+"""Notes about what a source seems to lack: decoder layers, members of fused layers, experts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,27 @@ from .decisions import PassthroughTensor
 def missing_notes(
     model: Architecture,
     layers: dict[str, Weight],
-    kept: Iterable[PassthroughTensor],
-    sets: dict[str, tuple[str, ...]],
+    passthrough: Iterable[PassthroughTensor],
+    fused: dict[str, tuple[str, ...]],
     config: dict[str, Any],
 ) -> list[str]:
-    """Notes of what the source seems to lack: vLLM loads a quantized model without it, and computes noise."""
+    """Return notes about what the source seems to lack: vLLM loads an incomplete quantized model and computes noise.
+
+    Args:
+        model: the entry of the architecture.
+        layers: the weights that may be quantized, by module.
+        passthrough: the other tensors.
+        fused: for each module that is fused with others, all existing members of its group.
+        config: the language model's part of config.json.
+    """
     notes = []
     count, pattern = config.get("num_hidden_layers"), compile_pattern(f"{model.layers}.**")
-    # Norms, of which every decoder layer has some, or none has.
-    norms = (keep.tensor.module for keep in kept if keep.small)
-    numbers = {found[1] for module in norms if (found := pattern.fullmatch(module))}
-    # Nothing bounds what config.json counts.
-    wanted = (str(number) for number in range(count if numbers and isinstance(count, int) else 0))
-    absent = list(itertools.islice((number for number in wanted if number not in numbers), 9))
+    # Either every decoder layer has norms, or none has.
+    norms = (kept.tensor.module for kept in passthrough if kept.small)
+    numbers = {match[1] for module in norms if (match := pattern.fullmatch(module))}
+    # config.json may say any number, so the range is lazy.
+    expected = (str(number) for number in range(count if numbers and isinstance(count, int) else 0))
+    absent = list(itertools.islice((number for number in expected if number not in numbers), 9))
     if absent:
         names = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
         notes.append(
@@ -37,35 +45,35 @@ def missing_notes(
         )
     counts = Counter(weight.alike for weight in layers.values())
     families: dict[str, list[str]] = {}
-    for alike in counts:
-        families.setdefault(alike.rpartition(".")[0], []).append(alike)
-    uneven = {parent for parent, alikes in families.items() if len({counts[alike] for alike in alikes}) > 1}
-    # Pairs, such as gate and up; in longer sets engines do without some members in some layers.
+    for name_template in counts:
+        families.setdefault(name_template.rpartition(".")[0], []).append(name_template)
+    uneven = {parent for parent, names in families.items() if len({counts[name] for name in names}) > 1}
+    # Only pairs are checked, such as gate and up: larger groups may lack members in some layers by design.
     pairs: dict[str, list[tuple[str, ...]]] = {}
-    for module, members in sets.items() if uneven else ():
+    for module, members in fused.items() if uneven else ():
         if members[0] == module:
             pairs.setdefault(layers[module].alike.rpartition(".")[0], []).append(members)
     alone = [
-        members[0] for found in pairs.values() if max(map(len, found)) == 2 for members in found if len(members) == 1
+        members[0] for groups in pairs.values() if max(map(len, groups)) == 2 for members in groups if len(members) == 1
     ]
     if alone:
-        notes.append(f"the source lacks what belongs to {', '.join(collapse(alone))} in other layers")
+        notes.append(f"the source lacks layers that engines fuse with {', '.join(collapse(alone))}")
     experts: dict[str, int] = {}
-    where = compile_any(absolute_patterns(model, (each.path for each in model.experts)))
-    # Experts are many: where all have the same parts, one of these tells.
+    expert_paths = compile_any(absolute_patterns(model, (layout.path for layout in model.experts)))
+    # Experts are many: if all have the same projections, one projection of each is counted.
     watched = {
-        alike
-        for parent, alikes in families.items()
+        name
+        for parent, names in families.items()
         if parent.endswith(".*")
-        for alike in (alikes if parent in uneven else alikes[:1])
+        for name in (names if parent in uneven else names[:1])
     }
     for weight in layers.values() if watched else ():
         if weight.alike in watched:
             path = weight.module.rsplit(".", 2)[0]
             experts[path] = experts.get(path, 0) + 1
     most = max(experts.values(), default=0)
-    # Two attentions or MLPs under numbers are none.
-    fewer = [path for path, found in experts.items() if found < most and where.fullmatch(path)]
+    # Other modules have numbers too, such as two attentions in a layer.
+    fewer = [path for path, number in experts.items() if number < most and expert_paths.fullmatch(path)]
     if fewer:
-        notes.append(f"the source lacks experts in {', '.join(collapse(fewer))}, beside other layers")
+        notes.append(f"the source lacks experts in {', '.join(collapse(fewer))}: other layers have more")
     return notes

@@ -1,4 +1,4 @@
-"""Plan to decode the weights that a source has quantized, and to copy all else.
+"""Plan to dequantize: decode the source's quantized weights and copy all other tensors.
 
 make_plain_plan(open_checkpoint(Path("DeepSeek-V3"))).quantization_config     # {}
 """
@@ -19,32 +19,32 @@ from .plan import Plan
 
 
 def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
-    """Decide to decode whatever is quantized and to leave all else as it is; the registry has no say in that.
+    """Plan to decode all quantized weights, whatever the registry says of them.
 
     Args:
         checkpoint: the opened source.
-        identity: text that tells this source from another with the same headers; it goes into the plan's digest.
+        identity: text that tells this source from another with the same headers; it is part of the plan's digest.
 
     Returns:
         The plan, with no scheme and an empty quantization_config.
 
     Raises:
-        SourceError: its scales do not belong to its codes.
+        SourceError: scales do not fit their codes.
         PlanError: nothing is quantized, or in an unknown way.
     """
-    seen, weights = decoded_view(checkpoint)
-    # With scales of keys and values alone it is as good as quantized: engines cache them in FP8.
-    if not weights and seen.config == checkpoint.config:
+    decoded, weights = decoded_view(checkpoint)
+    # A source with scales of an FP8 KV cache alone counts as quantized.
+    if not weights and decoded.config == checkpoint.config:
         raise PlanError(f"nothing in {checkpoint.root} is quantized", "there is nothing to dequantize")
-    seen = without_cache_scales(seen)
-    items: dict[str, list[Item]] = {shard: [] for shard in seen.shards}
-    for info in seen.tensors.values():
-        stored = weights.get(info.name)
+    decoded = without_cache_scales(decoded)
+    items: dict[str, list[Item]] = {shard: [] for shard in decoded.shards}
+    for info in decoded.tensors.values():
+        weight = weights.get(info.name)
         if len(info.shape) < 2:
             kept = PassthroughTensor(info, info.name, FEW_AXES)
         else:
-            kept = PassthroughTensor(info, template(info.module), "" if stored else "not quantized", stored)
-        items[seen.where[info.name].shard].append(kept)
+            kept = PassthroughTensor(info, template(info.module), "" if weight else "not quantized", weight)
+        items[decoded.where[info.name].shard].append(kept)
     entry = ModuleRules(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
     notes = tuple(left_behind(checkpoint, weights.values()))
-    return Plan(checkpoint, seen, entry, PlanOptions(), Decisions(None, items, {}, {}, {}), {}, (), notes, identity)
+    return Plan(checkpoint, decoded, entry, PlanOptions(), Decisions(None, items, {}, {}, {}), {}, (), notes, identity)

@@ -1,12 +1,14 @@
-"""What it takes to serve a plan's source and its output: weights, the cache of keys and values, GPUs.
+"""The memory that GPUs need to serve a plan's source and its output: weights and KV cache.
 
-How many numbers a layer keeps of a token is read off its projections' shapes; which layers forget, and what ranks
-divide, off config.json, as the registry says. What neither says is not guessed: then tokens are None, and `unknown`
-says why.
+How much a layer caches for a token follows from its projections' shapes. Which layers have sliding windows, and what
+ranks divide, follows from config.json and the registry. What neither says is not guessed: then token counts are None,
+and `unknown` says why.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -14,36 +16,36 @@ from typing import Any, TypedDict
 
 from ..files.small_files import short_repr
 from ..patterns import MAX_DIGITS, compile_pattern
-from ..registry.architecture import DRAFT, CachedRows, RecurrentState, absolute_patterns
+from ..registry.architecture import MTP_LAYER, CachedRows, RecurrentState, absolute_patterns
 from ..registry.parts import HEADS
 from ..registry.rules import ModuleRules
 from .printed import PlanLine
 from .tensor_parallel import config_value, fused_parts
 
-# What GPUs hold, in units of 10^9 bytes, so that none is promised more than it has.
+# GPU memory in units of 10^9 bytes, which is at most what such a GPU has.
 GPU_GB = (24, 48, 80, 96, 141, 192)
 GPUS = (1, 2, 4, 8)
 # vLLM config/cache.py:102, gpu_memory_utilization.
 UTILIZATION = 0.92
-# Of it, on each GPU, what is neither weights nor cache: activations, CUDA graphs, the libraries. An assumption.
+# Assumed bytes of it on each GPU for activations, CUDA graphs and libraries.
 OVERHEAD = 2 * 10**9
-# A model that has not even so many tokens of context does not count as served.
+# With less context than this a model does not count as served.
 FEWEST_TOKENS = 8192
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Config keys that count layers, and say what each is.
+# Config keys.
 LAYERS, TYPES, SHARED, LENGTH = ("num_hidden_layers", "layer_types", "num_kv_shared_layers", "max_position_embeddings")
 WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 class BytesByCache(TypedDict):
-    """Bytes with a cache in bfloat16, and with one in FP8."""
+    """Bytes with a bfloat16 cache, and with an FP8 cache."""
 
     bf16: int
     fp8: int
 
 
 class FitFigures(TypedDict):
-    """A `Fit` as `--json` has it."""
+    """A `Fit` as `--json` prints it."""
 
     gpu_gb: int
     gpus: int | None
@@ -52,7 +54,7 @@ class FitFigures(TypedDict):
 
 
 class CheckpointServing(TypedDict):
-    """A `Serving` as `--json` has it."""
+    """A `Serving` as `--json` prints it."""
 
     weights_bytes: int
     kv_bytes_per_token: BytesByCache | None
@@ -62,7 +64,7 @@ class CheckpointServing(TypedDict):
 
 
 class ServingFigures(TypedDict):
-    """What it takes to serve a source and an output, as `--json` has it; docs/serving.md says what each key means."""
+    """What it takes to serve a source and an output, as `--json` prints it; docs/serving.md explains the keys."""
 
     gpu_memory_utilization: float
     overhead_bytes_per_gpu: int
@@ -72,13 +74,13 @@ class ServingFigures(TypedDict):
 
 @dataclass(frozen=True)
 class CachedLayers:
-    """What decoder layers that are alike keep, all of them together.
+    """The cache of all decoder layers that have the same size, window and heads.
 
     Attributes:
-        bf16: bytes of a token in a bfloat16 cache.
-        fp8: bytes of a token in an FP8 cache.
-        window: how many tokens they keep at most; None for all.
-        heads: what ranks divide; 1 where each of them keeps everything, None if it is not known.
+        bf16: bytes of a token in a bfloat16 cache, summed over the layers.
+        fp8: bytes of a token in an FP8 cache, summed over the layers.
+        window: how many tokens are cached at most; None for all.
+        heads: number of heads that ranks divide; 1 if every rank caches everything, None if it is not known.
     """
 
     bf16: int
@@ -89,12 +91,12 @@ class CachedLayers:
 
 @dataclass(frozen=True)
 class SequenceMemory:
-    """What an engine keeps of the sequences it serves.
+    """The memory of an engine's caches.
 
     Attributes:
-        layers: of each token.
-        state: bytes of each sequence, however long it is, which ranks divide.
-        length: the longest sequence that config.json allows; None if it does not say.
+        layers: the cache of each token.
+        state: bytes of a sequence of any length (recurrent states), which ranks divide.
+        length: the longest sequence in tokens that config.json allows; None if it does not say.
     """
 
     layers: tuple[CachedLayers, ...]
@@ -102,27 +104,36 @@ class SequenceMemory:
     length: int | None
 
     def sequence(self, tokens: int, fp8: bool, gpus: int = 1) -> int:
-        """Bytes of one sequence on each of so many GPUs."""
-        found = self.state // gpus
-        for each in self.layers:
-            nbytes = (each.fp8 if fp8 else each.bf16) * (min(tokens, each.window) if each.window else tokens)
-            assert each.heads or gpus == 1, "not known how to divide"
-            found += nbytes // min(gpus, each.heads or 1)
-        return found
+        """Return the bytes of one sequence on each GPU.
+
+        Args:
+            tokens: length of the sequence.
+            fp8: whether the cache is FP8 rather than bfloat16.
+            gpus: number of tensor-parallel ranks.
+        """
+        total = self.state // gpus
+        for layers in self.layers:
+            nbytes = (layers.fp8 if fp8 else layers.bf16) * (min(tokens, layers.window) if layers.window else tokens)
+            assert layers.heads or gpus == 1, "not known how to divide"
+            total += nbytes // min(gpus, layers.heads or 1)
+        return total
 
     def per_token(self, fp8: bool) -> int:
-        """Bytes of one token more in a long sequence, on all GPUs together: layers with windows do not grow."""
-        return sum(each.fp8 if fp8 else each.bf16 for each in self.layers if each.window is None)
+        """Return the bytes that one more token of a long sequence takes on all GPUs; full windows do not grow."""
+        return sum(layers.fp8 if fp8 else layers.bf16 for layers in self.layers if layers.window is None)
 
     def per_sequence(self, fp8: bool) -> int:
-        """Bytes of a sequence beside: states, and windows that are full."""
-        windows = ((each.fp8 if fp8 else each.bf16) * each.window for each in self.layers if each.window)
+        """Return the bytes of a sequence besides: recurrent states, and full windows."""
+        windows = ((layers.fp8 if fp8 else layers.bf16) * layers.window for layers in self.layers if layers.window)
         return self.state + sum(windows)
 
     def tokens(self, room: int, fp8: bool, gpus: int) -> int:
-        """How many tokens so many bytes on each GPU hold, in sequences as long as the model allows.
+        """Return how many tokens fit, in sequences as long as the model allows, or in one shorter sequence.
 
-        If not one of these fits, then in one that is shorter.
+        Args:
+            room: bytes on each GPU.
+            fp8: whether the cache is FP8 rather than bfloat16.
+            gpus: number of tensor-parallel ranks.
         """
         if self.length is not None:
             whole = self.sequence(self.length, fp8, gpus)
@@ -137,13 +148,13 @@ class SequenceMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """What GPUs of one size make of a checkpoint.
+    """How many GPUs of one size a checkpoint needs, and the context that they leave.
 
     Attributes:
-        gpu_gb: what each holds, in 10^9 bytes.
-        gpus: the fewest that serve it; None if 8 do not, or it does not divide.
-        tokens_bf16: tokens of context that are left, with a bfloat16 cache; None if that is not known.
-        tokens_fp8: likewise with an FP8 cache.
+        gpu_gb: memory of each GPU in 10^9 bytes.
+        gpus: the fewest GPUs that serve the checkpoint; None if 8 are too few, or it does not divide.
+        tokens_bf16: tokens that fit into a bfloat16 cache; None if that is not known.
+        tokens_fp8: tokens that fit into an FP8 cache; None if that is not known.
     """
 
     gpu_gb: int
@@ -152,7 +163,7 @@ class Fit:
     tokens_fp8: int | None
 
     def to_json(self) -> FitFigures:
-        """The fields by name, as `--json` prints them."""
+        """Return the fields by name, as `--json` prints them."""
         return {
             "gpu_gb": self.gpu_gb,
             "gpus": self.gpus,
@@ -166,10 +177,10 @@ class Serving:
     """What it takes to serve a checkpoint.
 
     Attributes:
-        weights_bytes: of the weights that engines load, draft layers left out.
-        cache: what is kept of sequences; None if that is not known.
-        unknown: why it is not; None if it is.
-        fits: for each size of GPU.
+        weights_bytes: size of the weights that engines load, without MTP layers.
+        cache: memory of the caches; None if it is not known.
+        unknown: why it is not known; None if it is.
+        fits: one for each GPU size.
     """
 
     weights_bytes: int
@@ -178,7 +189,7 @@ class Serving:
     fits: tuple[Fit, ...]
 
     def to_json(self) -> CheckpointServing:
-        """As `--json` prints it; of a cache that is not known, None."""
+        """Return the figures as `--json` prints them; those of an unknown cache are None."""
 
         def by_cache(size: Callable[[bool], int]) -> BytesByCache:
             return {"bf16": size(False), "fp8": size(True)}
@@ -193,7 +204,7 @@ class Serving:
 
 
 def serving_to_json(source: Serving, output: Serving) -> ServingFigures:
-    """Both as `--json` prints them, beside what they rest on."""
+    """Return both as `--json` prints them, with the assumptions."""
     return {
         "gpu_memory_utilization": UTILIZATION,
         "overhead_bytes_per_gpu": OVERHEAD,
@@ -202,19 +213,19 @@ def serving_to_json(source: Serving, output: Serving) -> ServingFigures:
     }
 
 
-def serving(
+def estimate_serving(
     lines: Sequence[PlanLine], entry: ModuleRules, config: Mapping[str, Any], sizes: Iterable[int], output: bool
 ) -> Serving:
-    """What it takes to serve a plan's output, or its source.
+    """Compute what it takes to serve a plan's output, or its source.
 
     Args:
-        lines: the plan's.
-        entry: the registry's entry.
+        lines: lines of the plan.
+        entry: rules of the architecture.
         config: the language model's part of config.json.
         sizes: the tensor-parallel sizes that can serve it.
-        output: whether what is written is meant, or what is read.
+        output: True for the output, False for the source.
     """
-    weights = [(line, line.bytes_after if output else line.bytes_before) for line in lines if line.why != DRAFT]
+    weights = [(line, line.bytes_after if output else line.bytes_before) for line in lines if line.why != MTP_LAYER]
     divided = [(entry.rule(line.names[0]).divided, nbytes) for line, nbytes in weights]
     try:
         cache, unknown = find_cache(lines, entry, config), None
@@ -222,7 +233,7 @@ def serving(
         cache, unknown = None, str(problem)
 
     def rank_bytes(gpus: int) -> int:
-        return sum(nbytes // gpus if parts else nbytes for parts, nbytes in divided)
+        return sum(nbytes // gpus if is_divided else nbytes for is_divided, nbytes in divided)
 
     fits = tuple(_fit(size, rank_bytes, cache, [gpus for gpus in GPUS if gpus in set(sizes)]) for size in GPU_GB)
     return Serving(sum(nbytes for _, nbytes in weights), cache, unknown, fits)
@@ -233,7 +244,7 @@ def _fit(gpu_gb: int, rank_bytes: Callable[[int], int], cache: SequenceMemory | 
         room = int(gpu_gb * 10**9 * UTILIZATION) - OVERHEAD - rank_bytes(gpus)
         if room <= 0:
             continue
-        if cache is None or (gpus > 1 and any(each.heads is None for each in cache.layers)):
+        if cache is None or (gpus > 1 and any(layers.heads is None for layers in cache.layers)):
             return Fit(gpu_gb, gpus, None, None)
         tokens = cache.tokens(room, False, gpus)
         if tokens >= min(FEWEST_TOKENS, cache.length or FEWEST_TOKENS):
@@ -242,157 +253,161 @@ def _fit(gpu_gb: int, rank_bytes: Callable[[int], int], cache: SequenceMemory | 
 
 
 class _Unknown(Exception):
-    """What is not known, as text."""
+    """The figures cannot be computed; the text says what is not known."""
 
 
 def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[str, Any]) -> SequenceMemory:
-    """What is kept of sequences.
+    """Compute the memory of an engine's caches.
+
+    Args:
+        lines: lines of the plan.
+        entry: rules of the architecture.
+        config: the language model's part of config.json.
 
     Raises:
-        _Unknown: it is not known.
+        _Unknown: config.json or the registry does not say enough.
     """
     model = entry.model
-    layer_of = compile_pattern(f"{model.layers}.**")
-    cached = [(compile_pattern(absolute_patterns(model, [what.pattern])[0]), what) for what in model.cached]
+    layer_pattern = compile_pattern(f"{model.layers}.**")
+    cached = [(compile_pattern(absolute_patterns(model, [kind.pattern])[0]), kind) for kind in model.cached]
     states = [(compile_pattern(absolute_patterns(model, [kind.pattern])[0]), kind) for kind in model.states]
-    # Of each layer and each thing kept there, the numbers of each projection's rows.
-    rows: dict[tuple[int, CachedRows], list[int]] = {}
+    # For each layer and each kind of cached projections in it, the cached rows of each projection.
+    row_counts: dict[tuple[int, CachedRows], list[int]] = {}
     state = 0
-    for line in (line for line in lines if line.why != DRAFT and len(line.shape) > 1):
+    for line in (line for line in lines if line.why != MTP_LAYER and len(line.shape) > 1):
         first = line.names[0]
-        for pattern, what in cached:
+        for pattern, cached_rows in cached:
             if pattern.fullmatch(first):
-                numbers = _cached_rows(line, what, entry, config)
+                counts = _cached_rows(line, cached_rows, entry, config)
                 for name in line.names:
-                    rows.setdefault((_number(layer_of.fullmatch(name)), what), []).extend(numbers)
+                    key = _layer_number(layer_pattern.fullmatch(name)), cached_rows
+                    row_counts.setdefault(key, []).extend(counts)
         for pattern, kind in states:
             if pattern.fullmatch(first):
                 state += len(line.names) * _state_bytes(line, kind, config)
-    if not rows and not state:
-        raise _Unknown(f"what {model.name} keeps of a token")
+    if not row_counts and not state:
+        raise _Unknown(f"what {model.name} caches for a token")
     windows = _windows(entry, config)
-    count = _count(config, LAYERS)
-    if model.rest and count != len({layer for layer, _ in rows}):
-        raise _Unknown("what some of its layers keep of a token")
-    own = own_layers(config)
-    found: dict[CachedLayers, int] = {}
-    for (layer, what), numbers in rows.items():
-        if own is None or layer < own:
-            each = _kept(layer, what, numbers, windows(layer), config)
-            passes = _times(what, config)
-            alike = 1 if what.again else passes
-            found[each] = found.get(each, 0) + alike
-            if what.again and passes > alike:
-                again = replace(each, window=_window(config, what.again))
-                found[again] = found.get(again, 0) + passes - alike
+    if model.rest and _count(config, LAYERS) != len({layer for layer, _ in row_counts}):
+        raise _Unknown("what some of its layers cache for a token")
+    with_cache = layers_with_cache(config)
+    times: Counter[CachedLayers] = Counter()
+    for (layer, cached_rows), counts in row_counts.items():
+        if with_cache is None or layer < with_cache:
+            memory = _layer_memory(layer, cached_rows, counts, windows(layer), config)
+            passes = _passes(cached_rows, config)
+            if cached_rows.later_window and passes > 1:
+                times[memory] += 1
+                times[replace(memory, window=_window(config, cached_rows.later_window))] += passes - 1
+            else:
+                times[memory] += passes
     layers = (
-        CachedLayers(each.bf16 * times, each.fp8 * times, each.window, each.heads) for each, times in found.items()
+        CachedLayers(memory.bf16 * count, memory.fp8 * count, memory.window, memory.heads)
+        for memory, count in times.items()
     )
     return SequenceMemory(tuple(layers), state, _count(config, LENGTH))
 
 
-def _number(found: Any) -> int:
-    if found is None or not found[1].isdecimal() or len(found[1]) > MAX_DIGITS:
+def _layer_number(match: re.Match[str] | None) -> int:
+    if match is None or not match[1].isdecimal() or len(match[1]) > MAX_DIGITS:
         raise _Unknown("which layer is which")
-    return int(found[1])
+    return int(match[1])
 
 
-def own_layers(config: Mapping[str, Any]) -> int | None:
-    """How many decoder layers, the first ones, have a cache of their own; None if config.json does not say.
+def layers_with_cache(config: Mapping[str, Any]) -> int | None:
+    """Return how many decoder layers have a KV cache of their own; None if config.json does not say.
 
-    The last may read that of earlier ones.
+    Those are the first ones; later layers may read the cache of earlier ones.
     """
     count = _count(config, LAYERS)
     return count - (_count(config, SHARED) or 0) if count else None
 
 
 def _count(config: Mapping[str, Any], key: str | None) -> int | None:
-    """A number that config.json says, if it is one that can be right."""
+    """A positive count from config.json; None if it is absent or implausible."""
     value = config_value(config, key)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**12 else None
 
 
-def _cached_rows(line: PlanLine, what: CachedRows, entry: ModuleRules, config: Mapping[str, Any]) -> list[int]:
-    """How many numbers a projection makes for the cache: of a fused one, keys and values."""
+def _cached_rows(line: PlanLine, cached: CachedRows, entry: ModuleRules, config: Mapping[str, Any]) -> list[int]:
+    """How many rows of a projection are cached; of a fused projection, those of keys and of values."""
     split = entry.rule(line.names[0]).split
-    if what.two_of:
-        return [line.shape[0] // what.two_of] * 2
+    if cached.equal_parts:
+        return [line.shape[0] // cached.equal_parts] * 2
     if split is None or not split.parts:
         return [line.shape[0]]
     shape = (line.shape[0], line.shape[1])
-    found = [rows for rows, _ in fused_parts(shape, split, dict(config))[-2:]]
-    if not all(found):
+    counts = [rows for rows, _ in fused_parts(shape, split, dict(config))[-2:]]
+    if not all(counts):
         raise _Unknown(f"what {line.names[0]} holds: config.json does not count its heads")
-    return found
+    return counts
 
 
-def _times(what: CachedRows, config: Mapping[str, Any]) -> int:
-    """How often a token goes through a layer."""
-    counts = [_count(config, key) for key in what.times]
-    known = [count for count in counts if count is not None]
-    if len(known) < len(counts):
-        raise _Unknown(f"how often a token goes through a layer: config.json's {', '.join(what.times)}")
-    return prod(known)
+def _passes(cached: CachedRows, config: Mapping[str, Any]) -> int:
+    """How often a token runs through a layer."""
+    counts = [_count(config, key) for key in cached.passes]
+    if None in counts:
+        raise _Unknown(f"how often a token runs through a layer: config.json's {', '.join(cached.passes)}")
+    return prod(count for count in counts if count is not None)
 
 
-def _kept(
-    layer: int, what: CachedRows, numbers: list[int], window: int | None, config: Mapping[str, Any]
+def _layer_memory(
+    layer: int, cached: CachedRows, counts: list[int], window: int | None, config: Mapping[str, Any]
 ) -> CachedLayers:
-    """What one layer keeps."""
-    if what.heads and len(numbers) == 1:
-        if not (what.keys_as_values and config.get(what.keys_as_values)):
-            raise _Unknown(f"what layer {layer} keeps: it has keys and no values")
-        numbers = numbers * 2
+    """The cache of one layer, given the cached rows of each of its projections."""
+    if cached.heads and len(counts) == 1:
+        if not (cached.keys_as_values and config.get(cached.keys_as_values)):
+            raise _Unknown(f"what layer {layer} caches: it has keys and no values")
+        counts = counts * 2
     heads: int | None = 1
-    if what.heads:
-        own = _count(config, what.full_heads) if window is None else None
-        # Those of queries where they have no key of their own, as vLLM transformers_utils/
+    if cached.heads:
+        full_heads = _count(config, cached.full_heads) if window is None else None
+        # Without a key for KV heads there are as many as query heads, as vLLM transformers_utils/
         # model_arch_config_convertor.py:150 counts them.
-        heads = own or _count(config, what.heads) or _count(config, HEADS)
-    bf16 = what.bf16 or 2 * sum(numbers)
-    return CachedLayers(bf16, what.fp8 or sum(numbers), window, heads)
+        heads = full_heads or _count(config, cached.heads) or _count(config, HEADS)
+    bf16 = cached.bf16 or 2 * sum(counts)
+    return CachedLayers(bf16, cached.fp8 or sum(counts), window, heads)
 
 
 def _state_bytes(line: PlanLine, kind: RecurrentState, config: Mapping[str, Any]) -> int:
-    """What a layer keeps of a sequence: the inputs of its convolution, in bfloat16, and its recurrent state."""
-    inputs = 2 * line.shape[0] * (line.shape[-1] - 1) if kind.convolved else 0
+    """Bytes that a layer caches for a sequence: bfloat16 inputs of its convolution, and its recurrent state."""
+    inputs = 2 * line.shape[0] * (line.shape[-1] - 1) if kind.has_convolution else 0
     sizes = [_count(config, key) for key in kind.sizes]
-    named = config.get(kind.dtype, kind.usual) if kind.dtype else kind.usual
-    width = DTYPE_BYTES.get(named) if isinstance(named, str) else None
-    known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes) or width is None:
+    dtype = config.get(kind.dtype, kind.default_dtype) if kind.dtype else kind.default_dtype
+    itemsize = DTYPE_BYTES.get(dtype) if isinstance(dtype, str) else None
+    if None in sizes or itemsize is None:
         raise _Unknown(f"the size of a state: config.json's {', '.join(filter(None, (*kind.sizes, kind.dtype)))}")
-    return inputs + (width * prod(known) if known else 0)
+    return inputs + (itemsize * prod(size for size in sizes if size is not None) if sizes else 0)
 
 
 def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], int | None]:
-    """A function of a layer's number: how many tokens it keeps at most, None for all.
+    """Return a function from a layer's number to its sliding window in tokens; None for full attention.
 
     Raises:
-        _Unknown: config.json says that there are windows, but not where.
+        _Unknown: config.json says that there are windows, but not in which layers.
     """
     rule = entry.model.windows
     types = config.get(TYPES)
     if isinstance(types, list):
 
-        def listed(layer: int) -> int | None:
+        def window_by_type(layer: int) -> int | None:
             key = WINDOWED.get(types[layer]) if layer < len(types) and isinstance(types[layer], str) else None
             return _window(config, key) if key else None
 
-        return listed
+        return window_by_type
     if not config.get(rule.size) or config.get("use_sliding_window") is False:
         return lambda _: None
-    if entry.model.rest or rule.asked:
-        if rule.asked and not config.get(rule.asked):
+    if entry.model.rest or rule.enabled_by:
+        if rule.enabled_by and not config.get(rule.enabled_by):
             return lambda _: None
         raise _Unknown("which layers have a window: config.json has no layer_types")
     size, flags, every = _window(config, rule.size), config.get(rule.flags or ""), rule.every
     if isinstance(flags, list) and flags:
         return lambda layer: size if layer < len(flags) and flags[layer] else None
-    said = config.get(rule.key or "")
-    if isinstance(said, str):
-        every = len(said)
-    elif said is not None:
+    period = config.get(rule.key or "")
+    if isinstance(period, str):
+        every = len(period)
+    elif period is not None:
         every = _count(config, rule.key)
     if not every:
         return lambda _: size
@@ -400,7 +415,7 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
 
 
 def _window(config: Mapping[str, Any], key: str) -> int:
-    found = _count(config, key)
-    if found is None:
+    tokens = _count(config, key)
+    if tokens is None:
         raise _Unknown(f"the window: config.json's {key} is {short_repr(config.get(key))}")
-    return found
+    return tokens

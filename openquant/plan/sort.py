@@ -1,7 +1,7 @@
-"""Sort a checkpoint's tensors: which could be quantized, which are kept and why, which are stacks of experts.
+"""Sort a checkpoint's tensors: weights that may be quantized, tensors that are kept, and stacked experts.
 
-Here the registry's patterns meet the names of a checkpoint. A tensor that no pattern covers, or more than one, stops
-the plan; all such are named together.
+Here the registry's patterns are matched with a checkpoint's names. A tensor that no pattern matches, or more than one,
+stops the plan; the error names all such tensors.
 """
 
 from __future__ import annotations
@@ -14,35 +14,43 @@ from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..patterns import MAX_DIGITS, collapse, compile_pattern, template
-from ..registry.architecture import DRAFT, NEVER_QUANTIZED, Architecture, ExpertLayout, StackedExperts
+from ..registry.architecture import MTP_LAYER, NEVER_QUANTIZED, Architecture, ExpertLayout, StackedExperts
 from ..registry.rules import ModuleRule, ModuleRules
 from ..weights.weight import Weight
 from .decisions import FEW_AXES, Item, PassthroughTensor, StackedTensor
 from .tensor_parallel import text_config
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-# Misfits of each kind in a message: few if all are real.
+# How many names an error lists for each problem.
 _MOST_NAMED = 100
 
 
 def sort_tensors(
-    checkpoint: Checkpoint, stored: dict[str, Weight], entry: ModuleRules, stays: Callable[[str], bool], settled: bool
+    checkpoint: Checkpoint,
+    quantized: dict[str, Weight],
+    entry: ModuleRules,
+    is_ignored: Callable[[str], bool],
+    in_scheme: bool,
 ) -> tuple[dict[str, list[Item]], dict[str, Weight]]:
-    """All tensors by the shard they lie in, and the weights among them that could be quantized, by module.
+    """Sort all tensors of a checkpoint.
 
     Args:
-        checkpoint: the opened source.
-        stored: what of it is quantized there, by name.
-        entry: the registry's.
-        stays: whether a module that the entry does not know is to be kept.
-        settled: whether what the source has quantized stays so, whatever the entry says of it.
+        checkpoint: the opened source, with quantized weights as the tensors that they decode to.
+        quantized: the source's quantized weights, by the name of that tensor.
+        entry: rules of the architecture.
+        is_ignored: whether --ignore keeps a module that no pattern matches.
+        in_scheme: whether the source is in the plan's scheme already. Then what it has quantized stays so, whatever
+            the entry says.
+
+    Returns:
+        All tensors by shard, and the weights among them that may be quantized by module.
 
     Raises:
-        PlanError: tensors that no pattern covers, or that are not as the entry has them.
+        PlanError: no pattern matches a tensor, or its dtype or shape is not what the entry expects.
     """
-    drafted = mtp_layer_finder(entry.model, text_config(checkpoint, entry.model))
-    # Neighbours have the same parent, which is looked at once.
-    parent, draft = None, False
+    is_mtp_layer = mtp_layer_finder(entry.model, text_config(checkpoint, entry.model))
+    # Neighbours have the same parent, so this is asked once for each parent.
+    parent, in_mtp_layer = None, False
     items: dict[str, list[Item]] = {shard: [] for shard in checkpoint.shards}
     layers: dict[str, Weight] = {}
     stacks: list[StackedTensor] = []
@@ -51,15 +59,15 @@ def sort_tensors(
         module = info.module
         path = module.rpartition(".")[0]
         if path != parent:
-            parent, draft = path, drafted(module)
+            parent, in_mtp_layer = path, is_mtp_layer(module)
         rule = entry.rule(module)
-        if draft:
-            rule = rule._replace(patterns=1, compress=False, stack=None, keep=DRAFT)
-        elif rule.patterns == 0 and stays(module):
+        if in_mtp_layer:
+            rule = rule._replace(patterns=1, compress=False, stack=None, keep=MTP_LAYER)
+        elif rule.patterns == 0 and is_ignored(module):
             rule = rule._replace(patterns=1, keep="--ignore")
         elif rule.patterns == 0 and entry.model.rest:
             rule = rule._replace(patterns=1, keep=entry.model.rest)
-        item = _sort(info, module, rule, stored.get(info.name), settled)
+        item = _sort(info, module, rule, quantized.get(info.name), in_scheme)
         if isinstance(item, str):
             shape_errors[info.name] = item
             continue
@@ -70,7 +78,7 @@ def sort_tensors(
             stacks.append(item)
     for weight in (weight for stack in stacks for weight in stack.layers):
         if f"{weight.module}.weight" in checkpoint.tensors:
-            shape_errors[f"{weight.module}.weight"] = "is in the stack of experts too"
+            shape_errors[f"{weight.module}.weight"] = "is also in the stack of experts"
         layers[weight.module] = weight
     shape_errors |= _wrongly_stacked(stacks)
     if shape_errors:
@@ -78,27 +86,27 @@ def sort_tensors(
     return items, layers
 
 
-def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None, settled: bool) -> Item | str:
-    """What is made from a tensor; or a text that says what is wrong with it, "matches no pattern"."""
+def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None, in_scheme: bool) -> Item | str:
+    """Sort one tensor; a text says what is wrong with it, such as "matches no pattern"."""
     axes = len(info.shape)
-    if settled and stored is not None and axes == 2 and rule.keep not in NEVER_QUANTIZED:
-        return stored._replace(alike=rule.alike)
+    if in_scheme and stored is not None and axes == 2 and rule.keep not in NEVER_QUANTIZED:
+        return stored._replace(alike=rule.name_template)
     if axes < 2 and not (rule.compress and info.name != module) and rule.stack is None:
         return PassthroughTensor(info, info.name, FEW_AXES)
     if rule.patterns != 1:
         return "matches more than one pattern" if rule.patterns else "matches no pattern"
     if rule.keep is not None:
-        return PassthroughTensor(info, rule.alike, rule.keep, stored)
+        return PassthroughTensor(info, rule.name_template, rule.keep, stored)
     if info.dtype not in SOURCE_DTYPES:
         return f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
     if rule.compress and (axes != 2 or info.name == module):
         return f"is not a 2-D weight but {list(info.shape)}"
     if rule.compress and stored is not None:
-        return stored._replace(alike=rule.alike)
+        return stored._replace(alike=rule.name_template)
     if rule.compress:
-        return Weight(module, rule.alike, info, (info.shape[0], info.shape[1]))
+        return Weight(module, rule.name_template, info, (info.shape[0], info.shape[1]))
     if stored is not None and (stored.turned or stored.codes.shape != info.shape):
-        return f"is stored as {stored.parts[0].dtype} {list(stored.parts[0].shape)}, which is not read"
+        return f"is stored as {stored.parts[0].dtype} {list(stored.parts[0].shape)}, which cannot be read"
     if rule.stack is None or not _is_stack(info, rule.stack[1]):
         return f"is not a stack of experts but {list(info.shape)}"
     layers = _unstack(info, *rule.stack)
@@ -106,7 +114,7 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
         down, along = stored.format.group
         form = replace(stored.format, group=(along, down)) if layers[0].transposed else stored.format
         if len(rule.stack[1].parts) > 1 and layers[0].shape[0] % (form.group[0] or 1):
-            return f"has blocks that reach over {' and '.join(rule.stack[1].parts)}"
+            return f"has blocks that span {' and '.join(rule.stack[1].parts)}"
         layers = [layer._replace(format=form, parts=stored.parts, input_scale=stored.input_scale) for layer in layers]
     return StackedTensor(info, tuple(layers))
 
@@ -114,50 +122,55 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
 def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
     problems = []
     for problem in dict.fromkeys(shape_errors.values()):
-        names = collapse(name for name, found in shape_errors.items() if found == problem)
+        names = collapse(name for name, text in shape_errors.items() if text == problem)
         names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         problems.append(f"{', '.join(names)} {problem} of {model.name}" if problem.startswith("matches")
                         else f"{', '.join(names)} {problem}")  # fmt: skip
     named = any(problem.startswith("matches") for problem in shape_errors.values())
     raise PlanError(
         "; ".join(problems),
-        "list it under compress or keep in openquant/architectures, or leave it as it is with --ignore"
+        "list it under compress or keep in openquant/registry, or leave it as it is with --ignore"
         if named
         else "save the model again with these weights as other checkpoints of this architecture have them",
     )
 
 
 def mtp_layer_finder(model: Architecture, config: dict[str, Any]) -> Callable[[str], bool]:
-    """A function that says whether a module belongs to a draft layer."""
+    """Return a function that says whether a module is in an MTP layer that is numbered on from the decoder layers.
+
+    Args:
+        model: the entry of the architecture.
+        config: the language model's part of config.json.
+    """
     first = config.get(model.draft_layers) if model.draft_layers else None
     if not isinstance(first, int):
         return lambda _: False
     pattern = compile_pattern(f"{model.layers}.**")
 
-    def drafted(module: str) -> bool:
-        found = pattern.fullmatch(module)
-        # Python converts no number of thousands of digits.
-        return found is not None and found[1].isdecimal() and (len(found[1]) > MAX_DIGITS or int(found[1]) >= first)
+    def is_mtp_layer(module: str) -> bool:
+        match = pattern.fullmatch(module)
+        # int() refuses thousands of digits.
+        return match is not None and match[1].isdecimal() and (len(match[1]) > MAX_DIGITS or int(match[1]) >= first)
 
-    return drafted
+    return is_mtp_layer
 
 
 def _wrongly_stacked(stacks: Iterable[StackedTensor]) -> dict[str, str]:
-    """What is wrong, by name, with stacks of experts that do not fit together: down leads back from gate and up.
+    """Find stacks whose shapes do not fit together: down must be the transposed shape of gate and of up.
 
-    A file with its stacks the other way around, as some tools write them, has the names of the right one.
+    Some tools write stacks in the other orientation under the same names. Returns the problems, by tensor name.
     """
-    widths: dict[str, tuple[str, tuple[int, ...]]] = {}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     shape_errors: dict[str, str] = {}
     for name, first in ((stack.tensor.name, stack.layers[0]) for stack in stacks):
-        (path, part), widths_here = first.module.rsplit(".", 1), first.shape
+        (path, part), shape = first.module.rsplit(".", 1), first.shape
         if part == "down_proj":
-            widths_here = widths_here[::-1]
+            shape = shape[::-1]
         elif part == "gate_up_proj":
-            widths_here = widths_here[0] // 2, *widths_here[1:]
-        other, widths_there = widths.setdefault(path, (name, widths_here))
-        if widths_here != widths_there:
-            shape_errors[name] = f"does not fit {other}: are the experts stacked the other way around?"
+            shape = shape[0] // 2, *shape[1:]
+        other, other_shape = shapes.setdefault(path, (name, shape))
+        if shape != other_shape:
+            shape_errors[name] = f"does not fit {other}: are the experts transposed?"
     return shape_errors
 
 
@@ -167,14 +180,14 @@ def _is_stack(info: TensorInfo, stacked: StackedExperts) -> bool:
     return info.shape[-1 if stacked.transposed else 1] % len(stacked.parts) == 0
 
 
-def _unstack(info: TensorInfo, experts_at: ExpertLayout, stacked: StackedExperts) -> list[Weight]:
-    """One weight for each expert and part of a stacked tensor [E, in, parts*out] or [E, parts*out, in]."""
+def _unstack(info: TensorInfo, layout: ExpertLayout, stacked: StackedExperts) -> list[Weight]:
+    """One weight for each expert and part of a tensor [experts, in, parts*out] or [experts, parts*out, in]."""
     experts, rows, cols = info.shape
     count = len(stacked.parts)
     shape = (cols // count, rows) if stacked.transposed else (rows // count, cols)
     path = info.module.rsplit(".", 1)[0]
-    if experts_at.beside:
-        path += "." + experts_at.path.rsplit(".", 1)[1]
+    if layout.beside:
+        path += "." + layout.path.rsplit(".", 1)[1]
     return [
         Weight(f"{path}.{expert}.{part}", template(f"{path}.0.{part}"), info, shape, expert, number, stacked.transposed)
         for expert in range(experts)

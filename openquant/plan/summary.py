@@ -1,9 +1,9 @@
-"""What is said of a plan: sizes, counts and titles for terminals, the model card and `--json`.
+"""Figures of a plan: sizes, counts and titles for the terminal, the model card and `--json`.
 
     summary.title(plan)             # "one scale per tensor, 16 of 28 layers one scale per output row"
     summary.output_bytes(plan)      # 9434513408, before anything is read
 
-Nothing is decided here, and the conversion needs none of it.
+Nothing is decided here, and the conversion does not use it.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from collections import Counter
 
 from ..formats.names import UNCHANGED
 from ..formats.schemes import Scheme
-from . import tensor_parallel
 from .config import has_fp8_cache
-from .engines import unread_by_sglang
+from .engines import sglang_refusal
 from .plan import Plan
-from .serving import Serving
-from .serving import serving as serving_of
-from .tensor_parallel import text_config
+from .serving import Serving, estimate_serving
+from .tensor_parallel import check_parallel_sizes, text_config
 
 
 def source_bytes(plan: Plan) -> int:
-    """Size in bytes of the source's tensors."""
+    """Return the size of the source's tensors in bytes."""
     return sum(info.nbytes for info in plan.source.tensors.values())
 
 
 def output_bytes(plan: Plan) -> int:
-    """Size in bytes of the output's tensors."""
+    """Return the size of the output's tensors in bytes."""
     return sum(shard.nbytes for shard in plan.layout.shards)
 
 
 def quantized_bytes(plan: Plan) -> int:
-    """Bytes in the source of all that is quantized in the output."""
+    """Return the size in the source, in bytes, of the weights that are quantized in the output."""
     return sum(line.bytes_before for line in plan.lines if line.quantized)
 
 
 def quantized_tensors(plan: Plan) -> int:
-    """How many layers are quantized."""
+    """Count the layers that are quantized in the output."""
     return sum(schemes(plan).values())
 
 
 def decoded_tensors(plan: Plan) -> int:
-    """How many weights are quantized in the source, and not in the output."""
+    """Count the weights that are quantized in the source, but not in the output."""
     return sum(len(line.names) for line in plan.lines if line.decoded)
 
 
 def has_quantized_source(plan: Plan) -> bool:
     """Whether any weight is quantized in the source."""
-    return any(kept.weight for kept in plan.decisions.kept) or any(layer.format for layer in plan.layers.values())
+    return any(kept.weight for kept in plan.decisions.passthrough) or any(
+        layer.format for layer in plan.layers.values()
+    )
 
 
 def schemes(plan: Plan) -> dict[Scheme, int]:
-    """How many layers each scheme has, the plan's own first."""
+    """Count the layers of each scheme, the plan's own first."""
     counts = dict.fromkeys(plan.decisions.schemes, 0)
     for line in plan.lines:
         if line.scheme is not None:
@@ -61,7 +61,7 @@ def schemes(plan: Plan) -> dict[Scheme, int]:
 
 
 def scheme_names(plan: Plan) -> dict[str, int]:
-    """How many layers each scheme has, by what the user types, the plan's own first."""
+    """Count the layers of each scheme by the name that the user types, the plan's own first."""
     counts = Counter[str]()
     for scheme, count in schemes(plan).items():
         counts[scheme.name] += count
@@ -69,14 +69,14 @@ def scheme_names(plan: Plan) -> dict[str, int]:
 
 
 def scheme_name(plan: Plan) -> str:
-    """What the user calls the scheme of most: "tensor", "none" where weights stay as they are, "bf16" without."""
+    """Return the name of most layers' scheme: "tensor"; "none" if weights are copied, "bf16" if they are decoded."""
     if plan.scheme is None:
         return UNCHANGED if plan.quantization_config else "bf16"
     return plan.scheme.name
 
 
 def title(plan: Plan) -> str:
-    """What shares a scale: "one scale per tensor, 16 of 28 layers one scale per output row"."""
+    """Say what shares a scale: "one scale per tensor, 16 of 28 layers one scale per output row"."""
     if plan.scheme is None:
         return "weights as they are" if plan.quantization_config else "bfloat16 weights"
     counts = schemes(plan)
@@ -90,48 +90,48 @@ def title(plan: Plan) -> str:
 
 
 def description(plan: Plan) -> str:
-    """What the weights are: "float8_e4m3fn, one scale per tensor"."""
+    """Describe the weights: "float8_e4m3fn, one scale per tensor"."""
     return title(plan) if plan.scheme is None else f"{plan.scheme.format.number.name}, {title(plan)}"
 
 
 def numbers(plan: Plan) -> str:
-    """What the weights are called: "FP8", "FP8 and INT8", or "BF16"; "unchanged" where all of them are."""
+    """Name the weights' numeric formats: "FP8", "FP8 and INT8" or "BF16"; "unchanged" if none is quantized here."""
     titles = dict.fromkeys(scheme.format.number.title for scheme in plan.decisions.schemes)
     return (" and ".join(titles) or "unchanged") if plan.quantization_config else "BF16"
 
 
 def suffix(plan: Plan) -> str:
-    """What the output's name ends in if the user gives none: "-FP8"."""
-    own = plan.scheme.suffix if plan.scheme else "" if plan.quantization_config else "-BF16"
-    return f"{own}-KV8" if has_fp8_cache(plan) else own
+    """Return the suffix of the output's default name: "-FP8"."""
+    scheme_suffix = plan.scheme.suffix if plan.scheme else "" if plan.quantization_config else "-BF16"
+    return f"{scheme_suffix}-KV8" if has_fp8_cache(plan) else scheme_suffix
 
 
 def cache_layers(plan: Plan) -> int:
-    """How many layers have scales of keys and values that the plan makes."""
-    return sum(kept.made is not None for kept in plan.decisions.kept) // 2
+    """Count the layers for which the plan adds scales of the KV cache."""
+    return sum(kept.value is not None for kept in plan.decisions.passthrough) // 2
 
 
 def engines(plan: Plan) -> tuple[str, ...]:
-    """Who serves the output: ("vLLM", "SGLang")."""
-    return ("vLLM", "SGLang") if unread_by_sglang(plan.entry, plan.decisions) is None else ("vLLM",)
+    """Return the engines that can serve the output: ("vLLM", "SGLang")."""
+    return ("vLLM", "SGLang") if sglang_refusal(plan.entry, plan.decisions) is None else ("vLLM",)
 
 
 def parallel_sizes(plan: Plan) -> list[int]:
-    """The tensor-parallel sizes that can serve the output: [1, 2, 4]."""
-    return [entry.size for entry in plan.parallel if entry.problem is None]
+    """Return the tensor-parallel sizes that can serve the output: [1, 2, 4]."""
+    return [parallel.size for parallel in plan.parallel if parallel.problem is None]
 
 
 def serving(plan: Plan) -> tuple[Serving, Serving] | None:
-    """What it takes to serve the source, and the output; None for one to decode, of which no entry is asked."""
+    """Compute what it takes to serve the source and the output; None for a plan to dequantize, which has no entry."""
     if not plan.quantization_config:
         return None
     sizes = before = parallel_sizes(plan)
     if plan.scheme is not None:
         groups = ((layer, layer.format.indivisible if layer.format else (1, 1)) for layer in plan.layers.values())
-        stored = tensor_parallel.parallel_sizes(plan.seen, plan.entry, groups, None)
-        before = [entry.size for entry in stored if entry.problem is None]
-    config = text_config(plan.seen, plan.model)
+        source_sizes = check_parallel_sizes(plan.decoded, plan.entry, groups, None)
+        before = [parallel.size for parallel in source_sizes if parallel.problem is None]
+    config = text_config(plan.decoded, plan.model)
     return (
-        serving_of(plan.lines, plan.entry, config, before, output=False),
-        serving_of(plan.lines, plan.entry, config, sizes, output=True),
+        estimate_serving(plan.lines, plan.entry, config, before, output=False),
+        estimate_serving(plan.lines, plan.entry, config, sizes, output=True),
     )

@@ -1,4 +1,4 @@
-"""Tensor parallelism: which sizes can serve a plan, and which layer forbids the others."""
+"""Tensor parallelism: which sizes can serve a plan, and which layer prevents the others."""
 
 from __future__ import annotations
 
@@ -18,21 +18,27 @@ TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class ParallelSize:
-    """A tensor-parallel size, and why it cannot serve the result, "28 heads do not divide by 8"; None if it can."""
+    """A tensor-parallel size, with the reason for which it cannot serve the output, "28 heads do not divide by 8".
+
+    The problem is None if it can.
+    """
 
     size: int
     problem: str | None
 
 
 def text_config(checkpoint: Checkpoint, model: Architecture) -> dict[str, Any]:
-    """The part of config.json with the language model's sizes, by the usual names; older files have all at the top."""
+    """Return the language model's part of config.json, with other spellings of its keys under their usual names too.
+
+    Older files have all keys at the top level.
+    """
     inner = config_value(checkpoint.config, model.text_config)
-    found = inner if isinstance(inner, dict) else checkpoint.config
-    return {usual: found[key] for key, usual in _OTHERWISE.items() if key in found} | found
+    config = inner if isinstance(inner, dict) else checkpoint.config
+    return {usual: config[key] for key, usual in _USUAL_KEYS.items() if key in config} | config
 
 
-# Names of configurations that transformers reads, or engines, by the usual ones.
-_OTHERWISE = {
+# Keys that transformers or engines read in place of the usual ones.
+_USUAL_KEYS = {
     "n_head": "num_attention_heads",
     "n_head_kv": "num_kv_heads",
     "n_layer": "num_hidden_layers",
@@ -42,7 +48,7 @@ _OTHERWISE = {
 
 
 def config_value(config: Mapping[str, Any], key: str | None) -> Any:
-    """What config.json says under a key, or under several joined by dots; None if nothing."""
+    """Return the value of a key of config.json, of nested keys joined by dots; None if there is none."""
     inner: Any = config
     for part in key.split(".") if key else ():
         inner = inner.get(part) if isinstance(inner, Mapping) else None
@@ -52,20 +58,26 @@ def config_value(config: Mapping[str, Any], key: str | None) -> Any:
 def fused_parts(
     shape: tuple[int, int], split: ParallelSplit | None, config: dict[str, Any]
 ) -> list[tuple[int, str | None]]:
-    """Rows of each part that a tensor holds one below the other, as q, k and v in a fused qkv, with the config key that
-    counts its heads: [(4096, "num_attention_heads"), (1024, "num_key_value_heads"), ...].
+    """Return the parts that a tensor holds one below the other, such as q, k and v in a fused qkv.
 
-    A row count is 0 where config.json does not tell.
+    Args:
+        shape: of the tensor, [out, in].
+        split: how ranks divide it; None if they do not.
+        config: the language model's part of config.json.
+
+    Returns:
+        For each part its row count, 0 if config.json does not say, and the config key that counts its heads:
+        [(4096, "num_attention_heads"), (1024, "num_key_value_heads"), ...].
     """
     if split is None or not split.parts:
         return [(shape[0], split.heads if split else None)]
-    keys, counts = _counted(split, config)
+    keys, counts = _part_proportions(split, config)
     whole = all(counts) and shape[0] % sum(counts) == 0
     return [(shape[0] // sum(counts) * count if whole else 0, key) for count, key in zip(counts, keys, strict=True)]
 
 
-def _counted(split: ParallelSplit, config: dict[str, Any]) -> tuple[tuple[str | None, ...], list[int]]:
-    """The config keys of a tensor's parts, and what they say; 0 where they say no number."""
+def _part_proportions(split: ParallelSplit, config: dict[str, Any]) -> tuple[tuple[str | None, ...], list[int]]:
+    """The config keys of a tensor's parts, and the numbers their rows are proportional to; 0 for an unusable value."""
     keys = next((parts for key, parts in split.where if config.get(key) is True), split.parts)
     shares = [1 if key is None else config.get(key) for key in keys]
     return keys, [share if isinstance(share, int) and share > 0 else 0 for share in shares]
@@ -74,40 +86,52 @@ def _counted(split: ParallelSplit, config: dict[str, Any]) -> tuple[tuple[str | 
 def why_not_reordered(
     shape: tuple[int, int], split: ParallelSplit | None, config: dict[str, Any], form: Format
 ) -> str | None:
-    """Why a weight [out, in] in a format does not follow as an engine sorts its rows, "an engine puts the rows of its
-    heads in another order, and 64 of them are not whole groups of 128"; None if it does, or its rows stay as they are.
+    """Say why a weight's scales cannot follow its rows when an engine sorts interleaved heads; None if they can.
+
+    Args:
+        shape: of the weight, [out, in].
+        split: how ranks divide it, and whether its heads are interleaved.
+        config: the language model's part of config.json.
+        form: the format that it would get.
     """
-    if split is None or not split.turns:
+    if split is None or not split.interleaved:
         return None
-    if split.turns_rows:
+    if split.interleaved_rows:
         short = (info.name.lstrip(".") for info in form.parts("", shape) if info.shape[:1] != shape[:1])
         name = next(short, None)
-        return f"{_SORTED}, and fails on its {name}, which has not all of them" if name else None
-    heads = sum(_counted(split, config)[1])
+        return f"{_SORTED}, and fails on its {name}, which has fewer rows" if name else None
+    heads = sum(_part_proportions(split, config)[1])
     if not heads or shape[0] % heads:
-        return "config.json does not tell the sizes of what it holds" if form.height > 1 or split.turns_all else None
-    if shape[0] // heads % form.height:
-        return f"{_SORTED}, and {shape[0] // heads} of them are not whole groups of {form.height}"
-    if split.turns_all:
+        if form.height > 1 or split.interleaved_all:
+            return "config.json does not say how many rows each of its parts has"
+        return None
+    rows = shape[0] // heads
+    if rows % form.height:
+        return f"{_SORTED}, and the {rows} rows of a head are not whole groups of {form.height}"
+    if split.interleaved_all:
         for info in form.parts("", shape):
             if not info.shape or info.shape[0] % heads:
-                return f"{_SORTED}, and fails on its {info.name.lstrip('.')}, which has no row for each"
+                return f"{_SORTED}, and fails on its {info.name.lstrip('.')}, which has no rows for each head"
     return None
 
 
-_SORTED = "an engine puts the rows of its heads in another order"
+_SORTED = "an engine sorts its rows by heads"
 
 
-def parallel_sizes(
-    checkpoint: Checkpoint, entry: ModuleRules, layers: Iterable[tuple[Weight, Group]], asked: int | None
+def check_parallel_sizes(
+    checkpoint: Checkpoint, entry: ModuleRules, layers: Iterable[tuple[Weight, Group]], extra_size: int | None
 ) -> tuple[ParallelSize, ...]:
-    """For each tensor-parallel size whether the layers divide, and the first one that does not.
+    """Check which tensor-parallel sizes divide all layers.
 
     Args:
         checkpoint: the opened source.
-        entry: its entry.
-        layers: what could be quantized, with what shares a scale in it; 1 x 1 where it stays unquantized.
-        asked: one more size to look at.
+        entry: rules of its architecture.
+        layers: the weights that may be quantized, each with the group (rows, columns) that shares a scale, 1 x 1 if it
+            is not quantized.
+        extra_size: a size to check besides the usual ones; None for no other.
+
+    Returns:
+        The sizes in ascending order, each with the first layer that does not divide, if any.
     """
     config = text_config(checkpoint, entry.model)
     kinds: dict[tuple[str, tuple[int, int], Group], ParallelSplit | None] = {}
@@ -116,7 +140,7 @@ def parallel_sizes(
         if key not in kinds:
             kinds[key] = entry.rule(weight.module).split
     result = []
-    for size in sorted({*TENSOR_PARALLEL_SIZES, *([asked] if asked else [])}):
+    for size in sorted({*TENSOR_PARALLEL_SIZES, *([extra_size] if extra_size else [])}):
         problem = None
         for (name, shape, group), split in kinds.items():
             problem = why_indivisible(shape, split, config, group, size)
@@ -130,7 +154,15 @@ def parallel_sizes(
 def why_indivisible(
     shape: tuple[int, int], split: ParallelSplit | None, config: dict[str, Any], group: Group, size: int
 ) -> str | None:
-    """Why a weight [out, in] with scales for groups of that size does not divide by so many ranks; None if it does."""
+    """Say why a weight cannot be divided among tensor-parallel ranks; None if it can.
+
+    Args:
+        shape: of the weight, [out, in].
+        split: how ranks divide it; None if they do not.
+        config: the language model's part of config.json.
+        group: rows and columns that share a scale.
+        size: the number of ranks.
+    """
     if split is None:
         return None
     parts = fused_parts(shape, split, config) if split.axis == "out" else [(shape[1], split.heads)]
@@ -153,7 +185,7 @@ def _indivisible_length(
             return f"{short_repr(heads)} heads do not divide by {size}"
     if length % parts:
         return f"{length} does not divide by {parts}"
-    # A whole layer was either quantized here, then it divides, or it is served as its maker stored it.
+    # A layer that is not divided needs no check: quantized here it fits, and otherwise it is as its maker stored it.
     if parts > 1 and length // parts % multiple:
         return f"{length} / {parts} = {length // parts} is not a multiple of {multiple}"
     return None

@@ -1,4 +1,4 @@
-"""Tunings put into a plan: each weight gets its own, and tensors that folds change are written so."""
+"""Put the weight transforms of SmoothQuant or AWQ into a plan."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from .decisions import Item, PassthroughTensor, StackedTensor
 
 
 def apply_transforms(items: dict[str, list[Item]], layers: dict[str, Weight], transforms: WeightTransforms) -> None:
-    """Give the tensors of a plan, by shard, and its weights, by module, what a calibration changes about them."""
-    for found in items.values():
-        found[:] = (_tuned(item, transforms) for item in found)
-    layers |= {module: _with(weight, transforms) for module, weight in layers.items()}
+    """Add transforms to the weights of a plan, and new values to the norms and biases that smoothing changes.
+
+    Args:
+        items: all tensors by shard; changed in place.
+        layers: the weights that may be quantized, by module; changed in place.
+        transforms: what the calibration changes.
+    """
+    for shard_items in items.values():
+        shard_items[:] = (_transform_item(item, transforms) for item in shard_items)
+    layers |= {module: _with_transform(weight, transforms) for module, weight in layers.items()}
 
 
-def _tuned(item: Item, transforms: WeightTransforms) -> Item:
+def _transform_item(item: Item, transforms: WeightTransforms) -> Item:
     if isinstance(item, Weight):
-        return _with(item, transforms)
+        return _with_transform(item, transforms)
     if isinstance(item, StackedTensor):
-        return item._replace(layers=tuple(_with(weight, transforms) for weight in item.layers))
-    return item._replace(changed=_changed(item, transforms))
+        return item._replace(layers=tuple(_with_transform(weight, transforms) for weight in item.layers))
+    return item._replace(smoothed=_smoothed(item, transforms))
 
 
-def _changed(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | Weight | None:
+def _smoothed(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | Weight | None:
     info = kept.tensor
     if info.name in transforms.tensors:
         data = transforms.tensors[info.name]
@@ -31,9 +37,9 @@ def _changed(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | W
     transform = transforms.weights.get(info.module)
     if transform is None or not transform.folds:
         return None
-    return Weight(info.module, kept.alike, info, (info.shape[0], info.shape[1]), transform=transform)
+    return Weight(info.module, kept.name_template, info, (info.shape[0], info.shape[1]), transform=transform)
 
 
-def _with(weight: Weight, transforms: WeightTransforms) -> Weight:
+def _with_transform(weight: Weight, transforms: WeightTransforms) -> Weight:
     transform = transforms.weights.get(weight.module)
     return weight if transform is None else weight._replace(transform=transform)

@@ -1,6 +1,6 @@
-"""Plan to leave all weights as they are, and to add the scales of keys and values that an FP8 cache needs.
+"""Plan to copy all weights, and to add the scales that an FP8 KV cache needs (--scheme none).
 
-make_unchanged_plan(open_checkpoint(Path("Qwen3-8B")), Options(cached=True))
+make_unchanged_plan(open_checkpoint(Path("Qwen3-8B")), PlanOptions(cached=True))
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .architecture import find_architecture
 from .assign import refuse_size
 from .decisions import Decisions, Item, PassthroughTensor, PlanOptions, StackedTensor
 from .input_scales import expect_calibration, require_widths
-from .kv_cache import add_scales, cache_layers, serving_notes
+from .kv_cache import add_scales, find_cached_attentions, serving_notes
 from .notes import engine_notes, entry_notes
 from .plan import Plan
 from .sort import sort_tensors
-from .tensor_parallel import parallel_sizes, text_config
+from .tensor_parallel import check_parallel_sizes, text_config
 
 _WHY = f"--scheme {UNCHANGED}"
 
@@ -29,45 +29,49 @@ _WHY = f"--scheme {UNCHANGED}"
 def make_unchanged_plan(
     checkpoint: Checkpoint, options: PlanOptions, identity: str = "", architecture: str | Architecture | None = None
 ) -> Plan:
-    """Decide to copy every tensor, and where the scales of keys and values go.
+    """Plan to copy every tensor and add scales of the KV cache.
 
     Args:
         checkpoint: the opened source.
-        options: of which the calibration counts, and the tensor-parallel size.
-        identity: as for make_plan.
-        architecture: likewise.
+        options: what the user asks for; only the calibration and the tensor-parallel size are used.
+        identity: text that tells this source from another with the same headers; it is part of the plan's digest.
+        architecture: the class whose entry applies, "auto" or "generic", or an entry, as for find_architecture.
+
+    Returns:
+        The plan, without a scheme.
 
     Raises:
-        PlanError: weights of the source are quantized, which layers cache keys and values is not known, or engines load
-            no scales of theirs.
-        SourceError: the source is quantized, and its scales do not belong to its codes.
-        UsageError: a size that is none.
+        PlanError: weights of the source are quantized, it is not known which layers have a KV cache, or engines load no
+            scales for it.
+        SourceError: scales of a quantized source do not fit its codes.
     """
     model = find_architecture(checkpoint, architecture)
-    seen, stored = decoded_view(checkpoint)
-    if stored:
+    decoded, weights = decoded_view(checkpoint)
+    if weights:
         raise PlanError(
-            f"{len(stored)} weights of {checkpoint.root} are quantized, and {_WHY} writes unquantized ones",
+            f"{len(weights)} weights of {checkpoint.root} are quantized, and {_WHY} writes unquantized ones",
             "give --kv-cache fp8 with the scheme that they have, which keeps their codes, or dequantize it first",
         )
-    entry, config = ModuleRules(model), text_config(seen, model)
-    sorted_, layers = sort_tensors(seen, {}, entry, lambda _: True, settled=False)
-    options = expect_calibration(options, seen.tensors, required=False)
+    entry, config = ModuleRules(model), text_config(decoded, model)
+    sorted_items, layers = sort_tensors(decoded, {}, entry, lambda _: True, in_scheme=False)
+    options = expect_calibration(options, decoded.tensors, required=False)
     if options.calibration is not None:
         require_widths(options.calibration, layers.values())
-    items: dict[str, list[Item]] = {shard: [_kept(item) for item in held] for shard, held in sorted_.items()}
-    cached = cache_layers((info.module for info in seen.tensors.values()), entry, config)
-    scales = add_scales(items, seen, cached, options.calibration)
+    items: dict[str, list[Item]] = {
+        shard: [_passthrough(item) for item in shard_items] for shard, shard_items in sorted_items.items()
+    }
+    attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
+    cache_notes = add_scales(items, decoded, attentions, options.calibration)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
     decisions = Decisions(None, items, {}, {}, {})
-    notes = (*entry_notes(model), *scales, *serving_notes(model, decisions), *engine_notes(entry, decisions))
-    parallel = parallel_sizes(seen, entry, ((layer, (1, 1)) for layer in layers.values()), options.tp)
-    return Plan(checkpoint, seen, entry, options, decisions, with_fp8_cache(DENSE), parallel, notes, identity)
+    notes = (*entry_notes(model), *cache_notes, *serving_notes(model, decisions), *engine_notes(entry, decisions))
+    parallel = check_parallel_sizes(decoded, entry, ((layer, (1, 1)) for layer in layers.values()), options.tp)
+    return Plan(checkpoint, decoded, entry, options, decisions, with_fp8_cache(DENSE), parallel, notes, identity)
 
 
-def _kept(item: Item) -> PassthroughTensor:
-    """A tensor as it is, whatever could be made of it."""
+def _passthrough(item: Item) -> PassthroughTensor:
+    """The tensor to be copied, even if it may be quantized."""
     if isinstance(item, PassthroughTensor):
         return item
     source = item.tensor if isinstance(item, StackedTensor) else item.source

@@ -1,9 +1,9 @@
-"""What the registry can say of an architecture: types without data.
+"""Types of the registry's entries. An entry says what openquant must know of one architecture; it is data.
 
-Patterns (see patterns.py) name modules as the checkpoint names them, that is tensor names without
-`.weight`. One that begins with a dot continues the entry's `layers` pattern, which matches one decoder
-layer. Every tensor of two or more axes must match exactly one of compress, experts or keep; all others
-are copied. Facts about an engine name the file they were read from, of the version in version.py.
+Patterns (see patterns.py) name modules as the checkpoint names them: tensor names without `.weight`. A pattern that
+begins with a dot continues the entry's `layers` pattern, which matches one decoder layer. Every tensor of two or more
+axes must match exactly one pattern of compress, experts and keep; all other tensors are copied. Facts about an engine
+name the file they were read from, of the version in version.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Keep:
-    """Modules that stay as they are.
+    """Modules that are not quantized.
 
     Attributes:
-        pattern: which modules.
+        pattern: the modules.
         why: the reason, as the plan prints it.
-        divided: whether tensor-parallel ranks have a part of it each, rather than all of it.
+        divided: whether each tensor-parallel rank holds a part of the module; otherwise each holds a copy.
     """
 
     pattern: str
@@ -30,13 +30,13 @@ class Keep:
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """Modules that an engine merges into one layer; they share status and, per tensor, one scale.
+    """Layers that an engine fuses into one. They have the same scheme and, in per-tensor schemes, one scale.
 
     Attributes:
-        pattern: the members; modules whose `*` parts are equal belong together.
-        listed_as: last segment of vLLM's own name for the merged layer, listed beside its members where vLLM does
-            not derive it from them; None where it does.
-        sglang: the same of SGLang, which derives it for few architectures.
+        pattern: the members. Modules whose `*` parts are equal are fused with each other.
+        listed_as: last segment of vLLM's name for the fused layer, to be added to the ignore list beside the members;
+            None if vLLM derives the name from theirs.
+        sglang: the same for SGLang, which derives the name for few architectures.
     """
 
     pattern: str
@@ -45,18 +45,19 @@ class FusedLayers:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The engines' names for the merged layer."""
+        """Last segments of the engines' names for the fused layer."""
         return tuple(dict.fromkeys(filter(None, (self.listed_as, self.sglang))))
 
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """One tensor [E, ...] that holds a projection of all experts of a layer.
+    """One tensor [experts, ...] that holds the same projections of all experts of a layer.
 
     Attributes:
-        name: its name below the experts' module, or beside it.
-        parts: the projections side by side in it, as they are named once split.
-        transposed: each expert's slice is [in, out] (parts side by side along out) instead of [out, in].
+        name: its name below the experts' module, or beside it (ExpertLayout.beside).
+        parts: the projections that each expert's slice holds, in order, named as after splitting.
+        transposed: whether an expert's slice is [in, out], with the parts side by side along `out`; otherwise
+            [out, in].
     """
 
     name: str
@@ -66,13 +67,13 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The routed experts of a layer. All of a layer's experts share status.
+    """The routed experts of a layer, which all have the same scheme.
 
     Attributes:
         path: the module that holds one layer's experts.
-        stacked: tensors to be split into `<path>.<expert>.<part>.weight`, a 2-D [out, in] tensor each.
-        beside: the stacked tensors lie beside the experts' module, not below it.
-        transformers: whether transformers finds them once they are split.
+        stacked: tensors to be split into `<path>.<expert>.<part>.weight`, each [out, in].
+        beside: whether the stacked tensors are siblings of the experts' module rather than its children.
+        transformers: whether transformers can load the experts once they are split.
     """
 
     path: str
@@ -82,28 +83,28 @@ class ExpertLayout:
 
     @property
     def place(self) -> str:
-        """The module that holds the stacked tensors."""
+        """Pattern of the module that holds the stacked tensors."""
         return self.path.rsplit(".", 1)[0] if self.beside else self.path
 
 
 @dataclass(frozen=True)
 class ParallelSplit:
-    """How tensor parallelism divides modules.
+    """How tensor-parallel ranks divide modules.
 
     Attributes:
-        pattern: which modules.
+        pattern: the modules.
         axis: "out" (column parallel) or "in" (row parallel).
-        heads: config key that counts the heads along that axis; None where any division goes.
-        replicated: heads are copied where there are fewer than ranks (key and value heads).
-        parts: of a tensor that holds several layers one below the other, each of which is divided: the config
-            key that the rows of each are in proportion to, or None where all are equal.
-        where: other parts, by the config key that must be true for them; the first that is counts. True is one.
-        turns: whether a head's queries, key and value lie together, and the parts so by turns, which an engine sorts
-            as it loads the layer: what shares a scale must then lie within a head.
-        turns_all: whether it does so to every tensor of the layer, and fails on those that have no rows for each head,
-            as a single scale.
-        turns_rows: whether it counts as many rows as the weight has in every tensor of the layer, and fails on those
-            that have fewer.
+        heads: config key that counts the heads along that axis; None if the axis may be divided anywhere.
+        replicated: whether heads are copied when there are fewer than ranks (key and value heads).
+        parts: for a tensor that holds several layers one below the other, each divided by itself: the config key to
+            which each layer's row count is proportional, or None for equal counts.
+        where: other `parts`, each with the config key that must be true for them; the first match counts.
+        interleaved: whether the rows are grouped by head (query, key and value of one head, then of the next) and the
+            engine sorts them at load. Weights that share a scale must then belong to one head.
+        interleaved_all: whether the engine sorts every tensor of the layer, scales too, and fails on a tensor that
+            does not have rows for each head, such as a single scale.
+        interleaved_rows: whether the engine expects the weight's row count in every tensor of the layer, and fails on
+            those that have fewer rows.
     """
 
     pattern: str
@@ -112,23 +113,23 @@ class ParallelSplit:
     replicated: bool = False
     parts: tuple[str | None, ...] = ()
     where: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
-    turns: bool = False
-    turns_all: bool = False
-    turns_rows: bool = False
+    interleaved: bool = False
+    interleaved_all: bool = False
+    interleaved_rows: bool = False
 
 
 @dataclass(frozen=True)
 class PerRankTensor:
-    """A tensor in FP8 blocks that holds several projections, in a part for each of some ranks with scales of its own.
+    """An FP8 block tensor that holds several projections, stored as per-rank shards with scales of their own.
 
     Attributes:
         pattern: the tensor's module.
-        members: the projections, in the order that a part has their rows in, as they are named one by one.
-        ranks: config key that counts the parts.
-        sizes: config keys that count the heads of each member, and the rows of a head; those of several kinds of
-            layers, of which the ones count that account for all rows.
-        layout: config key that says that files hold such tensors, and its value where they hold the projections one by
-            one, as outputs do.
+        members: the projections whose rows each shard holds, in order, named as they are when stored separately.
+        ranks: config key that counts the shards.
+        sizes: for each kind of layer, per member, the config keys of its head count and of the rows of a head. The
+            kind whose sizes account for all rows applies.
+        layout: config key that says that files hold such tensors, with its value for files that hold the projections
+            separately, as outputs do.
     """
 
     pattern: str
@@ -140,19 +141,19 @@ class PerRankTensor:
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Projections of which an engine keeps, for each token of a sequence, what they make of it.
+    """Projections whose outputs an engine caches for each token: keys, values, or a latent vector.
 
     Attributes:
-        pattern: which modules; the numbers kept of a token are as many as they have rows, or the last two of their
-            parts (Split.parts).
-        heads: config key that counts the heads those rows divide into; None if every rank keeps all of them.
-        fp8: bytes of a token in an FP8 cache; None for one byte a number.
-        bf16: bytes of a token in a bfloat16 cache; None for two bytes a number.
-        full_heads: config key that counts the heads of layers that attend to everything, where that is another.
-        keys_as_values: config key that says that layers without a projection of values make them of their keys.
-        two_of: how many parts of equal size such a projection has, two of which are kept, where Split does not say.
-        times: config keys whose product is how often a token goes through the layer; all of it is kept.
-        again: config key of the tokens that all but the first time keep at most; None if they keep what that does.
+        pattern: the projections. All their rows are cached, or the last two of their parts (ParallelSplit.parts).
+        heads: config key that counts the heads of those rows, which ranks divide; None if every rank caches all.
+        fp8: bytes of a token in an FP8 cache; None for one byte a value.
+        bf16: bytes of a token in a bfloat16 cache; None for two bytes a value.
+        full_heads: config key that counts the heads of layers with full attention, if they have another number.
+        keys_as_values: config key that says that layers without a value projection use their keys as values.
+        equal_parts: how many parts of equal size the projection has, two of which are cached, where ParallelSplit
+            does not say; 0 if it does, or there is one part.
+        passes: config keys whose product is how often a token runs through the layer; each pass has a cache.
+        later_window: config key of the window, in tokens, of all passes but the first; None if they cache as much.
     """
 
     pattern: str
@@ -161,48 +162,51 @@ class CachedRows:
     bf16: int | None = None
     full_heads: str | None = None
     keys_as_values: str | None = None
-    two_of: int = 0
-    times: tuple[str, ...] = ()
-    again: str | None = None
+    equal_parts: int = 0
+    passes: tuple[str, ...] = ()
+    later_window: str | None = None
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """What an engine keeps of a sequence, however long it is: the last inputs of a convolution, and a recurrent state.
+    """What an engine caches for a sequence of any length: the last inputs of a convolution, and a recurrent state.
 
     Attributes:
-        pattern: the convolutions, weights [channels, 1, width], of which the last width - 1 inputs are kept; where
-            there are none, one weight of each layer that has a state.
-        sizes: config keys, joined by dots where one lies inside another, whose product is the size of the recurrent
-            state; empty if there is none.
-        dtype: config key that names its dtype.
-        usual: its dtype where config.json says nothing.
-        convolved: whether the pattern's modules are convolutions.
+        pattern: the convolutions, weights [channels, 1, width], whose last width - 1 inputs are cached. If there are
+            none, one weight of each layer that has a state.
+        sizes: config keys, nested ones joined by dots, whose product is the number of values of the recurrent state;
+            empty if there is none.
+        dtype: config key that names the state's dtype.
+        default_dtype: its dtype if config.json does not say.
+        has_convolution: whether the pattern's modules are convolutions.
     """
 
     pattern: str
     sizes: tuple[str, ...] = ()
     dtype: str | None = None
-    usual: str = "bfloat16"
-    convolved: bool = True
+    default_dtype: str = "bfloat16"
+    has_convolution: bool = True
 
 
 @dataclass(frozen=True)
 class SmoothingRule:
-    """Where layers have their inputs from. Each can be divided there, and the columns of all that read it multiplied by
-    as much, and the model computes what it did.
+    """Where SmoothQuant and AWQ can rescale channels exactly.
+
+    The output activations of smooth_layer are the input activations of the balance_layers. If the first is divided by
+    a factor per channel and the columns of the others are multiplied by it, the model computes the same.
 
     Attributes:
-        source: what makes them: a norm, or a projection with a row for each. It goes with readers whose `*` parts begin
-            with its own.
-        readers: all that reads them, routers too.
-        offset: what a model adds to a norm's weight before it multiplies by it.
-        heads: config key that counts the heads of a projection whose outputs several heads of readers read each.
-        last: whether they are of the last only of what a projection holds (Split.parts).
+        smooth_layer: pattern of a norm, or of a projection with a row for each channel. It is matched with the
+            balance layers whose `*` parts begin with its own.
+        balance_layers: patterns of all modules that read those channels, routers too.
+        offset: what the model adds to a norm's weight before it multiplies by it.
+        heads: config key that counts the heads of a projection, each of which several heads of the balance layers read
+            (grouped-query attention).
+        last: whether only the last part of a projection makes these channels (ParallelSplit.parts).
     """
 
-    source: str
-    readers: tuple[str, ...]
+    smooth_layer: str
+    balance_layers: tuple[str, ...]
     offset: float = 0.0
     heads: str | None = None
     last: bool = False
@@ -210,17 +214,17 @@ class SmoothingRule:
 
 @dataclass(frozen=True)
 class SlidingWindows:
-    """Which decoder layers attend to a window of the last tokens only, where config.json has no `layer_types`.
+    """Which decoder layers have sliding-window attention, for a config.json without `layer_types`.
 
-    As transformers has it, whose configurations engines read; all of them, unless something here says otherwise.
+    The rules are those of transformers' configurations, which engines read. Without any field set, all layers have it.
 
     Attributes:
-        every: every so manieth layer attends to everything; None if none does.
+        every: one layer in this many has full attention; None if none has.
         key: config key that says another number, or a pattern such as "LLLG".
-        first: whether that is the first of so many rather than the last.
-        flags: config key that lists, layer by layer, 1 for a window and 0 for everything.
-        size: config key of the window's tokens.
-        asked: config key without which there is no window at all.
+        first: whether the full layer is the first of its period rather than the last.
+        flags: config key of a list with 1 for each layer with a window and 0 for each with full attention.
+        size: config key of the window, in tokens.
+        enabled_by: config key that must be true for any layer to have a window; None if none is needed.
     """
 
     every: int | None = None
@@ -228,16 +232,16 @@ class SlidingWindows:
     first: bool = False
     flags: str | None = None
     size: str = "sliding_window"
-    asked: str | None = None
+    enabled_by: str | None = None
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What engines cannot load an architecture in.
+    """A scheme or format in which engines cannot load an architecture.
 
     Attributes:
         scheme: name of the scheme; None for all.
-        format: its serialization; None for both.
+        format: its serialization, "fp8" or "compressed-tensors"; None for both.
         why: the reason, as the error says it.
         hint: what to do instead.
     """
@@ -250,76 +254,75 @@ class Refusal:
 
 @dataclass(frozen=True)
 class SGLangLimits:
-    """What SGLang does not load of an architecture, though vLLM does.
+    """What SGLang cannot load of an architecture, though vLLM can.
 
     Attributes:
         refused: schemes and formats.
-        plain: modules that it builds in bfloat16, whatever is stored, or computes as if they were.
-        unpacked: modules of which it takes no codes that share a byte or a word.
-        head: why it loads no quantized output head; None if it does.
-        alike: the formats in which it finds no layer by its name, so that all must be stored alike.
-        cache: why it fails on scales of keys and values; None if it loads them, or takes 1 in their place.
-        cache_of_ones: whether it does so only where they are not 1.
-        ones: whether it takes 1 in their place without a word.
+        plain: patterns of modules that it builds in bfloat16 whatever is stored, or computes as if they were.
+        unpacked: patterns of modules for which it does not accept packed codes (several in a byte or an int32).
+        head: why it cannot load a quantized output head; None if it can.
+        uniform_formats: formats in which it does not find layers by name, so that all must have the same scheme.
+        cache: why it fails on scales of the KV cache; None if it loads or ignores them.
+        cache_of_ones: whether it fails only if some scale is not 1.
+        ignores_cache_scales: whether it silently uses 1 in place of these scales.
     """
 
     refused: tuple[Refusal, ...] = ()
     plain: tuple[str, ...] = ()
     unpacked: tuple[str, ...] = ()
     head: str | None = None
-    alike: tuple[str, ...] = ()
+    uniform_formats: tuple[str, ...] = ()
     cache: str | None = None
     cache_of_ones: bool = False
-    ones: bool = False
+    ignores_cache_scales: bool = False
 
     def refusal(self, scheme: str, format: str) -> Refusal | None:
-        """What forbids a scheme in a format; None if nothing does."""
+        """Find the refusal that applies to a scheme in a format; None if SGLang loads it."""
         return _first(self.refused, scheme, format)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture.
+    """The registry's entry of one architecture.
 
     Attributes:
         name: the class in config.json's `architectures`.
-        layers: pattern of one decoder layer.
-        compress: modules to quantize.
-        keep: modules to copy, with reasons.
-        fused: sets that engines merge.
+        layers: pattern of one decoder layer; its first `*` is the layer's number.
+        compress: patterns of modules to quantize.
+        keep: modules that are not quantized, with reasons.
+        fused: layers that engines fuse.
+        splits: how tensor-parallel ranks divide modules.
         experts: routed experts.
-        splits: tensor parallelism.
-        text_config: config.json key under which the language model's sizes are, or several joined by dots; None for
-            the top level.
-        draft_layers: config key that counts the decoder layers, where files hold more: those beyond are draft
-            layers (multi-token prediction), which stay as they are. The number is `layers`'s first `*`.
-        spellings: groups of equivalent prefixes, in each of which one `*` may stand for a number. A listed module whose
-            name begins with one prefix of a group is listed under the others too, because engines build the module
-            under another of these names.
-        renames: parts of names, and how an engine's names have it; a listed module is listed under both.
-        beyond: parts of names below a decoder layer, or beginnings of names with `*` for a layer's number, and how an
-            engine's names begin instead: {} is that number counted on from how many layers there are.
-        refused: schemes and formats that engines cannot load it in.
-        towers: modules of which nothing is quantized and inside of which engines have names of their own; listed as
-            they are and, in the compressed-tensors format, as an expression.
-        rest: why modules that no pattern covers are kept; None where there may not be any.
-        transformers_reads_blocks: whether transformers loads a 128x128 block output of this architecture: not where it
-            has no class of it, or other names.
-        reordered: modules whose rows an engine puts in another order as it loads them.
-        nameless: modules that vLLM builds without a name, and so finds in no list: it takes them to be stored as most
-            layers are.
-        head_refused: why engines load no quantized output head; None if they do.
-        cache_refused: why engines load no scales of keys and values; None if they do.
-        sglang: what SGLang does not load.
-        cached: what is kept of each token.
-        states: what is kept of each sequence.
-        windows: which layers forget what is long ago.
-        folds: where layers have their inputs from; nothing of what is not known to be exact.
-        writes: scheme, key and value: what config.json says in that scheme beside its quantization_config, for engines
-            that read it there.
-        ranked: what files hold in parts for ranks, and is read as if it were not.
-        decided: who decided all this, for whom a plan is made by it, where the registry did not. No part of the
-            decision: a reason that names a file differs from run to run.
+        text_config: config.json key that holds the language model's sizes, nested keys joined by dots; None for the
+            top level.
+        draft_layers: config key that counts the decoder layers, if files hold MTP layers numbered on from them. Those
+            are not quantized.
+        spellings: groups of equivalent prefixes, in each of which one `*` may stand for a number. Engines build the
+            module under one of them, so an ignored module with one prefix is listed under all.
+        renames: parts of names, each with the engines' spelling; an ignored module is listed under both.
+        beyond: parts of names below a decoder layer, or prefixes with `*` for a layer's number, each with the prefix
+            that engines use instead. Its {} becomes the layer's number plus the count of decoder layers.
+        refused: schemes and formats in which engines cannot load it.
+        towers: modules of which nothing is quantized, and inside which engines use other names. They are listed by
+            name and, in the compressed-tensors format, as a regular expression.
+        rest: why modules that no pattern matches are kept; None if there must not be any.
+        transformers_reads_blocks: whether transformers can load a 128x128 block output. It cannot if it lacks the
+            class or uses other names.
+        reordered: patterns of modules whose rows an engine reorders at load.
+        nameless: patterns of modules that vLLM builds without a name. No list can name them, so vLLM assumes that they
+            have the scheme of most layers.
+        head_refused: why engines cannot load a quantized output head; None if they can.
+        cache_refused: why engines cannot load scales of the KV cache; None if they can.
+        sglang: what SGLang cannot load.
+        cached: what is cached for each token.
+        states: what is cached for each sequence.
+        windows: which layers have sliding-window attention.
+        smoothing: where channels can be rescaled; only what is known to be exact.
+        writes: (scheme, key, value): what an output in that scheme says in config.json outside its
+            quantization_config, for engines that read it there.
+        per_rank: a tensor that published files store as per-rank shards; it is read as separate projections.
+        decided: how an entry outside the registry was made (by vLLM, or from names), as a note says it; None for the
+            registry's own. Not compared, since a reason that names a file differs from run to run.
     """
 
     name: str
@@ -346,63 +349,67 @@ class Architecture:
     cached: tuple[CachedRows, ...] = ()
     states: tuple[RecurrentState, ...] = ()
     windows: SlidingWindows = SlidingWindows()
-    folds: tuple[SmoothingRule, ...] = ()
+    smoothing: tuple[SmoothingRule, ...] = ()
     writes: tuple[tuple[str, str, str], ...] = ()
-    ranked: PerRankTensor | None = None
+    per_rank: PerRankTensor | None = None
     decided: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def repeats(self) -> bool:
-        """Whether a token goes through its layers several times."""
-        return any(what.times for what in self.cached)
+        """Whether a token runs through the decoder layers several times."""
+        return any(rows.passes for rows in self.cached)
 
     def with_head(self) -> Architecture:
-        """The same with the output head among what is quantized."""
+        """Return the entry with the output head moved from `keep` to `compress`."""
         keep = tuple(keep for keep in self.keep if keep != HEAD)
         return replace(self, compress=(*self.compress, HEAD.pattern), keep=keep)
 
-    def counted(self, layers: int) -> Architecture:
-        """The same with the names of what engines count on from so many decoder layers among its spellings."""
-        patterns = absolute_patterns(self, (part for part, _ in self.beyond))
-        others = [other for _, other in self.beyond]
-        found = (
-            (pattern.replace("*", str(layer)), other.format(layers + layer))
-            for pattern, other in zip(patterns, others, strict=True)
-            for layer in range(layers)
-        )
-        return replace(self, spellings=(*self.spellings, *found)) if self.beyond else self
-
-    def names_of(self, module: str) -> list[str]:
-        """A module's name, and the others that engines know it by."""
-        found = {module: None}
-        for group in self.spellings:
-            begins = next(filter(None, (_begins(prefix, module) for prefix in group)), None)
-            if begins is not None:
-                number, rest = begins
-                found |= {other.replace("*", number) + rest: None for other in group}
-        for part, other in self.renames:
-            found[module.replace(part, other)] = None
-        return list(found)
-
-    def written(self, scheme: str | None, config: Mapping[str, Any]) -> dict[str, str]:
-        """What config.json says of how weights are stored beside its quantization_config.
+    def with_layer_count(self, layers: int) -> Architecture:
+        """Return the entry with the names of `beyond` added to its spellings.
 
         Args:
-            scheme: of the weights; None if they are not quantized.
-            config: the config.json that the output's is made of.
+            layers: how many decoder layers config.json counts.
         """
-        found = {key: value for name, key, value in self.writes if name == scheme}
-        if self.ranked and self.ranked.layout[0] in config:
-            found |= [self.ranked.layout]
-        return found
+        patterns = absolute_patterns(self, (part for part, _ in self.beyond))
+        engine_prefixes = [prefix for _, prefix in self.beyond]
+        spellings = (
+            (pattern.replace("*", str(layer)), prefix.format(layers + layer))
+            for pattern, prefix in zip(patterns, engine_prefixes, strict=True)
+            for layer in range(layers)
+        )
+        return replace(self, spellings=(*self.spellings, *spellings)) if self.beyond else self
+
+    def names_of(self, module: str) -> list[str]:
+        """Return a module's name, followed by the other names that engines have for it."""
+        names = {module: None}
+        for group in self.spellings:
+            match = next(filter(None, (_match_prefix(prefix, module) for prefix in group)), None)
+            if match is not None:
+                number, rest = match
+                names |= {prefix.replace("*", number) + rest: None for prefix in group}
+        for part, engine_part in self.renames:
+            names[module.replace(part, engine_part)] = None
+        return list(names)
+
+    def extra_config(self, scheme: str | None, config: Mapping[str, Any]) -> dict[str, str]:
+        """Return the keys that an output's config.json has for its weights beside quantization_config.
+
+        Args:
+            scheme: name of the weights' scheme; None if they are not quantized.
+            config: the source's config.json.
+        """
+        extra = {key: value for name, key, value in self.writes if name == scheme}
+        if self.per_rank and self.per_rank.layout[0] in config:
+            extra |= [self.per_rank.layout]
+        return extra
 
     def refusal(self, scheme: str, format: str) -> Refusal | None:
-        """What forbids a scheme in a format; None if nothing does."""
+        """Find the refusal that applies to a scheme in a format; None if engines load it."""
         return _first(self.refused, scheme, format)
 
 
-def _begins(prefix: str, module: str) -> tuple[str, str] | None:
-    """The number that stands for the `*` of a prefix of a name, and the rest of that; None if it does not begin so."""
+def _match_prefix(prefix: str, module: str) -> tuple[str, str] | None:
+    """Match a prefix that may have one `*`: the number in its place, and the rest of the name; None if none."""
     head, star, tail = prefix.partition("*")
     if not module.startswith(head):
         return None
@@ -415,12 +422,12 @@ def _begins(prefix: str, module: str) -> tuple[str, str] | None:
 
 
 def _first(refused: tuple[Refusal, ...], scheme: str, format: str) -> Refusal | None:
-    found = (one for one in refused if one.scheme in (None, scheme) and one.format in (None, format))
-    return next(found, None)
+    applying = (refusal for refusal in refused if refusal.scheme in (None, scheme) and refusal.format in (None, format))
+    return next(applying, None)
 
 
 def absolute_patterns(model: Architecture, patterns: Iterable[str]) -> list[str]:
-    """Patterns of an entry with those that begin with a dot continued from its `layers`."""
+    """Prepend the entry's `layers` pattern to those patterns that begin with a dot."""
     return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
 
 
@@ -436,8 +443,8 @@ HEAD = Keep(
     divided=True,
 )
 ROUTER = "router"
-DRAFT = "draft layer"
-# What engines never build as a quantized Linear, listed or not.
+MTP_LAYER = "MTP layer"
+# Engines never build these as a quantized Linear, in the ignore list or not.
 NOT_LINEAR = (EMBEDDING.why, HEAD.why)
-# What stays unquantized in whatever way a source has it: of routers, engines build most without quantization.
+# Never quantized, even if the source has them so: engines build most routers without quantization.
 NEVER_QUANTIZED = (*NOT_LINEAR, ROUTER)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..version import VLLM
 from .architecture import (
-    DRAFT,
+    MTP_LAYER,
     ROUTER,
     CachedRows,
     ExpertLayout,
@@ -25,7 +25,7 @@ from .parts import (
     GATE_UP_TENSOR,
     HEAD_IN_BFLOAT16,
     HEADS,
-    IF_ASKED,
+    IF_ENABLED,
     KV_HEADS,
     MLP,
     NAMELESS,
@@ -54,9 +54,9 @@ WINDOWS = {
     "Olmo3": SlidingWindows(4),
     "Rnj1": SlidingWindows(6, PATTERN),
     "VaultGemma": SlidingWindows(2),
-    "Qwen2": IF_ASKED,
-    "Qwen3": IF_ASKED,
-    "SmolLM3": IF_ASKED,
+    "Qwen2": IF_ENABLED,
+    "Qwen3": IF_ENABLED,
+    "SmolLM3": IF_ENABLED,
 }
 
 LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST)
@@ -69,8 +69,8 @@ MIMO_DRAFT = "model.mtp_layers.*"
 MIMO = replace(
     DENSE,
     name="MiMoForCausalLM",
-    windows=IF_ASKED,
-    keep=(*DENSE.keep, Keep(f"{MIMO_DRAFT}.**", DRAFT)),
+    windows=IF_ENABLED,
+    keep=(*DENSE.keep, Keep(f"{MIMO_DRAFT}.**", MTP_LAYER)),
     fused=(
         *DENSE.fused,
         FusedLayers(f"{MIMO_DRAFT}.self_attn.{{q,k,v}}_proj", "qkv_proj"),
@@ -183,7 +183,7 @@ DENSE_NAMES = {
     PLAIN_ATTENTION: ("Olmo",),
     NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5", "HyperCLOVAX", "VaultGemma"),
     NAMELESS: ("Gemma2",),
-    SGLangLimits(head=HEAD_IN_BFLOAT16, alike=FORMATS): ("HunYuanDenseV1",),
+    SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS): ("HunYuanDenseV1",),
     # SGLang models/solar.py:407 has pairs in packed_modules_mapping.
     SGLangLimits((Refusal(None, None, "its table of joined layers is broken", "vLLM loads it"),)): ("Solar",),
 }
@@ -250,7 +250,7 @@ HRM_TEXT = model(
             ParallelSplit(".attn.o_proj", "in", HEADS),
         ),
         cached=tuple(
-            CachedRows(f"model.{stack}_module.layers.*.attn.gqkv_proj", HEADS, times=times)
+            CachedRows(f"model.{stack}_module.layers.*.attn.gqkv_proj", HEADS, passes=times)
             for stack, times in HRM_STACKS
         ),
     ),
@@ -270,7 +270,7 @@ IQUEST_LOOP = model(
     "IQuestLoopCoderForCausalLM",
     replace(
         attention(listed_as="qkv_proj"),
-        cached=(CachedRows(".self_attn.{k,v}_proj", KV_HEADS, times=("loop_num",), again="loop_window_size"),),
+        cached=(CachedRows(".self_attn.{k,v}_proj", KV_HEADS, passes=("loop_num",), later_window="loop_window_size"),),
     ),
     gated(".mlp", listed_as="gate_up_proj"),
     keep=(Keep("model.gate_projections.*", "gates of a row per head", divided=True),),
@@ -313,7 +313,7 @@ ENTRIES = (
         "PhiForCausalLM",
         attention("dense"),
         plain(".mlp", "fc1", "fc2"),
-        sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, alike=FORMATS),
+        sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS),
     ),
     HRM_TEXT,
     IQUEST_LOOP,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..version import VLLM
 from .architecture import (
-    DRAFT,
+    MTP_LAYER,
     ROUTER,
     ExpertLayout,
     Keep,
@@ -21,7 +21,7 @@ from .parts import (
     FORMATS,
     HEAD_IN_BFLOAT16,
     HEADS,
-    IF_ASKED,
+    IF_ENABLED,
     MLP,
     NO_CACHE,
     NO_SCALES,
@@ -57,7 +57,7 @@ SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_exp
 SHARED_EXPERTS = gated(".mlp.shared_experts")
 ROUTED = routed(".mlp.experts")
 
-QWEN2_MOE = model("Qwen2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERT, ROUTED, windows=IF_ASKED)
+QWEN2_MOE = model("Qwen2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERT, ROUTED, windows=IF_ENABLED)
 
 QWEN3_MOE = model(
     "Qwen3MoeForCausalLM",
@@ -67,7 +67,7 @@ QWEN3_MOE = model(
     gated(".mlp", listed_as="gate_up_proj"),
     # vLLM models/qwen3_moe.py:170 builds the router with quant_config.
     ROUTED,
-    windows=IF_ASKED,
+    windows=IF_ENABLED,
 )
 
 # Experts [E, 2I, H] and [E, H, I] beside the module that vLLM has them in; split they have the usual names there
@@ -130,7 +130,7 @@ HUNYUAN_MOE = model(
     replace(ROUTED, keep=(Keep(".mlp.gate.wg", ROUTER),)),
     # Not as close as the others.
     transformers_reads_blocks=False,
-    sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, alike=FORMATS),
+    sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS),
 )
 
 # DeepSeek's first, whose attention has heads; transformers has no such class.
@@ -156,7 +156,7 @@ ERNIE_MOE = model(
     ROUTED,
     keep=(
         Keep(".mlp.moe_statics.**", ROUTER),
-        Keep("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.**", DRAFT),
+        Keep("model.mtp_{block,emb_norm,hidden_norm,linear_proj}.**", MTP_LAYER),
     ),
     sglang=NO_SCALES,
 )
@@ -199,7 +199,7 @@ AFMOE = model(
     windows=SlidingWindows(4, "global_attn_every_n_layers"),
 )
 
-MTP = Keep("mtp.**", DRAFT)
+MTP = Keep("mtp.**", MTP_LAYER)
 EXAONE_MOE = model(
     "ExaoneMoeForCausalLM",
     ATTENTION,

@@ -31,7 +31,7 @@ FALCON = model(
                     ("new_decoder_architecture", (HEADS, FALCON_KV, FALCON_KV)),
                     ("multi_query", (HEADS, "multi_query", "multi_query")),
                 ),
-                turns=True,
+                interleaved=True,
             ),
             ParallelSplit(".self_attention.dense", "in", HEADS),
         ),
@@ -50,7 +50,9 @@ BLOOM = model(
     LayerPart(
         (".self_attention.{query_key_value,dense}",),
         splits=(
-            ParallelSplit(".self_attention.query_key_value", "out", parts=BLOOM_HEADS, turns=True, turns_all=True),
+            ParallelSplit(
+                ".self_attention.query_key_value", "out", parts=BLOOM_HEADS, interleaved=True, interleaved_all=True
+            ),
             ParallelSplit(".self_attention.dense", "in", HEADS),
         ),
         cached=(CachedRows(".self_attention.query_key_value", HEADS),),
@@ -71,7 +73,7 @@ GPT_NEOX = model(
             ParallelSplit(".attention.query_key_value", "out", HEADS),
             ParallelSplit(".attention.dense", "in", HEADS),
         ),
-        cached=(CachedRows(".attention.query_key_value", HEADS, two_of=3),),
+        cached=(CachedRows(".attention.query_key_value", HEADS, equal_parts=3),),
     ),
     MLP,
     layers="gpt_neox.layers.*",
@@ -213,7 +215,9 @@ TELECHAT2 = model(
         (FusedLayers(".self_attention.{query,key_value}", "qkv_proj"),),
         (
             ParallelSplit(".self_attention.query", "out", HEADS),
-            ParallelSplit(".self_attention.key_value", "out", parts=(None, None), turns=True, turns_rows=True),
+            ParallelSplit(
+                ".self_attention.key_value", "out", parts=(None, None), interleaved=True, interleaved_rows=True
+            ),
             ParallelSplit(".self_attention.dense", "in", HEADS),
         ),
         cached=(CachedRows(".self_attention.key_value", KV_HEADS),),

@@ -102,7 +102,7 @@ OLMO_HYBRID = model("OlmoHybridForCausalLM", ATTENTION, OLMO_DELTA, MLP)
 
 # Saved without its tower it keeps the wrapper's names.
 EITHER = "{model,model.language_model}.layers.*"
-HEAD_SCALE_LOST = SGLangLimits(head="it drops the scale of the output head without a word")
+HEAD_SCALE_LOST = SGLangLimits(head="it silently drops the scale of the output head")
 QWEN3_5 = model(
     "Qwen3_5ForCausalLM", ATTENTION, GATED_DELTA_PIECES, MLP, layers=EITHER, keep=(MTP,), sglang=HEAD_SCALE_LOST
 )
@@ -160,7 +160,7 @@ KIMI_DELTA = LayerPart(
         RecurrentState(
             ".self_attn.q_conv1d",
             tuple(f"linear_attn_config.{key}" for key in ("num_heads", "head_dim", "head_dim")),
-            usual="float32",
+            default_dtype="float32",
         ),
         RecurrentState(".self_attn.{k,v}_conv1d"),
     ),
@@ -331,7 +331,7 @@ NEMOTRON_H = model(
                 ".mixer.conv1d",
                 ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
                 "mamba_ssm_cache_dtype",
-                usual="float32",
+                default_dtype="float32",
             ),
         ),
     ),
@@ -359,7 +359,7 @@ LIGHTNING = LayerPart(
         # layers/mamba/linear/bailing_linear_attn.py:461: no more ranks than groups that its norm has.
         ParallelSplit(".attention.g_proj", "out", "group_norm_size"),
     ),
-    states=(RecurrentState(".attention.g_proj", (HEADS, "head_dim", "head_dim"), convolved=False),),
+    states=(RecurrentState(".attention.g_proj", (HEADS, "head_dim", "head_dim"), has_convolution=False),),
 )
 BAILING_MOE_LINEAR = model(
     "BailingMoeV2_5ForCausalLM",
@@ -398,7 +398,7 @@ KIMI_DELTA_WHOLE = LayerPart(
     ),
     keep=(Keep(".attention.{q,k,v}_conv1d", CONVOLUTION),),
     states=(
-        RecurrentState(".attention.q_conv1d", (HEADS, "head_dim", "head_dim"), usual="float32"),
+        RecurrentState(".attention.q_conv1d", (HEADS, "head_dim", "head_dim"), default_dtype="float32"),
         RecurrentState(".attention.{k,v}_conv1d"),
     ),
 )

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from ..version import VLLM
 from .architecture import (
-    DRAFT,
     EMBEDDING,
     HEAD,
+    MTP_LAYER,
     ROUTER,
     CachedRows,
     ExpertLayout,
@@ -93,7 +93,7 @@ V4_DRAFTS = LayerPart(
         FusedLayers("mtp.*.ffn.shared_experts.{w1,w3}", "gate_up_proj"),
     ),
     experts=(ExpertLayout("mtp.*.ffn.experts"),),
-    keep=(Keep("mtp.**", DRAFT),),
+    keep=(Keep("mtp.**", MTP_LAYER),),
 )
 DEEPSEEK_V4 = model(
     "DeepseekV4ForCausalLM",
@@ -144,7 +144,7 @@ HY_V4 = model(
         # vLLM models/hy_v4/nvidia/hc.py:63 builds them without a quantization.
         Keep(".hc_{attn,mlp}_layer.hc_pre.hc_fn", STREAMS),
         Keep("model.hc_head.hc_head_fn", STREAMS),
-        Keep(f"{HY_V4_DRAFT}.**", DRAFT),
+        Keep(f"{HY_V4_DRAFT}.**", MTP_LAYER),
     ),
     # models/hy_v4/nvidia/mtp.py:267, which so renames what one of the formats lists; all that is published has 78.
     renames=(("model.mtp_layers.0.", "model.layers.78."),),
@@ -176,7 +176,7 @@ LONGCAT = model(
             FusedLayers(f"{LONGCAT_DRAFT}self_attn.{{q_a_proj,kv_a_proj_with_mqa}}", "fused_qkv_a_proj"),
             FusedLayers(f"{LONGCAT_DRAFT}transformer_layer.mlp.{{gate,up}}_proj", "gate_up_proj"),
         ),
-        keep=(Keep("model.mtp.**", DRAFT),),
+        keep=(Keep("model.mtp.**", MTP_LAYER),),
     ),
     # :85 counts attentions on, not layers; all that is published has 28, two in each. :45 has no prefix of it.
     renames=(
@@ -192,7 +192,7 @@ LONGCAT = model(
 # head: keys as wide as queries, and values filled up to that. SGLang decodes kv_b_proj (models/minicpm3.py:505).
 MINICPM3 = model(
     "MiniCPM3ForCausalLM",
-    replace(LATENT, fused=(), cached=(CachedRows(".self_attn.q_b_proj", HEADS, two_of=1),)),
+    replace(LATENT, fused=(), cached=(CachedRows(".self_attn.q_b_proj", HEADS, equal_parts=1),)),
     MLP,
     nameless=(".self_attn.q_a_proj",),
 )

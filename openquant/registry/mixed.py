@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..version import VLLM
 from .architecture import (
-    DRAFT,
+    MTP_LAYER,
     ROUTER,
     CachedRows,
     ExpertLayout,
@@ -30,7 +30,7 @@ MIMO_V2_FLASH = model(
     MLP,
     ROUTED,
     # models/mimo_v2_mtp.py
-    keep=(Keep("model.mtp.**", DRAFT),),
+    keep=(Keep("model.mtp.**", MTP_LAYER),),
     windows=SlidingWindows(flags="hybrid_layer_pattern", size="sliding_window_size"),
 )
 # Published with q, k and v as one, which the engine reads so in FP8 blocks alone (models/mimo_v2.py:886) and one by one
@@ -42,7 +42,7 @@ MIMO_V2 = replace(
         replace(fused, listed_as="qkv_proj") if "q,k,v" in fused.pattern else fused for fused in MIMO_V2_FLASH.fused
     ),
     # models/mimo_v2.py:527-617
-    ranked=PerRankTensor(
+    per_rank=PerRankTensor(
         "model.{layers,mtp.layers}.*.self_attn.qkv_proj",
         ("q_proj", "k_proj", "v_proj"),
         KV_HEADS,

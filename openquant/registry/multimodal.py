@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ..version import VLLM
 from .architecture import (
-    DRAFT,
     EMBEDDING,
+    MTP_LAYER,
     ROUTER,
     CachedRows,
     ExpertLayout,
@@ -26,7 +26,7 @@ from .latent import DEEPSEEK_V32
 from .parts import (
     ATTENTION,
     HEADS,
-    IF_ASKED,
+    IF_ENABLED,
     KV_HEADS,
     NO_CACHE,
     NO_GROUPS,
@@ -116,7 +116,7 @@ LIGHTON_OCR = wrapped(
 # Files say model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper takes both.
 QWEN_VISION = "visual"
 QWEN2_VL = wrapped(
-    replace(LLAMA, windows=IF_ASKED),
+    replace(LLAMA, windows=IF_ENABLED),
     "Qwen2VLForConditionalGeneration",
     QWEN_VISION,
     layers=EITHER,
@@ -446,7 +446,7 @@ NEMOTRON_OMNI = wrapped(
         keep=(
             *(keep for keep in NEMOTRON_H.keep if not keep.pattern.startswith("backbone.")),
             Keep("language_model.backbone.embeddings", EMBEDDING.why, divided=True),
-            Keep("language_model.mtp.**", DRAFT),
+            Keep("language_model.mtp.**", MTP_LAYER),
         ),
     ),
     "NemotronH_Omni_Reasoning_V3",
@@ -496,7 +496,7 @@ DOTS3_NOTE = wrapped(
         keep=(
             *DEEPSEEK_V32.keep,
             Keep(".self_attn.g_proj", "a gate for each head", divided=True),
-            Keep("model.mtp.**", DRAFT),
+            Keep("model.mtp.**", MTP_LAYER),
         ),
         cached=(),
     ),

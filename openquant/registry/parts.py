@@ -1,4 +1,4 @@
-"""What entries are put together from: pieces of decoder layers, and facts of engines that several share."""
+"""Building blocks of entries: parts of decoder layers, and facts about engines that several entries share."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .architecture import (
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A piece of a decoder layer that many architectures have; entries are put together from these.
+    """A part of a decoder layer that many architectures have; entries are put together from these.
 
-    Attributes: as of Model.
+    The fields are those of Architecture.
     """
 
     compress: tuple[str, ...]
@@ -47,7 +47,16 @@ def gated(
     listed_as: str | None = None,
     sglang: str | None = "gate_up_proj",
 ) -> LayerPart:
-    """Gate, up and down below `path`, the first two of which engines join."""
+    """Return a gated MLP: gate, up and down below `path`; engines fuse the first two.
+
+    Args:
+        path: pattern of the MLP's module.
+        gate: last segment of the gate projection; `up` and `down` likewise.
+        up: of the up projection.
+        down: of the down projection.
+        listed_as: as of FusedLayers.
+        sglang: as of FusedLayers.
+    """
     return LayerPart(
         compress=(f"{path}.{{{gate},{up},{down}}}",),
         fused=(FusedLayers(f"{path}.{{{gate},{up}}}", listed_as, sglang),),
@@ -56,7 +65,7 @@ def gated(
 
 
 def plain(path: str, up: str = "up_proj", down: str = "down_proj") -> LayerPart:
-    """An MLP without a gate."""
+    """Return an MLP without a gate: up and down below `path`."""
     return LayerPart(
         (f"{path}.{{{up},{down}}}",), (), (ParallelSplit(f"{path}.{up}", "out"), ParallelSplit(f"{path}.{down}", "in"))
     )
@@ -69,41 +78,63 @@ def routed(
     down: str = "down_proj",
     experts: ExpertLayout | None = None,
 ) -> LayerPart:
-    """The experts below `path`, one module each, and the router in its usual place beside them."""
-    each = gated(f"{path}.*", gate, up, down, sglang=None)
+    """Return routed experts below `path`, one gated MLP each, and the router, `gate` beside `path`.
+
+    Args:
+        path: pattern of the experts' module.
+        gate: last segment of the gate projection; `up` and `down` likewise.
+        up: of the up projection.
+        down: of the down projection.
+        experts: their layout; separate tensors if None.
+    """
+    expert = gated(f"{path}.*", gate, up, down, sglang=None)
     router = Keep(f"{path.rsplit('.', 1)[0]}.gate", ROUTER)
-    return replace(each, experts=(experts or ExpertLayout(path),), keep=(router,))
+    return replace(expert, experts=(experts or ExpertLayout(path),), keep=(router,))
 
 
 def model(
     name: str, *parts: LayerPart, layers: str = "model.layers.*", keep: tuple[Keep, ...] = (), **more: Any
 ) -> Architecture:
-    """An entry of these parts; embedding and output head are kept wherever a wrapper puts them."""
+    """Return an entry that is put together from parts; embedding and output head are kept.
+
+    Args:
+        name: the class in config.json's `architectures`.
+        parts: parts of its decoder layers.
+        layers: pattern of one decoder layer.
+        keep: more modules that are not quantized.
+        more: other fields of Architecture.
+    """
     return Architecture(
         name,
         layers=layers,
         compress=tuple(pattern for part in parts for pattern in part.compress),
-        keep=(EMBEDDING, HEAD, *(found for part in parts for found in part.keep), *keep),
-        fused=tuple(found for part in parts for found in part.fused),
-        splits=tuple(found for part in parts for found in part.splits),
-        experts=tuple(found for part in parts for found in part.experts),
-        cached=tuple(found for part in parts for found in part.cached),
-        states=tuple(found for part in parts for found in part.states),
+        keep=(EMBEDDING, HEAD, *(kept for part in parts for kept in part.keep), *keep),
+        fused=tuple(layers for part in parts for layers in part.fused),
+        splits=tuple(split for part in parts for split in part.splits),
+        experts=tuple(layout for part in parts for layout in part.experts),
+        cached=tuple(rows for part in parts for rows in part.cached),
+        states=tuple(state for part in parts for state in part.states),
         **more,
     )
 
 
-# Where a wrapper has its language model: as the Hub's older files say it, and transformers 4.52 and later.
+# The language model inside a wrapper: in older files of the Hub, and in those of transformers 4.52 and later.
 WRAPPED = "{language_model.model,model.language_model}.layers.*"
 
 HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
 
-# What layers are connected by that have more than one stream of hidden states.
+# Why the connections of layers with several streams of hidden states (hyper-connections) are kept.
 STREAMS = "mixes streams of hidden states"
 
 
 def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".self_attn") -> LayerPart:
-    """q, k and v below `path`, which engines join, and the projection after them."""
+    """Return attention: q, k and v below `path`, which engines fuse, and the output projection.
+
+    Args:
+        out: last segment of the output projection.
+        listed_as: as of FusedLayers.
+        path: pattern of the attention module.
+    """
     return LayerPart(
         compress=(f"{path}.{{q_proj,k_proj,v_proj,{out}}}",),
         fused=(FusedLayers(f"{path}.{{q,k,v}}_proj", listed_as, "qkv_proj"),),
@@ -117,34 +148,34 @@ def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".s
 
 
 ATTENTION, MLP = attention(), gated(".mlp")
-IF_ASKED = SlidingWindows(asked="use_sliding_window")
+IF_ENABLED = SlidingWindows(enabled_by="use_sliding_window")
 PATTERN = "sliding_window_pattern"
 
-# Facts of SGLang, each from running its loader (tests/serve/test_sglang.py).
-# models/llama.py:723 and llama4's renames every weight_scale_inv to weight_scale, which no block has.
+# Facts about SGLang, each found by running its loader (tests/serve/test_sglang.py).
+# models/llama.py:723 and llama4's rename every weight_scale_inv to weight_scale, which block layers do not have.
 SCALES_LOST = SGLangLimits(
-    (Refusal("block", "fp8", "it drops the scales of blocks without a word", "--format compressed-tensors loads"),)
+    (Refusal("block", "fp8", "it silently drops the scales of blocks", "--format compressed-tensors loads"),)
 )
-HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16 whatever is stored"
-# Why vLLM loads no scales of keys and values (tests/serve/test_serve_cache_scales.py asks it about all entries).
+HEAD_IN_BFLOAT16 = "it builds the output head in bfloat16, whatever is stored"
+# Why vLLM loads no scales of the KV cache (tests/serve/test_serve_cache_scales.py asks it about all entries).
 # models/lfm2.py:193
 NAMELESS_CACHE = f"{VLLM} builds its attention without quantization"
-SEVERAL_CACHES = f"{VLLM} has several caches of each layer, and looks their scales up by the name of one"
-ONES_TAKEN = f"{VLLM} takes 1 in their place, without a word"
-# Their load_weights look for a parameter of every name.
-NO_CACHE = "it has no place for scales of keys and values"
+SEVERAL_CACHES = f"{VLLM} has several KV caches for each layer, and looks up their scales by the name of one"
+ONES_TAKEN = f"{VLLM} silently uses 1 in their place"
+# Their load_weights require a parameter for every name.
+NO_CACHE = "it has no parameter for scales of the KV cache"
 NO_SCALES = SGLangLimits(cache=NO_CACHE)
 # Their attention is built without such scales (RadixAttention without quant_config), or load_weights skips them.
-SGLANG_ONES = (
+IGNORED_CACHE_SCALES = (
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
     *("Glm4ForCausalLM", "Glm4MoeForCausalLM", "Starcoder2ForCausalLM", "PhiForCausalLM", "GraniteMoeForCausalLM"),
     *("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "ExaoneMoeForCausalLM", "AfmoeForCausalLM"),
     *("Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
 )
-# models/olmo.py and stablelm.py give no quantization to their attention.
+# models/olmo.py and stablelm.py build their attention without quantization.
 PLAIN_ATTENTION = SGLangLimits(plain=(".self_attn.*",), head=HEAD_IN_BFLOAT16, cache=NO_CACHE)
-# Run on its Transformers backend, whose names it prefixes, "Linear" among them.
+# They run on its Transformers backend, which prefixes all names of the config, "Linear" too.
 NO_GROUPS = SGLangLimits(
     (
         Refusal(
@@ -156,18 +187,18 @@ NO_GROUPS = SGLangLimits(
     ),
     cache=NO_CACHE,
 )
-# Layers are built without their names.
+# SGLang builds these layers without names.
 FORMATS = ("fp8", "compressed-tensors")
-NAMELESS = SGLangLimits(alike=FORMATS)
-# models/qwen2_vl.py:446 and its like rename what config.json lists, to what they then do not look for.
-RENAMED = SGLangLimits(alike=FORMATS[1:])
-# Gate and up as one tensor: an engine that cuts it apart for its ranks does so in the middle.
+NAMELESS = SGLangLimits(uniform_formats=FORMATS)
+# models/qwen2_vl.py:446 and similar ones rename the listed modules to names that they do not look up.
+RENAMED = SGLangLimits(uniform_formats=FORMATS[1:])
+# Gate and up in one tensor: engines divide each half among ranks.
 GATE_UP_TENSOR = LayerPart(
     (".mlp.{gate_up_proj,down_proj}",),
     splits=(ParallelSplit(".mlp.gate_up_proj", "out", parts=(None, None)), ParallelSplit(".mlp.down_proj", "in")),
 )
 
-# SGLang layers/quantization/utils.py:57-61 asks for the members of what these files hold as one.
+# SGLang layers/quantization/utils.py:57-61 looks up the members of layers that these files store fused.
 FUSED_NAMES = (
     *((".qkv_proj", f".{member}_proj") for member in "qkv"),
     *((".gate_up_proj", f".{member}_proj") for member in ("gate", "up")),
@@ -175,7 +206,15 @@ FUSED_NAMES = (
 
 
 def wrapped(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, **more: Any) -> Architecture:
-    """An entry of a language model inside a wrapper, all of whose other modules stay as they are."""
+    """Return the entry of a multimodal wrapper, of which only the language model is quantized.
+
+    Args:
+        text: entry of the language model.
+        name: the wrapper's class in config.json's `architectures`.
+        towers: names of its vision and audio modules.
+        layers: pattern of one decoder layer.
+        more: other fields of Architecture.
+    """
     kept = tuple(Keep(f"{{{tower},model.{tower}}}.**", "vision or audio") for tower in towers)
     more = {"text_config": "text_config", "towers": towers, **more}
     more = {"sglang": SGLangLimits(), **more}

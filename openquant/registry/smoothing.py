@@ -1,4 +1,4 @@
-"""Where layers have their inputs from, by architecture. tests/plan/test_folding.py holds it in transformers' models."""
+"""Smoothing rules by architecture. tests/calibration/test_mappings.py checks them in transformers' models."""
 
 from __future__ import annotations
 
@@ -7,56 +7,64 @@ from dataclasses import replace
 from .architecture import SmoothingRule
 from .parts import KV_HEADS
 
-# None where norms come after layers (OLMo 2, Exaone 4) or one is read by attention and MLP (Cohere), nor of v where it
-# has a norm (Gemma 4).
-OUT_FOLD = SmoothingRule(".self_attn.v_proj", (".self_attn.o_proj",), heads=KV_HEADS)
-DOWN_FOLD = SmoothingRule(".mlp.up_proj", (".mlp.down_proj",))
-QKV_FOLD = SmoothingRule(".input_layernorm", (".self_attn.{q,k,v}_proj",))
-DENSE_FOLDS = (QKV_FOLD, SmoothingRule(".post_attention_layernorm", (".mlp.{gate,up}_proj",)), OUT_FOLD, DOWN_FOLD)
+# There are no rules for architectures whose norms follow the layers (OLMo 2, Exaone 4) or whose attention and MLP read
+# the same norm (Cohere), nor for v where it has a norm (Gemma 4).
+V_TO_O = SmoothingRule(".self_attn.v_proj", (".self_attn.o_proj",), heads=KV_HEADS)
+UP_TO_DOWN = SmoothingRule(".mlp.up_proj", (".mlp.down_proj",))
+NORM_TO_QKV = SmoothingRule(".input_layernorm", (".self_attn.{q,k,v}_proj",))
+DENSE = (NORM_TO_QKV, SmoothingRule(".post_attention_layernorm", (".mlp.{gate,up}_proj",)), V_TO_O, UP_TO_DOWN)
 # Gemma's norms multiply by 1 + w.
-GEMMA2_MLP_FOLD = SmoothingRule(".pre_feedforward_layernorm", (".mlp.{gate,up}_proj",), offset=1)
-# Gate and up as one, whose upper rows are the gate's.
-FUSED_FOLDS = (
+GEMMA2_MLP = SmoothingRule(".pre_feedforward_layernorm", (".mlp.{gate,up}_proj",), offset=1)
+# Gate and up in one tensor, of which up is the last part.
+FUSED_MLP = (
     SmoothingRule(".post_attention_layernorm", (".mlp.gate_up_proj",)),
     SmoothingRule(".mlp.gate_up_proj", (".mlp.down_proj",), last=True),
 )
 
 
-def expert_smoothing_rules(mlp: str, gate: str, up: str, down: str, *beside: str) -> tuple[SmoothingRule, ...]:
-    """Foldings around experts below a module, which its router and other modules beside read with them."""
-    readers = (f"{mlp}.gate", f"{mlp}.experts.*.{{{gate},{up}}}", *beside)
+def expert_smoothing_rules(mlp: str, gate: str, up: str, down: str, *siblings: str) -> tuple[SmoothingRule, ...]:
+    """Return the rules of a decoder layer with routed experts.
+
+    Args:
+        mlp: pattern of the MoE module, which has the router `gate` and `experts`.
+        gate: last segment of an expert's gate projection; `up` and `down` likewise.
+        up: of its up projection.
+        down: of its down projection.
+        siblings: patterns of other modules that read the same norm, such as shared experts.
+    """
+    balance_layers = (f"{mlp}.gate", f"{mlp}.experts.*.{{{gate},{up}}}", *siblings)
     return (
-        QKV_FOLD,
-        SmoothingRule(".post_attention_layernorm", readers),
-        OUT_FOLD,
+        NORM_TO_QKV,
+        SmoothingRule(".post_attention_layernorm", balance_layers),
+        V_TO_O,
         SmoothingRule(f"{mlp}.experts.*.{up}", (f"{mlp}.experts.*.{down}",)),
     )
 
 
 QWEN_EXPERTS = (".mlp", "gate_proj", "up_proj", "down_proj", ".mlp.{gate,up}_proj")
-FOLDS: dict[str, tuple[SmoothingRule, ...]] = {
+SMOOTHING_RULES: dict[str, tuple[SmoothingRule, ...]] = {
     **{
-        f"{name}ForCausalLM": DENSE_FOLDS
+        f"{name}ForCausalLM": DENSE
         for name in (
             *("Llama", "Mistral", "Ministral3", "Qwen2", "Qwen3", "Granite", "SmolLM3", "SeedOss", "Cwm", "Ernie4_5"),
             *("HunYuanDenseV1", "MiMo"),
         )
     },
-    "GemmaForCausalLM": tuple(replace(fold, offset=1) for fold in DENSE_FOLDS[:2]) + DENSE_FOLDS[2:],
-    "Gemma2ForCausalLM": (replace(QKV_FOLD, offset=1), GEMMA2_MLP_FOLD, OUT_FOLD, DOWN_FOLD),
-    # Not into q, k and v: accuracy fell below that of rounding to nearest (llm-compressor issue 2522).
-    "Gemma3ForCausalLM": (GEMMA2_MLP_FOLD, OUT_FOLD, DOWN_FOLD),
+    "GemmaForCausalLM": tuple(replace(rule, offset=1) for rule in DENSE[:2]) + DENSE[2:],
+    "Gemma2ForCausalLM": (replace(NORM_TO_QKV, offset=1), GEMMA2_MLP, V_TO_O, UP_TO_DOWN),
+    # Without q, k and v: smoothing them is less accurate than rounding to nearest (llm-compressor issue 2522).
+    "Gemma3ForCausalLM": (GEMMA2_MLP, V_TO_O, UP_TO_DOWN),
     "Phi3ForCausalLM": (
         SmoothingRule(".input_layernorm", (".self_attn.qkv_proj",)),
         SmoothingRule(".self_attn.qkv_proj", (".self_attn.o_proj",), heads=KV_HEADS, last=True),
-        *FUSED_FOLDS,
+        *FUSED_MLP,
     ),
-    "Glm4ForCausalLM": (QKV_FOLD, OUT_FOLD, *FUSED_FOLDS),
-    "GlmForCausalLM": (QKV_FOLD, OUT_FOLD, *FUSED_FOLDS),
-    "Qwen3MoeForCausalLM": (*expert_smoothing_rules(*QWEN_EXPERTS), DOWN_FOLD),
+    "Glm4ForCausalLM": (NORM_TO_QKV, V_TO_O, *FUSED_MLP),
+    "GlmForCausalLM": (NORM_TO_QKV, V_TO_O, *FUSED_MLP),
+    "Qwen3MoeForCausalLM": (*expert_smoothing_rules(*QWEN_EXPERTS), UP_TO_DOWN),
     "Qwen2MoeForCausalLM": (
         *expert_smoothing_rules(*QWEN_EXPERTS, ".mlp.shared_expert_gate", ".mlp.shared_expert.{gate,up}_proj"),
-        DOWN_FOLD,
+        UP_TO_DOWN,
         SmoothingRule(".mlp.shared_expert.up_proj", (".mlp.shared_expert.down_proj",)),
     ),
     "MixtralForCausalLM": expert_smoothing_rules(".block_sparse_moe", "w1", "w3", "w2"),

@@ -16,7 +16,7 @@ from ..formats.kv_cache import FLAG
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.config import has_fp8_cache, required_package
-from ..plan.engines import unread_by_sglang
+from ..plan.engines import sglang_refusal
 from ..plan.gptq import tokens_of
 from ..plan.plan import Plan
 from ..recipes import recipe_command
@@ -178,7 +178,7 @@ def unquantized_lines(plan: Plan) -> list[str]:
 def engines_that_read(plan: Plan) -> str:
     """Which programs read this output right."""
     engines = f"This output is for {' and '.join(summary.engines(plan))}"
-    unread = unread_by_sglang(plan.entry, plan.decisions)
+    unread = sglang_refusal(plan.entry, plan.decisions)
     if unread is not None:
         engines += f" ({SGLANG} does not load it: {unread.why})"
     of_experts = [scheme for weight, scheme in plan.decisions.kinds if plan.entry.experts(weight.module)]

@@ -95,8 +95,8 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
     serving = summary.serving(plan)
     if serving:
         lines += serving_lines(*serving)
-    if plan.seen.left_out:
-        lines.append(f"left out: {', '.join(plan.seen.left_out)}")
+    if plan.decoded.left_out:
+        lines.append(f"left out: {', '.join(plan.decoded.left_out)}")
     lines += [f"note: {note}" for note in (*plan.notes, *notes)]
     return lines
 

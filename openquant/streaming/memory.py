@@ -168,7 +168,7 @@ def hessian_memory(plan: Plan) -> int:
     """Bytes of the largest Gram matrix, with what becomes of its weights and what stands beside it for experts."""
     sets: dict[tuple[str, ...], list[int]] = {}
     for weight, scheme in plan.gptq_rounded:
-        key = tuple(plan.decisions.sets.get(weight.module, (weight.module,)))
+        key = tuple(plan.decisions.fused.get(weight.module, (weight.module,)))
         sizes = sets.setdefault(key, [4 * weight.shape[1] ** 2])
         sizes.append(sum(info.nbytes for info in rounded_tensors(weight, scheme)))
     beside = max(

@@ -8,7 +8,7 @@ from ..errors import PlanError, UsageError
 from ..files.tensors import TensorInfo
 from ..formats.format import FLOATS
 from ..formats.kv_cache import SCALES, cache_scales, says_fp8_cache
-from ..plan.kv_cache import cache_layers
+from ..plan.kv_cache import find_cached_attentions
 from ..plan.tensor_parallel import text_config
 from .headers import Findings, Headers, described
 
@@ -85,7 +85,7 @@ def _cache_layers(headers: Headers) -> dict[int, str]:
     modules = [name.removesuffix(".weight") for name in names]
     if headers.entry is None:
         raise PlanError(f"{headers.checkpoint.architecture} is not a known architecture", "")
-    return cache_layers(modules, headers.entry, text_config(headers.checkpoint, headers.entry.model))
+    return find_cached_attentions(modules, headers.entry, text_config(headers.checkpoint, headers.entry.model))
 
 
 def _names(scales: Mapping[int, tuple[str | None, str | None]]) -> list[str]:

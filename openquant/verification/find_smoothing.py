@@ -71,7 +71,7 @@ class _Recognition:
 
     def __init__(self, plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> None:
         self.plan, self.checkpoint, self.codes, self.stated = plan, output, codes, stated
-        self.source = Reader(plan.seen.where, lambda shard: plan.seen.root / shard, _allocate)
+        self.source = Reader(plan.decoded.where, lambda shard: plan.decoded.root / shard, _allocate)
         self.output = Reader(output.where, lambda shard: output.root / shard, _allocate)
         self.problems: list[str] = []
 
@@ -99,7 +99,7 @@ class _Recognition:
         name = f"{mapping.smooth_layer}.weight"
         if mapping.smooth_layer in self.plan.layers:
             return self._has_codes(mapping.smooth_layer)
-        return self.checkpoint.tensors.get(name) == self.plan.seen.tensors[name]
+        return self.checkpoint.tensors.get(name) == self.plan.decoded.tensors[name]
 
     def _has_codes(self, module: str) -> bool:
         """Whether the output has a module's codes and scales, in the source's shape."""
@@ -113,7 +113,7 @@ class _Recognition:
 
     def _norm_transforms(self, mapping: SmoothingMapping) -> MappingTransforms:
         """The transforms whose factors are the powers of two nearest to source norm / output norm."""
-        info = self.plan.seen.tensors[f"{mapping.smooth_layer}.weight"]
+        info = self.plan.decoded.tensors[f"{mapping.smooth_layer}.weight"]
         source_norm, output_norm = (read_vector(info, reader) for reader in (self.source, self.output))
         before, after = (values + np.float32(mapping.offset) for values in (source_norm, output_norm))
         transforms = apply_smoothing(mapping, _nearest_powers(before, after), self.plan, self.source)

@@ -95,7 +95,9 @@ class Headers:
             for info in self.checkpoint.tensors.values()
         )
         return {
-            info.module: Weight(info.module, entry.rule(info.module).alike, info, (info.shape[0], info.shape[1]))
+            info.module: Weight(
+                info.module, entry.rule(info.module).name_template, info, (info.shape[0], info.shape[1])
+            )
             for info in tensors
             if len(info.shape) == 2 and info.name.endswith(".weight") and entry.rule(info.module).compress
         }

@@ -20,7 +20,7 @@ def check_listed(headers: Headers, findings: Findings) -> None:
         module = weight.module
         names: list[str] = [module]
         if headers.entry is not None:
-            spellings = dict.fromkeys([module, headers.entry.looked_up(module)])
+            spellings = dict.fromkeys([module, headers.entry.vllm_name(module)])
             names = [name for spelling in spellings for name in headers.entry.model.names_of(spelling)]
         listed = ignored.find(names)
         if listed is not None:
@@ -55,7 +55,7 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
         linear = rule.compress or (rule.keep is not None and rule.keep not in NOT_LINEAR)
         if not (rule.stack or (matrix and linear)) or headers.quantization.format_of(info.module) is None:
             continue
-        engine_name = entry.looked_up(info.module)
+        engine_name = entry.vllm_name(info.module)
         if ignored.find(entry.model.names_of(engine_name)) is not None:
             continue
         if rule.keep is None or findings.ours:

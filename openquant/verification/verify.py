@@ -180,7 +180,7 @@ class _Verification:
         entry, scheme = headers.entry, headers.scheme
         # Keys that the config needs beside its quantization_config. Other tools may store projections unfused.
         config = self.checkpoint.config if self.ours else {}
-        self.required_keys = entry.model.written(scheme.name if scheme else None, config) if entry else {}
+        self.required_keys = entry.model.extra_config(scheme.name if scheme else None, config) if entry else {}
         self.plan: Plan | None = None
         self.transforms = WeightTransforms()
         # The source's weights by module.
@@ -284,10 +284,10 @@ class _Verification:
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
             options, layout = PlanOptions(head=self.headers.head, cached=self.fp8_cache), self._stored_layout()
-            self.plan = make_plan(origin, scheme, options, found=layout)
+            self.plan = make_plan(origin, scheme, options, stored=layout)
             if self.ours:
                 self._recognize_smoothing(self.plan)
-                self.plan = make_plan(origin, scheme, replace(options, transforms=self.transforms), found=layout)
+                self.plan = make_plan(origin, scheme, replace(options, transforms=self.transforms), stored=layout)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
@@ -333,7 +333,7 @@ class _Verification:
     def _pair(self, source: Checkpoint) -> list[Pair]:
         """Match the output's tensors with the source's, report misfits, and return the unquantized ones with theirs."""
         pairs: list[Pair] = []
-        smoothed = {kept.tensor.name: kept.changed for kept in self.plan.decisions.kept} if self.plan else {}
+        smoothed = {kept.tensor.name: kept.smoothed for kept in self.plan.decisions.passthrough} if self.plan else {}
         foreign: list[str] = []
         recast: list[str] = []
         added = {info.name for info in self.cache_scales} if self.fp8_cache else set()

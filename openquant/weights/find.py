@@ -289,7 +289,7 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
 
 def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterator[QuantizedWeight]:
     model = MODELS.get(checkpoint.architecture)
-    ranked = model.ranked if model else None
+    ranked = model.per_rank if model else None
     in_parts = compile_any(absolute_patterns(model, [ranked.pattern])) if model and ranked else None
     for pair in all_pairs:
         info = pair.codes

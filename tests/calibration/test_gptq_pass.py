@@ -97,7 +97,7 @@ def test_gptq_lowers_the_error_of_all_layers(
     plan = compressed(source, tmp_path / "gptq", scheme, gptq=True)
     compressed(source, tmp_path / "nearest", scheme, gptq=False)
     layers = 7 * small_checkpoints.LAYERS
-    assert f"{layers} layers are rounded by GPTQ, with the inputs that 4 x 150 tokens give them" in plan.notes
+    assert f"GPTQ rounds {layers} layers with their Hessians over 4 x 150 tokens" in plan.notes
     assert [path.name for path in tmp_path.glob("*.rounded")] == []
     one, other = small_checkpoints.read(tmp_path / "gptq"), small_checkpoints.read(tmp_path / "nearest")
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in one.items()} == {
@@ -142,7 +142,7 @@ def test_layers_that_run_several_times_are_refused(shelf: Shelf, tmp_path: Path)
     with pytest.raises(PlanError) as caught:
         compressed(shelf.source("HrmTextForCausalLM"), tmp_path / "out", SCHEMES["int4"], True)
     assert caught.value.message == (
-        "HrmTextForCausalLM runs its layers several times, and GPTQ rounds a layer once texts are through it"
+        "HrmTextForCausalLM runs its layers several times, and GPTQ rounds a layer after its first pass"
     )
     assert not (tmp_path / "out").exists()
 
@@ -186,12 +186,12 @@ def test_experts_are_rounded_by_their_own_tokens(shelf: Shelf, tmp_path: Path) -
     compressed(source, tmp_path / "nearest", SCHEMES["nvfp4"], gptq=False)
     experts = 3 * small_checkpoints.EXPERTS
     assert (
-        f"{4 * small_checkpoints.LAYERS + 3 + experts} layers are rounded by GPTQ, with the inputs that 4 x 150 "
+        f"GPTQ rounds {4 * small_checkpoints.LAYERS + 3 + experts} layers with their Hessians over 4 x 150 "
         in plan.notes[-2]
     )
     assert plan.notes[-1] == (
-        f"{experts} of them are experts, each rounded with the tokens that come to it; those without any with what goes "
-        "into their layer, but for down, to nearest"
+        f"{experts} of them are experts, each rounded with the Hessian over the tokens routed to it; without any tokens "
+        "gate and up use the Hessian over all tokens of their layer, and down is rounded to nearest"
     )
     one, other = small_checkpoints.read(tmp_path / "gptq"), small_checkpoints.read(tmp_path / "nearest")
     differ = {name for name in one if not torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8))}

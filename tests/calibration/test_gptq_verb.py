@@ -71,7 +71,7 @@ def test_the_command_says_what_it_does(
     monkeypatch.chdir(tmp_path)
     assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr()
-    note = "note: 28 layers are rounded by GPTQ, with the inputs that 2 x 64 tokens give them\n"
+    note = "note: GPTQ rounds 28 layers with their Hessians over 2 x 64 tokens\n"
     assert note in said.out
     assert " meanwhile for rounded layers\n" in said.out
     assert not list(tmp_path.iterdir())

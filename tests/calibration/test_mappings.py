@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from openquant.calibration.mappings import SmoothingMapping, find_smoothing_mappings
 from openquant.models import MODELS
-from openquant.registry.smoothing import FOLDS
+from openquant.registry.smoothing import SMOOTHING_RULES
 from support import small_checkpoints
 from support.conversions import Shelf
 
 Weights = dict[str, torch.Tensor]
 IDS = torch.randint(10, 500, (1, 24), generator=torch.Generator().manual_seed(0))
-SMOOTHED = [name for name in small_checkpoints.ARCHITECTURES if name in FOLDS]
+SMOOTHED = [name for name in small_checkpoints.ARCHITECTURES if name in SMOOTHING_RULES]
 
 
 def opened(root: Path) -> tuple[Weights, tuple[SmoothingMapping, ...]]:
@@ -81,7 +81,7 @@ def test_smoothing_leaves_logits_as_they_are(shelf: Shelf, tmp_path: Path, archi
     weights, found = opened(shelf.source(architecture))
     root = copied(shelf.source(architecture), tmp_path / "x")
     before = logits(root, weights)
-    assert {fold.source.rpartition(".")[2] for fold in MODELS[architecture].folds} == {
+    assert {fold.smooth_layer.rpartition(".")[2] for fold in MODELS[architecture].smoothing} == {
         each.smooth_layer.rpartition(".")[2] for each in found
     }
     for number, each in enumerate(found):
@@ -96,8 +96,8 @@ def test_smoothing_leaves_logits_as_they_are(shelf: Shelf, tmp_path: Path, archi
 
 
 def test_every_architecture_with_smoothing_rules_is_tested() -> None:
-    assert FOLDS.keys() == set(SMOOTHED)
-    assert {name for name, model in MODELS.items() if model.folds} == FOLDS.keys()
+    assert SMOOTHING_RULES.keys() == set(SMOOTHED)
+    assert {name for name, model in MODELS.items() if model.smoothing} == SMOOTHING_RULES.keys()
 
 
 def test_a_mapping_has_all_balance_layers(shelf: Shelf) -> None:

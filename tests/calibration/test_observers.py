@@ -179,7 +179,7 @@ def test_every_layer_of_a_plan_is_observed(shelf: Shelf, tmp_path: Path, archite
         )
     except PlanError as error:
         # Of one transformers caches latents, vLLM keys and values.
-        unseen = "the calibration has not seen keys and values of layer 0"
+        unseen = "the calibration did not observe keys and values of layer 0"
         assert "(MLA)" in error.message or "no engine loads" in error.message or error.message == unseen
         assert calibration.cached == {} or "(MLA)" not in error.message
     else:

@@ -262,7 +262,7 @@ def test_a_smoothed_model_computes_the_same(tmp_path: Path, architecture: str) -
     reader, changed = opened(source), dict[str, torch.Tensor]()
     tuned = make_plan(open_checkpoint(source), INT8, PlanOptions(transforms=transforms))
     weights = small_checkpoints.read(source)
-    for weight in (*tuned.layers.values(), *(kept.changed for kept in tuned.decisions.kept)):
+    for weight in (*tuned.layers.values(), *(kept.smoothed for kept in tuned.decisions.passthrough)):
         if not isinstance(weight, Weight):
             continue
         values = np.concatenate([bits.view(np.float32).copy() for bits in reader.rows(weight, 1)])

@@ -231,7 +231,7 @@ def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path
     )
     assert title in done.stdout
     assert re.search(
-        r"\nFP8   lm_head +2048 x 256  1\.05 MB   532 kB  channel: engines load no output head that is stored so\n",
+        r"\nFP8   lm_head +2048 x 256  1\.05 MB   532 kB  channel: engines load no output head in this scheme\n",
         done.stdout,
     )
     assert re.search(r"self_attn\.k_proj .* channel: --tp 2: 128 / 2 = 64 is not a multiple of 128\n", done.stdout)
@@ -289,9 +289,7 @@ def test_quiet_and_verbose(run: Run, source: Path) -> None:
 
 def test_widening_is_said_in_the_plan_and_beside_json(run: Run, source: Path) -> None:
     arguments = ["-m", source, "--dry-run", "--ignore", "model.layers.1.mlp.up_proj"]
-    note = (
-        "note: --ignore model.layers.1.mlp.up_proj widened to what engines join with it: model.layers.1.mlp.gate_proj\n"
-    )
+    note = "note: --ignore model.layers.1.mlp.up_proj also applies to the layers fused with it: model.layers.1.mlp.gate_proj\n"
     assert note in run(*arguments).stdout
     told = run(*arguments, "--json")
     assert told.stderr == note

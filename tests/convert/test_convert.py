@@ -585,7 +585,7 @@ def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path, stack
     with pytest.raises(PlanError) as caught:
         compress(source, tmp_path / "out")
     assert caught.value.message == (
-        "model.layers.1.feed_forward.experts.0.gate_proj.weight is in the stack of experts too"
+        "model.layers.1.feed_forward.experts.0.gate_proj.weight is also in the stack of experts"
     )
 
 

@@ -17,11 +17,11 @@ from openquant.models import MODELS
 from openquant.plan import summary
 from openquant.plan.config import has_fp8_cache, output_config
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.engines import unread_by_sglang
-from openquant.plan.kv_cache import cache_layers
+from openquant.plan.engines import sglang_refusal
+from openquant.plan.kv_cache import find_cached_attentions
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.tensor_parallel import text_config
-from openquant.registry.parts import SGLANG_ONES
+from openquant.registry.parts import IGNORED_CACHE_SCALES
 from openquant.registry.rules import ModuleRules
 from openquant.version import SGLANG
 from openquant.weights.statistics import Calibration
@@ -53,7 +53,7 @@ def layers_of(name: str, **config: Any) -> dict[int, str]:
     checkpoint = published(name)
     checkpoint.config.update(config)
     entry = ModuleRules(MODELS[checkpoint.architecture])
-    return cache_layers(
+    return find_cached_attentions(
         (info.module for info in checkpoint.tensors.values()), entry, text_config(checkpoint, entry.model)
     )
 
@@ -66,12 +66,16 @@ def test_every_scheme_has_scales_of_one_in_all_layers(tmp_path: Path, scheme: Sc
     plan = planned(small_checkpoints.write(tmp_path / "source"), scheme)
     outputs = [info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)]
     assert sorted(info.name for info in outputs if info.name.endswith(("k_scale", "v_scale"))) == ALL
-    assert has_fp8_cache(plan) and summary.cache_layers(plan) == 2 and summary.suffix(plan) == f"{scheme.suffix}-KV8"
+    assert (
+        has_fp8_cache(plan)
+        and summary.find_cached_attentions(plan) == 2
+        and summary.suffix(plan) == f"{scheme.suffix}-KV8"
+    )
     key = "kv_cache_quant_algo" if scheme.method == "fp8" else "kv_cache_scheme"
     assert key in output_config(plan)["quantization_config"]
-    told = "vLLM reads no cache in FP8 off this format: serve with --kv-cache-dtype fp8"
+    told = "vLLM does not take an FP8 KV cache from a config in this format: serve with --kv-cache-dtype fp8"
     assert (told in plan.notes) is (scheme.method == "fp8")
-    assert any(note.startswith("scales of keys and values are 1 in all of 2 layers") for note in plan.notes)
+    assert any(note.startswith("scales of the KV cache are 1 in all of 2 layers") for note in plan.notes)
     assert all(line.bytes_before == 0 for line in plan.lines if line.names[0] in ALL)
 
 
@@ -122,7 +126,7 @@ def test_latent_attention_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "Lfm2MoeForCausalLM"])
 def test_where_engines_load_no_such_scales_it_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(PlanError, match="no engine loads scales of keys and values"):
+    with pytest.raises(PlanError, match="no engine loads scales of the KV cache"):
         planned(small_checkpoints.write(tmp_path / "source", name))
 
 
@@ -140,7 +144,7 @@ def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: s
     reason = MODELS[name].sglang.cache
     assert (reason is None) is (name == "Qwen3ForCausalLM")
     scheme = next(each for each in (TENSOR, CHANNEL) if MODELS[name].sglang.refusal(each.name, each.method) is None)
-    unread = unread_by_sglang(planned(shelf.source(name), scheme).entry, planned(shelf.source(name), scheme).decisions)
+    unread = sglang_refusal(planned(shelf.source(name), scheme).entry, planned(shelf.source(name), scheme).decisions)
     # Attention that it builds in bfloat16 is refused before.
     assert (unread and unread.why) == (
         reason if not MODELS[name].sglang.plain else "it builds **.self_attn.* in bfloat16"
@@ -149,8 +153,8 @@ def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: s
 
 def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
     source, two = shelf.source("Qwen3NextForCausalLM"), seen((1.0, 1.0), (900.0, 1.0))
-    assert unread_by_sglang(planned(source).entry, planned(source).decisions) is None
-    unread = unread_by_sglang(
+    assert sglang_refusal(planned(source).entry, planned(source).decisions) is None
+    unread = sglang_refusal(
         planned(source, options=PlanOptions(cached=True, calibration=two)).entry,
         planned(source, options=PlanOptions(cached=True, calibration=two)).decisions,
     )
@@ -158,33 +162,33 @@ def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
 
 
 def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) -> None:
-    note = f"{SGLANG} takes 1 in place of these scales of keys and values, without a word"
+    note = f"{SGLANG} silently uses 1 in place of these scales of the KV cache"
     two = PlanOptions(cached=True, calibration=seen((900.0, 1.0), (900.0, 1.0)))
     # The first has no such scales in its attention, the second leaves them as they were made.
     for name in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"):
         assert note in planned(shelf.source(name), options=two).notes
         assert note not in planned(shelf.source(name)).notes
     assert note not in planned(shelf.source("LlamaForCausalLM"), options=two).notes
-    assert {name for name, entry in MODELS.items() if entry.sglang.ones} == set(SGLANG_ONES)
+    assert {name for name, entry in MODELS.items() if entry.sglang.ignores_cache_scales} == set(IGNORED_CACHE_SCALES)
 
 
 def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     plan = planned(source, options=PlanOptions(cached=True, calibration=seen((21.5, 3.25), (900.0, 0.5))))
-    made = {kept.tensor.name: kept.made for kept in plan.decisions.kept if kept.made is not None}
+    made = {kept.tensor.name: kept.value for kept in plan.decisions.passthrough if kept.value is not None}
     assert list(made.values()) == [2.0**-4, 2.0**-7, 4.0, 2.0**-9]
-    (note,) = (note for note in plan.notes if "of a calibration" in note)
+    (note,) = (note for note in plan.notes if "a calibration with" in note)
     assert note.endswith(
-        "1 would have done in 1 of 2 layers, not in model.layers.1.self_attn (keys up to 900, values up to 0.5)"
+        "1 would do in 1 of 2 layers, but not in model.layers.1.self_attn (keys up to 900, values up to 0.5)"
     )
     usual = planned(source, options=PlanOptions(cached=True, calibration=seen((21.5, 3.25), (448.0, 1.0))))
-    assert any(note.endswith("1 would have done in all of 2 layers") for note in usual.notes)
+    assert any(note.endswith("1 would do in all of 2 layers") for note in usual.notes)
     assert len({plan.digest, usual.digest, planned(source).digest, planned(source, options=PlanOptions()).digest}) == 4
 
 
 def test_a_calibration_without_ranges_of_a_layer_is_refused(tmp_path: Path) -> None:
     options = PlanOptions(cached=True, calibration=seen((1.0, 1.0)))
-    with pytest.raises(PlanError, match="has not seen keys and values of layer 1"):
+    with pytest.raises(PlanError, match="did not observe keys and values of layer 1"):
         planned(small_checkpoints.write(tmp_path / "source"), options=options)
 
 
@@ -212,7 +216,7 @@ def test_scales_of_a_source_are_kept_under_names_that_engines_load(tmp_path: Pat
     compress(source, tmp_path / "out", "channel", kv_cache="fp8")
     assert scales_of(tmp_path / "out") == dict(zip(ALL, [0.25, 0.5, 3.0, 3.0], strict=True))
     assert not any("output_scale" in name or "kv_scale" in name for name in small_checkpoints.read(tmp_path / "out"))
-    assert "4 of 4 scales of keys and values are the source's, all others 1" in planned(source).notes
+    assert "4 of 4 scales of the KV cache are the source's, all others 1" in planned(source).notes
     dequantize(tmp_path / "out", tmp_path / "plain")
     assert scales_of(tmp_path / "plain") == {}
 

@@ -65,7 +65,7 @@ def test_a_stack_is_its_experts_and_draft_layers_are_counted() -> None:
     assert [each.shape for each in down.source] == [(128, 768, 2048)]
     plan = planned("DeepseekV3ForCausalLM")
     draft = one(plan, "model.layers.61.self_attn.o_proj")
-    assert (draft.why, draft.rule) == ("draft layer", Rule("draft_layers", "num_hidden_layers"))
+    assert (draft.why, draft.rule) == ("MTP layer", Rule("draft_layers", "num_hidden_layers"))
     # Listed once for all experts of a layer.
     expert = one(plan, "model.layers.61.mlp.experts.0.up_proj")
     assert expert.listed is not None

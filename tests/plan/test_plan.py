@@ -72,7 +72,7 @@ def test_a_plan_says_what_it_lacks() -> None:
     assert lacks(INT4_W4A16, gptq=texts, transforms=WeightTransforms()) == {"Hessians"}
     plan = make_plan(checkpoint, INT4_W4A16, PlanOptions(gptq=texts))
     assert plan.with_rounded({}).lacks == set()
-    with pytest.raises(PlanError, match="^static activations need scales: "):
+    with pytest.raises(PlanError, match="^static activation scales need a calibration, or "):
         lacks(TENSOR_STATIC)
 
 
@@ -112,9 +112,9 @@ def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
         f"FooForCausalLM is not a known architecture; known are {', '.join(sorted(MODELS))}"
     )
     assert caught.value.hint == (
-        "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM what it "
-        "builds of the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add an "
-        "entry to openquant/architectures (README: Adding an architecture)"
+        "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM how it "
+        "builds the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add an "
+        "entry to openquant/registry (docs/adding-an-architecture.md)"
     )
 
 
@@ -132,7 +132,7 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
         "model.extra, model.layers.{0..1}.mlp.router.weight matches no pattern of Qwen3ForCausalLM"
     )
     assert caught.value.hint == (
-        "list it under compress or keep in openquant/architectures, or leave it as it is with --ignore"
+        "list it under compress or keep in openquant/registry, or leave it as it is with --ignore"
     )
 
 
@@ -140,9 +140,9 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
     ("gone", "note"),
     [
         (r"layers\.1\.", "decoder layers that config.json counts (num_hidden_layers 2): 1"),
-        (r"layers\.0\.mlp\.up_proj", "what belongs to model.layers.0.mlp.gate_proj in other layers"),
-        (r"layers\.1\.mlp\.experts\.3\.up_proj", "experts in model.layers.1.mlp.experts, beside other layers"),
-        (r"layers\.1\.mlp\.experts\.3\.", "experts in model.layers.1.mlp.experts, beside other layers"),
+        (r"layers\.0\.mlp\.up_proj", "layers that engines fuse with model.layers.0.mlp.gate_proj"),
+        (r"layers\.1\.mlp\.experts\.3\.up_proj", "experts in model.layers.1.mlp.experts: other layers have more"),
+        (r"layers\.1\.mlp\.experts\.3\.", "experts in model.layers.1.mlp.experts: other layers have more"),
         (r"no such name", None),
     ],
 )
@@ -212,12 +212,12 @@ def test_ignore_widens_to_the_joined_set_and_says_so(source: Path) -> None:
     assert "model.layers.1.mlp.down_proj" in quantized(plan)
     assert reason(plan, "model.layers.0.self_attn.k_proj") == "--ignore model.layers.0.self_attn.k_proj"
     assert reason(plan, "model.layers.0.self_attn.q_proj") == (
-        "shares its status with k_proj (--ignore model.layers.0.self_attn.k_proj)"
+        "same as k_proj (--ignore model.layers.0.self_attn.k_proj)"
     )
     notes = sorted(plan.notes)
     assert [note.split(":")[0] for note in notes] == [
-        "--ignore model.layers.0.self_attn.k_proj widened to what engines join with it",
-        "--ignore model.layers.1.mlp.up_proj widened to what engines join with it",
+        "--ignore model.layers.0.self_attn.k_proj also applies to the layers fused with it",
+        "--ignore model.layers.1.mlp.up_proj also applies to the layers fused with it",
     ]
     assert notes[1].endswith(": model.layers.1.mlp.gate_proj")
 
@@ -269,7 +269,7 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
     assert summary.quantized_tensors(plan) == 14 - 6
     assert reason(plan, "model.layers.0.mlp.down_proj") == "256 x 320 does not divide into 128 x 128 blocks"
     assert reason(plan, "model.layers.1.self_attn.q_proj") == (
-        "shares its status with k_proj (64 x 256 does not divide into 128 x 128 blocks)"
+        "same as k_proj (64 x 256 does not divide into 128 x 128 blocks)"
     )
     assert plan.notes == (
         "blocks do not divide, which leaves 6 of 14 layers (35.5 % of their bytes) unquantized; "
@@ -407,7 +407,7 @@ def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
             "compressed-tensors format"
         )
         assert caught.value.hint == (
-            "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them as they are "
+            "use --scheme channel or --format fp8, give them another scheme with --scheme-for, or leave them unquantized "
             "with --ignore"
         )
         assert summary.quantized_tensors(plan_of(root, TENSOR_COMPRESSED, "**.experts.**")) > 0
@@ -418,7 +418,7 @@ def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not
     plan = plan_of(root, BLOCK_COMPRESSED)
     attention = "model.layers.0.self_attn"
     assert reason(plan, f"{attention}.q_proj") == "channel: engines reorder its rows but not its scales"
-    assert reason(plan, f"{attention}.v_proj").startswith("channel: shares its status with ")
+    assert reason(plan, f"{attention}.v_proj").startswith("channel: same as ")
     assert reason(plan, f"{attention}.o_proj") == ""
     assert plan.notes == (
         "one scale per output row instead for 6 of 26 layers (20.5 % of their bytes): "
@@ -450,7 +450,7 @@ def test_what_is_left_behind_is_told(source: Path) -> None:
     (source / ".cache").mkdir()
     (source / ".cache" / "kept").write_text("")
     plan = plan_of(source, TENSOR)
-    assert set(plan.seen.left_out) == {"pytorch_model.bin", ".cache/"}
+    assert set(plan.decoded.left_out) == {"pytorch_model.bin", ".cache/"}
     assert set(plan.files) == {"config.json", "generation_config.json"}
 
 
@@ -498,9 +498,9 @@ def test_another_scheme_widens_to_the_joined_set_and_says_so(source: Path) -> No
     assert [stored(plan, module) for module in attention] == ["channel"] * 3
     option = "--scheme-for model.layers.0.self_attn.k_proj=channel"
     assert reason(plan, attention[1]) == f"channel: {option}"
-    assert reason(plan, attention[0]) == f"channel: shares its status with k_proj ({option})"
+    assert reason(plan, attention[0]) == f"channel: same as k_proj ({option})"
     assert stored(plan, "model.layers.1.self_attn.k_proj") == "block"
-    assert plan.notes == (f"{option} widened to what engines join with it: {attention[0]}, {attention[2]}",)
+    assert plan.notes == (f"{option} also applies to the layers fused with it: {attention[0]}, {attention[2]}",)
     assert summary.schemes(plan) == {BLOCK_COMPRESSED: 11, CHANNEL: 3}
     assert summary.title(plan) == "one scale per 128x128 block, 3 of 14 layers one scale per output row"
     assert summary.quantized_tensors(plan) == 14
@@ -601,17 +601,17 @@ def test_layers_are_named_as_engines_name_them(
     assert sorted(targets(plan)[1]) == expected
 
 
-LOST = "it drops the scales of blocks without a word; --format compressed-tensors loads"
-MXFP8_UNKNOWN = "it knows no mxfp8; try another scheme"
-PLAIN = "it builds **.self_attn.* in bfloat16; with --ignore for that it loads"
-NO_NAMES = "it finds none of these layers by name; with all layers alike it loads"
-HEAD = "it builds the output head in bfloat16 whatever is stored; without --quantize-lm-head it loads"
-BLOCKS = "it loads blocks only where most layers have them; -w 128 with --scheme-for loads"
+LOST = "it silently drops the scales of blocks; --format compressed-tensors loads"
+MXFP8_UNKNOWN = "it does not support mxfp8; try another scheme"
+PLAIN = "it builds **.self_attn.* in bfloat16; it loads with --ignore for these"
+NO_NAMES = "it finds none of these layers by name; it loads if all layers have the same scheme"
+HEAD = "it builds the output head in bfloat16, whatever is stored; it loads without --quantize-lm-head"
+BLOCKS = "it loads blocks only if most layers have them; it loads -w 128 with --scheme-for"
 WORDS = (
-    "it loads experts in words only where all layers are in words; give the experts --scheme-for nvfp4, or all layers "
-    "the same"
+    "it loads int32-packed experts only if all layers are int32-packed; give the experts --scheme-for nvfp4, or all "
+    "layers the same scheme"
 )
-UNPACKED = "it takes no packed codes for **.self_attn.q_a_proj; with --ignore for that it loads"
+UNPACKED = "it accepts no packed codes for **.self_attn.q_a_proj; it loads with --ignore for these"
 FIRST = ("**.layers.0.**",)
 
 
@@ -646,7 +646,7 @@ FIRST = ("**.layers.0.**",)
             INT4_SHIFTED,
             PlanOptions(),
             "it loads no experts in int4 with zero points; give them another scheme with --scheme-for, or leave them "
-            "as they are with --ignore",
+            "unquantized with --ignore",
         ),
         ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(), UNPACKED),
         ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(("**.q_a_proj",)), None),
@@ -655,7 +655,7 @@ FIRST = ("**.layers.0.**",)
             "AfmoeForCausalLM",
             TENSOR,
             PlanOptions(),
-            "it builds **.mlp.experts.** in bfloat16; with --ignore for that it loads",
+            "it builds **.mlp.experts.** in bfloat16; it loads with --ignore for these",
         ),
     ],
 )
@@ -734,7 +734,7 @@ def test_what_blocks_do_not_divide_has_rows_where_the_format_mixes(tmp_path: Pat
     assert summary.schemes(plan) == {BLOCK_COMPRESSED: 10, CHANNEL: 13}
     assert reason(plan, "model.layers.0.mlp.down_proj") == "channel: 256 x 96 does not divide into 128 x 128 blocks"
     assert reason(plan, "model.layers.1.mlp.experts.0.gate_proj") == (
-        "channel: shares its status with down_proj (256 x 96 does not divide into 128 x 128 blocks)"
+        "channel: same as down_proj (256 x 96 does not divide into 128 x 128 blocks)"
     )
     assert stored(plan, "model.layers.0.mlp.gate_proj") == "block"
     assert len(plan.notes) == 1
@@ -854,7 +854,7 @@ def test_the_number_of_a_draft_layer_may_be_any(tmp_path: Path) -> None:
     module = f"model.layers.{'9' * 900}.eh_proj"
     weights[f"{module}.weight"] = torch.ones(64, 64)
     plan = plan_of(small_checkpoints.write(tmp_path / "a", "DeepseekV3ForCausalLM", weights=weights), TENSOR)
-    assert reason(plan, module) == "draft layer"
+    assert reason(plan, module) == "MTP layer"
 
 
 def test_heads_are_copied_to_ranks_evenly_or_not_at_all(tmp_path: Path) -> None:
@@ -916,7 +916,7 @@ def test_output_head_is_named_among_what_is_quantized(source: Path, scheme: Sche
 def test_output_head_has_no_blocks(source: Path) -> None:
     plan = with_head(source, BLOCK_COMPRESSED)
     assert targets(plan) == [["Linear"], ["re:(.*[.])?lm_head"]]
-    assert reason(plan, "lm_head") == "channel: engines load no output head that is stored so"
+    assert reason(plan, "lm_head") == "channel: engines load no output head in this scheme"
     assert plan.notes == ("one scale per output row instead for 1 of 15 layers (10.0 % of their bytes): lm_head",)
 
 
@@ -935,17 +935,17 @@ def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
         (
             "Gemma3ForCausalLM",
             CHANNEL,
-            "the output head is the embedding (tie_word_embeddings), which stays as it is",
+            "the output head is the embedding (tie_word_embeddings), which stays unquantized",
         ),
         (
             "Gemma3ForConditionalGeneration",
             CHANNEL,
-            "the output head is the embedding (tie_word_embeddings), which stays as it is",
+            "the output head is the embedding (tie_word_embeddings), which stays unquantized",
         ),
         (
             "AfmoeForCausalLM",
             CHANNEL,
-            f"AfmoeForCausalLM: its output head stays as it is: {VLLM} builds it without a name to find its scheme by",
+            f"AfmoeForCausalLM: its output head stays unquantized: {VLLM} builds it without a name to find its scheme by",
         ),
     ],
 )
@@ -965,7 +965,7 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
     name = "MiniCPM3ForCausalLM"
     source = open_checkpoint(small_checkpoints.write(tmp_path / "a", name))
     module = "model.layers.{0..1}.self_attn.q_a_proj"
-    why = f"{VLLM} builds it without a name to find its scheme by, so it is read as most layers are stored"
+    why = f"{VLLM} builds it without a name and so reads it in the scheme of most layers"
     asked = {
         "--ignore **.self_attn.*": PlanOptions(ignore=("**.self_attn.*",)),
         "--scheme-for **.q_a_proj=block": PlanOptions(scheme_for=(("**.q_a_proj", BLOCK_COMPRESSED),)),

@@ -182,7 +182,7 @@ def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() 
         ("MistralForCausalLM", {"sliding_window": True}, "config.json's sliding_window is True"),
         ("Gemma2ForCausalLM", {"layer_types": ["sliding_attention"] * 26}, "config.json's sliding_window is None"),
         ("Phi3ForCausalLM", {"num_key_value_heads": None}, "does not count its heads"),
-        ("HrmTextForCausalLM", {"L_cycles": 3}, "how often a token goes through a layer: config.json's H_cycles"),
+        ("HrmTextForCausalLM", {"L_cycles": 3}, "how often a token runs through a layer: config.json's H_cycles"),
     ],
 )
 def test_what_is_not_known_is_not_guessed(names: str, more: dict[str, Any], why: str) -> None:
@@ -248,7 +248,7 @@ def test_source_and_output_differ_by_their_weights() -> None:
 def test_draft_layers_are_not_loaded() -> None:
     plan = make_plan(with_few_experts(published("GlmMoeDsaForCausalLM")), TENSOR)
     assert summary.serving(plan) is not None
-    drafts = sum(line.bytes_after for line in plan.lines if line.why == "draft layer")
+    drafts = sum(line.bytes_after for line in plan.lines if line.why == "MTP layer")
     assert drafts > 0
     assert summary.serving(plan)[1].weights_bytes == summary.output_bytes(plan) - drafts
 

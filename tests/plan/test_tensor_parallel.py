@@ -12,7 +12,7 @@ from openquant.formats.format import Group
 from openquant.formats.schemes import TENSOR
 from openquant.models import MODELS
 from openquant.plan.plan import make_plan
-from openquant.plan.tensor_parallel import ParallelSize, fused_parts, parallel_sizes, text_config, why_indivisible
+from openquant.plan.tensor_parallel import ParallelSize, check_parallel_sizes, fused_parts, text_config, why_indivisible
 from openquant.registry.architecture import ParallelSplit
 from openquant.registry.parts import HEADS, KV_HEADS
 from openquant.registry.rules import ModuleRules
@@ -99,17 +99,17 @@ def test_the_first_layer_that_does_not_divide_is_named(tmp_path: Path) -> None:
     entry = ModuleRules(MODELS["Qwen3ForCausalLM"])
     layers = make_plan(checkpoint, TENSOR).layers
     quantized = [(layer, (1, 1)) for layer in layers.values()]
-    sizes = parallel_sizes(checkpoint, entry, quantized, None)
+    sizes = check_parallel_sizes(checkpoint, entry, quantized, None)
     heads = "model.layers.*.self_attn.o_proj: 4 heads do not divide by "
     assert sizes == (
         ParallelSize(1, None), ParallelSize(2, None), ParallelSize(4, None),
         ParallelSize(8, f"{heads}8"), ParallelSize(16, f"{heads}16"),
     )  # fmt: skip
-    asked = parallel_sizes(checkpoint, entry, quantized, 3)
+    asked = check_parallel_sizes(checkpoint, entry, quantized, 3)
     assert asked[2] == ParallelSize(3, "model.layers.*.mlp.down_proj: 512 does not divide by 3")
     assert [entry.size for entry in asked] == [1, 2, 3, 4, 8, 16]
     # Only what is not divided is left.
-    assert {size.problem for size in parallel_sizes(checkpoint, entry, [], 3)} == {None}
+    assert {size.problem for size in check_parallel_sizes(checkpoint, entry, [], 3)} == {None}
 
 
 def test_sizes_come_from_the_language_model_in_a_wrapper(tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ def test_draft_layers_stay_and_are_listed(name: str) -> None:
     checkpoint = published(name)
     plan = make_plan(checkpoint, TENSOR)
     draft = f"model.layers.{checkpoint.config['num_hidden_layers']}."
-    kept = {module for line in plan.lines if line.why == "draft layer" for module in line.names}
+    kept = {module for line in plan.lines if line.why == "MTP layer" for module in line.names}
     assert kept == {
         info.module for info in checkpoint.tensors.values() if info.name.startswith(draft) and len(info.shape) > 1
     }
@@ -338,7 +338,7 @@ def test_experts_stacked_the_other_way_around_are_refused() -> None:
         name: info._replace(shape=(info.shape[0], info.shape[2], info.shape[1])) if ".experts." in name else info
         for name, info in checkpoint.tensors.items()
     }
-    with pytest.raises(PlanError, match="are the experts stacked the other way around"):
+    with pytest.raises(PlanError, match="are the experts transposed"):
         make_plan(replace(checkpoint, tensors=tensors), TENSOR)
 
 

@@ -11,11 +11,11 @@ def test_modules_named_alike_have_one_role() -> None:
     path = "model.layers.{}.mlp.experts.{}.down_proj"
     rule = entry.rule(path.format(0, 7))
     assert rule is entry.rule(path.format(31, 100))
-    assert (rule.alike, rule.patterns, rule.compress) == (path.format("*", "*"), 1, True)
+    assert (rule.name_template, rule.patterns, rule.compress) == (path.format("*", "*"), 1, True)
     assert (rule.keep, rule.stack, rule.fused) == (None, None, None)
     # A number of so many digits is a name.
     long = entry.rule("model.layers.0.mlp.experts." + "9" * 19)
-    assert long.alike == "model.layers.*.mlp.experts." + "9" * 19
+    assert long.name_template == "model.layers.*.mlp.experts." + "9" * 19
 
 
 def test_experts_are_found_at_any_depth_below_their_path() -> None:

@@ -112,7 +112,7 @@ def test_the_card_says_what_sglang_does_not_load(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "m", "LlamaForCausalLM"), tmp_path / "out", "block")
     text = (tmp_path / "out" / "README.md").read_text()
     assert (
-        f"This output is for vLLM ({SGLANG} does not load it: it drops the scales of blocks without a word); "
+        f"This output is for vLLM ({SGLANG} does not load it: it silently drops the scales of blocks); "
         "transformers loads it too." in text
     )
     assert "\nvllm serve out\n" in text

@@ -126,7 +126,7 @@ def test_the_plan_is_that_of_the_entry(
     # A stack's experts lie the same way around.
     cut = [{(one.module, one.part, one.transposed) for one, _ in plan.decisions.quantized} for plan in (ours, theirs)]
     assert cut[0] == cut[1]
-    sets = [{each for each in plan.decisions.sets.values() if len(each) > 1} for plan in (ours, theirs)]
+    sets = [{each for each in plan.decisions.fused.values() if len(each) > 1} for plan in (ours, theirs)]
     assert sets[0] == sets[1]
     assert summary.parallel_sizes(ours) == summary.parallel_sizes(theirs)
 
@@ -150,7 +150,7 @@ def test_rows_in_another_order_stay_as_they_are(
     name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Architecture]
 ) -> None:
     plan = planned(checkpoints[name], found[name])
-    kept = {one.tensor.module.rpartition(".")[2] for one in plan.decisions.kept if "in another order" in one.why}
+    kept = {one.tensor.module.rpartition(".")[2] for one in plan.decisions.passthrough if "in another order" in one.why}
     assert kept == TURNED[name]
 
 

@@ -183,7 +183,11 @@ def test_a_draft_quantizes_what_the_written_entry_does(
     for module, one in told[architecture].items():
         if one.read:
             drafted, written = ModuleRules(made.entry).rule(module), ModuleRules(MODELS[architecture]).rule(module)
-            assert (drafted.compress, drafted.stack, drafted.below) == (written.compress, written.stack, written.below)
+            assert (drafted.compress, drafted.stack, drafted.expert_depth) == (
+                written.compress,
+                written.stack,
+                written.expert_depth,
+            )
 
 
 def test_the_tool_prints_a_draft() -> None:

@@ -22,7 +22,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_others, find_scheme
 from openquant.models import MODELS
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.engines import unread_by_sglang
+from openquant.plan.engines import sglang_refusal
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 
@@ -345,7 +345,7 @@ def test_sglang_loads_what_the_plan_says(
         head=cell.options.get("quantize_lm_head", False),
     )
     plan = make_plan(open_checkpoint(sources[cell.architecture]), scheme, options)
-    assert found.partition(":")[0] == ("refused" if unread_by_sglang(plan.entry, plan.decisions) else "loaded"), found
+    assert found.partition(":")[0] == ("refused" if sglang_refusal(plan.entry, plan.decisions) else "loaded"), found
     assert openquant.verify(outputs[str(cell)]).problems == ()
 
 

@@ -133,8 +133,8 @@ def test_what_the_engine_builds_is_quantized_joined_and_listed(source: Path, tmp
     assert ours["quantization_config"] == theirs["quantization_config"]
     known = Planned()
     compress(tmp_path / "known", None, "block", dry_run=True, reporter=known)
-    assert (reporter.plan.decisions.sets, summary.parallel_sizes(reporter.plan)) == (
-        known.plan.decisions.sets,
+    assert (reporter.plan.decisions.fused, summary.parallel_sizes(reporter.plan)) == (
+        known.plan.decisions.fused,
         summary.parallel_sizes(known.plan),
     )
 
@@ -169,7 +169,7 @@ def test_rows_in_another_order_leave_all_that_is_joined_as_it_is(source: Path, t
             one["holds"]["weight"] = [[q[0], half, half], [q[0], 0, half], *others]
     answering(engine, tmp_path, found)
     plan = plan_of(source)
-    kept = {kept.tensor.module.rpartition(".")[2] for kept in plan.decisions.kept if "another order" in kept.why}
+    kept = {kept.tensor.module.rpartition(".")[2] for kept in plan.decisions.passthrough if "another order" in kept.why}
     assert kept == {"q_proj", "k_proj", "v_proj"}
     assert not any("qkv" in layer or layer.endswith(("q_proj", "k_proj", "v_proj")) for layer in plan.layers)
 
@@ -467,7 +467,7 @@ def test_a_class_with_an_entry_asks_nobody(tmp_path: Path, engine: Engine) -> No
 def test_an_unknown_class_says_that_an_engine_can_be_asked(source: Path) -> None:
     with pytest.raises(OpenQuantError) as raised:
         compress(source, dry_run=True)
-    assert 'architecture="auto" asks vLLM what it builds of the class (OPENQUANT_VLLM names' in str(raised.value.hint)
+    assert 'architecture="auto" asks vLLM how it builds the class (OPENQUANT_VLLM names' in str(raised.value.hint)
 
 
 def test_a_few_layers_of_each_kind_are_asked_about() -> None:

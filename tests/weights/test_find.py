@@ -402,13 +402,13 @@ def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
     assert DOWN in result.ignored_layers
     plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
     assert plan.notes == (
-        "no usable input_scale is known for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
+        "no static activation scale is known for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
     )
     with pytest.raises(PlanError) as caught:
         make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "plain")), TENSOR_STATIC)
     assert caught.value.message == (
-        "static activations need scales: those of a calibration, or the input_scale tensors of a quantized source, "
-        "of which this one has none"
+        "static activation scales need a calibration, or the input_scale tensors of a quantized source, of which this one "
+        "has none"
     )
     with pytest.raises(OpenQuantError, match='scheme="block" has no static activations'):
         compress(source, tmp_path / "no", "block", activation_scheme="static")
@@ -553,7 +553,7 @@ def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: P
     plan = make_plain_plan(open_checkpoint(source), "")
     for name, place in plan.source.where.items():
         if name.endswith(".weight_shape"):
-            assert place.shard in plan.layout.sources(plan.seen.where[name.replace("_shape", "")].shard)
+            assert place.shard in plan.layout.sources(plan.decoded.where[name.replace("_shape", "")].shard)
     # Where codes need no change, nothing is decoded.
     _, out = shelf.copied("Qwen3ForCausalLM", INT8_W8A16, tmp_path / "ours")
     assert compress(out, tmp_path / "same", "int8-weights").decoded_tensors == 0
@@ -642,8 +642,8 @@ def test_the_scales_of_a_cache_stay(tmp_path: Path) -> None:
     scale = Q.replace("q_proj", "k_scale")
     change_weights(source, lambda weights: weights.update({scale: torch.tensor(0.5)}))
     assert make_plan(open_checkpoint(source), BLOCK).notes == (
-        "kv_cache_scheme is left out; its scales stay, and engines use them with --kv-cache-dtype fp8, or by themselves "
-        "with --kv-cache fp8 here",
+        "kv_cache_scheme is left out, but its scales are kept: serve with --kv-cache-dtype fp8 to use them, or give "
+        "--kv-cache fp8 here so that engines do by default",
     )
     compress(source, tmp_path / "out", "block")
     assert small_checkpoints.read(tmp_path / "out")[scale] == 0.5

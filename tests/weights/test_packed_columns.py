@@ -185,8 +185,8 @@ def test_no_zero_point_is_repacked_with_them_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "note"),
     [
-        ("awq", "14 layers have zero points, which --asymmetric keeps with their codes: they are quantized again"),
-        ("gptq, in another order", "14 layers have their groups in an order of their own: they are quantized again"),
+        ("awq", "14 layers have zero points and are quantized again; --asymmetric keeps their codes"),
+        ("gptq, in another order", "14 layers have act-order (g_idx) and are quantized again"),
     ],
 )
 def test_the_plan_says_what_is_made_anew(tmp_path: Path, name: str, note: str) -> None:

@@ -217,4 +217,4 @@ def test_blocks_that_reach_over_gate_and_up(tmp_path: Path) -> None:
     change_weights(source, change)
     with pytest.raises(PlanError) as caught:
         compress(source, tmp_path / "out", "channel")
-    assert caught.value.message == f"{GATE_UP} has blocks that reach over gate_proj and up_proj"
+    assert caught.value.message == f"{GATE_UP} has blocks that span gate_proj and up_proj"

@@ -32,15 +32,17 @@ from openquant.registry.parts import HEADS
 from support import small_checkpoints
 
 FALCON, BLOOM, TELECHAT2 = "FalconForCausalLM", "BloomForCausalLM", "TeleChat2ForCausalLM"
-SORTED = "an engine puts the rows of its heads in another order"
+SORTED = "an engine sorts its rows by heads"
 
 
 def split_of(name: str) -> ParallelSplit:
-    return next(split for split in MODELS[name].splits if split.turns)
+    return next(split for split in MODELS[name].splits if split.interleaved)
 
 
 def without_turns(model: Architecture) -> Architecture:
-    return replace(model, splits=tuple(replace(split, turns=False, turns_all=False) for split in model.splits))
+    return replace(
+        model, splits=tuple(replace(split, interleaved=False, interleaved_all=False) for split in model.splits)
+    )
 
 
 def plan_of(root: Path, scheme: Scheme) -> Plan:
@@ -56,31 +58,31 @@ def plan_of(root: Path, scheme: Scheme) -> Plan:
         (FALCON, MXFP8, 64, None),
         (FALCON, INT4_W4A16, 64, None),
         (FALCON, BLOCK, 128, None),
-        (FALCON, BLOCK, 64, f"{SORTED}, and 64 of them are not whole groups of 128"),
+        (FALCON, BLOCK, 64, f"{SORTED}, and the 64 rows of a head are not whole groups of 128"),
         # Zero points of eight rows share a word.
         (FALCON, INT4_SHIFTED, 64, None),
-        (FALCON, INT4_SHIFTED, 4, f"{SORTED}, and 4 of them are not whole groups of 8"),
+        (FALCON, INT4_SHIFTED, 4, f"{SORTED}, and the 4 rows of a head are not whole groups of 8"),
         # Whatever there is is sorted.
         (BLOOM, CHANNEL, 64, None),
         (BLOOM, MXFP8, 64, None),
         (BLOOM, BLOCK, 128, None),
-        (BLOOM, BLOCK, 64, f"{SORTED}, and 64 of them are not whole groups of 128"),
-        (BLOOM, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has no row for each"),
-        (BLOOM, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has no row for each"),
-        (BLOOM, NVFP4, 64, f"{SORTED}, and fails on its weight_global_scale, which has no row for each"),
+        (BLOOM, BLOCK, 64, f"{SORTED}, and the 64 rows of a head are not whole groups of 128"),
+        (BLOOM, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has no rows for each head"),
+        (BLOOM, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has no rows for each head"),
+        (BLOOM, NVFP4, 64, f"{SORTED}, and fails on its weight_global_scale, which has no rows for each head"),
         # So is it, by counts of rows.
         (TELECHAT2, CHANNEL, 64, None),
         (TELECHAT2, MXFP8, 64, None),
-        (TELECHAT2, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has not all of them"),
-        (TELECHAT2, BLOCK, 128, f"{SORTED}, and fails on its weight_scale_inv, which has not all of them"),
-        (TELECHAT2, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has not all of them"),
+        (TELECHAT2, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has fewer rows"),
+        (TELECHAT2, BLOCK, 128, f"{SORTED}, and fails on its weight_scale_inv, which has fewer rows"),
+        (TELECHAT2, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has fewer rows"),
     ],
 )
 def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, head: int, problem: str | None) -> None:
     config = {HEADS: 4, "num_kv_heads": 2, "new_decoder_architecture": True}
     rows = (12 if name == BLOOM else 8) * head
     assert why_not_reordered((rows, 256), split_of(name), config, scheme.format) == problem
-    assert why_not_reordered((rows, 256), replace(split_of(name), turns=False), config, scheme.format) is None
+    assert why_not_reordered((rows, 256), replace(split_of(name), interleaved=False), config, scheme.format) is None
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,7 @@ def test_parts_depend_on_what_config_says(config: dict[str, Any], rows: list[int
 
 
 def test_without_sizes_only_what_needs_none_is_stored() -> None:
-    unknown = "config.json does not tell the sizes of what it holds"
+    unknown = "config.json does not say how many rows each of its parts has"
     for config in ({}, {HEADS: 5}, {HEADS: "4"}):
         assert why_not_reordered((768, 256), split_of(BLOOM), config, CHANNEL.format) == unknown
         assert why_not_reordered((768, 256), split_of(FALCON), config, BLOCK.format) == unknown
