@@ -62,9 +62,9 @@ WINDOWS = {
 LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST)
 DENSE = replace(LLAMA, sglang=SGLangLimits())
 
-# Qwen2 with a draft layer of its own name, which vLLM models/mimo_mtp.py:115 builds as the one after the last;
-# all that is published has 36. It has no packed_modules_mapping. SGLang models/mimo_mtp.py:98 builds it without
-# a name, so its speculative decoding cannot be told to leave it as it is.
+# Qwen2 with an MTP layer under a name of its own. vLLM models/mimo_mtp.py:115 builds it as the layer after the last,
+# without packed_modules_mapping; all published models have 36 layers. SGLang models/mimo_mtp.py:98 builds it without a
+# name, so no ignore list can name it for speculative decoding.
 MIMO_DRAFT = "model.mtp_layers.*"
 MIMO = replace(
     DENSE,
@@ -80,7 +80,7 @@ MIMO = replace(
     sglang=NO_SCALES,
 )
 
-# On disk as vLLM has them (models/phi3.py); each of what they hold must divide.
+# Fused in the files as in vLLM (models/phi3.py); each of the fused parts must divide.
 PHI3 = model(
     "Phi3ForCausalLM",
     LayerPart(
@@ -98,7 +98,6 @@ PHI3 = model(
 
 GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:])
 
-# No gate in the MLP.
 ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
 
 # vLLM models/stablelm.py has no packed_modules_mapping.
@@ -109,10 +108,9 @@ STABLELM = model(
     sglang=PLAIN_ATTENTION,
 )
 
-# Mixtures of experts.
 
-# Layers with a second input, of a table of embeddings of its own. Those that attend to everything have heads of their
-# own, and in the larger ones no projection of values. One has experts beside its MLP, [E, 2I, H] and [E, H, I].
+# Each layer has a second input, per-layer embeddings. Layers with full attention have other heads, and in the larger
+# models no value projection. One model has experts beside its MLP, [E, 2I, H] and [E, H, I].
 GEMMA4 = model(
     "Gemma4ForCausalLM",
     replace(
@@ -141,8 +139,8 @@ GEMMA4 = model(
     windows=SlidingWindows(6),
 )
 
-# Several streams of hidden states, and a second input as Gemma 4 has; the last layers read keys and values of earlier
-# ones, so that vLLM (models/gemma3n.py:316, 813) builds q_proj there alone and drops theirs.
+# Several streams of hidden states (AltUp), and per-layer embeddings as in Gemma 4. The last layers read the KV cache of
+# earlier ones, so vLLM (models/gemma3n.py:316, 813) builds only q_proj there and drops k_proj and v_proj.
 _GEMMA3N = "{model,model.language_model}"
 GEMMA3N = model(
     "Gemma3nForCausalLM",
@@ -150,32 +148,32 @@ GEMMA3N = model(
     MLP,
     keep=(
         *GEMMA4.keep[2:],
-        # Four or sixteen rows, or columns.
+        # These have four or sixteen rows or columns.
         Keep(".altup.{correction_coefs,prediction_coefs,modality_router}", STREAMS),
         Keep(f"{_GEMMA3N}.{{altup_projections,altup_unembed_projections}}.*", STREAMS),
         Keep(".laurel.{linear_left,linear_right}", "of a low rank"),
     ),
-    # models/gemma3n.py:577, which has these in a module of their own.
+    # models/gemma3n.py:577 has these in a module `self_decoder`.
     spellings=tuple(
         (f"model.{name}", f"model.self_decoder.{name}") for name in ("per_layer_model_projection", "altup_projections.")
     ),
     windows=SlidingWindows(5),
 )
 
-# Llama's, some without attention or without an MLP, and those of several sizes, as block_configs says (vLLM
+# Llama's layers, of several sizes and some without attention or MLP, as block_configs says (vLLM
 # models/nemotron_nas.py:133). transformers has no such class.
 DECILM = model(
     "DeciLMForCausalLM",
     ATTENTION,
     MLP,
     transformers_reads_blocks=False,
-    # models/nemotron_nas.py:416 asks of the format what only the other one has.
+    # models/nemotron_nas.py:416 reads an attribute that only the compressed-tensors config has.
     sglang=SGLangLimits((Refusal(None, "fp8", "it fails on any file in it", "--format compressed-tensors loads"),)),
 )
 
-# SGLang has no class of these.
+# SGLang has no class for these.
 SGLANG_HAS_NONE = ("LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1")
-# By what SGLang does not load of them.
+# Names of classes by what SGLang cannot load.
 DENSE_NAMES = {
     SCALES_LOST: ("Llama", "Mistral", "Ministral3", "InternLM3", "IQuestCoder", "TeleFLM"),
     SGLangLimits(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2", *SGLANG_HAS_NONE),
@@ -184,11 +182,11 @@ DENSE_NAMES = {
     NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5", "HyperCLOVAX", "VaultGemma"),
     NAMELESS: ("Gemma2",),
     SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS): ("HunYuanDenseV1",),
-    # SGLang models/solar.py:407 has pairs in packed_modules_mapping.
-    SGLangLimits((Refusal(None, None, "its table of joined layers is broken", "vLLM loads it"),)): ("Solar",),
+    # SGLang models/solar.py:407 has pairs where packed_modules_mapping must have names.
+    SGLangLimits((Refusal(None, None, "its table of fused layers is broken", "vLLM loads it"),)): ("Solar",),
 }
-# vLLM models/opt.py: an MLP without a module of its own; files of before transformers 4.23 have no prefix. Where
-# embeddings are narrower than layers, two projections lie between.
+# vLLM models/opt.py: the MLP has no module of its own. Files from before transformers 4.23 have no prefix. If
+# embeddings are narrower than layers, two projections connect them.
 OPT = model(
     "OPTForCausalLM",
     attention("out_proj"),
@@ -202,7 +200,7 @@ OPT = model(
     # models/opt.py:376
     head_refused=f"{VLLM} builds it without a quantization",
 )
-# vLLM models/gpt_j.py; older files hold the mask.
+# vLLM models/gpt_j.py; older files also hold the attention mask.
 GPT_J = model(
     "GPTJForCausalLM",
     attention("out_proj", "qkv_proj", ".attn"),
@@ -219,14 +217,14 @@ GPT_J = model(
             Refusal(
                 None,
                 "fp8",
-                "it asks the format for scales of keys and values, which this one does not know of",
+                "it asks the format for scales of the KV cache, which this format does not support",
                 "--format compressed-tensors loads",
             ),
         )
     ),
 )
-# vLLM models/exaone.py:403 calls what it builds "model"; SGLang models/exaone.py:205 the attention
-# self_attn. transformers has no such class; from 5.24 on it makes Llama's of these files.
+# vLLM models/exaone.py:403 calls the decoder "model"; SGLang models/exaone.py:205 calls attention self_attn.
+# transformers has no such class; from 5.24 on it loads these files as Llama.
 EXAONE = model(
     "ExaoneForCausalLM",
     attention("out_proj", path=".attn.attention"),
@@ -238,8 +236,8 @@ EXAONE = model(
     transformers_reads_blocks=False,
 )
 
-# Two stacks, each of which a token goes through several times (vLLM models/hrm_text.py:160-187); a gate,
-# queries, keys and values in one tensor.
+# Two stacks of layers, each of which a token runs through several times (vLLM models/hrm_text.py:160-187). A gate, q, k
+# and v are one tensor.
 HRM_STACKS = (("H", ("H_cycles",)), ("L", ("H_cycles", "L_cycles")))
 HRM_TEXT = model(
     "HrmTextForCausalLM",
@@ -260,12 +258,12 @@ HRM_TEXT = model(
     cache_refused=SEVERAL_CACHES,
     # models/hrm_text.py:470
     renames=((".attn.", ".self_attn."),),
-    # transformers cuts both joined tensors apart, which it refuses where anything is quantized.
+    # transformers splits both fused tensors, which it refuses if anything is quantized.
     transformers_reads_blocks=False,
 )
 
-# A token goes twice through all layers, the second time with a window of its own beside what the first one kept, and a
-# gate between both, of a row for each head. vLLM models/iquest_loopcoder.py.
+# A token runs through all layers twice. The second pass has a sliding window beside the first pass's cache, and a gate
+# with a row for each head mixes both. vLLM models/iquest_loopcoder.py.
 IQUEST_LOOP = model(
     "IQuestLoopCoderForCausalLM",
     replace(
@@ -281,8 +279,8 @@ IQUEST_LOOP = model(
     transformers_reads_blocks=False,
 )
 
-# A gate for each head's output, which vLLM models/muse_glimmer.py:1430 calls otherwise. Windows in three of four
-# layers; the last has none.
+# A gate for each head's output, which has another name in vLLM models/muse_glimmer.py:1430. Three of four layers have
+# windows; the last layer has none.
 MUSE_GLIMMER = model(
     "MuseGlimmerForCausalLM",
     ATTENTION,
@@ -290,7 +288,7 @@ MUSE_GLIMMER = model(
     MLP,
     renames=((".self_attn.gate_proj", ".self_attn.output_gate_proj"),),
     windows=SlidingWindows(4),
-    # transformers has the wrapper alone.
+    # transformers has only the wrapper.
     transformers_reads_blocks=False,
 )
 

@@ -62,16 +62,16 @@ QWEN2_MOE = model("Qwen2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERT, ROUTED, 
 QWEN3_MOE = model(
     "Qwen3MoeForCausalLM",
     ATTENTION,
-    # qwen3_moe.py:575 means to map gate_up_proj to its members where mlp_only_layers is not empty; the
-    # built engine's quant_config has no such entry either way.
+    # qwen3_moe.py:575 is meant to map gate_up_proj to its members if mlp_only_layers is not empty, but the built
+    # engine's quant_config never has that entry.
     gated(".mlp", listed_as="gate_up_proj"),
     # vLLM models/qwen3_moe.py:170 builds the router with quant_config.
     ROUTED,
     windows=IF_ENABLED,
 )
 
-# Experts [E, 2I, H] and [E, H, I] beside the module that vLLM has them in; split they have the usual names there
-# (vLLM models/granitemoehybrid.py:409, models/granitemoe.py:305).
+# Stacked experts [E, 2I, H] and [E, H, I] are siblings of the module in which vLLM has them; split ones have the usual
+# names in it (vLLM models/granitemoehybrid.py:409, models/granitemoe.py:305).
 GRANITE_EXPERTS = replace(
     routed(
         ".block_sparse_moe.experts",
@@ -86,9 +86,9 @@ GRANITE_EXPERTS = replace(
     ),
     keep=(Keep(".block_sparse_moe.router.layer", ROUTER),),
 )
-# transformers wants its stacks.
+# transformers loads stacked experts only.
 GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS, transformers_reads_blocks=False)
-# Gate and up are one tensor in what they all read as well.
+# The shared expert has gate and up in one tensor too.
 GRANITE_SHARED = LayerPart(
     (".shared_mlp.{input_linear,output_linear}",),
     splits=(
@@ -99,7 +99,7 @@ GRANITE_SHARED = LayerPart(
 GRANITE_MOE_SHARED = model(
     "GraniteMoeSharedForCausalLM", ATTENTION, GRANITE_EXPERTS, GRANITE_SHARED, transformers_reads_blocks=False
 )
-# The same with experts as transformers 5 has them, gate and up in one stack.
+# The same with experts as in transformers 5: gate and up in one stack.
 GRANITE_MOE_SWA = model(
     "GraniteMoeSWAForCausalLM",
     ATTENTION,
@@ -121,7 +121,7 @@ GRANITE_MOE_SWA = model(
     windows=SlidingWindows(4, first=True),
 )
 
-# The router is `gate.wg`, which vLLM's Transformers backend quantizes unless it is listed.
+# The router is `gate.wg`, which vLLM's Transformers backend quantizes unless it is in the ignore list.
 HUNYUAN_MOE = model(
     "HunYuanMoEV1ForCausalLM",
     ATTENTION,
@@ -133,7 +133,7 @@ HUNYUAN_MOE = model(
     sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS),
 )
 
-# DeepSeek's first, whose attention has heads; transformers has no such class.
+# The first DeepSeek MoE, with ordinary attention; transformers has no such class.
 DEEPSEEK = model(
     "DeepseekForCausalLM",
     ATTENTION,
@@ -143,8 +143,8 @@ DEEPSEEK = model(
     # vLLM models/deepseek_v2.py:187-203.
     nameless=(".self_attn.*",),
     transformers_reads_blocks=False,
-    # SGLang models/deepseek.py:166 takes the codes of all experts as one tensor, and hands no scale on (:215).
-    # Its load_weights looks for a parameter of every name (:515).
+    # SGLang models/deepseek.py:166 packs the codes of all experts into one tensor and passes no scale on (:215).
+    # Its load_weights requires a parameter for every name (:515).
     sglang=SGLangLimits(plain=(".mlp.experts.**",), cache=NO_CACHE),
 )
 
@@ -161,8 +161,7 @@ ERNIE_MOE = model(
     sglang=NO_SCALES,
 )
 
-# vLLM models/glm4_moe_mtp.py and deepseek_mtp.py, which build the draft layers, have no
-# packed_modules_mapping.
+# vLLM models/glm4_moe_mtp.py and deepseek_mtp.py, which build the MTP layers, have no packed_modules_mapping.
 DRAFTED_MLPS = tuple(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_experts"))
 GLM4_MOE = model(
     "Glm4MoeForCausalLM",
@@ -194,7 +193,7 @@ AFMOE = model(
     replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
     # models/afmoe.py:513
     head_refused=NAMELESS_HEAD,
-    # SGLang models/afmoe.py:285 computes with what its experts' codes are, and hands no scale on.
+    # SGLang models/afmoe.py:285 computes with the experts' codes and passes no scale on.
     sglang=SGLangLimits(plain=(".mlp.experts.**",)),
     windows=SlidingWindows(4, "global_attn_every_n_layers"),
 )
@@ -212,8 +211,8 @@ EXAONE_MOE = model(
     windows=SlidingWindows(4, PATTERN),
 )
 
-# Layers that attend to everything have fewer heads of queries. vLLM models/laguna.py:86 has gate and up by
-# themselves, SGLang joins them.
+# Layers with full attention have fewer query heads. vLLM models/laguna.py:86 keeps gate and up separate, SGLang fuses
+# them.
 LAGUNA = model(
     "LagunaForCausalLM",
     ATTENTION,
@@ -233,7 +232,7 @@ GPT_OSS = model(
     windows=SlidingWindows(2),
 )
 
-# The Hub's files hold stacks [E, 2I, H] and [E, H, I], transformers saves one module for each expert.
+# The Hub's files have stacks [E, 2I, H] and [E, H, I]; transformers saves a module for each expert.
 STACKED_EXPERTS = replace(
     ROUTED,
     experts=(
@@ -267,7 +266,7 @@ LLAMA4 = model(
         ),
         keep=(Keep(".feed_forward.router", ROUTER),),
     ),
-    # transformers 5.19 finds no split experts and initialises new ones.
+    # transformers 5.19 does not find split experts and initializes new ones.
     transformers_reads_blocks=False,
     # vLLM models/llama4.py:805-844, for its rotary embedding.
     reordered=(".self_attn.{q,k}_proj",),

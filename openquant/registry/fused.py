@@ -15,8 +15,9 @@ MLP = LayerPart(
 )
 FALCON_KV = "num_kv_heads"
 
-# vLLM models/falcon.py:407-436 sorts what has an axis of outputs: for each key its queries, then it and its
-# value. Older ones have one key for all (multi_query, which counts it), or one for each query.
+# vLLM models/falcon.py:407-436 sorts every tensor that has an output axis. Its rows are, for each KV head, that of its
+# query heads, then its key and its value. Older models have one KV head (multi_query is the key that counts it), or as
+# many as query heads.
 FALCON = model(
     "FalconForCausalLM",
     LayerPart(
@@ -42,8 +43,8 @@ FALCON = model(
     keep=(Keep("transformer.word_embeddings", "embedding", divided=True),),
 )
 
-# vLLM models/bloom.py:316-328 sorts every tensor by that name, whatever it is. Files of before transformers 4.50
-# have no prefix.
+# vLLM models/bloom.py:316-328 sorts every tensor with that name, scales too. Files from before transformers 4.50 have
+# no prefix.
 BLOOM_HEADS = (HEADS, HEADS, HEADS)
 BLOOM = model(
     "BloomForCausalLM",
@@ -64,7 +65,7 @@ BLOOM = model(
     head_refused=f"{VLLM} builds it without a quantization",
 )
 
-# On the engines' Transformers backends, which leave its rows, heads by turns, where they are.
+# Run by the engines' Transformers backends, which leave the interleaved heads as they are.
 GPT_NEOX = model(
     "GPTNeoXForCausalLM",
     LayerPart(
@@ -86,9 +87,9 @@ GPT_NEOX = model(
     sglang=NO_GROUPS,
 )
 
-# For each key its queries, then it and its value: vLLM models/internlm2.py:158 leaves rows as they lie and sorts
-# what they make. It gathers as many as there are heads, so none can be copied to ranks. transformers has no such
-# class, nor those of ChatGLM and Ling.
+# Interleaved: for each KV head its query heads, then its key and its value. vLLM models/internlm2.py:158 leaves the
+# rows and sorts the outputs. It gathers as many as there are heads, so KV heads cannot be copied to ranks. transformers
+# has no such class, nor those of ChatGLM and Ling.
 QKV = (HEADS, KV_HEADS, KV_HEADS)
 INTERNLM2 = model(
     "InternLM2ForCausalLM",
@@ -103,8 +104,7 @@ INTERNLM2 = model(
         Keep("output", "output head", divided=True),
     ),
     head_refused="it is called output",
-    # models/internlm2.py:337-356 sorts every tensor whose name has "wqkv", and fails on those that have no row for each
-    # of the weight's.
+    # models/internlm2.py:337-356 sorts every tensor whose name has "wqkv", and fails on those with fewer rows.
     sglang=SGLangLimits(
         tuple(
             Refusal(scheme, None, "it fails on scales that are not by row, as it sorts them", "--scheme channel loads")
@@ -114,8 +114,8 @@ INTERNLM2 = model(
     transformers_reads_blocks=False,
 )
 
-# One after another. Files of GLM-4V say either name too, and only its vision_config tells them apart; vLLM
-# (models/chatglm.py:441) is told GLM4VForCausalLM for them.
+# q, k and v follow one another. Files of GLM-4V have the same class names; only their vision_config tells them apart.
+# For them vLLM (models/chatglm.py:441) needs GLM4VForCausalLM.
 CHATGLM = model(
     "ChatGLMModel",
     LayerPart(
@@ -172,8 +172,8 @@ BAILING_MOE_V2 = model(
     transformers_reads_blocks=False,
 )
 
-# On vLLM's Transformers backend, which divides its attention as it finds it, and not its MLP, of which no plan tells
-# (models/transformers/base.py:480). Most have one key for all heads, which is counted by the flag that says so.
+# Run by vLLM's Transformers backend, which divides its attention, but not its MLP, for which it has no tensor-parallel
+# plan (models/transformers/base.py:480). Most models have one KV head, counted by the flag multi_query.
 GPT_BIGCODE = model(
     "GPTBigCodeForCausalLM",
     LayerPart(
@@ -196,7 +196,7 @@ GPT_BIGCODE = model(
         Keep("transformer.wpe", "embedding"),
     ),
     cache_refused=ONES_TAKEN,
-    # models/gpt_bigcode.py:295 loads the scales of c_attn whole, for each of queries, key and value.
+    # models/gpt_bigcode.py:295 loads all scales of c_attn for each of q, k and v.
     sglang=SGLangLimits(
         tuple(
             Refusal(scheme, None, "it takes one scale for what c_attn holds", "--scheme tensor loads")
@@ -205,9 +205,8 @@ GPT_BIGCODE = model(
     ),
 )
 
-# For each head its key, then its value, which vLLM models/telechat2.py:64-86 cuts apart in every tensor of that
-# name, by counts of rows. It gives all but the joined layers the names that they are built under. transformers has
-# no such class.
+# Interleaved: for each head its key, then its value. vLLM models/telechat2.py:64-86 splits every tensor of that name by
+# row counts, and looks up all but the fused layers by other names. transformers has no such class.
 TELECHAT2 = model(
     "TeleChat2ForCausalLM",
     LayerPart(

@@ -36,11 +36,11 @@ from .parts import (
 
 CONVOLUTION = "convolution"
 KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
-# vLLM models/config.py:856 and 717 read the dtype of a state, in Qwen3.5 and in Nemotron-H.
+# vLLM models/config.py:856 and 717 read a state's dtype for Qwen3.5 and Nemotron-H.
 DELTA_STATE = RecurrentState(
     ".linear_attn.conv1d", (VALUE_HEADS, "linear_value_head_dim", "linear_key_head_dim"), "mamba_ssm_dtype"
 )
-# vLLM layers/mamba/gdn/qwen_gdn_linear_attn.py:524: ba_proj has no block form. It has a few rows.
+# vLLM layers/mamba/gdn/qwen_gdn_linear_attn.py:524: ba_proj, of a few rows, cannot be in FP8 blocks.
 GATED_DELTA = LayerPart(
     (".linear_attn.{in_proj_qkvz,out_proj}",),
     splits=(
@@ -65,12 +65,12 @@ QWEN3_NEXT = model(
         # SGLang models/qwen3_next.py:311
         unpacked=(".linear_attn.in_proj_qkvz",),
         # models/qwen3_next.py:1266
-        cache="it takes no scales of keys and values but 1",
+        cache="it accepts no scales of the KV cache but 1",
         cache_of_ones=True,
     ),
 )
 
-# The same in pieces: qkv and z are joined, and qkv holds three of the four that the engine makes of them (:664).
+# The same with separate projections: engines fuse qkv and z, and qkv holds three of the four fused parts (:664).
 GATED_DELTA_PIECES = LayerPart(
     (".linear_attn.{in_proj_qkv,in_proj_z,out_proj}",),
     fused=(FusedLayers(".linear_attn.{in_proj_qkv,in_proj_z}", sglang="in_proj_qkvz"),),
@@ -82,8 +82,8 @@ GATED_DELTA_PIECES = LayerPart(
     keep=(Keep(".linear_attn.in_proj_{a,b}", "gates of a row per head"), Keep(".linear_attn.conv1d", CONVOLUTION)),
     states=(DELTA_STATE,),
 )
-# The same with q, k, v and a gate by themselves, each with a convolution but the gate (vLLM layers/mamba/gdn/
-# olmo_gdn_linear_attn.py:94).
+# The same with separate q, k, v, each with a convolution, and a separate gate (vLLM
+# layers/mamba/gdn/olmo_gdn_linear_attn.py:94).
 OLMO_DELTA = LayerPart(
     (".linear_attn.{q_proj,k_proj,v_proj,g_proj,o_proj}",),
     fused=(FusedLayers(".linear_attn.{q,k,v,g}_proj"),),
@@ -100,7 +100,7 @@ OLMO_DELTA = LayerPart(
 )
 OLMO_HYBRID = model("OlmoHybridForCausalLM", ATTENTION, OLMO_DELTA, MLP)
 
-# Saved without its tower it keeps the wrapper's names.
+# Saved without its vision tower, it keeps the wrapper's names.
 EITHER = "{model,model.language_model}.layers.*"
 HEAD_SCALE_LOST = SGLangLimits(head="it silently drops the scale of the output head")
 QWEN3_5 = model(
@@ -118,8 +118,8 @@ QWEN3_5_MOE = model(
     sglang=HEAD_SCALE_LOST,
 )
 
-# Several streams of hidden states, tables of n-grams, and an index over the tokens, which vLLM joins to q, k
-# and v and every rank has whole (models/qwen4_exp/nvidia/qsa.py:67). SGLang has it beside them.
+# Several streams of hidden states, n-gram tables, and an indexer of sparse attention. vLLM fuses the indexer with q, k
+# and v, and every rank holds all of it (models/qwen4_exp/nvidia/qsa.py:67); SGLang keeps it separate.
 QSA = ".self_attn.{q_proj,k_proj,v_proj,indexer.index_qk_proj}"
 QWEN4_EXP = model(
     "Qwen4ExpForCausalLM",
@@ -127,7 +127,7 @@ QWEN4_EXP = model(
         ATTENTION,
         compress=(QSA, ".self_attn.o_proj"),
         fused=(FusedLayers(QSA, sglang="qkv_proj"),),
-        # models/qwen4_exp/common/qsa_cache.py:870: a key of 128 numbers in bfloat16 for four tokens.
+        # models/qwen4_exp/common/qsa_cache.py:870: a bfloat16 key of 128 values for four tokens.
         cached=(*ATTENTION.cached, CachedRows(".self_attn.indexer.index_qk_proj", None, fp8=64, bf16=64)),
     ),
     GATED_DELTA_PIECES,
@@ -143,14 +143,14 @@ QWEN4_EXP = model(
     ),
     # models/qwen4_exp/nvidia/model.py:751
     head_refused=f"{VLLM} builds it without a quantization",
-    # models/qwen4_exp/nvidia/qsa.py:365, of a config with a kv_cache_scheme.
+    # models/qwen4_exp/nvidia/qsa.py:365, for a config with a kv_cache_scheme.
     cache_refused=f"{VLLM} refuses a config that says so",
     # SGLang models/qwen4_exp.py:1826
     renames=((".self_attn.indexer.", ".indexer."),),
 )
 
-# vLLM layers/mamba/gdn/kimi_gdn_linear_attn.py: all that reads the layer's input but g_a_proj is one layer
-# there, in which f_a_proj is whole on every rank. Both kinds of attention have 32 heads.
+# vLLM layers/mamba/gdn/kimi_gdn_linear_attn.py fuses all projections of the layer's input but g_a_proj; every rank
+# holds all of f_a_proj. Both kinds of attention have 32 heads.
 KIMI_DELTA = LayerPart(
     (".self_attn.{k_proj,v_proj,b_proj,f_a_proj,f_b_proj,g_a_proj,g_b_proj}",),
     fused=(FusedLayers(".self_attn.{q,k,v,b,f_a}_proj", sglang="qkv_proj"),),
@@ -174,14 +174,14 @@ KIMI_LINEAR = model(
     routed(".block_sparse_moe.experts", "w1", "w3", "w2"),
 )
 
-# vLLM models/glm5next/common/model.py:397 and models/glm5next/common/kda.py:211 build all attention without a
-# quantization, whatever the files hold.
+# vLLM models/glm5next/common/model.py:397 and models/glm5next/common/kda.py:211 build all attention without
+# quantization, whatever the files have.
 NO_ATTENTION = f"{VLLM} builds it without a quantization"
 GLM5_NEXT = model(
     "Glm5NextForCausalLM",
     LayerPart(
         (),
-        # SGLang models/glm5_next.py:457, which builds them with one.
+        # SGLang models/glm5_next.py:457 builds them with quantization.
         fused=(
             FusedLayers(".self_attn.{q,k,v}_proj", sglang="qkv_proj"),
             FusedLayers(".self_attn.{q_a_proj,kv_a_proj_with_mqa}", sglang="fused_qkv_a_proj_with_mqa"),
@@ -200,7 +200,7 @@ GLM5_NEXT = model(
             ),
             Keep(".hc_{attn,ffn}_fn", STREAMS),
         ),
-        # models/glm5next/common/attention.py:117: 128 codes and a scale of the index for every four tokens.
+        # models/glm5next/common/attention.py:117: 128 codes and a scale of the indexer for every four tokens.
         cached=(
             CachedRows(".self_attn.kv_a_proj_with_mqa", None),
             CachedRows(".self_attn.indexer.wk", None, fp8=33, bf16=33),
@@ -210,11 +210,11 @@ GLM5_NEXT = model(
     *DRAFTED_MLPS,
     ROUTED,
     draft_layers="num_hidden_layers",
-    # transformers has the wrapper alone, whose logits are not as close as those of others.
+    # transformers has only the wrapper, whose logits are not as close as those of others.
     transformers_reads_blocks=False,
 )
 
-# in_proj holds five pieces that vLLM divides by rules of their own (layers/mamba/mamba_mixer2.py).
+# in_proj holds five parts, each of which vLLM divides by its own rule (layers/mamba/mamba_mixer2.py).
 STATE_SPACE = "state space inputs, of several kinds"
 MAMBA2 = LayerPart(
     (".mamba.out_proj",),
@@ -228,7 +228,7 @@ GRANITE_HYBRID = model(
     MAMBA2,
     GRANITE_EXPERTS,
     GRANITE_SHARED,
-    # vLLM models/granitemoehybrid.py asks for its linears under this name.
+    # vLLM models/granitemoehybrid.py looks up its linears by this name.
     renames=((".mamba.", ".mixer."),),
     transformers_reads_blocks=False,
     sglang=SGLangLimits(
@@ -237,7 +237,7 @@ GRANITE_HYBRID = model(
     ),
 )
 
-# Nothing but state spaces.
+# State spaces only.
 MAMBA2_ALONE = model(
     "Mamba2ForCausalLM",
     LayerPart(
@@ -253,8 +253,8 @@ MAMBA2_ALONE = model(
     cache_refused="it keeps states alone",
 )
 
-# State spaces, of which vLLM quantizes nothing (layers/mamba/mamba_mixer.py:98), and attention, which it names
-# after the layer itself and builds without scales of keys and values (models/jamba.py:233-259).
+# State spaces, which vLLM builds without quantization (layers/mamba/mamba_mixer.py:98), and attention, which it names
+# after the layer itself and builds without scales of the KV cache (models/jamba.py:233-259).
 JAMBA = model(
     "JambaForCausalLM",
     ATTENTION,
@@ -275,8 +275,8 @@ JAMBA = model(
     cache_refused=NAMELESS_CACHE,
 )
 
-# Attention and a state space side by side. vLLM models/falcon_h1.py:133, 263 and 346: it names attention after
-# the layer itself, and state spaces as if they were layers beyond the last. SGLang: .mixer, .mlp.
+# Attention and a state space side by side. vLLM models/falcon_h1.py:133, 263 and 346 names attention after the layer
+# itself, and state spaces as layers after the last. SGLang: .mixer, .mlp.
 FALCON_H1 = model(
     "FalconH1ForCausalLM",
     ATTENTION,
@@ -312,7 +312,7 @@ LFM2_MOE = model(
     ),
 )
 
-# One mixer for each layer: attention, state space, MLP or experts without a gate.
+# Each layer is one of attention, state space, MLP, or experts without a gate projection.
 NEMOTRON_H = model(
     "NemotronHForCausalLM",
     LayerPart(
@@ -347,16 +347,17 @@ NEMOTRON_H = model(
     ),
     layers="backbone.layers.*",
     keep=(Keep("backbone.embeddings", "embedding"), MTP),
-    # transformers 5 builds it as model.
+    # transformers 5 names it model.
     spellings=(("backbone.", "model."),),
 )
 
-# Lightning attention, which decays by head, beside latent attention. vLLM models/bailing_moe_linear.py.
+# Layers of Lightning attention (linear, with a decay for each head) and of latent attention. vLLM
+# models/bailing_moe_linear.py.
 LIGHTNING = LayerPart(
     (".attention.{query_key_value,g_proj}",),
     splits=(
         ParallelSplit(".attention.query_key_value", "out", parts=(HEADS, HEADS, HEADS)),
-        # layers/mamba/linear/bailing_linear_attn.py:461: no more ranks than groups that its norm has.
+        # layers/mamba/linear/bailing_linear_attn.py:461: at most as many ranks as its norm has groups.
         ParallelSplit(".attention.g_proj", "out", "group_norm_size"),
     ),
     states=(RecurrentState(".attention.g_proj", (HEADS, "head_dim", "head_dim"), has_convolution=False),),
@@ -369,8 +370,8 @@ BAILING_MOE_LINEAR = model(
     ROUTED,
     keep=(Keep("model.word_embeddings", "embedding", divided=True),),
     draft_layers="num_hidden_layers",
-    # models/bailing_moe_linear.py:590-605. SGLang models/bailing_moe_linear.py:459-481 has three other names in
-    # layers of linear attention.
+    # models/bailing_moe_linear.py:590-605. SGLang models/bailing_moe_linear.py:459-481 uses three other names in layers
+    # of linear attention.
     renames=(
         (".attention.", ".self_attn."),
         (".attention.dense", ".self_attn.o_proj"),
@@ -381,14 +382,14 @@ BAILING_MOE_LINEAR = model(
     ),
     transformers_reads_blocks=False,
     sglang=SGLangLimits(
-        # SGLang models/bailing_moe_linear.py:1533 concatenates what q_a_proj and kv_a_proj_with_mqa have.
+        # SGLang models/bailing_moe_linear.py:1533 concatenates all tensors of q_a_proj and kv_a_proj_with_mqa.
         (Refusal("tensor", None, "it puts the single scales of two projections end to end", "--scheme channel loads"),),
         unpacked=(".attention.q_a_proj",),
     ),
 )
 
-# Ling 3.0: Kimi's delta attention, its gates without low ranks, beside gated latent attention. vLLM
-# models/bailing_moe_v3.py:667 joins b_proj to q, k and v, unless the list of a block scheme has it.
+# Ling 3.0: layers of Kimi's delta attention, with full-rank gates, and of gated latent attention. vLLM
+# models/bailing_moe_v3.py:667 fuses b_proj with q, k and v, unless it is in the ignore list of a block scheme.
 KIMI_DELTA_WHOLE = LayerPart(
     (".attention.{k_proj,v_proj,b_proj,f_proj,g_proj,o_proj}",),
     fused=(FusedLayers(".attention.{q,k,v,b}_proj"),),
@@ -414,7 +415,11 @@ BAILING_MOE_V3 = model(
     transformers_reads_blocks=False,
     # models/kimi_linear.py:294
     sglang=SGLangLimits(
-        (Refusal(None, None, "it builds b_proj without quantization, which vLLM joins to q, k and v", "vLLM loads it"),)
+        (
+            Refusal(
+                None, None, "it builds b_proj without quantization, which vLLM fuses with q, k, v", "vLLM loads it"
+            ),
+        )
     ),
 )
 
@@ -433,7 +438,7 @@ ENTRIES = (
     LFM2,
     LFM2_MOE,
     NEMOTRON_H,
-    # Its layers have sizes of their own; only its own code reads its config.json.
+    # Its layers have different sizes; only its own code reads its config.json.
     replace(NEMOTRON_H, name="NemotronHPuzzleForCausalLM", transformers_reads_blocks=False),
     BAILING_MOE_LINEAR,
     BAILING_MOE_V3,

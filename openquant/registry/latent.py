@@ -22,8 +22,8 @@ from .experts import DRAFTED_MLPS, ROUTED, STACKED_EXPERTS
 from .parts import HEADS, MLP, STREAMS, LayerPart, gated, model, routed
 
 
-# Latent attention. vLLM multiplies kv_b_proj out as it loads (layers/quantization/utils/quant_utils.py:511):
-# in FP8 it would cost accuracy and save nothing.
+# Latent attention (MLA). vLLM dequantizes kv_b_proj at load (layers/quantization/utils/quant_utils.py:511), so
+# quantizing it would cost accuracy and save nothing.
 def latent(path: str, out: str = "o_proj") -> LayerPart:
     """The projections below `path`."""
     return LayerPart(
@@ -44,7 +44,7 @@ def latent(path: str, out: str = "o_proj") -> LayerPart:
 
 
 LATENT = latent(".self_attn")
-# SGLang puts one of these behind the other whatever it is: shapes and global scales too.
+# SGLang concatenates all tensors of these two, shapes and global scales too.
 LATENT_UNPACKED = (".self_attn.q_a_proj",)
 DEEPSEEK_V3 = model(
     "DeepseekV3ForCausalLM",
@@ -55,22 +55,22 @@ DEEPSEEK_V3 = model(
     sglang=SGLangLimits(unpacked=LATENT_UNPACKED),
 )
 
-# The projections of one layer's index over the tokens; small, and vLLM (vllm/models/deepseek_v32) reads
-# two of the three unquantized.
+# The indexer of sparse attention: small projections, of which vLLM (vllm/models/deepseek_v32) reads two of three
+# unquantized.
 INDEXER = Keep(".self_attn.indexer.{wq_b,wk,weights_proj}", "chooses the tokens attended to")
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     name="DeepseekV32ForCausalLM",
     keep=(*DEEPSEEK_V3.keep, INDEXER),
-    # vLLM model_executor/layers/attention/mla_attention.py:1365: 512 codes, 4 scales, 64 numbers in bfloat16;
-    # of the index 128 codes and a scale, whatever the rest is in (vllm/models/deepseek_v32/common).
+    # vLLM model_executor/layers/attention/mla_attention.py:1365: 512 codes, 4 scales, 64 bfloat16 values. The indexer
+    # has 128 codes and a scale, whatever the cache's dtype (vllm/models/deepseek_v32/common).
     cached=(
         CachedRows(".self_attn.kv_a_proj_with_mqa", None, fp8=656),
         CachedRows(".self_attn.indexer.wk", None, fp8=132, bf16=132),
     ),
 )
 
-# One head of keys that are values too, queries and outputs through low ranks; vLLM models/deepseek_v4.
+# One KV head whose keys are values too, low-rank queries and outputs; vLLM models/deepseek_v4.
 SHARED_KEYS = LayerPart(
     (".attn.{wq_a,wkv,wq_b,wo_a,wo_b}", ".attn.indexer.wq_b"),
     fused=(FusedLayers(".attn.{wq_a,wkv}"),),
@@ -80,7 +80,7 @@ SHARED_KEYS = LayerPart(
         ParallelSplit(".attn.wo_b", "in", "o_groups"),
     ),
     keep=(
-        # models/deepseek_v4/compressor.py:276 and models/deepseek_v4/attention.py:986: without a quantization.
+        # models/deepseek_v4/compressor.py:276 and models/deepseek_v4/attention.py:986: built without quantization.
         Keep(".attn{,.indexer}.compressor.{wkv,wgate,ape}", "compresses keys and values"),
         Keep(".attn.indexer.weights_proj", "chooses the tokens attended to"),
     ),
@@ -120,18 +120,18 @@ DEEPSEEK_V4 = model(
     # models/deepseek_v4/attention.py:93
     cache_refused=f"{VLLM} has scales of its own in its cache, which is in FP8 as it is",
     refused=(
-        # models/deepseek_v4/nvidia/ops/o_proj.py:83 has codes multiplied with the scales of blocks; of others, the
-        # loader for CPUs looks for names that they do not have (models/deepseek_v4/cpu/model.py:810).
+        # models/deepseek_v4/nvidia/ops/o_proj.py:83 multiplies codes with block scales. For other formats the CPU
+        # loader looks for names that they do not have (models/deepseek_v4/cpu/model.py:810).
         Refusal("tensor", "fp8", f"{VLLM} multiplies by its wo_a in 128x128 blocks", "-w 128 loads"),
         Refusal(
             None, "compressed-tensors", f"{VLLM} looks for scales of the fp8 format", "-w 128 in that format loads"
         ),
     ),
-    # models/deepseek_v4/quant_config.py:66, where experts are MXFP4 unless it says otherwise.
+    # models/deepseek_v4/quant_config.py:66: experts are MXFP4 unless config.json says otherwise.
     writes=(("block", "expert_dtype", "fp8"),),
 )
 
-# A gate after attention, and several streams of hidden states.
+# An output gate of attention, and several streams of hidden states.
 HY_V4_DRAFT = "model.mtp_layers.*"
 HY_V4 = model(
     "HYV4ForCausalLM",
@@ -146,7 +146,8 @@ HY_V4 = model(
         Keep("model.hc_head.hc_head_fn", STREAMS),
         Keep(f"{HY_V4_DRAFT}.**", MTP_LAYER),
     ),
-    # models/hy_v4/nvidia/mtp.py:267, which so renames what one of the formats lists; all that is published has 78.
+    # models/hy_v4/nvidia/mtp.py:267 renames the ignore list of one of the formats so; all published models have 78
+    # layers.
     renames=(("model.mtp_layers.0.", "model.layers.78."),),
     # SGLang models/hunyuan_v4.py:799
     sglang=SGLangLimits(
@@ -162,7 +163,7 @@ HY_V4 = model(
     transformers_reads_blocks=False,
 )
 
-# Two attentions and two MLPs in a layer, under numbers, and experts that do nothing, which have no weights.
+# Each layer has two numbered attentions and MLPs. Some experts are identities, without weights.
 LONGCAT_DRAFT = "model.mtp.layers.0."
 LONGCAT = model(
     "LongcatFlashForCausalLM",
@@ -178,18 +179,19 @@ LONGCAT = model(
         ),
         keep=(Keep("model.mtp.**", MTP_LAYER),),
     ),
-    # :85 counts attentions on, not layers; all that is published has 28, two in each. :45 has no prefix of it.
+    # :85 counts on from attentions, not layers; all published models have 28 layers of two each. :45 has no prefix of
+    # it.
     renames=(
         (f"{LONGCAT_DRAFT}transformer_layer.", "model.layers.56."),
         (LONGCAT_DRAFT, "model.layers.56."),
         (f"{LONGCAT_DRAFT}eh_proj", "eh_proj"),
     ),
-    # transformers modeling_longcat_flash.py:170 wants rows of gate and up for those that do nothing.
+    # transformers modeling_longcat_flash.py:170 requires rows of gate and up for the identity experts too.
     transformers_reads_blocks=False,
 )
 
-# vLLM models/minicpm3.py:88 joins none of it, builds q_a_proj without a name, and keeps keys and values of every
-# head: keys as wide as queries, and values filled up to that. SGLang decodes kv_b_proj (models/minicpm3.py:505).
+# vLLM models/minicpm3.py:88 fuses nothing, builds q_a_proj without a name, and caches keys and values of every head:
+# keys as wide as queries, and values padded to that. SGLang decodes kv_b_proj (models/minicpm3.py:505).
 MINICPM3 = model(
     "MiniCPM3ForCausalLM",
     replace(LATENT, fused=(), cached=(CachedRows(".self_attn.q_b_proj", HEADS, equal_parts=1),)),
@@ -201,14 +203,18 @@ ENTRIES = (
     LONGCAT,
     replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM"),
     DEEPSEEK_V3,
-    # Another norm after its experts.
+    # It has one more norm, after the experts.
     replace(DEEPSEEK_V3, name="AXK1ForCausalLM"),
     MINICPM3,
     replace(
         DEEPSEEK_V3,
         name="Glm4MoeLiteForCausalLM",
         sglang=SGLangLimits(
-            (Refusal("tensor", "fp8", "it joins scales as if they had rows", "--scheme channel and -w 128 load"),),
+            (
+                Refusal(
+                    "tensor", "fp8", "it concatenates scales that have no rows", "--scheme channel and -w 128 load"
+                ),
+            ),
             unpacked=LATENT_UNPACKED,
         ),
     ),

@@ -23,7 +23,7 @@ from .hybrid import EITHER
 from .latent import DEEPSEEK_V3
 from .parts import KV_HEADS, MLP, attention, gated, model, routed, wrapped
 
-# Layers with a window have other heads of keys and values (vLLM models/mimo_v2.py:345-395).
+# Layers with a window have another number of KV heads (vLLM models/mimo_v2.py:345-395).
 MIMO_V2_FLASH = model(
     "MiMoV2FlashForCausalLM",
     replace(attention(), cached=(CachedRows(".self_attn.{k,v}_proj", "swa_num_key_value_heads", full_heads=KV_HEADS),)),
@@ -33,8 +33,8 @@ MIMO_V2_FLASH = model(
     keep=(Keep("model.mtp.**", MTP_LAYER),),
     windows=SlidingWindows(flags="hybrid_layer_pattern", size="sliding_window_size"),
 )
-# Published with q, k and v as one, which the engine reads so in FP8 blocks alone (models/mimo_v2.py:886) and one by one
-# in all formats; its packed_modules_mapping has only the first.
+# Published with q, k and v in one tensor, which the engine reads in FP8 blocks only (models/mimo_v2.py:886); it reads
+# separate ones in all formats. Its packed_modules_mapping has only the former.
 MIMO_V2 = replace(
     MIMO_V2_FLASH,
     name="MiMoV2ForCausalLM",
@@ -60,8 +60,8 @@ MIMO_V2 = replace(
     ),
 )
 
-# Stacks [E, out, in] of one projection each beside the router, which vLLM (models/step3p5.py:683) also reads one
-# by one below `moe.experts`.
+# Stacks [E, out, in] of one projection each, siblings of the router. vLLM (models/step3p5.py:683) also reads separate
+# experts, below `moe.experts`.
 STEP_EXPERTS = replace(
     routed(
         ".moe.experts",
@@ -86,8 +86,8 @@ STEP3P5 = model(
     renames=((".share_expert.", ".moe.share_expert."),),
     transformers_reads_blocks=False,
 )
-# Files have one of two spellings of all names. vLLM builds the tower with quant_config, under names of its own
-# (models/step3p7.py:34) and before the language model tells what qkv_proj is made of.
+# Files use one of two spellings for all names. vLLM builds the tower with quant_config, under other names
+# (models/step3p7.py:34), and before the language model defines the members of qkv_proj.
 STEP3P7 = wrapped(
     STEP3P5,
     "Step3p7ForConditionalGeneration",
@@ -96,7 +96,7 @@ STEP3P7 = wrapped(
     layers=EITHER,
     renames=(
         *STEP3P5.renames,
-        # Files have in_proj_weight, which is no module that could be listed: where the one beside it is, it is too.
+        # Files have in_proj_weight, which is no module that a list can name; it is kept if its sibling is.
         (".attn.out_proj", ".attn.qkv_proj"),
         (".mlp.c_fc", ".mlp.fc1"),
         (".mlp.c_proj", ".mlp.fc2"),
@@ -113,19 +113,18 @@ KIMI_K25 = wrapped(
     renames=(("mm_projector.proj.0", "mm_projector.linear_1"), ("mm_projector.proj.2", "mm_projector.linear_2")),
 )
 
-# vLLM builds all around the language model without a quantization (models/kimi_vl.py:325-334).
+# vLLM builds everything around the language model without quantization (models/kimi_vl.py:325-334).
 KIMI_VL = wrapped(
     DEEPSEEK_V3,
     "KimiVLForConditionalGeneration",
     "vision_tower",
     "multi_modal_projector",
     layers="language_model.model.layers.*",
-    # transformers has no class of it.
+    # transformers has no such class.
     transformers_reads_blocks=False,
 )
 
-# The index over the tokens is a part of the layer that q, k and v are joined to (vLLM model_executor/layers/
-# linear.py:1352).
+# The indexer of sparse attention is fused with q, k and v (vLLM model_executor/layers/linear.py:1352).
 INDEXED = ".self_attn.{q_proj,k_proj,v_proj,index_q_proj,index_k_proj}"
 M3_ATTENTION = replace(
     attention(),
@@ -134,7 +133,7 @@ M3_ATTENTION = replace(
     splits=(*attention().splits, ParallelSplit(".self_attn.index_q_proj", "out", KV_HEADS, replicated=True)),
     cached=(*attention().cached, CachedRows(".self_attn.index_k_proj", None)),
 )
-# Published inside its wrapper only.
+# It is published inside its wrapper only.
 MINIMAX_M3 = model(
     "",
     M3_ATTENTION,
@@ -156,7 +155,7 @@ MINIMAX_M3 = model(
         ),
     ),
     transformers_reads_blocks=False,
-    # models/minimax_m3/nvidia/model.py:401, which registers its cache itself.
+    # models/minimax_m3/nvidia/model.py:401 registers its cache itself.
     cache_refused=f"{VLLM} gives its sparse attention none",
 )
 

@@ -39,8 +39,8 @@ from .parts import (
     wrapped,
 )
 
-# vLLM builds such a tower with quant_config as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
-# transformers 5 leaves vision_model out.
+# vLLM builds such a tower with quant_config, as vision_tower.vision_model.encoder (models/siglip.py, clip.py);
+# transformers 5 omits vision_model.
 TOWER = ("vision_tower.vision_model.", "vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower.")
 LANGUAGE_MODEL = ("language_model.model.", "model.language_model.")
 GEMMA3_WRAPPED = wrapped(
@@ -50,7 +50,7 @@ GEMMA3_WRAPPED = wrapped(
     "multi_modal_projector",
     spellings=(LANGUAGE_MODEL, TOWER),
 )
-# vLLM builds all around the language model without a quantization (models/gemma3n_mm.py:616-626).
+# vLLM builds everything around the language model without quantization (models/gemma3n_mm.py:616-626).
 GEMMA3N_WRAPPED = wrapped(
     GEMMA3N,
     "Gemma3nForConditionalGeneration",
@@ -60,13 +60,13 @@ GEMMA3N_WRAPPED = wrapped(
         tuple(name.replace("model.", "model.language_model.", 1) for name in group) for group in GEMMA3N.spellings
     ),
 )
-# vLLM models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which a block has not.
+# vLLM models/mistral3.py:431 renames every weight_scale_inv to weight_scale, which block layers do not have.
 MISTRAL3_WRAPPED = wrapped(
     LLAMA,
     "Mistral3ForConditionalGeneration",
     "vision_tower",
     "multi_modal_projector",
-    # SGLang as if nothing were around it.
+    # SGLang names the language model as if it had no wrapper.
     spellings=(("language_model.model.layers.", "model.language_model.layers.", "model.layers."),),
     refused=(
         Refusal(
@@ -77,8 +77,9 @@ MISTRAL3_WRAPPED = wrapped(
         ),
     ),
 )
-# Layers of one name each, as which vLLM builds those of an encoder and a decoder that share all but a number
-# (models/diffusion_gemma.py:156-164). What it is told of the last step it builds without a quantization (:80-92).
+# Encoder and decoder share all weights but a scalar, and vLLM builds their layers under one name
+# (models/diffusion_gemma.py:156-164). It builds self-conditioning, which reads the previous step, without quantization
+# (:80-92).
 DIFFUSION_GEMMA = wrapped(
     GEMMA4,
     "DiffusionGemmaForBlockDiffusion",
@@ -91,36 +92,36 @@ DIFFUSION_GEMMA = wrapped(
         ("model.decoder.", "model."),
     ),
     towers=("vision_tower", "embed_vision"),
-    # transformers has experts stacked.
+    # transformers loads stacked experts only.
     transformers_reads_blocks=False,
 )
 DIFFUSION_GEMMA = replace(
     DIFFUSION_GEMMA,
-    # Whatever config.json says, which has no such key (models/diffusion_gemma.py:198).
+    # Set always; config.json has no such key (models/diffusion_gemma.py:198).
     cached=(replace(GEMMA4.cached[0], keys_as_values="num_global_key_value_heads"),),
     keep=(
         *DIFFUSION_GEMMA.keep,
         Keep("model.decoder.embed_tokens", EMBEDDING.why, divided=True),
-        Keep("model.decoder.self_conditioning.*", "reads the last step's answer"),
+        Keep("model.decoder.self_conditioning.*", "reads the previous step's output"),
     ),
 )
-# As Mistral 3, by names of its own (vLLM models/lightonocr.py:133).
+# Mistral 3 under other names (vLLM models/lightonocr.py:133).
 LIGHTON_OCR = wrapped(
     LLAMA,
     "LightOnOCRForConditionalGeneration",
     "vision_encoder",
     "vision_projection",
-    # SGLang as if nothing were around it.
+    # SGLang names the language model as if it had no wrapper.
     spellings=(("model.language_model.layers.", "model.layers."),),
 )
-# Files say model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper takes both.
+# Older files use model. and visual., newer ones model.language_model. and model.visual.; vLLM's mapper accepts both.
 QWEN_VISION = "visual"
 QWEN2_VL = wrapped(
     replace(LLAMA, windows=IF_ENABLED),
     "Qwen2VLForConditionalGeneration",
     QWEN_VISION,
     layers=EITHER,
-    # transformers 5 looks the tower up under its newer name only.
+    # transformers 5 looks up the tower by its newer name only.
     spellings=(("visual.", "model.visual."),),
     sglang=replace(RENAMED, cache=NO_CACHE),
 )
@@ -145,7 +146,7 @@ QWEN3_VL_MOE = wrapped(
     transformers_reads_blocks=False,
 )
 
-# vLLM models/mllama4.py has no name mapper: it loads these names only, and looks them up as they are.
+# vLLM models/mllama4.py has no name mapper: it loads and looks up these names only.
 LLAMA4_WRAPPED = wrapped(
     LLAMA4,
     "Llama4ForConditionalGeneration",
@@ -162,17 +163,17 @@ LLAMA4_WRAPPED = wrapped(
                 "--scheme tensor, and -w 128 in the fp8 format, load",
             ),
         ),
-        # It does not reorder those at all.
+        # SGLang does not reorder these rows.
         unpacked=(".self_attn.{q,k}_proj",),
     ),
 )
 
 PROJECTED = ("vision_tower", "multi_modal_projector")
-# Whatever language model is in it, dense or with experts: Qwen2, Qwen3, Llama (vLLM models/interns1.py:613).
+# The language model may be any, dense or with experts: Qwen2, Qwen3, Llama (vLLM models/interns1.py:613).
 INTERNVL = wrapped(
     QWEN3_MOE, "InternVLForConditionalGeneration", *PROJECTED, spellings=(LANGUAGE_MODEL,), sglang=NO_GROUPS
 )
-# vLLM joins them in such towers too; models/llava_onevision.py and lfm2_vl.py have no packed_modules_mapping.
+# vLLM fuses these in such towers too; models/llava_onevision.py and lfm2_vl.py have no packed_modules_mapping.
 TOWER_QKV = FusedLayers(
     f"{{{','.join(tower.rstrip('.') for tower in TOWER)}}}.encoder.layers.*.self_attn.{{q,k,v}}_proj", "qkv_proj"
 )
@@ -197,8 +198,8 @@ IDEFICS3 = wrapped(
     layers="model.text_model.layers.*",
     sglang=NO_GROUPS,
 )
-# vLLM knows no members of gate_up_proj, which the language model has as one (models/glm4_1v.py:1744), and calls
-# the tower's qkv what attention has (models/glm_ocr.py:129).
+# vLLM has no members for gate_up_proj, which is one tensor in the language model (models/glm4_1v.py:1744), and uses
+# attention's name for the tower's qkv (models/glm_ocr.py:129).
 VISUAL = "{visual,model.visual}"
 GLM4V = wrapped(
     replace(
@@ -217,7 +218,7 @@ GLM4V = wrapped(
 AUDIO = ("audio_tower", "multi_modal_projector")
 
 QWEN2_AUDIO = wrapped(LLAMA, "Qwen2AudioForConditionalGeneration", *AUDIO, spellings=(LANGUAGE_MODEL,))
-# vLLM builds the tower without a quantization (models/funasr.py), and has no packed_modules_mapping.
+# vLLM builds the tower without quantization (models/funasr.py), and has no packed_modules_mapping.
 FUN_ASR = wrapped(
     replace(LLAMA, fused=tuple(replace(fused, listed_as=fused.sglang) for fused in LLAMA.fused)),
     "FunASRForConditionalGeneration",
@@ -225,7 +226,7 @@ FUN_ASR = wrapped(
     "audio_adaptor",
     layers="llm.model.layers.*",
     text_config=None,
-    # transformers has the class by other names (fun_asr_nano).
+    # transformers has the class under other names (fun_asr_nano).
     transformers_reads_blocks=False,
 )
 PADDLE_OCR = wrapped(
@@ -239,18 +240,18 @@ PADDLE_OCR = wrapped(
     "mlp_AR",
     layers="model.layers.*",
 )
-# Whatever language model is in it, dense or with experts, as in INTERNVL (vLLM models/internvl.py:615).
+# The language model may be any, dense or with experts, as in INTERNVL (vLLM models/internvl.py:615).
 QIANFAN = wrapped(
     QWEN3_MOE,
     "QianfanOCRForConditionalGeneration",
     "vision_model",
     "mlp1",
     layers="language_model.model.layers.*",
-    # transformers cuts the tower's qkv apart, which it refuses where anything is quantized.
+    # transformers splits the tower's qkv, which it refuses if anything is quantized.
     transformers_reads_blocks=False,
 )
-# What listens and thinks; vLLM leaves out what speaks (models/qwen3_omni_moe_thinker.py:1635). It builds the
-# towers without "thinker.".
+# vLLM serves the thinker, without the talker (models/qwen3_omni_moe_thinker.py:1635), and builds the towers without
+# "thinker.".
 OMNI_TOWERS = ("visual", "audio_tower")
 QWEN2_5_OMNI = wrapped(
     replace(LLAMA, fused=(*LLAMA.fused, FusedLayers("thinker.visual.blocks.*.attn.{q,k,v}", "qkv"))),
@@ -287,11 +288,11 @@ QWEN3_ASR = wrapped(
     layers="thinker.model.layers.*",
     text_config="thinker_config.text_config",
     towers=("audio_tower",),
-    # transformers has its names as newer files do, without "thinker.".
+    # transformers uses the names of newer files, without "thinker.".
     transformers_reads_blocks=False,
 )
-# vLLM builds the tower without "model." (models/moss_transcribe_diarize.py:584-594), and a layer of it, which is
-# Whisper's, below one more name (models/whisper.py:524-538).
+# vLLM builds the tower without "model." (models/moss_transcribe_diarize.py:584-594), and its Whisper layers one level
+# deeper (models/whisper.py:524-538).
 MOSS_TOWER = ("model.whisper_encoder.layers.*", "whisper_encoder.layers.*.layers")
 MOSS = wrapped(
     replace(LLAMA, fused=(*LLAMA.fused, FusedLayers(f"{MOSS_TOWER[0]}.self_attn.{{q,k,v}}_proj", "qkv_proj"))),
@@ -303,7 +304,7 @@ MOSS = wrapped(
         tuple(f"{layer}.self_attn." for layer in MOSS_TOWER),
         tuple(f"{layer}.{path}" for layer, path in zip(MOSS_TOWER, ("fc", "mlp.fc"), strict=True)),
     ),
-    # transformers has its names as newer files do.
+    # transformers uses the names of newer files.
     transformers_reads_blocks=False,
 )
 # vLLM drops "model.", and has another name for the tower (models/hyperclovax_vision_v2.py:385-387).
@@ -316,8 +317,8 @@ HCX_VISION = wrapped(
     # transformers has another name for the projector in files (conversion_mapping.py:1651).
     transformers_reads_blocks=False,
 )
-# q, k and v, and up and gate, as one tensor each, which vLLM gives other names (models/molmo2.py:2305-2333). It
-# builds all layers of the language model without a name (models/molmo2.py:894-950, 1018-1034).
+# q, k and v are one tensor, as are up and gate; vLLM gives them other names (models/molmo2.py:2305-2333). It builds all
+# layers of the language model without names (models/molmo2.py:894-950, 1018-1034).
 MOLMO2_TOWER = "model.vision_backbone"
 MOLMO2 = wrapped(
     model(
@@ -355,11 +356,11 @@ MOLMO2 = wrapped(
             }.items()
         ),
     ),
-    # transformers cuts these tensors apart, which it refuses where anything is quantized.
+    # transformers splits these tensors, which it refuses if anything is quantized.
     transformers_reads_blocks=False,
 )
-# DeepSeek V2 with the usual attention, which vLLM builds without a name (models/deepseek_v2.py:187). Its wrapper
-# has no packed_modules_mapping, and another name for the layers of its tower (models/deepencoder.py:820).
+# DeepSeek V2 with ordinary attention, which vLLM builds without a name (models/deepseek_v2.py:187). Its wrapper has no
+# packed_modules_mapping, and other names for the layers of its tower (models/deepencoder.py:820).
 DEEPSEEK_OCR = wrapped(
     model(
         "DeepseekOCRForCausalLM",
@@ -378,12 +379,12 @@ DEEPSEEK_OCR = wrapped(
         ("model.", "language_model.model."),
         ("lm_head", "language_model.lm_head"),
     ),
-    # transformers has the class by other names (unlimited_ocr, deepseek_ocr2), and experts stacked.
+    # transformers has the class under other names (unlimited_ocr, deepseek_ocr2), with stacked experts.
     transformers_reads_blocks=False,
 )
-# Experts [E, H, 2I] and [E, I, H]. vLLM calls both the gate and the up of one gate_up_proj (models/llama.py:354)
-# and cuts what has that name in two (layers/fused_moe/routed_experts.py:1053): they stay one tensor, whose scales must
-# have rows. It builds the experts that all tokens share without a name (models/aria.py:214).
+# Experts [E, H, 2I] and [E, I, H]. vLLM takes gate_up_proj as the name of gate and of up (models/llama.py:354) and
+# halves each tensor of that name (layers/fused_moe/routed_experts.py:1053), so they stay one tensor, whose scales must
+# have rows. It builds the shared experts without a name (models/aria.py:214).
 ARIA_EXPERTS = LayerPart(
     (".mlp.experts.*.{gate_up_proj,down_proj}",),
     splits=(
@@ -423,8 +424,8 @@ ARIA = wrapped(
     spellings=(LANGUAGE_MODEL,),
     transformers_reads_blocks=False,
 )
-# Experts of texts, then those of images, which are smaller; each half has a router and a name of its own in vLLM
-# (models/ernie45_vl_moe.py:243).
+# The first half of the experts is for text, the second half, of smaller ones, for images. Each half has its own router,
+# and in vLLM its own name (models/ernie45_vl_moe.py:243).
 ERNIE_VL = wrapped(
     replace(ERNIE_MOE, keep=(*ERNIE_MOE.keep, Keep(".mlp.gate.weight_1", ROUTER))),
     "Ernie4_5_VLMoeForConditionalGeneration",
@@ -439,7 +440,7 @@ ERNIE_VL = wrapped(
     ),
 )
 
-# vLLM builds all around the language model without a quantization (models/nano_nemotron_vl.py:992-1034).
+# vLLM builds everything around the language model without quantization (models/nano_nemotron_vl.py:992-1034).
 NEMOTRON_OMNI = wrapped(
     replace(
         NEMOTRON_H,
@@ -487,9 +488,9 @@ BLIP2 = wrapped(
     spellings=(("vision_model.", "."),),
 )
 
-# vLLM vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one of which has a window and keeps
-# larger vectors of a token; both keep as much of it as that does, in layouts of several kernels. A gate of a row for
-# each head, and towers without a quantization (models/dots3_note/nvidia/multimodal.py:133).
+# vLLM vllm/models/dots3_note/nvidia/model.py: two kinds of latent attention, one with a window and a larger latent
+# vector; both caches have that size, in the layouts of several kernels. A gate with a row for each head, and towers
+# without quantization (models/dots3_note/nvidia/multimodal.py:133).
 DOTS3_NOTE = wrapped(
     replace(
         DEEPSEEK_V32,
@@ -564,7 +565,7 @@ ENTRIES = (
     replace(QWEN2_5_OMNI, name="Qwen2_5OmniModel"),
     QWEN3_OMNI,
     QWEN3_ASR,
-    # The same files, where vLLM is told to take sound as it comes.
+    # The same files, for vLLM's streaming audio input.
     replace(QWEN3_ASR, name="Qwen3ASRRealtimeGeneration"),
     ARIA,
     MOSS,
@@ -607,7 +608,7 @@ ENTRIES = (
         QWEN_VISION,
         # SGLang models/qwen4_exp.py:124
         sglang=SGLangLimits(
-            (Refusal(None, "fp8", "it takes the tables of n-grams for FP8", "--format compressed-tensors loads"),)
+            (Refusal(None, "fp8", "it reads the n-gram tables as FP8", "--format compressed-tensors loads"),)
         ),
     ),
     wrapped(GLM5_NEXT, "Glm5NextForConditionalGeneration", QWEN_VISION),

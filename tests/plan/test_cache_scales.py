@@ -66,11 +66,7 @@ def test_every_scheme_has_scales_of_one_in_all_layers(tmp_path: Path, scheme: Sc
     plan = planned(small_checkpoints.write(tmp_path / "source"), scheme)
     outputs = [info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)]
     assert sorted(info.name for info in outputs if info.name.endswith(("k_scale", "v_scale"))) == ALL
-    assert (
-        has_fp8_cache(plan)
-        and summary.find_cached_attentions(plan) == 2
-        and summary.suffix(plan) == f"{scheme.suffix}-KV8"
-    )
+    assert has_fp8_cache(plan) and summary.cache_layers(plan) == 2 and summary.suffix(plan) == f"{scheme.suffix}-KV8"
     key = "kv_cache_quant_algo" if scheme.method == "fp8" else "kv_cache_scheme"
     assert key in output_config(plan)["quantization_config"]
     told = "vLLM does not take an FP8 KV cache from a config in this format: serve with --kv-cache-dtype fp8"
@@ -158,7 +154,7 @@ def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
         planned(source, options=PlanOptions(cached=True, calibration=two)).entry,
         planned(source, options=PlanOptions(cached=True, calibration=two)).decisions,
     )
-    assert unread is not None and unread.why == "it takes no scales of keys and values but 1"
+    assert unread is not None and unread.why == "it accepts no scales of the KV cache but 1"
 
 
 def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) -> None:
