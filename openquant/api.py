@@ -227,7 +227,7 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
         others,
         recipe.tp,
         recipe.quantize_lm_head,
-        cached=fp8_cache,
+        fp8_kv_cache=fp8_cache,
         transforms=UNDECIDED if smoothing else None,
         gptq=expected if recipe.gptq else None,
         texts=expected,
@@ -305,7 +305,7 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
     recipe, texts, scheme = request.recipe, request.texts, request.scheme
     opened = open_source(run, ranks)
     source, checkpoint = opened.source, opened.checkpoint
-    suffix = f"{scheme.suffix if scheme else ''}{'-KV8' if options.cached else ''}"
+    suffix = f"{scheme.suffix if scheme else ''}{'-KV8' if options.fp8_kv_cache else ''}"
     with without_collector():
         calibration, fingerprint = options.calibration, Fingerprint(checkpoint, source.remote, source.identity)
         if calibration is not None and not fingerprint.matches(calibration.model, calibration.stamp):

@@ -80,7 +80,7 @@ class PlanOptions:
         tp: a tensor-parallel size that must be able to serve the output; None for any.
         head: whether the output head is quantized too.
         calibration: ranges of activations and of the KV cache, for static scales; None without.
-        cached: whether the output gets scales for an FP8 KV cache.
+        fp8_kv_cache: whether the output gets scales for an FP8 KV cache.
         transforms: what smoothing changes about weights before they are quantized; None without.
         gptq: the calibration texts of GPTQ as eval.json has them, {"documents": 128, "length": 512, ..}; None if
             weights are rounded to nearest.
@@ -94,7 +94,7 @@ class PlanOptions:
     tp: int | None = None
     head: bool = False
     calibration: Calibration | None = None
-    cached: bool = False
+    fp8_kv_cache: bool = False
     transforms: WeightTransforms | None = None
     gptq: Mapping[str, Any] | None = None
     texts: Mapping[str, Any] | None = None

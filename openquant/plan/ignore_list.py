@@ -13,17 +13,17 @@ from ..registry.rules import ModuleRules, is_head
 from .decisions import Decisions
 
 
-def quantization_config(entry: ModuleRules, decisions: Decisions, cached: bool) -> dict[str, Any]:
+def quantization_config(entry: ModuleRules, decisions: Decisions, fp8_kv_cache: bool) -> dict[str, Any]:
     """Make the quantization_config of a plan that has a scheme.
 
     Args:
         entry: rules of the architecture.
         decisions: what becomes of each tensor.
-        cached: whether the output has scales for an FP8 KV cache.
+        fp8_kv_cache: whether the output has scales for an FP8 KV cache.
     """
     assert decisions.scheme is not None
     settings = decisions.scheme.config(ignored_names(entry, decisions), target_names(entry, decisions))
-    return with_fp8_cache(settings) if cached else settings
+    return with_fp8_cache(settings) if fp8_kv_cache else settings
 
 
 def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:

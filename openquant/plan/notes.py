@@ -43,7 +43,7 @@ def output_notes(
         options: what the user asks for.
     """
     notes = engine_notes(entry, decisions)
-    if options.cached:
+    if options.fp8_kv_cache:
         notes += serving_notes(entry.model, decisions)
     elif weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
         notes.append(

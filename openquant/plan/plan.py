@@ -205,7 +205,7 @@ def make_plan(
     if options.transforms is not None:
         apply_transforms(items, layers, options.transforms)
     cache_notes: list[str] = []
-    if options.cached:
+    if options.fp8_kv_cache:
         attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
         cache_notes = add_scales(items, decoded, attentions, options.calibration)
     if options.tp is not None:
@@ -242,5 +242,5 @@ def make_plan(
         *cache_notes,
         *output_notes(checkpoint, weights.values(), entry, decisions, options),
     ]
-    settings = quantization_config(entry, decisions, options.cached)
+    settings = quantization_config(entry, decisions, options.fp8_kv_cache)
     return Plan(checkpoint, decoded, entry, options, decisions, settings, parallel, tuple(notes), identity)

@@ -1,6 +1,6 @@
 """Plan to copy all weights, and to add the scales that an FP8 KV cache needs (--scheme none).
 
-make_unchanged_plan(open_checkpoint(Path("Qwen3-8B")), PlanOptions(cached=True))
+make_unchanged_plan(open_checkpoint(Path("Qwen3-8B")), PlanOptions(fp8_kv_cache=True))
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
 from ..weights.find import decoded_view
 from .architecture import find_architecture
-from .assign import refuse_size
+from .assign import check_options, refuse_size
 from .decisions import Decisions, Item, PassthroughTensor, PlanOptions, StackedTensor
 from .input_scales import expect_calibration, require_widths
 from .kv_cache import add_scales, find_cached_attentions, serving_notes
@@ -44,7 +44,9 @@ def make_unchanged_plan(
         PlanError: weights of the source are quantized, it is not known which layers have a KV cache, or engines load no
             scales for it.
         SourceError: scales of a quantized source do not fit its codes.
+        UsageError: the tensor-parallel size is below 1.
     """
+    check_options(options)
     model = find_architecture(checkpoint, architecture)
     decoded, weights = decoded_view(checkpoint)
     if weights:

@@ -415,11 +415,7 @@ BAILING_MOE_V3 = model(
     transformers_reads_blocks=False,
     # models/kimi_linear.py:294
     sglang=SGLangLimits(
-        (
-            Refusal(
-                None, None, "it builds b_proj without quantization, which vLLM fuses with q, k, v", "vLLM loads it"
-            ),
-        )
+        (Refusal(None, None, "it builds b_proj without quantization, which vLLM fuses with q, k, v", "vLLM loads it"),)
     ),
 )
 

@@ -210,11 +210,7 @@ ENTRIES = (
         DEEPSEEK_V3,
         name="Glm4MoeLiteForCausalLM",
         sglang=SGLangLimits(
-            (
-                Refusal(
-                    "tensor", "fp8", "it concatenates scales that have no rows", "--scheme channel and -w 128 load"
-                ),
-            ),
+            (Refusal("tensor", "fp8", "it concatenates scales that have no rows", "--scheme channel and -w 128 load"),),
             unpacked=LATENT_UNPACKED,
         ),
     ),

@@ -167,8 +167,8 @@ class _Recognition:
         if wrong.any():
             index = int(wrong.argmax())
             self.problems.append(
-                f"{self._place(f'{mapping_transforms.mapping.smooth_layer}.weight')} does not match {module}, which reads "
-                f"its output: column {index} there is {ratio[index]:.3g} times what it should be "
+                f"{self._place(f'{mapping.smooth_layer}.weight')} does not match {module}, which reads its output: "
+                f"column {index} there is {ratio[index]:.3g} times what it should be "
                 f"({int(wrong.sum())} of {len(wrong)} columns are wrong)"
             )
 

@@ -283,7 +283,7 @@ class _Verification:
             # For another tool's output the plan only gives names, which all schemes of a method share.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
-            options, layout = PlanOptions(head=self.headers.head, cached=self.fp8_cache), self._stored_layout()
+            options, layout = PlanOptions(head=self.headers.head, fp8_kv_cache=self.fp8_cache), self._stored_layout()
             self.plan = make_plan(origin, scheme, options, stored=layout)
             if self.ours:
                 self._recognize_smoothing(self.plan)

@@ -175,7 +175,9 @@ def test_every_layer_of_a_plan_is_observed(shelf: Shelf, tmp_path: Path, archite
     assert Calibration(inputs, "", {}, cached).to_bytes() == calibration.to_bytes()
     try:
         plan = make_plan(
-            open_checkpoint(root), scheme, PlanOptions(cached=True, calibration=replace(calibration, model="this"))
+            open_checkpoint(root),
+            scheme,
+            PlanOptions(fp8_kv_cache=True, calibration=replace(calibration, model="this")),
         )
     except PlanError as error:
         # Of one transformers caches latents, vLLM keys and values.

@@ -29,7 +29,7 @@ from support import small_checkpoints
 from support.conversions import Shelf
 from support.published_checkpoints import published
 
-FP8 = PlanOptions(cached=True)
+FP8 = PlanOptions(fp8_kv_cache=True)
 
 
 def planned(root: Path, scheme: Scheme = CHANNEL, options: PlanOptions = FP8) -> Plan:
@@ -151,15 +151,15 @@ def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:
     source, two = shelf.source("Qwen3NextForCausalLM"), seen((1.0, 1.0), (900.0, 1.0))
     assert sglang_refusal(planned(source).entry, planned(source).decisions) is None
     unread = sglang_refusal(
-        planned(source, options=PlanOptions(cached=True, calibration=two)).entry,
-        planned(source, options=PlanOptions(cached=True, calibration=two)).decisions,
+        planned(source, options=PlanOptions(fp8_kv_cache=True, calibration=two)).entry,
+        planned(source, options=PlanOptions(fp8_kv_cache=True, calibration=two)).decisions,
     )
     assert unread is not None and unread.why == "it accepts no scales of the KV cache but 1"
 
 
 def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) -> None:
     note = f"{SGLANG} silently uses 1 in place of these scales of the KV cache"
-    two = PlanOptions(cached=True, calibration=seen((900.0, 1.0), (900.0, 1.0)))
+    two = PlanOptions(fp8_kv_cache=True, calibration=seen((900.0, 1.0), (900.0, 1.0)))
     # The first has no such scales in its attention, the second leaves them as they were made.
     for name in ("Qwen3ForCausalLM", "Qwen2ForCausalLM"):
         assert note in planned(shelf.source(name), options=two).notes
@@ -170,20 +170,20 @@ def test_where_sglang_takes_one_in_their_place_the_plan_says_so(shelf: Shelf) ->
 
 def test_calibrated_scales_are_powers_of_two(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
-    plan = planned(source, options=PlanOptions(cached=True, calibration=seen((21.5, 3.25), (900.0, 0.5))))
+    plan = planned(source, options=PlanOptions(fp8_kv_cache=True, calibration=seen((21.5, 3.25), (900.0, 0.5))))
     made = {kept.tensor.name: kept.value for kept in plan.decisions.passthrough if kept.value is not None}
     assert list(made.values()) == [2.0**-4, 2.0**-7, 4.0, 2.0**-9]
     (note,) = (note for note in plan.notes if "a calibration with" in note)
     assert note.endswith(
         "1 would do in 1 of 2 layers, but not in model.layers.1.self_attn (keys up to 900, values up to 0.5)"
     )
-    usual = planned(source, options=PlanOptions(cached=True, calibration=seen((21.5, 3.25), (448.0, 1.0))))
+    usual = planned(source, options=PlanOptions(fp8_kv_cache=True, calibration=seen((21.5, 3.25), (448.0, 1.0))))
     assert any(note.endswith("1 would do in all of 2 layers") for note in usual.notes)
     assert len({plan.digest, usual.digest, planned(source).digest, planned(source, options=PlanOptions()).digest}) == 4
 
 
 def test_a_calibration_without_ranges_of_a_layer_is_refused(tmp_path: Path) -> None:
-    options = PlanOptions(cached=True, calibration=seen((1.0, 1.0)))
+    options = PlanOptions(fp8_kv_cache=True, calibration=seen((1.0, 1.0)))
     with pytest.raises(PlanError, match="did not observe keys and values of layer 1"):
         planned(small_checkpoints.write(tmp_path / "source"), options=options)
 

@@ -66,8 +66,8 @@ def test_a_plan_says_what_it_lacks() -> None:
 
     assert lacks(TENSOR) == lacks(TENSOR, texts=texts) == set()
     assert lacks(TENSOR_STATIC, texts=texts) == {"activations"}
-    assert lacks(TENSOR, texts=texts, cached=True) == set()
-    assert lacks(TENSOR, texts=texts, cached=True, calibrate=True) == {"activations"}
+    assert lacks(TENSOR, texts=texts, fp8_kv_cache=True) == set()
+    assert lacks(TENSOR, texts=texts, fp8_kv_cache=True, calibrate=True) == {"activations"}
     assert lacks(INT4_W4A16, texts=texts, calibrate=True, transforms=UNDECIDED) == {"activations", "smoothing"}
     assert lacks(INT4_W4A16, gptq=texts, transforms=WeightTransforms()) == {"Hessians"}
     plan = make_plan(checkpoint, INT4_W4A16, PlanOptions(gptq=texts))

@@ -49,7 +49,7 @@ def test_all_tensors_are_the_source_s_and_scales_beside_them(tmp_path: Path, nam
 
 def test_what_config_card_and_plan_say(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
-    plan = make_unchanged_plan(open_checkpoint(source), PlanOptions(cached=True))
+    plan = make_unchanged_plan(open_checkpoint(source), PlanOptions(fp8_kv_cache=True))
     assert summary.suffix(plan) == "-KV8" and summary.scheme_name(plan) == "none"
     text = plan_text(plan, "source", tmp_path / "out", Download(0, 0, 0, 0), ())
     assert "Qwen3ForCausalLM, weights as they are\n" in text and "all weights as they are\n" in text
@@ -122,13 +122,15 @@ def test_alone_it_says_what_to_do() -> None:
 def test_a_size_that_heads_do_not_divide_by_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="tp=3 cannot serve this model"):
         compress(small_checkpoints.write(tmp_path / "source"), None, "none", kv_cache="fp8", tp=3)
+    with pytest.raises(UsageError, match="--tp 0 is no number of ranks"):
+        make_unchanged_plan(open_checkpoint(tmp_path / "source"), PlanOptions(tp=0, fp8_kv_cache=True))
 
 
 def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "source", "Gemma3ForCausalLM")
-    assert "SGLang" in summary.engines(make_unchanged_plan(open_checkpoint(root), PlanOptions(cached=True)))
+    assert "SGLang" in summary.engines(make_unchanged_plan(open_checkpoint(root), PlanOptions(fp8_kv_cache=True)))
     refused = small_checkpoints.write(tmp_path / "refused", "Olmo2ForCausalLM")
-    plan = make_unchanged_plan(open_checkpoint(refused), PlanOptions(cached=True))
+    plan = make_unchanged_plan(open_checkpoint(refused), PlanOptions(fp8_kv_cache=True))
     assert summary.engines(plan) == ("vLLM",) and any("it loads without --kv-cache" in note for note in plan.notes)
 
 
