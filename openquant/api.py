@@ -18,7 +18,7 @@ from .diagnosis.result import Diagnosis
 from .diagnosis.suggestions import with_advice
 from .distributed import Ranks
 from .errors import UsageError
-from .files.cards import card_of, says_folds
+from .files.cards import card_of, is_smoothed
 from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors
 from .files.small_files import read_small
@@ -380,7 +380,7 @@ def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
     opened = open_source(run, ranks)
     with without_collector():
         plan = make_plain_plan(opened.checkpoint, opened.source.identity)
-        if says_folds(card_of(opened.checkpoint)):
+        if is_smoothed(card_of(opened.checkpoint)):
             plan = replace(plan, notes=(*plan.notes, FOLDED))
     return prepare(run, opened, plan, ranks)
 

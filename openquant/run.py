@@ -186,16 +186,16 @@ def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
 def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
     """Find what is left to do in a claimed directory."""
     prepared, publisher = writing.prepared, writing.publisher
-    gone = sorted(claim.moved - prepared.stamps.keys())
+    gone = sorted(claim.changed_sources - prepared.stamps.keys())
     if gone:
         raise SourceError(f"{prepared.source.root / gone[0]} changed since {prepared.target} was made", REPLACE)
     if publisher:
-        if claim.moved:
+        if claim.changed_sources:
             publisher.forget()
         publisher.prepare(writing.generated[CARD_FILE], prepared.source.downloaded_commit())
     unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""
-    return _Work(None if claim.complete else unfinished, sorted(claim.moved), repository)
+    return _Work(None if claim.complete else unfinished, sorted(claim.changed_sources), repository)
 
 
 def _outdated_shards(plan: Plan, work: _Work) -> list[Shard]:

@@ -37,7 +37,7 @@ from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..streaming.torch_threads import limited_threads, threads_for
-from ..weights.reading import Reader, require_small
+from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
 from .gptq import ErrorPropagation, find_error_propagation, round_columns
 from .hessian import Hessian, HessianObserver, LayerHessians, find_hessians, in_memory_parts
@@ -227,7 +227,7 @@ def _shared_absmax(hessian: Hessian, reader: Reader) -> Floats:
         if scheme.format.shares_scale:
             for bits in reader.rows(weight, 1):
                 largest = absmax(bits, weight.dtype, (None, None))
-                require_small(weight, largest, scheme, reader.where)
+                require_in_range(weight, largest, scheme, reader.where)
                 absmax_of_all = np.maximum(absmax_of_all, largest)
     return absmax_of_all
 
@@ -246,7 +246,7 @@ def _round_weight(
         group_absmax = shared_absmax
         if not fmt.shared:
             group_absmax = loops.absmax(bits, weight.dtype, fmt.group)
-            require_small(weight, group_absmax, scheme, reader.where)
+            require_in_range(weight, group_absmax, scheme, reader.where)
         scale, zero_point = choose_scales(scheme, bits, weight.dtype, group_absmax, global_scale, importance, loops)
         if not fmt.shared or not scales:
             scales.append(np.asarray(fmt.stored(scale, global_scale)))

@@ -77,7 +77,7 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
     digest = _digest(prepared)
     store = rounded_layer_store(prepared.target, digest)
     store.claim()
-    pass_checkpoint = PassCheckpoint(store.passes, lambda: {"run": digest})
+    pass_checkpoint = PassCheckpoint(store.pass_checkpoint, lambda: {"run": digest})
     continued = () if pass_checkpoint.found is None else ("an earlier run is continued",)
     reporter.calibrating("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
 

@@ -205,7 +205,7 @@ def read_vector(info: TensorInfo, reader: Reader) -> Floats:
     Raises:
         SourceError: it cannot be read.
     """
-    return to_float32(reader.whole(info).view(BITS_TYPE[info.dtype]), info.dtype)
+    return to_float32(reader.read_bytes(info).view(BITS_TYPE[info.dtype]), info.dtype)
 
 
 def divide_norm(weight: Floats, scale: Floats, offset: float, dtype: str) -> tuple[Floats, Floats]:

@@ -52,7 +52,7 @@ from ..weights.reading import (
     check_scales,
     memory_of,
     require_finite,
-    require_small,
+    require_in_range,
     row_bytes,
 )
 from ..weights.weight import Weight
@@ -89,7 +89,7 @@ def worker_memory(plan: Plan, device: str) -> int:
         piece, decoding = max(memory_of(weight, multiple) for multiple in multiples)
         largest_piece = max(largest_piece, piece)
         # A weight that is decoded and transposed is in memory as a whole, in bfloat16.
-        transposed = weight.shape[0] * weight.shape[1] * 2 if weight.turned else 0
+        transposed = weight.shape[0] * weight.shape[1] * 2 if weight.decodes_transposed else 0
         temporary = max(temporary, decoding + transposed)
     # torch allocates pinned memory in powers of two.
     buffer = largest_piece if device == "cpu" else 1 << (largest_piece + ALIGNMENT - 1).bit_length()
@@ -364,7 +364,7 @@ class _Worker:
                 self._unstack(job, file)
             case TransformWeight():
                 self._transform(job, file)
-            case Decode() if job.weight.turned:
+            case Decode() if job.weight.decodes_transposed:
                 self._decode_transposed(job, file)
             case Decode():
                 self._decode(job, file)
@@ -452,7 +452,7 @@ class _Worker:
             self.conversion.advance(num_rows * num_cols * DTYPE_BITS[weight.parts[1].dtype] // 8)
 
     def _encode(self, job: Encode, file: Target) -> None:
-        keeps_scale = not job.fused or self.reader.keeps_scale(job.fused, job.scheme)
+        keeps_scale = not job.fused or self.reader.keeps_shared_scale(job.fused, job.scheme)
         shared_absmax = None if keeps_scale else self._shared_absmax(job)
         for piece in job.pieces:
             if piece.passes and keeps_scale:
@@ -465,10 +465,10 @@ class _Worker:
         """Write the source's codes unchanged, and its scales as the scheme stores them."""
         weight, scale_target, zero_target = piece.weight, piece.scale_target, piece.zero_target
         assert weight.format is not None
-        group, extent, pitch = weight.format.group, weight.rows(self.reader.where), weight.row_bytes
+        group, extent, pitch = weight.format.group, weight.extent(self.reader.where), weight.row_bytes
         height = max(group[0] or 1, scheme.format.height)
         step = max(1, BUFFER // (pitch * height)) * height
-        global_scale = self.reader.divisor(weight)
+        global_scale = self.reader.global_scale(weight)
         if scheme.format.global_scale is not None and piece.tied_target is not None:
             file.write(global_scale, piece.tied_target)
         with self.reader.open(extent.shard) as source:
@@ -477,9 +477,9 @@ class _Worker:
                 target = piece.target + low * pitch
                 buffer = self._next_buffer()
                 codes = buffer.take(target, count * pitch)
-                self.reader.codes(source, weight, low, codes)
+                self.reader.read_codes(source, weight, low, codes)
                 scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
-                zero_point = self.reader.zeros(weight, low, count)
+                zero_point = self.reader.zero_points(weight, low, count)
                 self.reader.check_codes(weight, low, codes, scale, zero_point)
                 buffer.send(file, codes, target)
                 stored = stored_as(weight, scheme).stored(scale, global_scale)
@@ -503,7 +503,7 @@ class _Worker:
                 self.conversion.advance(0)
         limit = job.scheme.largest
         if largest.item() > limit:
-            names = ", ".join(weight.rows(self.reader.where).label for weight in job.fused)
+            names = ", ".join(weight.extent(self.reader.where).label for weight in job.fused)
             raise PlanError(
                 f"{names}: a weight reaches {largest.item():g}, engines load at most {limit:g} under one scale",
                 "use --scheme block, or leave these layers as they are with --ignore",
@@ -523,7 +523,7 @@ class _Worker:
             loaded, absmax = self.kernels.load(bits, weight.dtype), shared_absmax
             if absmax is None or not fmt.shared:
                 absmax = self.kernels.absmax(loaded, weight.dtype, fmt.group)
-                require_small(weight, absmax, scheme, self.reader.where)
+                require_in_range(weight, absmax, scheme, self.reader.where)
             # Scales are chosen on the CPU whatever the device, so that all devices choose the same.
             scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
             if shared_absmax is None or not fmt.shared:

@@ -107,7 +107,7 @@ def _tasks(plan: Plan) -> list[tuple[str, Task]]:
     for weight, _ in plan.decisions.quantized:
         modules = plan.decisions.fused.get(weight.module, (weight.module,))
         if modules[0] == weight.module:
-            shard = weight.rows(plan.decoded.where).shard
+            shard = weight.extent(plan.decoded.where).shard
             by_shard.setdefault(shard, []).append(tuple(plan.layers[module] for module in modules))
     # Tensors that the source stores as codes are checked where they are decoded with their scales.
     excluded = {weight.source.name for weight, _ in plan.decisions.quantized}
@@ -230,7 +230,7 @@ class _FusedLayers:
         totals, samples, low, step = WeightTotals(weight, self.run.loops), [], 0, sample_step(weight.shape)
         for bits in self.reader.rows(weight, totals.height):
             if not totals.add(low, bits):
-                extent = weight.rows(self.reader.where)
+                extent = weight.extent(self.reader.where)
                 raise SourceError(
                     f"{extent.label} in {extent.shard} holds NaN or infinity",
                     "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
@@ -278,8 +278,8 @@ class _FusedLayers:
 
     def _keeps_codes(self, scheme: Scheme, weight: Weight) -> bool:
         """Whether the source is stored in the scheme already, and its codes stay."""
-        return weight.is_held_by(scheme.format) and (
-            not scheme.format.shares_scale or self.reader.keeps_scale(self.weights, scheme)
+        return weight.is_stored_as(scheme.format) and (
+            not scheme.format.shares_scale or self.reader.keeps_shared_scale(self.weights, scheme)
         )
 
 

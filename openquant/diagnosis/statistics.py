@@ -69,7 +69,7 @@ class WeightTotals:
         self.schemes = [
             scheme
             for scheme in SCHEMES.values()
-            if weight.is_held_by(scheme.format) or scheme.format.shape_error(weight.shape) is None
+            if weight.is_stored_as(scheme.format) or scheme.format.shape_error(weight.shape) is None
         ]
         self.absmax: Floats = np.zeros((1, 1), np.float32)
         self.absmax_row = RowSample(np.zeros(1, np.intp), np.zeros((1, weight.shape[1]), BITS_TYPE[weight.dtype]))
@@ -78,7 +78,7 @@ class WeightTotals:
         self._grids: dict[Format, list[Floats]] = {
             scheme.format: []
             for scheme in self.schemes
-            if (scheme.format.group[0] or 1) > 1 and not weight.is_held_by(scheme.format)
+            if (scheme.format.group[0] or 1) > 1 and not weight.is_stored_as(scheme.format)
         }
 
     @property

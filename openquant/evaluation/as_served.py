@@ -28,7 +28,7 @@ from ..streaming.interleaved import ForwardPass
 from ..streaming.lazy_tensors import LazyTensors
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
-from ..weights.find import decoded_view, with_own_file
+from ..weights.find import decoded_view, with_tool_config
 from .activation_rounding import (
     ActivationRounding,
     ClippedCount,
@@ -69,7 +69,7 @@ class ServedModel:
         self.clipped = ClippedCount()
         self.notes: list[str] = []
         self.scales: dict[str, list[str]] = {}
-        config = with_own_file(checkpoint.config, checkpoint.root)
+        config = with_tool_config(checkpoint.config, checkpoint.root)
         quantization = read_quantization(config) if quantization_places(config) else None
         entry = ModuleRules(MODELS.get(checkpoint.architecture, GENERIC))
         layers, experts = self._layers(quantization, entry)
@@ -185,7 +185,7 @@ class ServedModel:
             raise SourceError(f"{name} is {info.dtype} {list(info.shape)}, not a scale", "download or save it again")
         found = float(LazyTensors(self.checkpoint, {}, self.model.traffic.path).of([name])[name][...].float().max())
         if not (math.isfinite(found) and found > 0):
-            raise SourceError(f"{name} holds {found:g}, which no scale can be", "download or save it again")
+            raise SourceError(f"{name} holds {found:g}, which is not a valid scale", "download or save it again")
         return found
 
 

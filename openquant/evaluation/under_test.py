@@ -15,7 +15,7 @@ from torch import nn
 
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
-from ..files.cards import card_of, is_rounded_by_gptq, says_folds
+from ..files.cards import card_of, is_rounded_by_gptq, is_smoothed
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
 from ..streaming.documents import DocumentRanks
@@ -116,7 +116,7 @@ class OutputUnderTest:
     @cached_property
     def folded(self) -> bool:
         """Whether its card says that inputs of layers are divided in norms, and weights multiplied by as much."""
-        return says_folds(card_of(self.of.checkpoint))
+        return is_smoothed(card_of(self.of.checkpoint))
 
     @cached_property
     def by_gptq(self) -> bool:

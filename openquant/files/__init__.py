@@ -1,16 +1,16 @@
-"""Bytes on disk: safetensors files, model directories, the output. Nothing here knows of number formats or models.
+"""Bytes on disk: safetensors files, model directories, the output. This room knows no number format and no model.
 
 TensorInfo       name, dtype and shape of a tensor, as a safetensors header has them
-Location         the shard and the offset at which its bytes are
-Checkpoint       a model directory, opened: config, tensors, where they lie, other files
-SourceFile       a shard read at offsets; ShardFile one being written so
-Claim            the claim of a run on its output directory: its lock, its journal, what is finished there
-OutputDirectory  that directory, held open: how a file gets its final name
-LayerStore    layers that were rounded before, beside it until it is finished
+Location         shard and offset of a tensor's bytes
+Checkpoint       an opened model directory: config, tensors, where they lie, other files
+SourceFile       a shard that is read at offsets; ShardFile is one that is written at offsets
+Claim            one run's claim on its output directory: the lock, the journal, what is finished
+OutputDirectory  the output directory, held open; gives files their final names
+LayerStore       layers that GPTQ has quantized, stored beside the output until the conversion
 
 checkpoint = open_checkpoint(Path("Qwen3-8B"))
 info = checkpoint.tensors["lm_head.weight"]          # TensorInfo("lm_head.weight", "BF16", (151936, 4096))
-place = checkpoint.where[info.name]                  # Location("model-00005-of-00005.safetensors", 1256)
-with SourceFile(checkpoint.root / place.shard, place.shard) as file:
-    file.read(into, place.offset, info.name)         # fills a buffer, or a SourceError that names the tensor
+location = checkpoint.where[info.name]                  # Location("model-00005-of-00005.safetensors", 1256)
+with SourceFile(checkpoint.root / location.shard, location.shard) as file:
+    file.read(into, location.offset, info.name)         # fills a buffer, or raises a SourceError with the name
 """

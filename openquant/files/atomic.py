@@ -1,7 +1,7 @@
-"""Files of figures, pages and pictures: written whole or not at all, and refused before the work if they have no place.
+"""Writes single files atomically, and refuses impossible paths before hours of work.
 
 require_place(Path("report.html"), "--report report.html")      # before hours of work
-write_whole(Path("report.html"), data)                          # after them
+write_atomic(Path("report.html"), data)                         # after them
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from pathlib import Path
 from ..errors import OutputError, UsageError
 
 
-def require_place(path: Path, told: str, elsewhere: str = "give another place") -> None:
-    """Refuse a file that could not be written, or that is something else than a file.
+def require_place(path: Path, title: str, elsewhere: str = "give another place") -> None:
+    """Refuse a path at which no file can be written.
 
     Args:
-        path: the file; its directory may be missing.
-        told: how messages name it, such as "--report report.html".
-        elsewhere: how to name another.
+        path: the file; it and its directory may be missing.
+        title: name of the file in messages, such as "--report report.html".
+        elsewhere: hint that says how to give another path.
 
     Raises:
         UsageError: it is a directory, a link, a pipe or a device, or its directory can hold no file.
@@ -30,36 +30,40 @@ def require_place(path: Path, told: str, elsewhere: str = "give another place") 
     except (FileNotFoundError, NotADirectoryError):
         mode = stat.S_IFREG
     except (OSError, ValueError) as error:
-        raise UsageError(f"{told} cannot be written: {_reason(error)}", elsewhere) from None
+        raise UsageError(f"{title} cannot be written: {_reason(error)}", elsewhere) from None
     if stat.S_ISDIR(mode):
-        raise UsageError(f"{told} is a directory", "give the name of a file")
+        raise UsageError(f"{title} is a directory", "give the name of a file")
     if not stat.S_ISREG(mode):
-        raise UsageError(f"{told} is a link, a pipe or a device", elsewhere)
+        raise UsageError(f"{title} is a link, a pipe or a device", elsewhere)
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if not parent.is_dir():
-        raise UsageError(f"{told}: {parent} is no directory", elsewhere)
+        raise UsageError(f"{title}: {parent} is no directory", elsewhere)
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{told}: {parent} cannot be written to", f"check its permissions, or {elsewhere}")
+        raise UsageError(f"{title}: {parent} cannot be written to", f"check its permissions, or {elsewhere}")
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and all above it that are missing.
+    """Make a directory and its missing parents.
 
     Raises:
         OSError: it cannot be made.
     """
-    # pathlib and os recurse once for each that is missing, and a path has room for 2,000.
-    for each in (*reversed(path.parents), path):
-        each.mkdir(exist_ok=True)
+    # A loop, because pathlib and os recurse, and a path has room for 2,000 directories.
+    for directory in (*reversed(path.parents), path):
+        directory.mkdir(exist_ok=True)
 
 
-def write_whole(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file of these parts, whole or not at all; in a directory that is made if it is missing.
+def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file whole or not at all. Its directory is made if it is missing.
+
+    Args:
+        path: the file.
+        parts: its contents, written one after the other.
 
     Raises:
         OutputError: it cannot be written.
     """
-    # Of a name that nobody else has: two runs may write the same file.
+    # A random name, because two runs may write the same file.
     partial = path.with_name(f".openquant-{secrets.token_hex(8)}.partial")
     try:
         make_directory(path.parent)

@@ -1,4 +1,4 @@
-"""Open a checkpoint: config.json, the index, and the header of every shard. No tensor is read."""
+"""Opens a checkpoint: reads config.json, the index, and the header of every shard. No tensor is read."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from .names import CARD_FILE, INDEX_FILE, SINGLE_FILE, left_out_part
 from .small_files import MAX_INDEX, MAX_SMALL, open_regular, parse_json, read_small, short_repr
 from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
-# Headers that are read from the Hub at a time, and what is asked for first: most are no longer than that.
+# Headers that are read from the Hub at a time, and bytes of the first request: most headers are shorter.
 HEADERS_AT_ONCE = 8
 FIRST_PART = 1 << 17
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a plan needs to know of a source.
+    """An opened model directory: all that a plan needs to know of a source.
 
     Attributes:
         root: the directory.
         config: config.json, parsed.
-        architecture: the first entry of config.json's `architectures`.
-        shards: shard file names in order, with the file's size in bytes.
+        architecture: first entry of `architectures` in config.json.
+        shards: size of each shard in bytes, by file name in order.
         headers: SHA-256 of each shard's header, by file name.
-        tensors: every tensor, by name.
-        where: the place of every tensor, by name.
-        indexed: whether the source has a model.safetensors.index.json.
-        files: other files that belong to the model, relative to root, with sizes in bytes.
-        left_out: files and directories that do not: foreign weights, leftovers, hidden directories.
+        tensors: all tensors, by name.
+        where: shard and offset of each tensor, by name.
+        indexed: whether there is a model.safetensors.index.json.
+        files: size in bytes of other files of the model, by path relative to root.
+        left_out: files and directories that are no part of the model: other formats, leftovers, hidden directories.
     """
 
     root: Path
@@ -56,29 +56,29 @@ class RemoteFile(Protocol):
     """A shard that is not on disk.
 
     Attributes:
-        size: in bytes.
-        digest: of its contents, in hexadecimal digits: of 64 digits it is the SHA-256.
+        size: size in bytes.
+        digest: digest of its contents, hexadecimal; 64 digits are a SHA-256.
     """
 
     size: int
     digest: str
 
     def read(self, offset: int, length: int) -> bytes:
-        """`length` bytes from `offset` on."""
+        """Return `length` bytes from `offset` on."""
 
 
 def open_checkpoint(
     root: Path, remote: Mapping[str, RemoteFile] | None = None, absent: Mapping[str, int] | None = None
 ) -> Checkpoint:
-    """Read a checkpoint directory's metadata and check all of it.
+    """Read and check the metadata of a checkpoint.
 
     Args:
         root: the directory.
-        remote: shards that belong to it but lie elsewhere, by name.
-        absent: other files that do, with sizes in bytes, by name relative to root.
+        remote: its shards that are not in the directory, by name.
+        absent: size in bytes of its other files that are not in the directory, by path relative to root.
 
     Raises:
-        SourceError: anything missing, damaged, contradictory, or not a safetensors checkpoint.
+        SourceError: something is missing, damaged or contradictory, or it is no safetensors checkpoint.
     """
     with readable():
         return _open(root, remote or {}, absent or {})
@@ -102,13 +102,13 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
         raise SourceError(f"{root} does not exist", "check the path")
     config = read_config(root)
     architecture = _architecture(config)
-    names, placed = _find_shards(root, remote)
+    names, weight_map = _find_shards(root, remote)
     shards: dict[str, int] = {}
     headers: dict[str, str] = {}
     tensors: dict[str, TensorInfo] = {}
     where: dict[str, Location] = {}
-    far = [shard for shard in names if shard in remote]
-    coming = in_parallel(lambda shard: _read_remote(remote[shard], shard), far, HEADERS_AT_ONCE)
+    remote_shards = [shard for shard in names if shard in remote]
+    remote_headers = in_parallel(lambda shard: _read_remote(remote[shard], shard), remote_shards, HEADERS_AT_ONCE)
     for shard in names:
         if remote and shard not in remote and not (root / shard).exists():
             raise SourceError(
@@ -119,12 +119,12 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
             raise SourceError(f"{shard} is not a regular file", "download or copy the checkpoint again")
         if shard in remote:
             shards[shard] = remote[shard].size
-            headers[shard], found = next(coming)
+            headers[shard], header = next(remote_headers)
         else:
-            shards[shard], headers[shard], found = _open_shard(root / shard, shard)
-        if len(tensors) + len(found) > MAX_TENSORS:
+            shards[shard], headers[shard], header = _open_shard(root / shard, shard)
+        if len(tensors) + len(header) > MAX_TENSORS:
             raise SourceError(f"{root} holds more than {MAX_TENSORS:,} tensors", DAMAGED)
-        for info, offset in found:
+        for info, offset in header:
             if info.name in where:
                 raise SourceError(
                     f"{info.name} is in two shards: {where[info.name].shard} and {shard}",
@@ -132,27 +132,30 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
                 )
             tensors[info.name] = info
             where[info.name] = Location(shard, offset)
-    if placed is not None:
-        _hold_against_index(placed, where)
+    if weight_map is not None:
+        _check_index(weight_map, where)
     if not tensors:
         raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
     elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
     files, left_out = _list_files(root, set(names), elsewhere)
-    return Checkpoint(root, config, architecture, shards, headers, tensors, where, placed is not None, files, left_out)
+    return Checkpoint(
+        root, config, architecture, shards, headers, tensors, where, weight_map is not None, files, left_out
+    )
 
 
 def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:
-    """SHA-256 of the header and the tensors with their offsets, as `read_header` gives them; mostly in one request."""
+    """Return what `read_header` returns, mostly with one request."""
     first = file.read(0, min(FIRST_PART, file.size))
 
     def read(offset: int, length: int) -> bytes:
-        here = first[offset : offset + length]
-        return here if len(here) == length else here + file.read(offset + len(here), length - len(here))
+        data = first[offset : offset + length]
+        return data if len(data) == length else data + file.read(offset + len(data), length - len(data))
 
     return read_header(read, file.size, name)
 
 
 def _open_shard(path: Path, name: str) -> tuple[int, str, list[tuple[TensorInfo, int]]]:
+    """Return the size in bytes, and what `read_header` returns."""
     try:
         with open_regular(path, name) as file:
             size = os.fstat(file.fileno()).st_size
@@ -167,10 +170,14 @@ def _open_shard(path: Path, name: str) -> tuple[int, str, list[tuple[TensorInfo,
 
 
 def read_json(path: Path, what: str) -> Any:
-    """A JSON file of a checkpoint.
+    """Read a JSON file of a checkpoint.
+
+    Args:
+        path: the file.
+        what: its name in messages.
 
     Raises:
-        SourceError: there is none, or it is not a regular file with JSON in UTF-8 of a bounded size and depth.
+        SourceError: it is missing, not a regular file, too large, or not JSON.
     """
     with readable():
         try:
@@ -181,10 +188,10 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def read_config(root: Path) -> dict[str, Any]:
-    """A checkpoint's config.json.
+    """Read the config.json of a checkpoint.
 
     Raises:
-        SourceError: there is none, or it is not a JSON object.
+        SourceError: it is missing, or not a JSON object.
     """
     if not (root / "config.json").exists():
         refuse_other_weights(root, _names(root))
@@ -196,13 +203,13 @@ def read_config(root: Path) -> dict[str, Any]:
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    found = config.get("architectures")
-    if not isinstance(found, list) or not found or not all(_is_class(name) for name in found):
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names or not all(_is_class(name) for name in names):
         raise SourceError(
-            f"config.json names no architecture (architectures: {json.dumps(found)[:200]})",
+            f"config.json names no architecture (architectures: {json.dumps(names)[:200]})",
             'add the model class, such as "architectures": ["Qwen3ForCausalLM"]',
         )
-    return str(found[0])
+    return str(names[0])
 
 
 def _is_class(name: object) -> bool:
@@ -210,13 +217,18 @@ def _is_class(name: object) -> bool:
 
 
 def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str], dict[str, str] | None]:
-    """Shard names in order, and tensor -> shard as the index has it (None without an index)."""
+    """Return shard names in order, and the index's weight_map from tensor to shard; None without an index."""
     if (root / INDEX_FILE).exists():
         index = read_json(root / INDEX_FILE, INDEX_FILE)
-        placed = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(placed, dict) or not placed or not all(isinstance(shard, str) for shard in placed.values()):
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(shard, str) for shard in weight_map.values())
+        ):
             raise SourceError(f"{INDEX_FILE} has no weight_map of tensor to file names", "download or copy it again")
-        for shard, tensor in {shard: tensor for tensor, shard in reversed(placed.items())}.items():
+        first_tensors = {shard: tensor for tensor, shard in reversed(weight_map.items())}
+        for shard, tensor in first_tensors.items():
             if not _is_plain(shard):
                 raise SourceError(
                     f"{INDEX_FILE} places {_named(tensor)} in {short_repr(shard)}, which is not a plain file name",
@@ -227,19 +239,19 @@ def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str
                     f"{INDEX_FILE} places {_named(tensor)} in {shard}, which is not a safetensors file",
                     "save the model with safe_serialization=True",
                 )
-        return sorted(set(placed.values())), placed
+        return sorted(set(weight_map.values())), weight_map
     if (root / SINGLE_FILE).exists() or SINGLE_FILE in remote:
         return [SINGLE_FILE], None
     refuse_without_weights(root, _names(root))
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name is that of a file in the same directory, on any system."""
+    """Return whether a name is a plain file name on any system, without a directory."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\"} and name.isprintable() and len(name) <= 255
 
 
 def _named(tensor: str) -> str:
-    """A tensor's name from the index for a message: quoted and cut where it is not what a name can be."""
+    """Return a tensor's name for a message: quoted and shortened if it is not a possible name."""
     return tensor if tensor.isprintable() and TENSOR_NAME.fullmatch(tensor) else short_repr(tensor)
 
 
@@ -248,14 +260,14 @@ def _names(root: Path) -> list[str]:
 
 
 def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
-    """Say so if weights are there only in a form that is not read.
+    """Refuse a directory or repository that has weights only in formats that are not read.
 
     Args:
-        place: the directory or repository.
-        names: its files.
+        place: the directory or repository, for the message.
+        names: names of its files.
 
     Raises:
-        SourceError: they are.
+        SourceError: it has an adapter, or pickled or GGUF weights, and no safetensors.
     """
     if INDEX_FILE in names or SINGLE_FILE in names:
         return
@@ -264,16 +276,20 @@ def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
             f"{place} holds only an adapter, not a model",
             "merge it into its base model first (peft: merge_and_unload, then save_pretrained)",
         )
-    for pattern, what in (("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled"), ("*.gguf", "GGUF")):
+    for pattern, fmt in (("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled"), ("*.gguf", "GGUF")):
         for name in sorted(fnmatch.filter(names, pattern)):
             raise SourceError(
-                f"{place} holds {what} weights ({name}); only safetensors are read",
+                f"{place} holds {fmt} weights ({name}); only safetensors are read",
                 "convert them first: load with transformers and save_pretrained",
             )
 
 
 def refuse_without_weights(place: Path | str, names: Collection[str]) -> NoReturn:
-    """Say why a directory or repository with neither an index nor a single file of weights is refused.
+    """Refuse a directory or repository without an index and without model.safetensors, with the reason.
+
+    Args:
+        place: the directory or repository, for the message.
+        names: names of its files.
 
     Raises:
         SourceError: always.
@@ -287,18 +303,20 @@ def refuse_without_weights(place: Path | str, names: Collection[str]) -> NoRetur
     raise SourceError(f"{place} is not a checkpoint: it holds no safetensors weights", "check the path")
 
 
-def _hold_against_index(placed: dict[str, str], where: dict[str, Location]) -> None:
-    if placed == {tensor: location.shard for tensor, location in where.items()}:
+def _check_index(weight_map: dict[str, str], where: dict[str, Location]) -> None:
+    """Refuse an index that contradicts the shards."""
+    if weight_map == {tensor: location.shard for tensor, location in where.items()}:
         return
-    for tensor, shard in placed.items():
+    for tensor, shard in weight_map.items():
         if tensor not in where or where[tensor].shard != shard:
             raise SourceError(f"{INDEX_FILE} places {_named(tensor)} in {shard}, which does not hold it", DAMAGED)
     for tensor, location in where.items():
-        if tensor not in placed:
+        if tensor not in weight_map:
             raise SourceError(f"{location.shard} holds {tensor}, which {INDEX_FILE} does not list", DAMAGED)
 
 
 def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Return `files` and `left_out` of a Checkpoint; `elsewhere` has sizes of files that are not in the directory."""
     files: dict[str, int] = {}
     left_out: set[str] = set()
 
@@ -324,7 +342,7 @@ def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> t
                 if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
                 size = path.stat().st_size
-                # A card is read whole and written anew.
+                # The card is read into memory.
                 if relative == CARD_FILE and size > MAX_SMALL:
                     left_out.add(relative)
                 else:

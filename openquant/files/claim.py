@@ -1,14 +1,14 @@
-"""An output directory claimed for one run: whose it is, what an earlier run has finished in it, and the lock.
+"""A run's claim on its output directory: the lock, whose directory it is, and what an earlier run has finished there.
 
     with Claim(Path("out"), contents, overwrite=False) as claim:
         claim.directory.write("config.json", data)
         claim.finish()
 
-The journal, `.openquant.json`, names the plan's digest and every file the run writes. Running again with the same
-digest continues; anything else is refused. A finished directory keeps the journal and loses `.openquant/`.
+The journal, `.openquant.json`, names the plan's digest and all files that the run writes. A run with the same digest
+continues; others are refused. A finished directory keeps the journal, and `.openquant/` is removed.
 
-What an output holds may be somebody else's, the journal included: names in it that no run of ours would write are
-refused, and so are links where our files lie (folder.py).
+Somebody else may have written the files there, the journal included: names that no run of ours would write, and links
+in place of our files, are refused (folder.py).
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from .space import existing_parent, require_space
 
 @dataclass(frozen=True)
 class OutputContents:
-    """What a run will leave in its output directory.
+    """The files that a run will write to its output directory.
 
     Attributes:
-        digest: of the plan.
-        shards: bytes of tensors in every shard, by name; the files are larger by a header.
-        others: size in bytes of every other file, by name relative to the directory.
-        provenance: how it was asked for.
-        at_once: how many shards will be there at a time; None for all of them.
-        scratch: bytes of other files that will be there for a while.
+        digest: digest of the plan.
+        shards: bytes of tensors in each shard, by file name; the file also has a header.
+        others: size of each other file in bytes, by path relative to the directory.
+        provenance: options and entry, for the journal.
+        at_once: number of shards on disk at a time; None for all.
+        scratch: bytes of temporary files.
     """
 
     digest: str
@@ -71,30 +71,34 @@ class OutputContents:
 
     @cached_property
     def files(self) -> dict[str, int]:
-        """Bytes of every file, by name; of shards those of their tensors."""
+        """Size of each file in bytes, by name; of shards only their tensors."""
         return {**self.others, **self.shards}
 
     def needed(self, missing: Sequence[str], fetched: int) -> int:
-        """Bytes of disk that files take with what is there for a while.
+        """Return the bytes of disk that a run still needs, temporary files included.
 
         Args:
-            missing: the names of the files.
-            fetched: how many bytes of what is there for a while are there already.
+            missing: names of the files that are not written yet.
+            fetched: bytes of temporary files that are already there.
         """
         shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
         needed = sum(self.files[name] for name in missing if name not in self.shards)
         return needed + sum(shards[: self.at_once]) + (max(0, self.scratch - fetched) if shards else 0)
 
     def journal(self, sources: Mapping[str, object], done: bool) -> bytes:
-        """The journal of a run.
+        """Return the bytes of the run's journal.
 
         Args:
-            sources: what every file of the source looks like.
-            done: whether all files are there.
+            sources: stamp or digest of each file of the source, by name.
+            done: whether all files are written.
         """
-        files = sorted(self.files)
-        looks = dict(sorted(sources.items()))
-        record = {"format": FORMAT, "digest": self.digest, "done": done, "files": files, "sources": looks}
+        record: dict[str, object] = {
+            "format": FORMAT,
+            "digest": self.digest,
+            "done": done,
+            "files": sorted(self.files),
+            "sources": dict(sorted(sources.items())),
+        }
         if self.provenance.recipe is not None:
             record["recipe"] = self.provenance.recipe
         if self.provenance.entry is not None:
@@ -103,23 +107,23 @@ class OutputContents:
 
 
 class Claim:
-    """The claim of a run on its output directory; use as a context manager, which holds the lock.
+    """A run's claim on its output directory; a context manager that holds the lock.
 
     Args:
         path: the directory; made if missing.
-        contents: what the run will leave there.
-        overwrite: discard what an earlier run of ours left there.
-        elsewhere: gives the shards that are finished although they are not there.
-        sources: gives what every file of the source looks like: its digest, or a list of sizes and times. These may
-            change though the bytes do not.
+        contents: the files that the run will write.
+        overwrite: whether to remove the output of an earlier run.
+        elsewhere: returns names of shards that are finished but no longer in the directory, because they are uploaded.
+        sources: returns the digest, or the stamp (size and times), of each file of the source. A stamp may change
+            although the bytes are the same.
 
     Attributes:
-        directory: where files are written, open while it is claimed.
-        contents: what the run will leave there.
-        resumed: whether an earlier run's work is continued, or already complete.
-        complete: whether an earlier run finished and all it wrote is still there; then nothing is locked or written,
-            unless the source moved.
-        moved: files of the source that look unlike what an earlier run was made from.
+        directory: the output directory, open while it is claimed.
+        contents: the files that the run will write.
+        resumed: whether the work of an earlier run is continued, or is already complete.
+        complete: whether an earlier run finished and all its files are still there. Then nothing is locked or written,
+            unless `changed_sources` is not empty.
+        changed_sources: files of the source whose digest or stamp differs from the earlier run's journal.
     """
 
     def __init__(
@@ -134,38 +138,38 @@ class Claim:
         self.contents = contents
         self.resumed = False
         self.complete = False
-        self.moved: Set[str] = frozenset()
+        self.changed_sources: Set[str] = frozenset()
         self._path = path
         self._overwrite = overwrite
         self._find_elsewhere = elsewhere
         self._elsewhere: Set[str] = frozenset()
-        self._look = sources
+        self._find_sources = sources
         self._lock: _Lock | None = None
-        self._made = False
+        self._created = False
 
     @cached_property
     def sources(self) -> Mapping[str, object]:
-        """What the files of the source look like; read when first asked for, which may take long."""
-        return self._look()
+        """Digest or stamp of each file of the source, by name; found at first use, which may take long."""
+        return self._find_sources()
 
     def __enter__(self) -> Claim:
         path, directory = self._path, self.directory
         try:
             with output_errors(path, "read"):
-                self._made = not path.exists() and not path.is_symlink()
-                if not self._made:
+                self._created = not path.exists() and not path.is_symlink()
+                if not self._created:
                     _open(directory)
-                    if self._is_complete(self._inspect()) and not self.moved:
+                    if self._is_complete(self._inspect()) and not self.changed_sources:
                         return self
             with output_errors(path):
-                if self._made:
+                if self._created:
                     make_directory(path)
                     directory.open()
                 directory.folder.make(WORK)
             self._take_lock()
             # Another run may have finished or begun between the first look and the lock.
             journal = self._inspect()
-            if self._is_complete(journal) and not self.moved:
+            if self._is_complete(journal) and not self.changed_sources:
                 return self
             _sweep(directory.folder)
             needed, freed = self._needed(journal["files"] if journal and self._overwrite else ())
@@ -187,7 +191,7 @@ class Claim:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Let a rank that is not the first write there too, once the first one has claimed the directory."""
+        """Open the directory for another rank, once the first rank has claimed it."""
         try:
             with output_errors(self._path):
                 self.directory.open()
@@ -196,14 +200,16 @@ class Claim:
             self.directory.close()
 
     def is_finished(self, name: str) -> bool:
-        """Whether a file of this run stands under its final name; a shard not without its tensors."""
+        """Return whether a file of this run has its final name, and, for a shard, is larger than its tensors."""
         if name in self._elsewhere:
             return True
-        found = self.directory.folder.stat(name)
-        return found is not None and stat.S_ISREG(found.st_mode) and found.st_size > self.contents.shards.get(name, -1)
+        status = self.directory.folder.stat(name)
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return False
+        return status.st_size > self.contents.shards.get(name, -1)
 
     def finish(self) -> None:
-        """Record that everything is there, and drop what it was made from."""
+        """Record in the journal that all files are written, and remove downloaded source shards."""
         folder = self.directory.folder
         with output_errors(self._path / WORK, "removed"):
             for name in folder.names(WORK):
@@ -212,18 +218,18 @@ class Claim:
         self.directory.write(JOURNAL, self.contents.journal(self.sources, done=True))
 
     def renew(self) -> None:
-        """Record what the source looks like now: what is finished is what it makes."""
+        """Record the current stamps of the source, once finished shards are known to be what it gives."""
         journal = journal_in(self.directory.folder)
         done = journal is not None and journal["done"]
         self.directory.write(JOURNAL, self.contents.journal(self.sources, done))
-        self.moved = frozenset()
+        self.changed_sources = frozenset()
 
     def missing_bytes(self) -> int:
-        """Bytes of disk that the run has still to write there, less what it discards first; nothing is written.
+        """Return the bytes of disk that the run still needs, less those that it frees first. Nothing is written.
 
         Raises:
-            OutputError: the directory could not be claimed: it is not a run's, is that of a run with other options, or
-                cannot be written to. The digest, which may not be final yet, is not looked at.
+            OutputError: the directory could not be claimed: it is not an output, is that of a run with other options,
+                or cannot be written to. The plan's digest is not compared, because it may not be final yet.
         """
         path, exists = self._path, False
         try:
@@ -232,18 +238,18 @@ class Claim:
                 if exists:
                     _open(self.directory)
             with output_errors(path):
-                place = existing_parent(path)
-                if not place.is_dir():
+                parent = existing_parent(path)
+                if not parent.is_dir():
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-                if not os.access(place, os.W_OK | os.X_OK):
+                if not os.access(parent, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             if not exists:
                 return self.contents.needed(list(self.contents.files), 0)
-            journal, found = _earlier_files(self.directory.folder, self.contents.files, self._overwrite)
-            if journal and not self._overwrite and any(not is_work(name) for name, _ in found):
+            journal, modes = _earlier_files(self.directory.folder, self.contents.files, self._overwrite)
+            if journal and not self._overwrite and any(not is_work(name) for name, _ in modes):
                 recipes = (journal.get("recipe") or {}, self.contents.provenance.recipe or {})
-                before, now = (recipe.get("options") for recipe in recipes)
-                if before is not None and before != now:
+                earlier_options, options = (recipe.get("options") for recipe in recipes)
+                if earlier_options is not None and earlier_options != options:
                     raise _another_run(path)
             needed, freed = self._needed(journal["files"] if journal and self._overwrite else ())
             return max(0, needed - freed)
@@ -255,28 +261,28 @@ class Claim:
         self.complete = done and all(self.is_finished(name) for name in self.contents.files)
         if self.complete:
             self.resumed = True
-            # What a run left that was killed at its very end; a read-only directory may keep it.
+            # Clean up after a run that was killed at its very end, unless the directory is read-only.
             if self._lock is None and self.directory.folder.stat(WORK) is not None:
                 with suppress(OutputError):
                     self._take_lock()
-                    self._let_go()
+                    self._unlock()
         return self.complete
 
     def _inspect(self) -> dict[str, Any] | None:
-        """The journal of an earlier run that may be continued or overwritten; None for a fresh directory.
+        """Return the journal of an earlier run that is continued or overwritten; None for a new directory.
 
         Raises:
-            OutputError: the directory holds something else.
+            OutputError: the directory has other files, or the output of another run.
         """
-        journal, found = _earlier_files(self.directory.folder, self.contents.files, self._overwrite)
+        journal, modes = _earlier_files(self.directory.folder, self.contents.files, self._overwrite)
         if journal is None:
             return None
         if not self._overwrite:
-            made_from = journal.get("sources", {})
-            self.moved = {name for name, look in self.sources.items() if made_from.get(name) != look}
-        # Not before now: its records lie here. What is elsewhere cannot be held against a source that moved.
-        self._elsewhere = frozenset() if self.moved else self._find_elsewhere()
-        present = {name for name, mode in found if not stat.S_ISDIR(mode) and not is_work(name)}
+            recorded = journal.get("sources", {})
+            self.changed_sources = {name for name, stamp in self.sources.items() if recorded.get(name) != stamp}
+        # Uploaded shards cannot be compared with a changed source. Their records lie in this directory.
+        self._elsewhere = frozenset() if self.changed_sources else self._find_elsewhere()
+        present = {name for name, mode in modes if not stat.S_ISDIR(mode) and not is_work(name)}
         if not present and not self._elsewhere:
             return None
         if self._overwrite:
@@ -292,53 +298,54 @@ class Claim:
         return journal
 
     def _needed(self, discarded: Iterable[str]) -> tuple[int, int]:
-        """Bytes that are still to be written, and bytes of what will be discarded first."""
+        """Return the bytes of disk that are still needed, and the bytes that removing earlier files frees."""
         folder = self.directory.folder
         with output_errors(self._path, "examined"):
-            gone = {name: found.st_size for name in discarded if (found := folder.stat(name)) is not None}
-            missing = [name for name in self.contents.files if name in gone or not self.is_finished(name)]
-            fetched = sum(what.st_blocks * 512 for name, what in folder.walk() if name.startswith(f"{WORK}/{SOURCE}"))
-        return self.contents.needed(missing, fetched), sum(gone.values())
+            freed = {name: status.st_size for name in discarded if (status := folder.stat(name)) is not None}
+            missing = [name for name in self.contents.files if name in freed or not self.is_finished(name)]
+            source = f"{WORK}/{SOURCE}"
+            fetched = sum(status.st_blocks * 512 for name, status in folder.walk() if name.startswith(source))
+        return self.contents.needed(missing, fetched), sum(freed.values())
 
     def _take_lock(self) -> None:
         with output_errors(self._path / LOCK):
             self._lock = lock = _Lock(self.directory.folder)
             if lock.take():
                 return
-        # What lies there is that of the run that holds it.
+        # The unfinished files are those of the run that has the lock.
         self._lock = None
         lock.release()
         raise OutputError(f"another run is writing to {self._path}", "wait for it, or choose another directory with -o")
 
-    def _let_go(self) -> None:
-        """Remove what is half-written, and all trace of a run that wrote nothing; release the lock."""
+    def _unlock(self) -> None:
+        """Remove unfinished files, and all traces of a run that wrote nothing; release the lock."""
         if self._lock is None:
             return
         folder = self.directory.folder
         with suppress(OSError):
             _sweep(folder)
             folder.remove(LOCK)
-            # Not empty where another run just put its own lock there.
+            # Fails if another run has just put its lock there.
             (self._path / WORK).rmdir()
-            if self._made and set(folder.names()) <= {JOURNAL}:
+            if self._created and set(folder.names()) <= {JOURNAL}:
                 folder.remove(JOURNAL)
                 self._path.rmdir()
         self._lock.release()
         self._lock = None
 
     def _release(self) -> None:
-        self._let_go()
+        self._unlock()
         self.directory.close()
 
 
 class _Lock:
-    """The lock of a directory, which one run at a time holds until it is released or the process ends.
+    """The lock of an output directory. One run at a time holds it, until it releases it or its process ends.
 
     Args:
-        folder: the directory, in which WORK is there.
+        folder: the output directory, in which WORK exists.
 
     Raises:
-        OSError: its file cannot be opened.
+        OSError: the lock file cannot be opened.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -346,7 +353,7 @@ class _Lock:
         self._handle = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
 
     def take(self) -> bool:
-        """Take it, unless another run holds it. Returns whether this one does.
+        """Take the lock unless another run holds it. Returns whether this run holds it.
 
         Raises:
             OutputError: the file system has no locks.
@@ -361,20 +368,20 @@ class _Lock:
                 "files",
                 "mount it with locks (Lustre: its option flock), or choose another disk with -o",
             ) from None
-        # A run that finished in between removed the file we locked.
-        there = self.folder.stat(LOCK)
-        return there is not None and os.path.samestat(os.fstat(self._handle), there)
+        # A run that finished meanwhile may have removed the file that we locked.
+        status = self.folder.stat(LOCK)
+        return status is not None and os.path.samestat(os.fstat(self._handle), status)
 
     def release(self) -> None:
-        """Let another run have it."""
+        """Release the lock."""
         os.close(self._handle)
 
 
 def _open(directory: OutputDirectory) -> None:
-    """Open a directory that exists.
+    """Open an existing output directory.
 
     Raises:
-        OutputError: it is something else.
+        OutputError: it is not a directory.
     """
     if not directory.path.is_dir():
         raise OutputError(f"{directory.path} exists and is not a directory", ELSEWHERE)
@@ -390,32 +397,35 @@ def _another_run(path: Path) -> OutputError:
 def _earlier_files(
     folder: Folder, files: Iterable[str], overwrite: bool
 ) -> tuple[dict[str, Any] | None, list[tuple[str, int]]]:
-    """The journal of an earlier run, None for a fresh directory; and names and modes of what else is there.
+    """Read what an earlier run left in a directory.
 
     Args:
         folder: the directory.
-        files: the names that this run will write.
-        overwrite: whether it discards what an earlier run left.
+        files: names of the files that this run will write.
+        overwrite: whether this run removes the earlier output.
+
+    Returns:
+        The journal, None for a new directory; and names and modes of all other files.
 
     Raises:
-        OutputError: the directory holds something else.
+        OutputError: files of somebody else lie there.
     """
     journal = journal_in(folder)
     if journal is None:
         with output_errors(folder.path, "read"):
-            strange = next(foreign_files(folder), None)
-        if strange is not None:
+            foreign = next(foreign_files(folder), None)
+        if foreign is not None:
             raise OutputError(
-                f"{folder.path} is not empty and was not made by openquant: it holds {strange}",
+                f"{folder.path} is not empty and was not made by openquant: it holds {foreign}",
                 "choose another directory with -o, or empty this one yourself",
             )
         return None, []
     with output_errors(folder.path, "read"):
-        found = [(name, what.st_mode) for name, what in folder.walk() if name != JOURNAL]
-    # An evaluation comes later, and says nothing any more of what is overwritten.
+        modes = [(name, status.st_mode) for name, status in folder.walk() if name != JOURNAL]
+    # An evaluation of the earlier output is removed with it.
     ours = {*journal["files"], *EVALUATION_FILES}
     written = ours.union(files)
-    below = sorted(written)
+    sorted_names = sorted(written)
 
     def is_in_the_way(name: str, mode: int) -> bool:
         if is_work(name):
@@ -424,25 +434,25 @@ def _earlier_files(
             return name in written
         if stat.S_ISREG(mode) and name in ours:
             return False
-        # A linked directory would lead our files to somebody else's.
-        first = bisect_left(below, f"{name}/")
+        # A file or linked directory where we need a directory.
+        first = bisect_left(sorted_names, f"{name}/")
         return (
             name in written
-            or any(other.startswith(f"{name}/") for other in below[first : first + 1])
+            or any(other.startswith(f"{name}/") for other in sorted_names[first : first + 1])
             or (overwrite and name.endswith((".safetensors", ".index.json")))
         )
 
-    clash = [name for name, mode in found if is_in_the_way(name, mode)]
-    if clash:
+    conflicts = [name for name, mode in modes if is_in_the_way(name, mode)]
+    if conflicts:
         raise OutputError(
-            f"{folder.path / min(clash)} was not made by openquant and will not be overwritten",
+            f"{folder.path / min(conflicts)} was not made by openquant and will not be overwritten",
             "move it away, or choose another directory with -o",
         )
-    return journal, found
+    return journal, modes
 
 
 def _discard(folder: Folder, journal: dict[str, Any]) -> None:
-    """Remove what an earlier run wrote: first what makes the directory look like a model, the journal last."""
+    """Remove the output of an earlier run: config.json first, so that it is no model any more, the journal last."""
     with output_errors(folder.path / WORK / PUSHED, "removed"):
         folder.remove_folder(f"{WORK}/{PUSHED}")
     names = sorted(journal["files"], key=lambda name: (name != "config.json", not name.endswith(".json"), name))
@@ -452,7 +462,7 @@ def _discard(folder: Folder, journal: dict[str, Any]) -> None:
 
 
 def _sweep(folder: Folder) -> None:
-    """Remove what an interrupted run left half-written."""
+    """Remove the unfinished files of an interrupted run."""
     for name in folder.names(WORK):
         if name.endswith(".partial"):
             with output_errors(folder.path / WORK / name, "removed"):

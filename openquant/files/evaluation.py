@@ -1,7 +1,7 @@
-"""eval.json, read: what `openquant eval` found of a model, which may have been written or changed by anybody since.
+"""Reads and checks eval.json, the result of `openquant eval`. Anybody may have written or changed it.
 
 evaluation = read_evaluation(Path("Qwen3-8B-FP8"))
-evaluation["kl"]["mean"]            # 0.00129: a finite number, whatever the file held
+evaluation["kl"]["mean"]            # 0.00129: always a finite number
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from .names import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
 from .small_files import MAX_SMALL, parse_json, read_small, short_repr
 
 AGAIN = "run openquant eval again, or remove it"
-# Of a list, and letters of a text.
-MOST, LONGEST = 100_000, 1 << 20
+# Longest list, and characters of the longest text.
+MAX_ITEMS, MAX_CHARACTERS = 100_000, 1 << 20
 
 
-class Maybe(NamedTuple):
+class Nullable(NamedTuple):
     """A value that may be null."""
 
     kind: Any
 
 
 class _Finite:
-    """A number that is not drawn, of any finite size."""
+    """Marks a number that may have any finite size, because it is not plotted."""
 
 
-# What is drawn is below 1e100: with numbers near the largest that there are matplotlib overflows.
+# Plotted numbers are below 1e100, because matplotlib overflows with numbers near the largest float.
 NUMBER, FINITE, COUNT, TEXT = float, _Finite, int, str
 _LARGEST = 1e100
-INTERVAL = Maybe((NUMBER, NUMBER))
-# What is read of it, by kind: a number, a count, a text, a list of one kind, an object. A key that ends in "?" may be
-# missing, and keys that are not here are not read. A tuple is a list of so many.
-SHAPE: dict[str, Any] = {
+INTERVAL = Nullable((NUMBER, NUMBER))
+# The keys that are read, and the kind of each value: a number, count or text, a list of one kind, a tuple for a list of
+# that length, or an object. Keys that end in "?" may be missing; other keys of the file are ignored.
+SCHEMA: dict[str, Any] = {
     "kl": {
         "mean": NUMBER,
         "interval": INTERVAL,
@@ -54,26 +54,26 @@ SHAPE: dict[str, Any] = {
         "max": NUMBER,
         "share_above_0.1": NUMBER,
     },
-    "kl_by_confidence": [{"from": NUMBER, "to": NUMBER, "positions": COUNT, "kl": Maybe(NUMBER)}],
-    "kl_by_position": [{"from": NUMBER, "to": NUMBER, "kl": Maybe(NUMBER)}],
+    "kl_by_confidence": [{"from": NUMBER, "to": NUMBER, "positions": COUNT, "kl": Nullable(NUMBER)}],
+    "kl_by_position": [{"from": NUMBER, "to": NUMBER, "kl": Nullable(NUMBER)}],
     "kl_by_domain": [{"domain": TEXT, "positions": COUNT, "kl": NUMBER, "interval": INTERVAL}],
     "kl_histogram": {"edges": [NUMBER], "output": [NUMBER], "floor": [NUMBER]},
     "top1": NUMBER,
     "top5": NUMBER,
-    "perplexity": {"source": FINITE, "output": FINITE, "ratio": FINITE, "interval": Maybe((FINITE, FINITE))},
+    "perplexity": {"source": FINITE, "output": FINITE, "ratio": FINITE, "interval": Nullable((FINITE, FINITE))},
     "rms_dp": NUMBER,
     "weights_only": {"kl": NUMBER, "top1": NUMBER},
     "floor": {"kl": NUMBER, "top1": NUMBER},
-    "layers": [{"layer": TEXT, "distance": NUMBER, "floor?": Maybe(NUMBER), "routed_otherwise?": Maybe(NUMBER)}],
-    # With `text` where both tell what they find most likely along one, without it where they answer a prompt.
-    "texts": [{"prompt": TEXT, "source": TEXT, "output": TEXT, "text?": TEXT, "differs_at": Maybe(COUNT)}],
+    "layers": [{"layer": TEXT, "distance": NUMBER, "floor?": Nullable(NUMBER), "routed_otherwise?": Nullable(NUMBER)}],
+    # With `text`: the most likely tokens of both along that text. Without it: their answers to a prompt.
+    "texts": [{"prompt": TEXT, "source": TEXT, "output": TEXT, "text?": TEXT, "differs_at": Nullable(COUNT)}],
     "verdict": TEXT,
     "reasons": [TEXT],
     "suspects": [TEXT],
     "sizes": {"source": COUNT, "output": COUNT},
     "text": {
         "files?": [TEXT],
-        "dataset?": Maybe(TEXT),
+        "dataset?": Nullable(TEXT),
         "sha256": TEXT,
         "documents": COUNT,
         "length": COUNT,
@@ -85,30 +85,31 @@ SHAPE: dict[str, Any] = {
 
 
 def read_evaluation(directory: Path) -> dict[str, Any]:
-    """The eval.json of a directory.
+    """Read the eval.json of a directory.
 
     Raises:
-        SourceError: it is damaged, or too large, or holds something else.
-        OSError: there is none; `readable()` tells the user.
+        SourceError: it is damaged, too large, or not an evaluation.
+        OSError: it is missing. Callers convert it with `readable()`.
     """
     data = read_small(directory / EVAL_FILE, EVAL_FILE)
     return check_evaluation(parse_json(data, EVAL_FILE))
 
 
 def check_evaluation(value: Any) -> dict[str, Any]:
-    """The same, if it is what an eval.json holds.
+    """Return a JSON value if it is an evaluation as `openquant eval` writes it.
 
     Raises:
         SourceError: it is not; the message names the key.
     """
-    _check(value, SHAPE, "")
+    _check(value, SCHEMA, "")
     _check_histogram(value["kl_histogram"])
-    found: dict[str, Any] = value
-    return found
+    evaluation: dict[str, Any] = value
+    return evaluation
 
 
 def _check(value: Any, kind: Any, where: str) -> None:
-    if isinstance(kind, Maybe):
+    """Refuse a value that is not of a kind of SCHEMA; `where` is its path, such as "kl.mean"."""
+    if isinstance(kind, Nullable):
         if value is not None:
             _check(value, kind.kind, where)
         return
@@ -121,12 +122,12 @@ def _check(value: Any, kind: Any, where: str) -> None:
                 raise SourceError(f"{EVAL_FILE} has no {f'{where}.' if where else ''}{key}", AGAIN)
         return
     if isinstance(kind, tuple) and isinstance(value, list) and len(value) == len(kind):
-        for number, one in enumerate(value):
-            _check(one, kind[number], f"{where}[{number}]")
+        for number, item in enumerate(value):
+            _check(item, kind[number], f"{where}[{number}]")
         return
-    if isinstance(kind, list) and isinstance(value, list) and len(value) <= MOST:
-        for number, one in enumerate(value):
-            _check(one, kind[0], f"{where}[{number}]")
+    if isinstance(kind, list) and isinstance(value, list) and len(value) <= MAX_ITEMS:
+        for number, item in enumerate(value):
+            _check(item, kind[0], f"{where}[{number}]")
         return
     if not _is_plain(value, kind):
         _refuse(value, where)
@@ -139,7 +140,7 @@ def _refuse(value: Any, where: str) -> NoReturn:
 
 
 def _check_histogram(histogram: Mapping[str, list[float]]) -> None:
-    """Refuse edges of bins that do not ascend from above zero, and shares of other than all bins."""
+    """Refuse edges that are not positive and ascending, and shares that are not one for each bin."""
     edges = histogram["edges"]
     if len(edges) < 2 or edges[0] <= 0 or any(low >= high for low, high in pairwise(edges)):
         _refuse(edges, "kl_histogram.edges")
@@ -150,7 +151,7 @@ def _check_histogram(histogram: Mapping[str, list[float]]) -> None:
 
 def _is_plain(value: Any, kind: Any) -> bool:
     if kind is TEXT:
-        return isinstance(value, str) and len(value) <= LONGEST
+        return isinstance(value, str) and len(value) <= MAX_CHARACTERS
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     if kind is COUNT:
@@ -161,7 +162,7 @@ def _is_plain(value: Any, kind: Any) -> bool:
 
 
 def _is_evaluation(file: BinaryIO) -> bool:
-    """Whether a file has the figures of one output, or of several."""
+    """Return whether a file is an evaluation of one output or of several."""
     try:
         value = parse_json(file.read(MAX_SMALL + 1), EVAL_FILE)
         if "outputs" in value:
@@ -175,16 +176,16 @@ EVALUATION = FileKind("an evaluation", _is_evaluation, EVAL_FILE)
 
 
 def evaluation_digest(evaluation: Mapping[str, Any]) -> str:
-    """What a page and a picture name the evaluation by that they show: SHA-256 of its values, hexadecimal."""
+    """Return the SHA-256 of an evaluation's values, hexadecimal, by which its page and picture refer to it."""
     return hashlib.sha256(json.dumps(evaluation, sort_keys=True).encode()).hexdigest()
 
 
 class FoundEvaluation(NamedTuple):
-    """What lies beside a model of an evaluation.
+    """The evaluation in a model's directory.
 
     Attributes:
-        evaluation: its figures.
-        files: names of the files that hold or show them.
+        evaluation: the values of eval.json.
+        files: names of its files: eval.json, and the page and picture that show it.
     """
 
     evaluation: dict[str, Any]
@@ -192,10 +193,10 @@ class FoundEvaluation(NamedTuple):
 
 
 def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:
-    """The evaluation that lies beside a model, and the page and the picture that show this one; None without any.
+    """Return the evaluation in a model's directory; None if there is none.
 
     Raises:
-        SourceError: it is damaged, a link, or of another model, or of what this one was before.
+        SourceError: it is damaged, a link, or of another model or an earlier version of this one.
     """
     with readable(), Folder(checkpoint.root) as folder:
         if folder.stat(EVAL_FILE) is None:
@@ -203,11 +204,11 @@ def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:
         if not folder.is_file(EVAL_FILE):
             raise SourceError(f"{EVAL_FILE} is not a regular file", AGAIN)
         evaluation = read_evaluation(checkpoint.root)
-        of = evaluation["output"]
-        if not Fingerprint(checkpoint).matches(of["digest"], of.get("stamp", "")):
-            raise SourceError(f"{EVAL_FILE} is of another model, or of what this one was before", AGAIN)
-        name = evaluation_digest(evaluation).encode()
-        shows = (one for one in (EVAL_PAGE, EVAL_PICTURE) if folder.is_file(one))
+        output = evaluation["output"]
+        if not Fingerprint(checkpoint).matches(output["digest"], output.get("stamp", "")):
+            raise SourceError(f"{EVAL_FILE} is of another model, or of an earlier version of this one", AGAIN)
+        digest = evaluation_digest(evaluation).encode()
+        shown = [name for name in (EVAL_PAGE, EVAL_PICTURE) if folder.is_file(name)]
         return FoundEvaluation(
-            evaluation, [EVAL_FILE, *(one for one in shows if name in (folder.read(one, MAX_SMALL) or b""))]
+            evaluation, [EVAL_FILE, *(name for name in shown if digest in (folder.read(name, MAX_SMALL) or b""))]
         )

@@ -1,10 +1,8 @@
-"""What tells a checkpoint from every other one: its contents, and what shows without reading that they are the same.
+"""Fingerprints: a digest of a checkpoint's contents, and a stamp that shows without reading that they are unchanged.
 
-fingerprint(checkpoint)             # "5f70bf18a0..": of a directory, all of which is read
-
-part = Fingerprint(checkpoint)      # of shards that come and go
-part.add("model-00001-of-00002.safetensors", path)
-part.hexdigest()
+fingerprint = Fingerprint(checkpoint)
+fingerprint.add("model-00001-of-00002.safetensors", path)   # shards may come and go
+fingerprint.hexdigest()                                     # "5f70bf18a0.."; reads the shards that were not added
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ from .small_files import open_regular
 # Bytes that are hashed at a time.
 _PIECE = 1 << 22
 
-# Of a file: size, times of its last modification and change (ns), inode. Where they are the same, so are the bytes.
+# Size, mtime and ctime in ns, and inode of a file. While they are the same, so are its bytes.
 Stamp = list[int]
 
 
 def stamps_of(root: Path, shards: Iterable[str]) -> dict[str, Stamp]:
-    """The stamps of shards in a directory.
+    """Return the stamps of shards in a directory, by name.
 
     Raises:
         SourceError: one cannot be read.
     """
     with readable():
-        found = {name: (root / name).stat() for name in shards}
-    return {name: [at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino] for name, at in found.items()}
+        stats = {name: (root / name).stat() for name in shards}
+    return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for name, stat in stats.items()}
 
 
 class Fingerprint:
@@ -42,13 +40,13 @@ class Fingerprint:
 
     Args:
         checkpoint: the opened checkpoint.
-        remote: shards of it that lie elsewhere.
-        commit: the repository and commit that it is, which says what its shards are; "" for any other.
-        stamps: of the shards of a local one, as it was opened; those of now if None.
+        remote: its shards that are not in the directory, by name.
+        commit: repository and commit that it comes from, which identify its shards; "" for a local checkpoint.
+        stamps: stamps of local shards when the checkpoint was opened; taken now if None.
 
     Attributes:
         stamp: SHA-256 of config.json, headers, sizes, and the shards' stamps or the commit. Checkpoints with the same
-            stamp have the same contents; a copy has another stamp.
+            stamp have the same contents, but a copy has another stamp.
     """
 
     def __init__(
@@ -72,27 +70,30 @@ class Fingerprint:
         return hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
 
     def add(self, shard: str, path: Path) -> None:
-        """Hash a shard where it lies now, unless that was done or the repository says its digest.
+        """Hash a shard, unless it was hashed before or the repository has its SHA-256.
+
+        Args:
+            shard: file name of the shard.
+            path: where it lies now.
 
         Raises:
             SourceError: it cannot be read.
         """
         if shard not in self._digests:
-            self._digests[shard] = self._known(shard) or _hash(path)
+            self._digests[shard] = self._repository_sha256(shard) or _hash(path)
 
     def require_unchanged(self, shards: Iterable[str] | None = None) -> None:
         """Refuse shards that were written to since the checkpoint was opened.
 
         Args:
-            shards: names; all if None.
+            shards: names of shards; all if None.
 
         Raises:
             SourceError: one was, or is gone.
         """
         local = [shard for shard in (self._stamps if shards is None else shards) if shard in self._stamps]
         for shard, now in stamps_of(self.checkpoint.root, local).items():
-            # Not the inode: some network file systems give a file another one every now and then, and a replaced file
-            # has another time of change.
+            # Without the inode, which some network file systems change; a replaced file has another ctime anyway.
             if now[:-1] != self._stamps[shard][:-1]:
                 raise SourceError(
                     f"{self.checkpoint.root / shard} changed while it was being read",
@@ -100,28 +101,31 @@ class Fingerprint:
                 )
 
     def hexdigest(self) -> str:
-        """The digest; shards that were not added are read now, from the checkpoint's directory or elsewhere.
+        """Return the digest. Shards that were not added are read now, from the directory or the repository.
 
         Raises:
             SourceError: one cannot be read.
         """
         for shard in self.checkpoint.shards:
             if shard in self.remote and shard not in self._digests:
-                self._digests[shard] = self._known(shard) or _hash_remote(self.remote[shard])
+                self._digests[shard] = self._repository_sha256(shard) or _hash_remote(self.remote[shard])
             self.add(shard, self.checkpoint.root / shard)
         return self._sha256([self._digests[shard] for shard in self.checkpoint.shards])
 
     def matches(self, digest: str, stamp: str) -> bool:
-        """Whether digest and stamp, which were stored of some checkpoint, are of this one; shards are read only if the
-        stamp differs.
+        """Return whether a stored digest and stamp are this checkpoint's. Reads shards only if the stamp differs.
+
+        Args:
+            digest: `hexdigest()` of a checkpoint.
+            stamp: `stamp` of the same checkpoint.
 
         Raises:
             SourceError: a shard cannot be read.
         """
         return stamp == self.stamp or digest == self.hexdigest()
 
-    def _known(self, shard: str) -> str | None:
-        """The SHA-256 that a repository has of a shard; None where it has none."""
+    def _repository_sha256(self, shard: str) -> str | None:
+        """Return the SHA-256 that the repository has of a shard; None if it has none."""
         digest = self.remote[shard].digest if shard in self.remote else ""
         return digest if len(digest) == 64 else None
 

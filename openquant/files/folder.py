@@ -1,8 +1,8 @@
-"""A directory held open, in which nothing is reached through a link.
+"""A directory held open, in which no file is reached through a link.
 
-What lies in an output may have been put there by somebody else: a link under a name of ours would lead a write, a
-rename or a removal to another file. Names here are relative to the directory, such as "assets/logo.png", and every
-part of one is looked up in the open directory before it. The directory itself may be a link.
+Somebody else may have put files into an output: a link under one of our names would lead a write, rename or removal to
+another file. So names are relative to the directory, such as "assets/logo.png", and each part is looked up in the open
+directory before it. The directory itself may be a link.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# What Linux allows, in bytes; macOS allows less.
-_LONGEST_PART, _LONGEST_NAME = 255, 4095
+# Limits of Linux in bytes; those of macOS are lower.
+_MAX_PART, _MAX_NAME = 255, 4095
 
 
 def is_plain(name: object) -> bool:
-    """Whether something is a name that a file below a directory can have: "assets/a.txt", not "../a" or "/a"."""
+    """Return whether a value is a possible path of a file in a directory: "assets/a.txt", not "../a" or "/a"."""
     if not isinstance(name, str):
         return False
     try:
@@ -29,17 +29,17 @@ def is_plain(name: object) -> bool:
         return False  # half of a surrogate pair
     parts = data.split(b"/")
     return (
-        len(data) <= _LONGEST_NAME
+        len(data) <= _MAX_NAME
         and b"\0" not in data
         and not {b"", b".", b".."} & set(parts)
-        and all(len(part) <= _LONGEST_PART for part in parts)
+        and all(len(part) <= _MAX_PART for part in parts)
     )
 
 
 class Folder:
     """A directory held open; use as a context manager, or close it.
 
-    What its methods raise is an OSError: ELOOP or ENOTDIR where a link is in the way.
+    Its methods raise OSError; ELOOP or ENOTDIR if a part of a name is a link.
 
     Args:
         path: the directory.
@@ -63,7 +63,7 @@ class Folder:
 
     @contextmanager
     def _entered(self, name: str, make: bool = False) -> Iterator[int]:
-        """A directory below this one, open; "" is this one. With `make` it is made if it is missing."""
+        """Open a directory below this one, or this one for "". With `make` it is made if it is missing."""
         handle = os.dup(self._handle)
         try:
             for part in name.split("/") if name else ():
@@ -79,19 +79,19 @@ class Folder:
 
     @contextmanager
     def _at(self, name: str, make: bool = False) -> Iterator[tuple[str, int]]:
-        """The last part of a name, and the open directory it lies in: ("logo.png", handle) for "assets/logo.png"."""
+        """Open the directory of a file. Yields the last part of the name and the directory's descriptor."""
         folder, _, last = name.rpartition("/")
         with self._entered(folder, make) as handle:
             yield last, handle
 
     def open(self, name: str, flags: int) -> int:
-        """The descriptor of a file, opened with `flags`; the caller closes it."""
+        """Open a file with `flags` of os.open. Returns its descriptor, which the caller closes."""
         with self._at(name) as (last, handle):
-            # Opening a pipe would wait for its other end.
+            # Without O_NONBLOCK, opening a pipe would wait for its other end.
             return os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=handle)
 
     def stat(self, name: str) -> os.stat_result | None:
-        """What is there, a link itself rather than what it leads to; None if nothing is."""
+        """Return the status of a file, or of a link itself; None if it is missing."""
         try:
             with self._at(name) as (last, handle):
                 return os.stat(last, dir_fd=handle, follow_symlinks=False)
@@ -99,12 +99,12 @@ class Folder:
             return None
 
     def is_file(self, name: str) -> bool:
-        """Whether a regular file is there."""
-        found = self.stat(name)
-        return found is not None and stat.S_ISREG(found.st_mode)
+        """Return whether a name is that of a regular file."""
+        status = self.stat(name)
+        return status is not None and stat.S_ISREG(status.st_mode)
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """The contents of a regular file of at most `limit` bytes; None if something else is there, or more."""
+        """Return the contents of a file; None if it is not a regular file or larger than `limit` bytes."""
         with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return None
@@ -112,23 +112,23 @@ class Folder:
         return data if len(data) <= limit else None
 
     def make(self, name: str) -> None:
-        """Make a directory, unless it is there."""
+        """Make a directory and its parents if they are missing."""
         with self._entered(name, make=True):
             pass
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file another name, in directories that are made if need be; it lasts from then on."""
+        """Rename a file, and write the change to disk. Missing directories of the new name are made."""
         with self._at(old) as (old_last, old_folder), self._at(new, make=True) as (new_last, new_folder):
             os.replace(old_last, new_last, src_dir_fd=old_folder, dst_dir_fd=new_folder)
             os.fsync(new_folder)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a link itself, if it is there."""
+        """Remove a file, or a link itself, if it exists."""
         with suppress(FileNotFoundError, NotADirectoryError), self._at(name) as (last, handle):
             os.unlink(last, dir_fd=handle)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a directory of files if it is there."""
+        """Remove a directory and the files in it, if it exists."""
         with suppress(FileNotFoundError):
             for entry in self.names(name):
                 self.remove(f"{name}/{entry}")
@@ -136,31 +136,31 @@ class Folder:
                 os.rmdir(last, dir_fd=handle)
 
     def names(self, name: str = "") -> list[str]:
-        """The names in a directory, in order."""
+        """Return the sorted names in a directory."""
         with self._entered(name) as handle:
             return sorted(os.listdir(handle))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Name and status of everything below, directories included and links not followed: ("assets/a.txt", its stat).
+        """Yield the name, such as "assets/a.txt", and the status of all files and directories below, in a fixed order.
 
-        The files of a directory come in order, before those of directories in it. What may not be read holds nothing.
+        Links are not followed. Directories that cannot be read count as empty.
         """
         waiting = [""]
         while waiting:
             folder = waiting.pop()
             try:
                 with self._entered(folder) as handle, os.scandir(handle) as entries:
-                    found = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in entries)
+                    statuses = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in entries)
             except PermissionError:
                 if not folder:
                     raise
                 continue
             inner = []
-            for last, what in found:
+            for last, status in statuses:
                 name = f"{folder}/{last}" if folder else last
-                if len(name) > _LONGEST_NAME:
+                if len(name) > _MAX_NAME:
                     raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-                yield name, what
-                if stat.S_ISDIR(what.st_mode):
+                yield name, status
+                if stat.S_ISDIR(status.st_mode):
                     inner.append(name)
             waiting += reversed(inner)

@@ -1,7 +1,7 @@
-"""`.openquant.json`: what a run wrote down in its output directory, and what may lie beside it.
+"""The journal of a run, `.openquant.json` in its output directory, and the files that may lie beside it.
 
-It names the plan's digest and every file the run writes. It may be somebody else's: names in it that no run of ours
-would write are refused.
+The journal names the digest of the plan and all files that the run writes. Anybody may have written it: names that no
+run of ours would write are refused.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .small_files import parse_json
 
 WORK = ".openquant"
 LOCK = f"{WORK}/lock"
-# Records of uploads, and shards that are streamed (with a rank's number behind it).
+# Directories in WORK: records of uploads; and streamed shards of the source, with the rank's number as suffix.
 PUSHED, SOURCE = "pushed", "source-"
 FORMAT = 1
-# Bytes of a journal: hundreds of thousands of files.
+# Largest journal in bytes: enough for hundreds of thousands of files.
 MAX_JOURNAL = 64 << 20
 ELSEWHERE = "choose another directory with -o"
 
 
 class Provenance(NamedTuple):
-    """How an output was asked for, as its journal has it.
+    """How an output was made, as its journal records it.
 
     Attributes:
-        recipe: the options that it was made with; None if nobody asks for them again.
-        entry: the entry that it was planned by; None where that is the registry's.
+        recipe: options of the run; None if they are not recorded.
+        entry: architecture entry of the plan (`--architecture`); None for the registry's.
     """
 
     recipe: Mapping[str, Any] | None = None
@@ -44,7 +44,12 @@ class Provenance(NamedTuple):
 
 @contextmanager
 def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
-    """Turn an OSError about an output file into an OutputError that names the file."""
+    """Turn an OSError into an OutputError with a hint, in a `with` block.
+
+    Args:
+        path: path that the message names.
+        doing: what cannot be done, for the message: "written", "read", "removed".
+    """
     try:
         yield
     except OSError as error:
@@ -58,10 +63,10 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
 
 
 def read_journal(directory: Path) -> dict[str, Any] | None:
-    """What a run wrote down in its directory; None if no run did.
+    """Read the journal of an output directory; None if there is none.
 
     Raises:
-        OutputError: something else is there.
+        OutputError: the directory or its journal cannot be read, or it is not a journal.
     """
     with output_errors(directory, "read"):
         folder = Folder(directory)
@@ -70,10 +75,10 @@ def read_journal(directory: Path) -> dict[str, Any] | None:
 
 
 def journal_in(folder: Folder) -> dict[str, Any] | None:
-    """What a run wrote down in an open directory; None if no run did.
+    """Read the journal in an open directory; None if there is none.
 
     Raises:
-        OutputError: something else is there.
+        OutputError: it cannot be read, or is not a journal.
     """
     path = folder.path / JOURNAL
     with output_errors(path, "read"):
@@ -82,7 +87,7 @@ def journal_in(folder: Folder) -> dict[str, Any] | None:
         data = folder.read(JOURNAL, MAX_JOURNAL) if folder.is_file(JOURNAL) else None
     try:
         journal = parse_json(data or b"", JOURNAL)
-        sound = (
+        valid = (
             journal["format"] == FORMAT
             and isinstance(journal["digest"], str)
             and isinstance(journal["done"], bool)
@@ -93,17 +98,17 @@ def journal_in(folder: Folder) -> dict[str, Any] | None:
             and all(_is_ours(name) for name in journal["files"])
         )
     except (SourceError, TypeError, KeyError):
-        sound = False
-    if not sound:
+        valid = False
+    if not valid:
         raise OutputError(f"{path} is not a journal that this version of openquant wrote", ELSEWHERE)
     return dict(journal)
 
 
 def finished_files(directory: Path) -> tuple[str, set[str]]:
-    """The digest of the plan a directory was made by, and the names of its files.
+    """Return the plan's digest and the file names of a finished output.
 
     Raises:
-        OutputError: it was not made by us, not finished, has lost a file, or has a link instead of one.
+        OutputError: the directory was not made by openquant, is not finished, or a file is missing or a link.
     """
     if not directory.is_dir():
         raise OutputError(f"{directory} is not a directory", "check the path")
@@ -114,45 +119,48 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         if journal is None:
             raise OutputError(f"{directory} was not made by openquant", "give a directory that compress wrote")
         with output_errors(directory, "read"):
-            there = {name: what.st_mode for name, what in folder.walk()}
-    for name, mode in there.items():
+            modes = {name: status.st_mode for name, status in folder.walk()}
+    for name, mode in modes.items():
         if is_work(name) and not is_sound_work(name, mode):
             raise OutputError(f"{directory / name} was not made by openquant", "move it away")
-    missing = sorted(name for name in journal["files"] if not stat.S_ISREG(there.get(name, 0)))
+    missing = sorted(name for name in journal["files"] if not stat.S_ISREG(modes.get(name, 0)))
     if not journal["done"] or missing:
-        linked = [name for name in missing if stat.S_ISLNK(there.get(name, 0))]
+        linked = [name for name in missing if stat.S_ISLNK(modes.get(name, 0))]
         if linked:
             raise OutputError(f"{directory / linked[0]} is a link", "put the file itself there")
-        what = f"lacks {missing[0]}" if missing else "is not finished"
-        raise OutputError(f"{directory} {what}", "run the command that made it again, without --push-only")
+        problem = f"lacks {missing[0]}" if missing else "is not finished"
+        raise OutputError(f"{directory} {problem}", "run the command that made it again, without --push-only")
     return journal["digest"], set(journal["files"])
 
 
 def _is_ours(name: object) -> bool:
-    """Whether a journal's entry can be a file that a run wrote; of those in subdirectories only what was copied."""
+    """Return whether a name in a journal can be that of a file that a run wrote."""
     if not is_plain(name):
         return False
     *folders, last = str(name).split("/")
-    # files/checkpoint.py leaves out hidden directories, and weights and indexes that are not at the top.
+    # Files in subdirectories are copied, and files/checkpoint.py never copies hidden directories, weights or indexes.
     hidden = any(folder.startswith(".") for folder in folders)
-    return not hidden and name != JOURNAL and last != WORK and not (folders and last.endswith(_AT_THE_TOP))
-
-
-_AT_THE_TOP = (".safetensors", ".index.json")
+    weights = bool(folders) and last.endswith((".safetensors", ".index.json"))
+    return not hidden and name != JOURNAL and last != WORK and not weights
 
 
 def short_name(name: str) -> str:
-    """24 hexadecimal digits that a file's name below WORK begins with: its own, with an ending, may be too long."""
+    """Return 24 hexadecimal digits for a file's name in WORK, where its own name with a suffix may be too long."""
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
 
 
 def is_work(name: str) -> bool:
-    """Whether a name is that of the directory for what is being written, or lies in it."""
+    """Return whether a name is WORK, the directory of unfinished files, or lies in it."""
     return name == WORK or name.startswith(f"{WORK}/")
 
 
 def is_sound_work(name: str, mode: int) -> bool:
-    """Whether something in WORK is what runs put there: files, and two kinds of directories with files in them."""
+    """Return whether runs put such a file or directory into WORK.
+
+    Args:
+        name: WORK, or a name in it, relative to the output directory.
+        mode: `st_mode` of its status.
+    """
     _, *inner = name.split("/")
     if not inner:
         return stat.S_ISDIR(mode)
@@ -163,7 +171,7 @@ def is_sound_work(name: str, mode: int) -> bool:
 
 
 def _is_early(name: str, mode: int) -> bool:
-    """Whether something below WORK may be there before the journal is."""
+    """Return whether a name may be there before the journal is: WORK, the lock, or the journal half-written."""
     if name == WORK:
         return stat.S_ISDIR(mode)
     partial = name.startswith(f"{WORK}/{short_name(JOURNAL)}.") and name.endswith(".partial")
@@ -171,9 +179,7 @@ def _is_early(name: str, mode: int) -> bool:
 
 
 def foreign_files(folder: Folder) -> Iterator[str]:
-    """What a directory without a journal holds, but for what a run leaves that died before writing it; empty
-    directories count for nothing.
-    """
-    for name, what in folder.walk():
-        if not stat.S_ISDIR(what.st_mode) and not _is_early(name, what.st_mode):
+    """Yield the files of a directory without a journal, except those of a run that died before it wrote the journal."""
+    for name, status in folder.walk():
+        if not stat.S_ISDIR(status.st_mode) and not _is_early(name, status.st_mode):
             yield name

@@ -1,13 +1,13 @@
-"""Layers that were rounded before the conversion, each unit's in a file or more of a directory beside the output.
+"""Stores the layers that GPTQ has quantized, in a directory beside the output, until the conversion copies them.
 
-A file is whole or not there; it says what it belongs to and what its tensors hash to, so that a run which goes on
-takes its own and no others.
+Each decoder layer has one or more files. A file is whole or missing, and names its run and the digest of its tensors,
+so that a run that continues takes only its own files.
 
-    folder = RoundedFolder(Path("Qwen3-8B-INT4.rounded"), "5f70bf..")
-    folder.claim()
+    store = LayerStore(Path("Qwen3-8B-INT4.rounded"), "5f70bf..")
+    store.claim()
     info = TensorInfo("model.layers.0.mlp.up_proj.weight_packed", "I32", (8, 1))
-    folder.write(0, [(info, data)])         # {info: Place(.../000.safetensors, 184)}
-    folder.read(0)                          # {.../000.safetensors: the same}; {} where this run has not written it
+    store.write(0, [(info, data)])          # {info: TensorPlace(.../000.safetensors, 184)}
+    store.read(0)                           # {.../000.safetensors: the same}; {} if this run has not written layer 0
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError
-from .atomic import make_directory, write_whole
+from .atomic import make_directory, write_atomic
 from .folder import Folder
 from .journal import output_errors
 from .shardfile import Bytes
@@ -31,119 +31,135 @@ from .small_files import parse_json
 from .tensors import TensorInfo, make_header, read_header
 
 _KIND = "openquant rounded"
-# What a run has there: units, passes that wait, and either half-written.
+# Files of a run: layers, the pass checkpoint, and unfinished ones of both.
 _OURS = re.compile(r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.new)?|\.openquant-[0-9a-f]{16}\.partial")
 # Bytes that are hashed at a time.
 _PIECE = 1 << 22
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor's bytes lie: a file, and the offset from its start."""
+    """Where a tensor's bytes lie: the path of a file, and the offset in bytes from its start."""
 
     path: Path
     offset: int
 
 
 class LayerStore:
-    """The directory of one run.
+    """The directory of quantized layers of one run.
 
     Args:
         path: the directory; it may be missing.
-        about: what the run is known by, hexadecimal.
+        run_digest: digest of the run, hexadecimal.
     """
 
-    def __init__(self, path: Path, about: str) -> None:
-        self.path, self.about = path, about
+    def __init__(self, path: Path, run_digest: str) -> None:
+        self.path, self.run_digest = path, run_digest
 
     @property
-    def passes(self) -> Path:
-        """Where passes are kept that are not through all units."""
-        return self.path / f"{self.about[:16]}.passes"
+    def pass_checkpoint(self) -> Path:
+        """Path of the pass checkpoint, from which an interrupted pass continues."""
+        return self.path / f"{self.run_digest[:16]}.passes"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the units that are there, this run's or another's."""
-        found = (os.lstat(path) for path in self.path.glob("*.safetensors"))
-        return sum(each.st_size for each in found if stat.S_ISREG(each.st_mode))
+        """Size of all stored layers in bytes, this run's or another's."""
+        statuses = (os.lstat(path) for path in self.path.glob("*.safetensors"))
+        return sum(status.st_size for status in statuses if stat.S_ISREG(status.st_mode))
 
     def claim(self) -> None:
-        """Make the directory, or remove what other runs left there.
+        """Make the directory, or remove the files of other runs from it.
 
         Raises:
-            OutputError: it holds something that no run has there, or cannot be written.
+            OutputError: it has a file that no run writes, or cannot be written.
         """
         with output_errors(self.path):
             make_directory(self.path)
             with Folder(self.path) as folder:
-                strange = [name for name in folder.names() if not _OURS.fullmatch(name) or not folder.is_file(name)]
-                if strange:
+                foreign = [name for name in folder.names() if not _OURS.fullmatch(name) or not folder.is_file(name)]
+                if foreign:
                     raise OutputError(
-                        f"{self.path / strange[0]} was not made by openquant",
+                        f"{self.path / foreign[0]} was not made by openquant",
                         "move it away, or choose another directory with -o",
                     )
                 for name in folder.names():
-                    keeps = name.endswith(".safetensors") and self._header(folder, name) is not None
-                    if not keeps and not name.startswith(self.passes.name):
+                    is_own_layer = name.endswith(".safetensors") and self._header(folder, name) is not None
+                    if not is_own_layer and not name.startswith(self.pass_checkpoint.name):
                         folder.remove(name)
 
     def read(self, number: int) -> dict[Path, dict[TensorInfo, TensorPlace]]:
-        """The tensors of a unit in each of its files, and where they lie; nothing if this run has rounded none of it.
+        """Return where the tensors of a decoder layer lie, for each of its files; their digests are checked.
+
+        Args:
+            number: number of the decoder layer.
+
+        Returns:
+            Places of tensors, by path; empty if this run has not quantized the layer.
 
         Raises:
             SourceError: a file is damaged.
         """
-        return {path: found for path in self._paths(number) if (found := self._read(path)) is not None}
+        return {path: places for path in self._paths(number) if (places := self._read(path)) is not None}
 
     def places(self) -> dict[str, TensorPlace]:
-        """Where the tensors of all units lie that this run has rounded, by name; unread, as another process made them.
+        """Return where the tensors of all layers of this run lie, by tensor name. Only headers are read, no digest is
+        checked.
 
         Raises:
             SourceError: a file is damaged.
         """
-        found: dict[str, TensorPlace] = {}
+        places: dict[str, TensorPlace] = {}
         with output_errors(self.path, "read"), Folder(self.path) as folder:
             for name in sorted(folder.names()):
                 header = self._header(folder, name) if name.endswith(".safetensors") else None
                 for info, offset in () if header is None else header[1]:
-                    found[info.name] = TensorPlace(self.path / name, offset)
-        return found
+                    places[info.name] = TensorPlace(self.path / name, offset)
+        return places
 
     def _paths(self, number: int) -> list[Path]:
-        """The files of a unit that are there: 007.safetensors, or of its parts 007-0.safetensors and so on."""
+        """Return the existing files of a layer: 007.safetensors, or 007-0.safetensors and so on for its parts."""
         return sorted(self.path.glob(f"{number:03d}.safetensors")) + sorted(
             self.path.glob(f"{number:03d}-*.safetensors")
         )
 
     def _read(self, path: Path) -> dict[TensorInfo, TensorPlace] | None:
+        """Return where the tensors of a file lie; None if it is another run's."""
         with output_errors(path, "read"), Folder(self.path) as folder:
-            found = self._header(folder, path.name)
-            if found is None:
+            header = self._header(folder, path.name)
+            if header is None:
                 return None
-            said, tensors = found
+            expected_digest, tensors = header
             digest = self._digest([info for info, _ in tensors])
             with os.fdopen(folder.open(path.name, os.O_RDONLY), "rb") as file:
                 file.seek(tensors[0][1] if tensors else 0, os.SEEK_SET if tensors else os.SEEK_END)
                 while data := file.read(_PIECE):
                     digest.update(data)
-        if digest.hexdigest() != said:
+        if digest.hexdigest() != expected_digest:
             raise damaged_file(path)
         return {info: TensorPlace(path, offset) for info, offset in tensors}
 
     def write(
         self, number: int, tensors: Sequence[tuple[TensorInfo, Bytes]], part: int | None = None
     ) -> dict[TensorInfo, TensorPlace]:
-        """Write the tensors of a unit, or of a part of it, by a number of its own; where they lie.
+        """Write tensors of a decoder layer to a file.
+
+        Args:
+            number: number of the decoder layer.
+            tensors: its tensors, each with its bytes, uint8.
+            part: number of the part, if the layer is written in several files.
+
+        Returns:
+            Where each tensor lies.
 
         Raises:
-            OutputError: there is no room, or the file cannot be written.
+            OutputError: the disk is full, or the file cannot be written.
         """
         digest = self._digest([info for info, _ in tensors])
         for _, data in tensors:
             digest.update(data.data)
-        facts = json.dumps({"about": self.about, "sha256": digest.hexdigest()})
+        facts = json.dumps({"about": self.run_digest, "sha256": digest.hexdigest()})
         header, start = make_header([info for info, _ in tensors], {_KIND: facts})
         path = self.path / f"{number:03d}{'' if part is None else f'-{part}'}.safetensors"
-        write_whole(path, header, *(data.data for _, data in tensors))
+        write_atomic(path, header, *(data.data for _, data in tensors))
         places = {}
         for info, data in tensors:
             assert data.nbytes == info.nbytes
@@ -152,11 +168,11 @@ class LayerStore:
         return places
 
     def _digest(self, tensors: Sequence[TensorInfo]) -> hashlib._Hash:
-        """The hash of a file's facts, to go on with its payload."""
-        return hashlib.sha256(json.dumps([self.about, tensors]).encode())
+        """Return a hash of the run and the tensors' descriptions, to be updated with their bytes."""
+        return hashlib.sha256(json.dumps([self.run_digest, tensors]).encode())
 
     def remove(self) -> None:
-        """Remove what runs have there, and the directory if that was all."""
+        """Remove all files of runs, and the directory if it is then empty."""
         with suppress(OSError), Folder(self.path) as folder:
             for name in folder.names():
                 if _OURS.fullmatch(name) and folder.is_file(name):
@@ -165,11 +181,11 @@ class LayerStore:
             self.path.rmdir()
 
     def _header(self, folder: Folder, name: str) -> tuple[str, list[tuple[TensorInfo, int]]] | None:
-        """What a file should hash to, and where they lie; None if it is another run's."""
+        """Return the digest in a file's header, and its tensors with their offsets; None if it is another run's."""
         handle = folder.open(name, os.O_RDONLY)
         with os.fdopen(handle, "rb") as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
                 raise damaged_file(self.path / name)
 
             def read(offset: int, length: int) -> bytes:
@@ -177,15 +193,15 @@ class LayerStore:
                 return file.read(length)
 
             try:
-                _, tensors = read_header(read, found.st_size, str(self.path / name))
+                _, tensors = read_header(read, status.st_size, str(self.path / name))
                 header: dict[str, Any] = json.loads(read(8, int.from_bytes(read(0, 8), "little")))
                 facts = parse_json(header["__metadata__"][_KIND].encode(), name)
-                about, said = facts["about"], facts["sha256"]
+                run_digest, digest = facts["about"], facts["sha256"]
             except (SourceError, ValueError, LookupError, TypeError, AttributeError):
                 raise damaged_file(self.path / name) from None
-        return (str(said), tensors) if about == self.about else None
+        return (str(digest), tensors) if run_digest == self.run_digest else None
 
 
 def damaged_file(path: Path) -> SourceError:
-    """What is said of a file that is not what was written."""
-    return SourceError(f"{path} is damaged", "remove it: its layers are rounded again")
+    """Return the error for a file that is not as it was written."""
+    return SourceError(f"{path} is damaged", "remove it: its layers are quantized again")

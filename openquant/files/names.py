@@ -1,4 +1,4 @@
-"""Names of the files in a model's directory, and which files are no part of a model."""
+"""Names of files in a model's directory, and patterns of those that are no part of the model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 CARD_FILE = "README.md"
-# Our own record beside an output (output.py); it says nothing of a model.
+# The record of a run in its output (journal.py).
 JOURNAL_FILE = ".openquant.json"
-# What an evaluation says of a model, in numbers, as a page and as a picture. They lie beside it and are no part of it:
-# of a source they are not copied, as they say nothing of what is made from it.
+# An evaluation of the model: figures, page and picture. They are not copied from a source, because they do not describe
+# the output.
 EVAL_FILE, EVAL_PAGE, EVAL_PICTURE = EVALUATION_FILES = ("eval.json", "eval.html", "eval.png")
-# Never part of the output: weights in other formats, what a training run leaves behind, archives and films. Pictures
-# stay, which the card shows, and so does a lone .gz, since some tokenizers' code reads its vocabulary from one.
+# Never copied to the output: weights in other formats, leftovers of training, archives and videos. Pictures are copied
+# because cards show them, and a lone .gz because some tokenizers read their vocabulary from one.
 LEFT_OUT_FILES = (
     "*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.h5", "*.onnx*", "*.gguf", "*.msgpack",
     "*.ot", "*.tflite", "*.pkl", "*.pickle", "consolidated*", ".git",
@@ -23,8 +23,8 @@ LEFT_OUT_FILES = (
     "*.mp4", "*.mov", "*.avi", "*.mkv", "*.webm",
 )  # fmt: skip
 LEFT_OUT_DIRECTORIES = (".*", "original", "consolidated*", "checkpoint-*", "__pycache__", "*.mlpackage")
-# Names that files have in an output.
-_TAKEN = (CARD_FILE, JOURNAL_FILE, *EVALUATION_FILES)
+# Files that the output has; directories of these names are left out.
+_OUTPUT_FILES = (CARD_FILE, JOURNAL_FILE, *EVALUATION_FILES)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -32,13 +32,14 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def left_out_part(name: str) -> str | None:
-    """What of a file's name says that it is no part of the model: the file, or a directory it lies in; else None.
+    """Return the part of a file's path for which it is no part of the model, such as "original/" for
+    "original/params.json": the file itself or a directory. None if it belongs to the model.
 
-    For example "original/" for "original/params.json".
+    Args:
+        name: path relative to the model's directory.
     """
     parts = name.split("/")
     for depth, directory in enumerate(parts[:-1], 1):
-        # An output has files of these names.
-        if _matches(directory, LEFT_OUT_DIRECTORIES) or (depth == 1 and directory in _TAKEN):
+        if _matches(directory, LEFT_OUT_DIRECTORIES) or (depth == 1 and directory in _OUTPUT_FILES):
             return "/".join(parts[:depth]) + "/"
     return name if _matches(parts[-1], LEFT_OUT_FILES) or name in (JOURNAL_FILE, *EVALUATION_FILES) else None

@@ -1,9 +1,9 @@
-"""An output directory held open: how its files get their final names.
+"""An output directory, held open: how its files get their final names.
 
-Files are written under `.openquant/` and renamed when they are whole and on disk, so a final name means a finished
-file, whenever the process or the machine died. Whose the directory is, and what is finished in it, claim.py says.
+Files are written in `.openquant/`, and renamed when they are complete and on disk. So a file under its final name is
+finished, even if the process or the machine died. claim.py says whose the directory is and what is finished in it.
 
-What an output holds may be somebody else's: links where our files lie are refused (folder.py).
+Somebody else may have put files into an output: links in place of our files are refused (folder.py).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ REPLACE = "choose another directory with -o, or replace that output with --overw
 
 
 class OutputDirectory:
-    """An output directory, in which the run that has claimed it writes.
+    """The output directory of a run that has claimed it.
 
     Args:
         path: the directory.
-        digest: of the run's plan.
+        digest: digest of the run's plan.
     """
 
     def __init__(self, path: Path, digest: str) -> None:
         self.path = path
         self.digest = digest
-        # Ranks of a run whose first one died may still be writing when the next run does.
+        # In names of unfinished files, because ranks of a dead run may still write while the next run does.
         self._process = secrets.token_hex(4)
         self._folder: Folder | None = None
-        # Inode and time of the journal that was last seen to be this run's.
-        self._own: tuple[int, int] | None = None
+        # Inode and ctime of the journal when it last had this run's digest.
+        self._checked_journal: tuple[int, int] | None = None
 
     def open(self) -> None:
-        """Hold the directory open until it is closed.
+        """Open the directory, until `close`.
 
         Raises:
-            OSError: it is none, or cannot be opened.
+            OSError: it is not a directory, or cannot be opened.
         """
         self._folder = Folder(self.path)
 
@@ -57,48 +57,46 @@ class OutputDirectory:
 
     @property
     def folder(self) -> Folder:
-        """The directory, open once it is claimed."""
+        """The open directory."""
         assert self._folder is not None, "not claimed"
         return self._folder
 
     def partial(self, name: str) -> str:
-        """Where a file is written before it gets its final name, relative to the directory; no two processes write to
-        the same place.
-        """
+        """Return the name under which this process writes a file until it is finished, relative to the directory."""
         return f"{WORK}/{short_name(name)}.{self._process}.partial"
 
     def make_scratch(self, rank: int) -> Path:
-        """A directory for source shards that are only here for a while."""
+        """Make a directory for source shards that a rank downloads, converts and removes. Returns its path."""
         name = f"{WORK}/{SOURCE}{rank}"
         with output_errors(self.path / name):
             self.folder.make(name)
         return self.path / name
 
     def publish(self, name: str) -> None:
-        """Give a written file its final name, once its bytes are on disk.
+        """Give a finished file its final name. Its bytes must be on disk.
 
         Raises:
             OutputError: another run has claimed the directory since, or the file cannot be renamed.
         """
         target = self.path / name
         with output_errors(target):
-            found = None if name == JOURNAL else self.folder.stat(JOURNAL)
-        # It is never changed, only replaced; reading it for each of thousands of files takes minutes.
-        seen = found and (found.st_ino, found.st_ctime_ns)
-        if seen is not None and seen != self._own:
+            status = None if name == JOURNAL else self.folder.stat(JOURNAL)
+        # A journal is only replaced, never changed. Reading it for each of thousands of files would take minutes.
+        identity = status and (status.st_ino, status.st_ctime_ns)
+        if identity is not None and identity != self._checked_journal:
             journal = journal_in(self.folder)
             if journal is not None and journal["digest"] != self.digest:
                 raise OutputError(
                     f"{target} was not finished: another run has claimed {self.path}",
                     "let one run at a time write there",
                 )
-            self._own = seen
+            self._checked_journal = identity
         with output_errors(target):
             self.folder.rename(self.partial(name), name)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[BinaryIO]:
-        """A file to be filled, which gets its final name once all of it is on disk."""
+        """Open a file for writing; it gets its final name when the `with` block ends and its bytes are on disk."""
         with output_errors(self.path / name):
             handle = self.folder.open(self.partial(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             with os.fdopen(handle, "wb") as file:
@@ -108,12 +106,24 @@ class OutputDirectory:
         self.publish(name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file, whole or not at all."""
+        """Write a small file, whole or not at all.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
         with self._writing(name) as file:
             file.write(data)
 
     def copy(self, source: Path, name: str) -> None:
-        """Copy a file's contents (of a link, what it points to)."""
+        """Copy a file into the directory. Links are followed.
+
+        Args:
+            source: path of the file.
+            name: its new name, relative to the directory.
+
+        Raises:
+            OutputError: it cannot be read or written.
+        """
         try:
             reader = open_regular(source, str(source))
         except OSError as error:
@@ -125,7 +135,7 @@ class OutputDirectory:
 
 
 def refuse_root(output: Path) -> None:
-    """Refuse the root of the file system as output.
+    """Refuse an output that is the root of the file system.
 
     Raises:
         OutputError: it is.
@@ -137,17 +147,17 @@ def refuse_root(output: Path) -> None:
 
 
 def refuse_overlap(source: Path, output: Path) -> None:
-    """Refuse an output that is the source, lies inside it, or holds it.
+    """Refuse an output directory that is the source's, lies in it, or contains it.
 
     Raises:
-        OutputError: it does.
+        OutputError: it is refused.
     """
-    made, given = Path(os.path.realpath(output)), Path(os.path.realpath(source))
-    if made == given:
+    output_path, source_path = Path(os.path.realpath(output)), Path(os.path.realpath(source))
+    if output_path == source_path:
         where = "is the source itself"
-    elif given in made.parents:
+    elif source_path in output_path.parents:
         where = f"lies inside the source {source}"
-    elif made in given.parents:
+    elif output_path in source_path.parents:
         where = f"holds the source {source}"
     else:
         return

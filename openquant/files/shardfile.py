@@ -1,9 +1,9 @@
-"""Shard files: reading at offsets from a source, writing at offsets to an output.
+"""Shard files: reading a source at offsets, and writing an output at offsets.
 
-Large writes go around the page cache where the system can (O_DIRECT): what is written is not read again, and
-filling the cache with it costs more processor time than quantizing. The edges of such a write, which share a disk
-block with a neighbour, and small tensors go through the cache as usual, many at once: each waits for the direct
-writes to the same file. The two never touch the same block.
+Large writes bypass the page cache if the system can (O_DIRECT), because the data is not read again, and filling the
+cache takes more CPU time than quantizing. The edges of such a write, which share a disk block with a neighbour, and
+small tensors go through the cache, many at once, because each such write waits for the direct writes to the file. The
+two kinds never touch the same block.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .output import REPLACE, OutputDirectory
 
 Bytes = npt.NDArray[np.uint8]
 
-# Direct writes need offset, length and address to be multiples of the disk's block, and keep out of the pages that
-# other writes go through.
+# Direct writes need an offset, length and address that are multiples of the disk's block, and must not share a page
+# with other writes.
 ALIGNMENT = max(4096, os.sysconf("SC_PAGE_SIZE"))
 DIRECT_FROM = 1 << 18
-# Small writes to a shard are held back until they are so many bytes.
-HELD = 1 << 20
+# Small writes to a shard are collected until they have so many bytes.
+PENDING_LIMIT = 1 << 20
 
 
 class AlignedBuffer:
-    """Memory whose place within a disk block can be chosen.
+    """A buffer that gives views with the alignment of any file offset, as direct writes need them.
 
     Args:
-        memory: makes so many bytes of it.
-        size: bytes it must be able to hold.
+        memory: allocates memory, uint8, of the given number of bytes.
+        size: largest view in bytes.
     """
 
     def __init__(self, memory: Callable[[int], Bytes], size: int) -> None:
@@ -45,13 +45,17 @@ class AlignedBuffer:
         self._memory = memory(size + ALIGNMENT)
 
     def view(self, offset: int, nbytes: int) -> Bytes:
-        """`nbytes` bytes that lie in memory as they will lie at `offset` in a file."""
+        """Return uint8 [nbytes] whose address has the alignment of `offset` in a file. Overlaps earlier views."""
         start = (offset - self._memory.ctypes.data) % ALIGNMENT
         return self._memory[start : start + nbytes]
 
 
 class SourceFile:
-    """A source shard open for reading at offsets; use as a context manager.
+    """A source shard that is read at offsets; use as a context manager.
+
+    Args:
+        path: path of the shard.
+        shard: its file name, for messages.
 
     Raises:
         SourceError: it cannot be opened.
@@ -63,7 +67,7 @@ class SourceFile:
 
     def __enter__(self) -> SourceFile:
         try:
-            # Opening a pipe, should it have become one, would wait for its other end.
+            # Without O_NONBLOCK, opening a pipe that was put here meanwhile would wait for its other end.
             self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise SourceError(
@@ -75,7 +79,12 @@ class SourceFile:
         os.close(self.handle)
 
     def read(self, into: Bytes, offset: int, label: str) -> None:
-        """Fill a buffer from an offset of the file; `label` names the tensor in messages.
+        """Fill a buffer from an offset of the file.
+
+        Args:
+            into: the buffer, uint8 and contiguous.
+            offset: bytes from the start of the file.
+            label: name of the tensor in messages.
 
         Raises:
             SourceError: the file ends early, or the disk fails.
@@ -97,15 +106,15 @@ class SourceFile:
 
 
 class ShardFile:
-    """An output shard being filled, from any thread and in any order.
+    """An output shard that is written from any thread and in any order.
 
     Args:
         name: its file name.
-        header: everything before the first tensor.
-        size: of the whole file in bytes.
-        output: the directory it will belong to.
-        check: looks at it once all is on disk, before it gets its name.
-        published: is told when it has its final name.
+        header: bytes before the first tensor.
+        size: size of the whole file in bytes.
+        output: the output directory.
+        check: called with the path of the complete file before it gets its final name; raises if it is wrong.
+        on_published: called with the file name once it is final.
     """
 
     def __init__(
@@ -115,24 +124,24 @@ class ShardFile:
         size: int,
         output: OutputDirectory,
         check: Callable[[Path], None],
-        published: Callable[[str], None],
+        on_published: Callable[[str], None],
     ) -> None:
         self.name = name
         self.header = header
         self.size = size
         self.check = check
-        self.published = published
+        self.on_published = on_published
         self.output = output
         self.path = output.path / name
         self._left = size - len(header)
         self._lock = threading.Lock()
-        self._held: dict[int, bytes] = {}
-        self._held_bytes = 0
+        self._pending: dict[int, bytes] = {}
+        self._pending_bytes = 0
         self._handle = -1
         self._direct = -1
 
     def open(self) -> None:
-        """Create it, with its final size and its header."""
+        """Create the file with its final size, and write the header."""
         partial = self.output.partial(self.name)
         with output_errors(self.path):
             self._handle = self.output.folder.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -144,7 +153,11 @@ class ShardFile:
             self._direct = -1  # this system or file system has no such mode
 
     def write(self, data: npt.NDArray[Any], offset: int) -> None:
-        """Write an array at an offset; the write that completes the file gives it its final name.
+        """Write an array at an offset. The write that completes the file gives it its final name.
+
+        Args:
+            data: contiguous array of any dtype.
+            offset: bytes from the start of the file.
 
         Raises:
             OutputError: the disk is full or fails.
@@ -153,23 +166,23 @@ class ShardFile:
         with output_errors(self.path):
             start, end = self._write_direct(view, offset)
             edges = [(view[:start], offset), (view[end:], offset + end)]
-            for edge, place in edges:
+            for edge, edge_offset in edges:
                 if edge.nbytes >= DIRECT_FROM:
-                    _write_all(self._handle, edge.data, place)
+                    _write_all(self._handle, edge.data, edge_offset)
             with self._lock:
-                for edge, place in edges:
+                for edge, edge_offset in edges:
                     if 0 < edge.nbytes < DIRECT_FROM:
-                        self._held[place] = edge.tobytes()
-                        self._held_bytes += edge.nbytes
+                        self._pending[edge_offset] = edge.tobytes()
+                        self._pending_bytes += edge.nbytes
                 self._left -= view.nbytes
                 complete = self._left == 0
-                if complete or self._held_bytes >= HELD:
-                    self._write_held()
+                if complete or self._pending_bytes >= PENDING_LIMIT:
+                    self._write_pending()
         if complete:
             self._publish()
 
     def _write_direct(self, view: Bytes, offset: int) -> tuple[int, int]:
-        """Write around the page cache what can go so; (begin, end) of that in `view`."""
+        """Write the aligned part of `view` without the page cache. Returns where in `view` it begins and ends."""
         start = -offset % ALIGNMENT
         if self._direct < 0 or view.nbytes < DIRECT_FROM or (view.ctypes.data - offset) % ALIGNMENT:
             return 0, 0
@@ -177,20 +190,20 @@ class ShardFile:
         try:
             written = os.pwrite(self._direct, view[start : start + body].data, offset + start)
         except OSError:
-            return 0, 0  # an ordinary write succeeds, or says what is wrong
+            return 0, 0  # a cached write succeeds or reports the error
         return start, start + written // ALIGNMENT * ALIGNMENT
 
-    def _write_held(self) -> None:
-        """Write what was held back, neighbours together."""
+    def _write_pending(self) -> None:
+        """Write the collected small writes, adjacent ones together."""
         start, run = 0, bytearray()
-        for offset in sorted(self._held):
+        for offset in sorted(self._pending):
             if offset != start + len(run):
                 _write_all(self._handle, memoryview(run), start)
                 start, run = offset, bytearray()
-            run += self._held[offset]
+            run += self._pending[offset]
         _write_all(self._handle, memoryview(run), start)
-        self._held.clear()
-        self._held_bytes = 0
+        self._pending.clear()
+        self._pending_bytes = 0
 
     def _publish(self) -> None:
         with output_errors(self.path):
@@ -198,12 +211,12 @@ class ShardFile:
         self.close()
         partial = self.output.partial(self.name)
         with output_errors(self.path):
-            # A run that took this one for dead has removed it.
+            # Another run that took this one for dead removes its files.
             if not self.output.folder.is_file(partial):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         self.check(self.output.path / partial)
         self.output.publish(self.name)
-        self.published(self.name)
+        self.on_published(self.name)
 
     def close(self) -> None:
         """Close the file, finished or not."""
@@ -214,15 +227,15 @@ class ShardFile:
 
 
 class FinishedShard:
-    """An output shard that is finished, held against what would be written there now, from any thread, in any order.
+    """A finished output shard that is compared with what would be written now. Has the methods of ShardFile.
 
     Args:
         name: its file name.
-        header: everything before the first tensor.
-        size: of the whole file in bytes.
-        output: the directory it belongs to.
-        confirmed: is told when all of it is the same.
-        made_from: files of the source that look different since it was made, for messages.
+        header: expected bytes before the first tensor.
+        size: expected size of the whole file in bytes.
+        output: the output directory.
+        on_confirmed: called with the file name once all bytes have been compared and are the same.
+        changed_sources: the source files that may have changed since it was made, for messages.
     """
 
     def __init__(
@@ -231,22 +244,26 @@ class FinishedShard:
         header: bytes,
         size: int,
         output: OutputDirectory,
-        confirmed: Callable[[str], None],
-        made_from: str,
+        on_confirmed: Callable[[str], None],
+        changed_sources: str,
     ) -> None:
         self.name = name
         self.header = header
         self.size = size
         self.output = output
-        self.confirmed = confirmed
-        self.made_from = made_from
+        self.on_confirmed = on_confirmed
+        self.changed_sources = changed_sources
         self.path = output.path / name
         self._left = size - len(header)
         self._lock = threading.Lock()
         self._handle = -1
 
     def open(self) -> None:
-        """Open it, and compare size and header."""
+        """Open the file, and compare its size and header.
+
+        Raises:
+            SourceError: they differ.
+        """
         with output_errors(self.path, "read"):
             self._handle = self.output.folder.open(self.name, os.O_RDONLY)
             size = os.fstat(self._handle).st_size
@@ -255,10 +272,14 @@ class FinishedShard:
         self._compare(np.frombuffer(self.header, np.uint8), 0)
 
     def write(self, data: npt.NDArray[Any], offset: int) -> None:
-        """Compare an array with what is at an offset.
+        """Compare an array with the bytes at an offset.
+
+        Args:
+            data: contiguous array of any dtype.
+            offset: bytes from the start of the file.
 
         Raises:
-            SourceError: it is something else.
+            SourceError: they differ.
         """
         view = data.reshape(-1).view(np.uint8)
         self._compare(view, offset)
@@ -267,20 +288,20 @@ class FinishedShard:
             complete = self._left == 0
         if complete:
             self.close()
-            self.confirmed(self.name)
+            self.on_confirmed(self.name)
 
     def _compare(self, view: Bytes, offset: int) -> None:
-        found = np.empty(min(HELD, view.nbytes), np.uint8)
+        stored = np.empty(min(PENDING_LIMIT, view.nbytes), np.uint8)
         done = 0
         while done < view.nbytes:
             with output_errors(self.path, "read"):
-                count = os.preadv(self._handle, [found[: view.nbytes - done].data], offset + done)
-            if count == 0 or not np.array_equal(found[:count], view[done : done + count]):
+                count = os.preadv(self._handle, [stored[: view.nbytes - done].data], offset + done)
+            if count == 0 or not np.array_equal(stored[:count], view[done : done + count]):
                 self._refuse()
             done += count
 
     def _refuse(self) -> NoReturn:
-        raise SourceError(f"{self.made_from} changed since {self.path} was made", REPLACE)
+        raise SourceError(f"{self.changed_sources} changed since {self.path} was made", REPLACE)
 
     def close(self) -> None:
         """Close the file."""

@@ -1,7 +1,7 @@
-"""Small files that are read whole: configs, indexes, cards, journals.
+"""Reads small files whole: configs, indexes, cards, journals.
 
-Whoever made a directory may have put anything there: a pipe, a link to an endless device, a gigabyte, JSON nested to
-the parser's limit. What these return is bounded in size and depth, and comes from a regular file.
+Anybody may have put anything into a directory: a pipe, a link to an endless device, a gigabyte, deeply nested JSON.
+What these functions return is bounded in size and depth, and comes from a regular file.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from typing import Any
 
 from ..errors import SourceError
 
-# Of a config, a card or a journal; an index lists every tensor, and may be this long.
+# Largest sizes in bytes: of a config, card or journal, and of an index, which lists every tensor.
 MAX_SMALL = 16 << 20
 MAX_INDEX = 100_000_000
-# Brackets within brackets. Published configs have five; what parses at a thousand fails wherever it is walked later.
+# Nesting of JSON. Published configs have 5 levels; a thousand would parse, but overflow the stack later.
 MAX_DEPTH = 64
-# Of lists and objects together: four for each tensor that an index may list. More take seconds and gigabytes.
+# Values in a JSON text: four for each tensor that an index may list. More take seconds and gigabytes.
 MAX_VALUES = 4_000_000
-# Letters of what others wrote in a message of ours.
-_SHOWN = 100
+# Characters of foreign text that a message shows.
+_MAX_SHOWN = 100
 
 _DAMAGED = "download or copy it again"
 
 
 def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = True) -> BufferedReader:
-    """Open a regular file for reading. A pipe, a socket, a device or a directory is never waited for.
+    """Open a regular file for reading, without waiting for a pipe or a device.
 
     Args:
         path: the file.
-        what: what messages call it, such as "config.json".
-        hint: what to do if it is something else.
-        links: whether a link to a file is one.
+        what: name of the file in messages, such as "config.json".
+        hint: hint of the error.
+        links: whether a link to a regular file is allowed.
 
     Raises:
-        SourceError: it is no regular file.
-        OSError: it is missing or cannot be read; `readable()` and `explained()` tell the user.
+        SourceError: it is not a regular file.
+        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `explained()`.
     """
     try:
         # Opening a pipe would wait for its other end.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
         handle = os.open(path, flags)
     except OSError as error:
-        # What a socket, a device that nothing drives, and a link where none may be say to being opened.
-        kinds = (errno.ENXIO, errno.ENODEV, *(() if links else (errno.ELOOP,)))
-        if error.errno in kinds:
+        # Errors of opening a socket, a device without a driver, and a link where none is allowed.
+        not_regular = (errno.ENXIO, errno.ENODEV, *(() if links else (errno.ELOOP,)))
+        if error.errno in not_regular:
             raise SourceError(f"{what} is not a regular file", hint) from None
         raise
     except ValueError:
-        # A null byte, or half of a surrogate pair, which JSON can hold.
+        # A null byte or half of a surrogate pair, which names from JSON may have.
         raise SourceError(f"{what} is no name that a file can have", "give the name of a file") from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -63,20 +63,19 @@ def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = T
 
 
 def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
-    """The contents of a regular file of at most `limit` bytes; links to one are followed.
+    """Return the contents of a regular file of at most `limit` bytes. Links are followed.
 
     Args:
         path: the file.
-        what: what messages call it, such as "config.json".
-        limit: bytes it may have.
+        what: name of the file in messages, such as "config.json".
+        limit: largest size in bytes.
 
     Raises:
-        SourceError: it is no regular file, or larger than that.
-        OSError: it is missing or cannot be read; `readable()` and `explained()` tell the user.
+        SourceError: it is not a regular file, or larger than that.
+        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `explained()`.
     """
     with open_regular(path, what) as file:
-        # A file can grow while it is read, and some claim no size at all; asked for all at once, Python takes that much
-        # memory first.
+        # In pieces, because a file may grow or claim a size of zero, and Python allocates all that is asked for.
         parts, left = [], 0 if os.fstat(file.fileno()).st_size > limit else limit + 1
         while left and (part := file.read(min(left, 1 << 20))):
             parts.append(part)
@@ -88,11 +87,14 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """The value of a JSON text in UTF-8, as engines read it: without a byte-order mark, nested at most MAX_DEPTH deep
-    and of about MAX_VALUES values at most.
+    """Parse a JSON text in UTF-8 without a byte-order mark, as engines do.
+
+    Args:
+        data: the text.
+        what: name of the file in messages.
 
     Raises:
-        SourceError: it is no such text.
+        SourceError: it is not JSON, nested deeper than MAX_DEPTH, or has more than about MAX_VALUES values.
     """
     if data.count(b",") > MAX_VALUES:
         raise SourceError(f"{what} holds more than {MAX_VALUES:,} values", _DAMAGED)
@@ -113,7 +115,7 @@ def _contents(value: Any) -> Any:
 
 
 def short_repr(value: object) -> str:
-    """A value as Python writes it, cut to what a message can hold."""
+    """Return the repr of a value, shortened for a message."""
     if not isinstance(value, str):
         return reprlib.repr(value)
-    return repr(value if len(value) <= _SHOWN else f"{value[:_SHOWN]}...")
+    return repr(value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}...")

@@ -1,6 +1,6 @@
-"""Room on disk for all that a run will write, looked for before hours of work.
+"""Checks before hours of work that disks have room for what a run will write.
 
-require_space([(Path("out"), 5_000_000_000), (Path("."), 1_000_000)])       # these add up if they are on one disk
+require_space([(Path("out"), 5_000_000_000), (Path("."), 1_000_000)])       # added up if on one disk
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from .journal import output_errors
 
 
 def existing_parent(path: Path) -> Path:
-    """The directory itself, or the nearest one above it that exists."""
+    """Return a directory itself if it exists, else its nearest parent that does."""
     absolute = Path(os.path.realpath(path))
     return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
 
 
 def require_space(needs: Sequence[tuple[Path, int]], freed: int = 0) -> None:
-    """Refuse to begin what disks cannot hold.
+    """Refuse to begin a run whose files do not fit on their disks.
 
     Args:
-        needs: directories, which may be missing, and bytes that will be written there; those on one file system add up.
-        freed: bytes that are removed there first.
+        needs: directories, which may be missing, and bytes that will be written there; added up for each file system.
+        freed: bytes that are removed from each file system first.
 
     Raises:
-        OutputError: a file system has less room. The first of its directories is named.
+        OutputError: a file system has too little room. The message names the first of its directories.
     """
     disks: dict[int, list[tuple[Path, int]]] = {}
     for path, nbytes in needs:
         with output_errors(path, "examined"):
             disks.setdefault(existing_parent(path).stat().st_dev, []).append((path, nbytes))
-    for found in disks.values():
-        path, needed = found[0][0], sum(nbytes for _, nbytes in found)
+    for writes in disks.values():
+        path, needed = writes[0][0], sum(nbytes for _, nbytes in writes)
         with output_errors(path, "examined"):
             free = shutil.disk_usage(existing_parent(path)).free + freed
         if needed > free:

@@ -1,8 +1,7 @@
-"""One safetensors file's header: names, dtypes, shapes and offsets of its tensors, all of it checked.
+"""Headers of safetensors files: names, dtypes, shapes and offsets of tensors.
 
 A safetensors file is 8 bytes (little-endian header length), a JSON header, and the tensors without holes
-(https://huggingface.co/docs/safetensors). Every promise of that format is checked here, so nothing later has to wonder
-whether an offset can be trusted.
+(https://huggingface.co/docs/safetensors). All rules of that format are checked here, so later code can trust offsets.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import SourceError
 from .small_files import short_repr
 
-# Bits per element of every dtype that safetensors 0.8 can name.
+# Bits per element of all dtypes of safetensors 0.8.
 DTYPE_BITS = {
     "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32,
@@ -24,11 +23,11 @@ DTYPE_BITS = {
 }  # fmt: skip
 # The safetensors library refuses longer headers (safetensors 0.8, src/tensor.rs).
 MAX_HEADER = 100_000_000
-# The largest published models have a quarter of a million. So many take a minute and a gigabyte.
+# The largest published models have a quarter of this. A million takes a minute and a gigabyte.
 MAX_TENSORS = 1_000_000
-# What torch and numpy take.
+# The most that torch and numpy allow.
 MAX_AXES = 64
-# Stars and braces are our patterns' own, and compressed-tensors takes what begins with re: for an expression.
+# Stars and braces are pattern syntax, and compressed-tensors takes names that begin with re: for regular expressions.
 TENSOR_NAME = re.compile(r"(?!re:)[^*{}]{1,1000}")
 
 
@@ -36,7 +35,7 @@ DAMAGED = "the file is damaged or incomplete: download or copy it again"
 
 
 class TensorInfo(NamedTuple):
-    """One tensor as a safetensors header describes it.
+    """A tensor as a safetensors header describes it.
 
     Attributes:
         name: full tensor name, `.weight` included.
@@ -63,17 +62,22 @@ class TensorInfo(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a tensor's bytes are: the shard's file name, and the offset from the start of that file."""
+    """Where a tensor's bytes lie.
+
+    Attributes:
+        shard: file name of the shard.
+        offset: bytes from the start of the file.
+    """
 
     shard: str
     offset: int
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:
-    """Parse and check one safetensors header.
+    """Parse and check a safetensors header.
 
     Args:
-        read: `read(offset, length)` returns that range of the file, shorter only at its end.
+        read: `read(offset, length)` returns that range of the file; fewer bytes only at the end of the file.
         size: size of the whole file in bytes.
         name: the file's name, for messages.
 
@@ -82,7 +86,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
         order.
 
     Raises:
-        SourceError: the file is not a whole, consistent safetensors file.
+        SourceError: the file is not a complete, consistent safetensors file.
     """
     if size < 8:
         raise SourceError(f"{name} is {size} bytes long, too short for a safetensors file", DAMAGED)
@@ -95,29 +99,30 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
     if 8 + length > size:
         raise SourceError(f"{name} is truncated: its header ends at byte {8 + length} of {size}", DAMAGED)
     text = read(8, length)
-    # An entry has four colons, and with three axes six commas. Whatever else has more takes as long to read.
+    # Bounds the time of parsing: an entry has four colons and, with three axes, six commas.
     if text.count(b":") > 4 * MAX_TENSORS or text.count(b",") > 8 * MAX_TENSORS:
         raise SourceError(f"{name} has a header for more than {MAX_TENSORS:,} tensors", DAMAGED)
     try:
-        # Given bytes, json would take UTF-16 and a byte-order mark as well, which no other reader does.
+        # Decoded first, because json accepts UTF-16 and a byte-order mark in bytes, and no other reader does.
         header = json.loads(text.decode())
-        # Looking at every object for repeated names takes longer than all the rest; if none is, these are equal.
+        # The slow search for repeated names runs only if the counts differ: without repetition they are equal.
         if isinstance(header, dict) and text.count(b'"data_offsets"') != len(header.keys() - {"__metadata__"}):
             json.loads(text.decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{name} has a broken header: {error}", DAMAGED) from None
     if not isinstance(header, dict):
         raise SourceError(f"{name} has a header that is not a JSON object", DAMAGED)
-    told = header.pop("__metadata__", None)
-    if told is not None and not (isinstance(told, dict) and all(isinstance(value, str) for value in told.values())):
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
         raise SourceError(f"{name} has a __metadata__ that does not map names to strings", DAMAGED)
-    kinds: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]] = {}
-    found = [_parse_entry(name, tensor, entry, kinds) for tensor, entry in header.items()]
-    found.sort()
+    checked: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]] = {}
+    entries = sorted(_parse_entry(name, tensor, entry, checked) for tensor, entry in header.items())
     start = 8 + length
     expected = 0
     tensors = []
-    for begin, end, nbytes, info in found:
+    for begin, end, nbytes, info in entries:
         if begin != expected:
             problem = "overlaps the tensor before it" if begin < expected else "leaves a hole before it"
             raise SourceError(f"{name}: {info.name} {problem} (starts at {begin}, not {expected})", DAMAGED)
@@ -148,31 +153,38 @@ def _is_size(value: object) -> bool:
 
 
 def _parse_entry(
-    file: str, tensor: str, entry: Any, kinds: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]]
+    file: str, tensor: str, entry: Any, checked: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]]
 ) -> tuple[int, int, int, TensorInfo]:
-    """Begin, end, the size that dtype and shape need, and the tensor; `kinds` remembers checked dtypes and shapes."""
+    """Return begin and end offset, size in bytes by dtype and shape, and the tensor.
+
+    Args:
+        file: file name, for messages.
+        tensor: name of the tensor.
+        entry: its entry in the header.
+        checked: dtypes and shapes that were checked before, which saves time; extended.
+    """
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        # repr tells 1 from True and 1.0, which are no sizes.
-        kind = (dtype, repr(shape) if len(shape) <= MAX_AXES else "")
-        known = kinds.get(kind)
+        # repr distinguishes 1 from True and 1.0, which are no sizes.
+        key = (dtype, repr(shape) if len(shape) <= MAX_AXES else "")
+        kind = checked.get(key)
     except (TypeError, KeyError, ValueError, RecursionError):
-        known = None
-    # Not printable is what a terminal obeys instead of showing it; and halves of surrogate pairs.
+        kind = None
+    # Terminals obey control characters instead of showing them. Halves of surrogate pairs are not printable, too.
     if not tensor.isprintable() or not TENSOR_NAME.fullmatch(tensor):
         raise SourceError(
             f"{file}: {short_repr(tensor)} is not a possible name",
             "save the model again with names that torch could give",
         )
-    if known is None or len(entry) != 3:
-        known = kinds[kind] = _check_entry(file, tensor, entry)
+    if kind is None or len(entry) != 3:
+        kind = checked[key] = _check_entry(file, tensor, entry)
     if not _is_size(begin) or not _is_size(end):
         raise SourceError(f"{file}: {tensor} has impossible data_offsets {short_repr(entry['data_offsets'])}", DAMAGED)
-    return begin, end, known[2], TensorInfo(tensor, known[0], known[1])
+    return begin, end, kind[2], TensorInfo(tensor, kind[0], kind[1])
 
 
 def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ...], int]:
-    """Dtype, shape and the bytes these need."""
+    """Return the dtype, the shape, and the size in bytes that they need."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise SourceError(f"{file}: {tensor} is not described by exactly dtype, shape and data_offsets", DAMAGED)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -193,11 +205,14 @@ def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ..
 
 
 def make_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = None) -> tuple[bytes, int]:
-    """The bytes before the first tensor, and how many they are; padded to 8 as the format asks.
+    """Make the bytes of a safetensors file before its first tensor.
 
     Args:
-        tensors: in file order.
-        metadata: what the file says beside them; that torch reads it if None.
+        tensors: the tensors in file order.
+        metadata: `__metadata__` of the file; {"format": "pt"} if None.
+
+    Returns:
+        The bytes, padded to a multiple of 8 as the format requires, and their number.
     """
     entries: dict[str, Any] = {"__metadata__": metadata or {"format": "pt"}}
     offset = 0

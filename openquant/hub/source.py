@@ -29,7 +29,7 @@ from ..files.fingerprint import Stamp, stamps_of
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
 from ..files.small_files import open_regular, read_small
 from ..threads import in_thread
-from ..weights.find import OWN_FILES
+from ..weights.find import TOOL_CONFIG_FILES
 from .error_mapping import Unreachable, is_offline, is_transient, source_errors, without_queries
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _download(repo: str, revision: str | None) -> Source:
 
     def find() -> Source:
         with source_errors(repo, revision):
-            needed = ["config.json", INDEX_FILE, *OWN_FILES]
+            needed = ["config.json", INDEX_FILE, *TOOL_CONFIG_FILES]
             root = Path(snapshot_download(repo, revision=revision, allow_patterns=needed))
             return Source(root, repo.rsplit("/", 1)[-1], repo, root.name, *_missing(repo, root))
 

@@ -88,7 +88,7 @@ def problem_finder(
         # Engines load what the source has in this format already, also with smaller blocks at the edges.
         for rows, _ in (
             ()
-            if layer.is_held_by(scheme.format)
+            if layer.is_stored_as(scheme.format)
             else ((layer.shape[0], None), *fused_parts(layer.shape, split, config))
         ):
             problem = problem or scheme.format.shape_error((rows, layer.shape[1]))
@@ -103,7 +103,7 @@ def problem_finder(
     def find_problem(layer: Weight, scheme: Scheme) -> str | None:
         if scheme.format.static and (problem := find_scale_problem(layer)):
             return problem
-        key = layer.alike, layer.shape, scheme.suffix, layer.is_held_by(scheme.format)
+        key = layer.alike, layer.shape, scheme.suffix, layer.is_stored_as(scheme.format)
         if key not in problems:
             problems[key] = find_kind_problem(layer, scheme)
         return problems[key] or find_ragged_problem(layer, scheme)

@@ -11,7 +11,7 @@ from ..files.layer_store import TensorPlace
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
 from ..patterns import compile_any, template
-from ..weights.statistics import Calibration, StandIn
+from ..weights.statistics import Calibration, PlaceholderCalibration
 from ..weights.transform import UNDECIDED, WeightTransforms
 from ..weights.weight import Weight
 
@@ -104,7 +104,7 @@ class PlanOptions:
     def lacks(self) -> frozenset[Lack]:
         """What a calibration must find before a plan with these options can be carried out."""
         lacking: dict[Lack, bool] = {
-            "activations": isinstance(self.calibration, StandIn),
+            "activations": isinstance(self.calibration, PlaceholderCalibration),
             "smoothing": self.transforms is UNDECIDED,
             "Hessians": self.gptq is not None,
         }

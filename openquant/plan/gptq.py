@@ -36,7 +36,7 @@ def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:
     return [
         (weight, scheme)
         for weight, scheme in decisions.quantized
-        if not is_head(weight.module) and not weight.is_held_by(scheme.format)
+        if not is_head(weight.module) and not weight.is_stored_as(scheme.format)
     ]
 
 

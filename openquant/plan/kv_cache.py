@@ -22,7 +22,7 @@ from ..patterns import MAX_DIGITS, compile_pattern, template
 from ..registry.architecture import Architecture, absolute_patterns
 from ..registry.rules import ModuleRules
 from ..version import SGLANG
-from ..weights.statistics import Calibration, StandIn
+from ..weights.statistics import Calibration, PlaceholderCalibration
 from .decisions import Decisions, Item, PassthroughTensor
 from .serving import layers_with_cache
 from .sort import mtp_layer_finder
@@ -155,7 +155,7 @@ def _calibration_note(calibration: Calibration, attentions: Mapping[int, str]) -
         if not all(1 <= absmax <= E4M3.largest for absmax in (keys, values))
     ]
     text = f"scales of the KV cache are powers of two, from a calibration with {calibration.described}"
-    if isinstance(calibration, StandIn):
+    if isinstance(calibration, PlaceholderCalibration):
         return text
     text += ": "
     if not needed:

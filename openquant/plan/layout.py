@@ -215,7 +215,7 @@ def stored_as(weight: Weight, scheme: Scheme) -> Format:
     If the source's codes are copied and its scales are float16, so are the output's: bfloat16 would round them.
     """
     form, scale = scheme.format, weight.scale
-    if form.scale.dtype == "BF16" and scale is not None and scale.dtype == "F16" and weight.is_held_by(form):
+    if form.scale.dtype == "BF16" and scale is not None and scale.dtype == "F16" and weight.is_stored_as(form):
         return replace(form, scale=replace(form.scale, dtype="F16"))
     return form
 
@@ -224,7 +224,7 @@ def passthrough_source_bytes(kept: PassthroughTensor) -> int:
     """Return the bytes of the source that a passthrough tensor is made from."""
     if kept.value is not None:
         return kept.value.nbytes if isinstance(kept.value, TensorInfo) else 0
-    return kept.weight.stored if kept.weight else kept.tensor.nbytes
+    return kept.weight.stored_nbytes if kept.weight else kept.tensor.nbytes
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class Layout:
                 total += passthrough_source_bytes(item)
             for weight in weights_of_tensor(item):
                 scale = _input_scale(weight, self.decisions)
-                total += weight.stored + (scale.nbytes if scale else 0)
+                total += weight.stored_nbytes + (scale.nbytes if scale else 0)
         return total
 
     def outputs(self, shard: str) -> list[TensorInfo]:
@@ -378,7 +378,7 @@ def _jobs(
             yield Decode(matrix, target + number * size)
     for weight in weights_of_tensor(item):
         scheme, name = decisions.of(weight.module).scheme, f"{weight.module}.weight"
-        if scheme is None and weight.format is None and weight.folded:
+        if scheme is None and weight.format is None and weight.smoothed:
             yield TransformWeight(weight, targets[name])
         elif scheme is None and weight.format is None and weight.expert < 0:
             location = where[name]
@@ -387,7 +387,7 @@ def _jobs(
             job_type = Unstack if weight.format is None else Decode
             yield job_type(weight, targets[name])
         elif f"{weight.module}.{scheme.format.codes}" in decisions.rounded:
-            stored = weight.stored
+            stored = weight.stored_nbytes
             for info in output_tensors(weight, scheme):
                 if file := decisions.rounded.get(info.name):
                     yield CopyRounded(info.name, file.path, file.offset, info.nbytes, targets[info.name], stored)
@@ -403,7 +403,7 @@ def _jobs(
                     member,
                     targets[f"{member.module}.{scheme.format.codes}"],
                     targets[f"{member.module}.{scheme.format.scale.name}"],
-                    member.is_held_by(scheme.format),
+                    member.is_stored_as(scheme.format),
                     targets[scheme.format.shared_scale_name(member.module)] if scheme.format.shares_scale else None,
                     targets[f"{member.module}.{scheme.format.zero_point}"] if scheme.format.zero_point else None,
                 )

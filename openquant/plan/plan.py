@@ -197,7 +197,7 @@ def make_plan(
 
     # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except for
     # embeddings, output heads and routers.
-    in_scheme = bool(weights) and all(weight.is_held_by(scheme.format) for weight in weights.values())
+    in_scheme = bool(weights) and all(weight.is_stored_as(scheme.format) for weight in weights.values())
     is_ignored = stored.is_unquantized if stored else options.ignores()
     items, layers = sort_tensors(decoded, weights, entry, is_ignored, in_scheme)
     if options.calibration is not None:

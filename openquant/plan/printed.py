@@ -70,7 +70,7 @@ def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
             after = sum(info.nbytes for info in output_tensors(layer, scheme))
             group = groups[kind] = _Group(scheme, stored and scheme is None, 0 if stored else layer.nbytes, after, [])
         group.names.append(layer.module)
-        group.stored += layer.stored if stored else 0
+        group.stored += layer.stored_nbytes if stored else 0
     for kept in sorted(decisions.passthrough, key=lambda kept: kept.small):
         tensor, weight = kept.tensor, kept.weight
         kind = kept.name_template, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, kept.why

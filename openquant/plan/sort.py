@@ -105,7 +105,7 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
         return stored._replace(alike=rule.name_template)
     if rule.compress:
         return Weight(module, rule.name_template, info, (info.shape[0], info.shape[1]))
-    if stored is not None and (stored.turned or stored.codes.shape != info.shape):
+    if stored is not None and (stored.decodes_transposed or stored.codes.shape != info.shape):
         return f"is stored as {stored.parts[0].dtype} {list(stored.parts[0].shape)}, which cannot be read"
     if rule.stack is None or not _is_stack(info, rule.stack[1]):
         return f"is not a stack of experts but {list(info.shape)}"

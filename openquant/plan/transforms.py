@@ -35,7 +35,7 @@ def _smoothed(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | 
         assert len(data) == info.nbytes
         return data
     transform = transforms.weights.get(info.module)
-    if transform is None or not transform.folds:
+    if transform is None or not transform.smooths:
         return None
     return Weight(info.module, kept.name_template, info, (info.shape[0], info.shape[1]), transform=transform)
 

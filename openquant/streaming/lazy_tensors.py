@@ -137,7 +137,7 @@ class LazyTensors:
             low = 0
             for bits in reader.rows(matrix, 1):
                 high = low + len(bits)
-                if matrix.turned:
+                if matrix.decodes_transposed:
                     part = np.empty(bits.shape, np.uint16)
                     kernels.to_bfloat16(bits.view(np.float32), part)
                     target[:, low:high] = part.T

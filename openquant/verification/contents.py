@@ -203,7 +203,7 @@ class _Worker:
                 self.reading.add_non_finite(info, piece)
                 if not np.array_equal(piece, expected):
                     first = low + int((piece != expected).argmax())
-                    name = original.rows(self.source.where).label if isinstance(original, Weight) else "the source's"
+                    name = original.extent(self.source.where).label if isinstance(original, Weight) else "the source's"
                     smoothed = " after smoothing" if _is_smoothed(original) else ""
                     self.reading.add_problem(
                         number,
@@ -252,7 +252,7 @@ class _Worker:
         for matrix in weight.matrices:
             for bits in self.source.rows(matrix, 1):
                 if matrix.format is None:
-                    plain = from_float32(bits.view(np.float32), matrix.source.dtype) if matrix.folded else bits
+                    plain = from_float32(bits.view(np.float32), matrix.source.dtype) if matrix.smoothed else bits
                     yield plain.reshape(-1).view(np.uint8)
                 else:
                     plain = np.empty(bits.shape, np.uint16)
@@ -280,7 +280,7 @@ class _Worker:
             self._check_integers(number, expected_info, data)
         place = self.checkpoint.where[info.name]
         comparison = None
-        zeros = self.output.zeros(weight, 0, weight.shape[0])
+        zeros = self.output.zero_points(weight, 0, weight.shape[0])
         decodable = weight.format is not None and (zeros is not None or weight.format.zero_point is None)
         if original is not None and scale is not None and weight.format and decodable and weight.scale is not None:
             comparison = Comparison(
@@ -300,7 +300,7 @@ class _Worker:
                 if self.reading.stopped.is_set():
                     return
                 piece = self._buffer("output", count * pitch)
-                first = self.output.read_codes(file, weight, low, piece)
+                first = self.output.read_codes_unchecked(file, weight, low, piece)
                 if nan_at is None and first is not None:
                     nan_at = low * pitch + first
                 if comparison is not None and bits is not None and original is not None:
@@ -315,7 +315,7 @@ class _Worker:
             self.output.check_values(weight, scale)
         if comparison is not None and original is not None:
             if not comparison.finite:
-                extent = original.rows(self.source.where)
+                extent = original.extent(self.source.where)
                 self.reading.add_problem(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
                 return
             if scheme is not None:
@@ -367,14 +367,14 @@ class _Worker:
         """Check a tensor of int64 whose values follow from the weight's shape, such as `weight_shape`."""
         if self.checkpoint.tensors.get(expected.name) != expected:
             return  # The headers' checks report it.
-        raw = self.output.whole(expected).tobytes()
+        raw = self.output.read_bytes(expected).tobytes()
         if raw != data:
             actual, right = (np.frombuffer(values, "<i8").tolist() for values in (raw, data))
             self.reading.add_problem(number, f"{self.reading.place(expected.name)} is {actual}, its codes are {right}")
 
     def _read_scale(self, number: int, info: TensorInfo) -> Floats | None:
         """The values of a scale, float32; None, and a problem, unless all are finite and above zero."""
-        values = self.output.values(info)
+        values = self.output.read_scale(info)
         wrong = ~(np.isfinite(values) & (values > 0))
         if wrong.any():
             index = np.unravel_index(int(wrong.argmax()), info.shape)
@@ -406,22 +406,22 @@ class _Worker:
             with self.reading.lock:
                 self.reading.findings.absmax[weight.module] = float(comparison.absmax.max())
         if not scheme.format.shared:
-            recomputed = comparison.made
-            wrong = recomputed != comparison.grid
+            recomputed = comparison.expected_scale
+            wrong = recomputed != comparison.scale
             if wrong.any():
                 index = np.unravel_index(int(wrong.argmax()), wrong.shape)
                 # Shown as stored: times the global scale, in FP8, which has few digits.
                 factor, digits = (1.0, 9) if global_scale is None else (float(global_scale.item()), 6)
                 self.reading.add_problem(
                     number,
-                    f"{self.reading.place(scale.name)} holds {float(comparison.grid[index]) * factor:.{digits}g} at "
+                    f"{self.reading.place(scale.name)} holds {float(comparison.scale[index]) * factor:.{digits}g} at "
                     f"{[int(axis) for axis in index]}, the source makes it "
                     f"{float(recomputed[index]) * factor:.{digits}g} "
                     f"({int(wrong.sum())} of {wrong.size} scales differ)",
                 )
             self._report_zeros(number, weight, comparison)
-        if comparison.first is not None and not gptq_rounded:
-            (row, col), code, recomputed_code = comparison.first
+        if comparison.first_difference is not None and not gptq_rounded:
+            (row, col), code, recomputed_code = comparison.first_difference
             self.reading.add_problem(
                 number,
                 f"{self.reading.place(info.name)} has the code 0x{code:02x} at [{row}, {col}], the source makes it "
@@ -430,7 +430,7 @@ class _Worker:
 
     def _report_zeros(self, number: int, weight: Weight, comparison: Comparison) -> None:
         """Report zero points that differ from those that quantizing the source again gives."""
-        info, zeros, recomputed = weight.zero_points, comparison.zeros, comparison.made_zeros
+        info, zeros, recomputed = weight.zero_points, comparison.zeros, comparison.expected_zeros
         if info is None or zeros is None or recomputed is None or weight.format is None:
             return
         wrong = zeros != recomputed
@@ -451,8 +451,8 @@ class _Worker:
 
         The bound holds for rounding to the nearest code, not for GPTQ. Codes that were recomputed do not need it.
         """
-        if check_bound and comparison.wrong is not None:
-            (row, col), error, bound, count = comparison.wrong
+        if check_bound and comparison.out_of_bound is not None:
+            (row, col), error, bound, count = comparison.out_of_bound
             self.reading.add_problem(
                 number,
                 f"{self.reading.place(weight.codes.name)} is off by {error:.3g} at [{row}, {col}], where rounding "
@@ -468,7 +468,7 @@ class _Worker:
 
 
 def _is_smoothed(original: Weight | bytes | None) -> bool:
-    return isinstance(original, bytes) or (original is not None and original.folded)
+    return isinstance(original, bytes) or (original is not None and original.smoothed)
 
 
 def _reader(checkpoint: Checkpoint) -> Reader:

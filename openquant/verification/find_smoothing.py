@@ -117,7 +117,7 @@ class _Recognition:
         source_norm, output_norm = (read_vector(info, reader) for reader in (self.source, self.output))
         before, after = (values + np.float32(mapping.offset) for values in (source_norm, output_norm))
         transforms = apply_smoothing(mapping, _nearest_powers(before, after), self.plan, self.source)
-        raw = self.output.whole(info)
+        raw = self.output.read_bytes(info)
         itemsize = len(raw) // len(source_norm)
         expected = np.frombuffer(transforms.tensors[info.name], np.uint8)
         differing = (raw != expected).reshape(-1, itemsize).any(axis=1)

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, SourceError, UsageError
-from ..files.cards import QUANTIZED, card_of, is_rounded_by_gptq, says_folds, says_weighed, source_of
+from ..files.cards import QUANTIZED, card_of, has_weighted_search, is_rounded_by_gptq, is_smoothed, source_of
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.evaluation import find_evaluation
 from ..files.journal import read_journal
@@ -39,7 +39,7 @@ from ..plan.plan import Plan, make_plan
 from ..plan.unchanged import make_unchanged_plan
 from ..registry.rules import ModuleRules
 from ..version import VLLM
-from ..weights.find import decoded_view, own_file, with_own_file
+from ..weights.find import decoded_view, tool_config_file, with_tool_config
 from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
 from .cache_checks import cache_tensors, cached_in_fp8
@@ -85,11 +85,11 @@ def verify(
         if not root.is_dir():
             raise UsageError(f"{root} is not a directory", "check the path")
         config = read_config(root)
-        quantization = read_quantization(with_own_file(config, root))
+        quantization = read_quantization(with_tool_config(config, root))
     if not quantization.checkable:
         *numbers, last = dict.fromkeys(scheme.format.number.title for scheme in SCHEMES.values())
         raise UsageError(
-            f"{own_file(config, root) or 'config.json'} has {quantization.method} with {quantization.title}",
+            f"{tool_config_file(config, root) or 'config.json'} has {quantization.method} with {quantization.title}",
             f"only fp8, awq, gptq and compressed-tensors with {', '.join(numbers)} or {last} weights are checked",
         )
     journal = read_journal(root)
@@ -160,7 +160,7 @@ class _Verification:
         self.findings = findings
         # Names of the files that the run wrote; empty if not known.
         self.files = files
-        self.smoothed, self.weighted_search = says_folds(card), says_weighed(card)
+        self.smoothed, self.weighted_search = is_smoothed(card), has_weighted_search(card)
         self.gptq_rounded = is_rounded_by_gptq(card)
         self.checkpoint = headers.checkpoint
         self.origin = source
@@ -479,7 +479,7 @@ class _Verification:
                 continue
             if fmt.group[1] is not None:
                 ragged += any(weight.codes.shape[0] % (fmt.group[0] or 1) for weight in weights[:-1])
-            tied = (weight.tied_scale.name for weight in weights if weight.tied_scale)
+            tied = (weight.shared_scale.name for weight in weights if weight.shared_scale)
             names = [name for name in tied if name in self.contents.scales]
             scales = [self.contents.scales[name] for name in names]
             if len(set(scales)) < 2:
@@ -515,7 +515,7 @@ class _Verification:
         stored = self.contents.scales
         groups: dict[object, list[str]] = {}
         for module in self.contents.absmax:
-            scale = self.codes[f"{module}.weight"].tied_scale
+            scale = self.codes[f"{module}.weight"].shared_scale
             if scale is not None and scale.name in stored:
                 # Without an entry the fused layers are not known; layers with equal scales may be fused.
                 key = fused_groups.get(module, (module,)) if entry else stored[scale.name]
@@ -526,7 +526,7 @@ class _Verification:
             absmax = np.float32(max(self.contents.absmax[module] for module in modules))
             recomputed = float(choose_shared_scale(scheme.format, np.asarray(absmax)))
             for module in modules:
-                scale = self.codes[f"{module}.weight"].tied_scale
+                scale = self.codes[f"{module}.weight"].shared_scale
                 if scale is not None and stored[scale.name] != recomputed:
                     self.problems.append(
                         f"{self._place(scale.name)} is {stored[scale.name]:.9g}, the source makes it {recomputed:.9g}"

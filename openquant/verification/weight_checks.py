@@ -70,7 +70,7 @@ class _Finder:
         """Add all weights, and report problems with their codes, scales and zero points."""
         per_tensor_scale_inv = 0
         for pair in pairs:
-            info, fmt, scale = pair.codes, pair.form, pair.scale
+            info, fmt, scale = pair.codes, pair.fmt, pair.scale
             if fmt is not None and fmt.columns is not None:
                 self._add_columns(pair, fmt)
                 continue
@@ -106,7 +106,7 @@ class _Finder:
                 scale = self._checked(scale, fmt.scale_dtypes, fmt.scale_shapes(shape), info)
             global_scale = self._global_scale(pair, fmt)
             zeros = self._zero_points(pair, fmt, (shape[-2], shape[-1]))
-            self.scales.update(other.name for other in pair.beside if other.name.endswith(".input_global_scale"))
+            self.scales.update(other.name for other in pair.companions if other.name.endswith(".input_global_scale"))
             self.codes[pair.name] = self.stored[info.name] = Weight(
                 pair.module,
                 "",

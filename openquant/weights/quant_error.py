@@ -1,4 +1,4 @@
-"""How far a quantized layer is from its source: the one place where that is summed up."""
+"""Quantization error of a layer: its sum over pieces, and the comparison of stored codes with the source."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..formats.schemes import Scheme
 
 @dataclass(frozen=True)
 class LayerError:
-    """How far a quantized layer is from its source.
+    """Quantization error of one layer.
 
     Attributes:
-        module: the layer.
+        module: the layer's module.
         shape: (out, in).
-        relative: Frobenius norm of the difference over that of the source's weight.
-        sqnr_db: `relative` as a signal-to-noise ratio, 31.6 for 0.0264; None where nothing differs.
-        largest: largest absolute difference.
+        relative: Frobenius norm of the error divided by that of the source's weight.
+        sqnr_db: signal-to-quantization-noise ratio in dB: 31.6 for a relative error of 0.0264; None without any error.
+        largest: largest absolute error of a weight.
     """
 
     module: str
@@ -35,7 +35,7 @@ class LayerError:
 
 
 class ErrorSum:
-    """Energies of a layer's weights and of their error, and the largest error, summed over pieces of it."""
+    """Sums of squares of a layer's weights (signal) and errors (noise), and its largest error, over pieces of rows."""
 
     def __init__(self) -> None:
         self.signal = 0.0
@@ -54,40 +54,53 @@ class ErrorSum:
         self.largest = max(self.largest, float(error.max()))
 
     def of(self, module: str, shape: tuple[int, int]) -> LayerError:
-        """The error of the whole layer, of that name and shape (out, in)."""
+        """Return the error of the layer, once all its pieces are added.
+
+        Args:
+            module: the layer's module.
+            shape: (out, in).
+        """
         relative = relative_error(self.signal, self.noise)
         sqnr = -20 * math.log10(relative) if relative else None
         return LayerError(module, shape, relative, sqnr, self.largest)
 
 
 class Comparison:
-    """A quantized layer held against its source, piece by piece.
+    """Compares the codes and scales of a quantized layer with its source, in pieces of rows.
 
-    A weight w under scale s becomes the code nearest to w / s, so that the difference is at most Number.bound. Where
-    making the code again from the source gives the same one, that needs no looking at, unless the scale is too small
-    for the weight. With a zero point z, it is the code nearest to w / s + z.
+    Quantizing rounds w / scale (+ zero point) to the nearest code, so the error is at most Number.bound. Where the
+    source quantizes to the stored code again, the error needs no check, unless the scale is too small for the weight.
+
+    Args:
+        shape: (out, in).
+        fmt: format of the codes.
+        scale: the stored scales, float32 with one value for each group, the global scale applied.
+        scale_dtype: dtype that they are stored in.
+        scheme: the scheme that made them; None if unknown.
+        zeros: the zero points as `Reader.zero_points` gives them; None for symmetric formats.
+        divisor: the global scale, float32 [1, 1]; None without one.
+        weighed: whether the search for scales weighted errors by inputs that are not known here.
 
     Attributes:
-        error: how far apart they are.
-        grid: the scales, float32 [out / height, in / width].
-        zeros: the zero points, the values of the codes that stand for zero, of the same shape; None where zero stands
-            for itself.
-        absmax: the largest absolute weight of each group, of the same shape.
-        made: the scales that the source makes; where they are searched for, that which is there if it is one that the
-            source can make: without a search, with it, or of any clip ratio if what errors counted is not known. NaN
-            without a scheme.
-        made_zeros: likewise the zero points; None where there are none.
-        finite: whether all weights of the source are.
-        differing: number of codes that are not what the source makes under these scales.
-        first: the first of them: where it is, the code and the other.
-        wrong: the first weight that is farther off than rounding explains, how far, how far it could be, and how many
-            there are; None if none is.
+        error: sum of the errors so far.
+        scale: the stored scales, float32 [grid rows, grid columns].
+        zeros: the stored zero points, of the same shape; None for symmetric formats.
+        absmax: largest magnitude of each group in the source, of the same shape.
+        expected_scale: the scales that the source has under the scheme, of the same shape. Where scales were searched,
+            a stored scale counts as expected if the scheme has it with or without a search, or, if `weighed`, with any
+            clip ratio. NaN without a scheme.
+        expected_zeros: likewise the zero points; None for symmetric formats.
+        finite: whether all weights of the source are finite.
+        differing: number of codes that differ from those that the source has under the stored scales.
+        first_difference: (row, column), stored code and expected code of the first of them; None if none differs.
+        out_of_bound: (row, column), error and largest possible rounding error of the first weight whose error rounding
+            cannot explain, and the number of such weights; None if there is none.
     """
 
     def __init__(
         self,
         shape: tuple[int, int],
-        form: Format,
+        fmt: Format,
         scale: Floats,
         scale_dtype: str,
         scheme: Scheme | None = None,
@@ -96,39 +109,39 @@ class Comparison:
         weighed: bool = False,
     ) -> None:
         self.shape = shape
-        self.form, self.divisor = form, divisor
-        # The schemes that may have chosen the scales, that which the source makes its scales with last.
+        self.fmt, self.divisor = fmt, divisor
+        # Schemes that may have chosen the scales; the last one gives `expected_scale` if none of them did.
         self.candidates: tuple[Scheme, ...] = () if scheme is None else (scheme,)
         if scheme is not None and scheme.searches_scales:
             clipped = [replace(scheme, clip_ratios=(ratio,)) for ratio in (scheme.clip_ratios if weighed else ())]
             self.candidates = (scheme.unsearched, *clipped, scheme)
-        self.number = form.number
-        height, width = form.group
+        self.number = fmt.number
+        height, width = fmt.group
         self.group = height, width if width is not None and width < shape[1] else None
-        self.grid = scale.reshape(grid_of(self.group, shape))
-        self.zeros = None if zeros is None else zeros.reshape(self.grid.shape)
-        self.absmax = np.zeros(self.grid.shape, np.float32)
-        self.made = np.full(self.grid.shape, np.nan, np.float32)
-        self.made_zeros = None if zeros is None else np.full(self.grid.shape, np.nan, np.float32)
-        # The scale may have been rounded once the codes were made; what float32 loses is nothing beside it.
+        self.scale = scale.reshape(grid_of(self.group, shape))
+        self.zeros = None if zeros is None else zeros.reshape(self.scale.shape)
+        self.absmax = np.zeros(self.scale.shape, np.float32)
+        self.expected_scale = np.full(self.scale.shape, np.nan, np.float32)
+        self.expected_zeros = None if zeros is None else np.full(self.scale.shape, np.nan, np.float32)
+        # Relative error of scales: some were rounded to 16 bits after the codes were made; else float32 rounding.
         self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
         self.error = ErrorSum()
         self.finite = True
         self.differing = 0
-        self.first: tuple[tuple[int, int], int, int] | None = None
-        self.wrong: tuple[tuple[int, int], float, float, int] | None = None
+        self.first_difference: tuple[tuple[int, int], int, int] | None = None
+        self.out_of_bound: tuple[tuple[int, int], float, float, int] | None = None
 
     def add(self, low: int, stored: Codes, bits: Bits, dtype: str) -> None:
-        """Add some rows.
+        """Compare some rows.
 
         Args:
-            low: the number of the first.
-            stored: their codes as they are stored, uint8 [n, in / codes in a byte].
-            bits: the source's weights, uint16 or uint32 [n, in].
-            dtype: the dtype of the source's weights: "BF16", "F16" or "F32".
+            low: index of the first row.
+            stored: their codes as stored, uint8 [n, bytes of a row].
+            bits: the same rows of the source, uint16 or uint32 [n, in].
+            dtype: dtype of the source's weights: "BF16", "F16" or "F32".
         """
         step = max(1, CHUNK // self.shape[1])
-        # Where each row has scales of its own, any number of rows go together; else those of one row of groups.
+        # With scales for each row, any rows can be compared at once; else those of one row of groups.
         height = self.shape[0] if self.group[0] == 1 else self.group[0] or self.shape[0]
         top = low
         while top < low + len(stored) and self.finite:
@@ -144,90 +157,98 @@ class Comparison:
         first = top // (self.group[0] or self.shape[0])
         rows = slice(first, first + (len(codes) if group[0] else 1))
         if width is not None and cols % width:
-            # What fills the last group up changes nothing.
+            # Zeros that fill up the last group change no scale.
             bits = np.pad(bits, ((0, 0), (0, -cols % width)))
-        largest, scale = absmax(bits, dtype, group), self.grid[rows]
-        if not np.isfinite(largest).all():
+        group_absmax, scale = absmax(bits, dtype, group), self.scale[rows]
+        if not np.isfinite(group_absmax).all():
             self.finite = False
             return
-        np.maximum(self.absmax[rows], largest, out=self.absmax[rows])
-        self._remake(rows, bits, dtype)
-        fits = bool((largest <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())
+        np.maximum(self.absmax[rows], group_absmax, out=self.absmax[rows])
+        self._update_expected(rows, bits, dtype)
+        fits = bool((group_absmax <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
-        spread = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
+        element_scale = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
         zero = None if self.zeros is None else self.zeros[rows]
         if zero is not None and width is not None:
             zero = np.repeat(zero, width, axis=1)[:, :cols]
         if fits and zero is None:
-            made = np.empty(bits.shape, np.uint8)
-            encode(bits, dtype, scale, group, made, self.number)
-            made = made[:, :cols]
+            expected = np.empty(bits.shape, np.uint8)
+            encode(bits, dtype, scale, group, expected, self.number)
+            expected = expected[:, :cols]
         else:
-            # The kernel counts on scales that are large enough.
-            made = encode_float32(weight, spread, self.number, zero)
-        same = np.array_equal(made, codes)
+            # `encode` requires scales that are large enough for the weights.
+            expected = encode_float32(weight, element_scale, self.number, zero)
+        same = np.array_equal(expected, codes)
         if not same:
-            differs = made != codes
+            differs = expected != codes
             self.differing += int(differs.sum())
-            if self.first is None:
+            if self.first_difference is None:
                 row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
-                self.first = (top + row, col), int(codes[row, col]), int(made[row, col])
+                self.first_difference = (top + row, col), int(codes[row, col]), int(expected[row, col])
         error = self.number.decode(codes)
         if zero is not None:
             error -= zero
-        error *= spread
+        error *= element_scale
         error -= weight
         np.abs(error, out=error)
         self.error.add(weight, error)
         if not (same and fits):
-            self._bound(top, weight if zero is None else weight + zero * spread, error, spread)
+            self._check_bound(top, weight if zero is None else weight + zero * element_scale, error, element_scale)
 
-    def _remake(self, rows: slice, bits: Bits, dtype: str) -> None:
-        """Choose the scales and zero points of some rows of groups again, from the source's weights."""
-        scale, zero = self.grid[rows], None if self.zeros is None else self.zeros[rows]
+    def _update_expected(self, rows: slice, bits: Bits, dtype: str) -> None:
+        """Set the expected scales and zero points of some rows of groups, from the source's weights."""
+        scale, zero = self.scale[rows], None if self.zeros is None else self.zeros[rows]
         explained = np.zeros(scale.shape, np.bool_)
         for candidate in self.candidates:
-            made = choose_scales(candidate, bits, dtype, self.absmax[rows], self.divisor)
-            same = made.scale == scale
-            if zero is not None and made.zero_point is not None:
-                same &= made.zero_point == zero
+            chosen = choose_scales(candidate, bits, dtype, self.absmax[rows], self.divisor)
+            same = chosen.scale == scale
+            if zero is not None and chosen.zero_point is not None:
+                same &= chosen.zero_point == zero
             explained |= same
-            self.made[rows] = np.where(explained, scale, made.scale)
-            if self.made_zeros is not None and zero is not None and made.zero_point is not None:
-                self.made_zeros[rows] = np.where(explained, zero, made.zero_point)
+            self.expected_scale[rows] = np.where(explained, scale, chosen.scale)
+            if self.expected_zeros is not None and zero is not None and chosen.zero_point is not None:
+                self.expected_zeros[rows] = np.where(explained, zero, chosen.zero_point)
             if explained.all():
                 break
 
-    def _bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
-        """Look for weights that are farther off than rounding explains, these with their zero points added."""
+    def _check_bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
+        """Count weights whose error rounding cannot explain. `weight` has zero point * scale added."""
         bound = self.number.bound(weight, scale, self.slack)
-        off = ~(error <= bound)
-        if off.any():
-            row, col = (int(axis) for axis in np.unravel_index(int(off.argmax()), off.shape))
-            first = ((top + row, col), float(error[row, col]), float(bound[row, col]), 0)
-            place, by, bounded, count = self.wrong or first
-            self.wrong = (place, by, bounded, count + int(off.sum()))
+        outside = ~(error <= bound)
+        if outside.any():
+            row, col = (int(axis) for axis in np.unravel_index(int(outside.argmax()), outside.shape))
+            first = (top + row, col), float(error[row, col]), float(bound[row, col]), 0
+            place, distance, limit, count = self.out_of_bound or first
+            self.out_of_bound = place, distance, limit, count + int(outside.sum())
 
 
 def relative_error(signal: float, noise: float) -> float:
-    """How far weights are off, given their energy and that of their error: 0.0264; 1.0 where zeros are off at all."""
+    """Return the relative error, such as 0.0264.
+
+    Args:
+        signal: sum of squares of the weights.
+        noise: sum of squares of the errors.
+
+    Returns:
+        The root of their ratio. If all weights are zero: 1.0 with any error, else 0.0.
+    """
     return math.sqrt(noise / signal) if signal else float(noise > 0)
 
 
 def energy(values: Floats) -> float:
-    """Sum of squares of a float32 array [n, in]."""
+    """Return the sum of squares of a float32 array [n, in]."""
     with np.errstate(over="ignore"):
-        # Down the columns numpy adds several at once.
-        found = float(np.einsum("ij,ij->j", values, values).sum(dtype=np.float64))
-    if 1e-30 < found < math.inf:
-        return found
+        # numpy vectorizes sums over the rows.
+        total = float(np.einsum("ij,ij->j", values, values).sum(dtype=np.float64))
+    if 1e-30 < total < math.inf:
+        return total
     return float(np.square(values, dtype=np.float64).sum())
 
 
 def row_energies(values: Floats) -> npt.NDArray[np.float64]:
-    """Sum of squares of each row of a float32 array [n, in], as float64 [n]."""
+    """Return the sum of squares of each row of a float32 array [n, in], as float64 [n]."""
     with np.errstate(over="ignore"):
-        found: npt.NDArray[np.float64] = np.einsum("ij,ij->i", values, values).astype(np.float64)
-    if not np.all((found > 1e-30) & (found < math.inf)):
-        found = np.square(values, dtype=np.float64).sum(axis=1)
-    return found
+        sums: npt.NDArray[np.float64] = np.einsum("ij,ij->i", values, values).astype(np.float64)
+    if not np.all((sums > 1e-30) & (sums < math.inf)):
+        sums = np.square(values, dtype=np.float64).sum(axis=1)
+    return sums

@@ -1,4 +1,4 @@
-"""Weights of a source read by rows, a bounded piece at a time, decoded where the source has them quantized."""
+"""Reads the weights of a source by rows, in pieces of bounded size, and decodes quantized ones."""
 
 from __future__ import annotations
 
@@ -17,55 +17,66 @@ from ..formats.format import Format, grid_of
 from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import CODES, Floats
 from ..formats.schemes import Scheme
-from .packed_columns import ALIKE, STRIP, ColumnReader
+from .packed_columns import STRIP, WORD_ROWS, ColumnReader
 from .weight import Extent, Weight
 
 BUFFER = 4 << 20
 # A transposed matrix is read in columns: longer pieces of each stored row make fewer system calls.
 TRANSPOSED_BUFFER = 32 << 20
-# The least that a byte can be the exponent of. In an output no scale is zero.
+# The smallest scale that E8M0 has. No scale of an output is zero.
 SMALLEST_SCALE = 2.0**-127
 # The first float32 that rounds to infinity in bfloat16.
 OVERFLOW = np.float32((2 - 2.0**-8) * 2.0**127)
 
 
 def rows_at_once(weight: Weight, multiple: int) -> int:
-    """How many rows are read at a time: about BUFFER bytes of them, twice as many where codes become float32; in
-    multiples of `multiple`.
+    """Return how many rows a Reader gives at a time: about BUFFER bytes, or twice that if codes become float32.
+
+    Args:
+        weight: the weight [out, in].
+        multiple: the number is a multiple of this, unless the weight has fewer rows.
     """
     rows, cols = weight.shape
-    form = weight.format
-    limit = BUFFER if form is None else 2 * BUFFER
+    fmt = weight.format
+    limit = BUFFER if fmt is None else 2 * BUFFER
     if weight.transposed:
         limit = TRANSPOSED_BUFFER
-    if form is not None and form.columns is not None:
-        # Words may hold the codes, and do hold the zero points, of several rows.
-        multiple = math.lcm(multiple, ALIKE)
+    if fmt is not None and fmt.columns is not None:
+        # Several rows share a word of zero points, and in AutoAWQ's order a word of codes.
+        multiple = math.lcm(multiple, WORD_ROWS)
     return min(rows, max(1, limit // (cols * BITS_TYPE[weight.dtype].itemsize) // multiple) * multiple)
 
 
 def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
-    """Bytes of the buffer that rows of a weight are read into, and of what is held beside it meanwhile."""
-    piece = rows_at_once(weight, multiple) * weight.shape[1] * BITS_TYPE[weight.dtype].itemsize
+    """Return the memory that reading a weight takes.
+
+    Args:
+        weight: the weight [out, in].
+        multiple: the `multiple` of `Reader.rows`.
+
+    Returns:
+        Bytes of the buffer that rows are read into, and bytes of what lies beside it meanwhile.
+    """
+    buffer = rows_at_once(weight, multiple) * weight.shape[1] * BITS_TYPE[weight.dtype].itemsize
     if weight.format is None:
-        # As it is turned around; and as float32, before and after its exponents are in their place.
-        return piece, piece * (weight.transposed + 2 * weight.folded)
-    # Codes, a quarter of the weights that they become at most, and scales for as few as 32 of these.
-    held, columns = piece // 2 + (piece // 4 if weight.transposed else 0), weight.format.columns
+        # A transposed copy; and float32 before and after smoothing.
+        return buffer, buffer * (weight.transposed + 2 * weight.smoothed)
+    # Codes take at most a quarter of the float32 values, and so do scales of groups of 32 or more.
+    extra, columns = buffer // 2 + (buffer // 4 if weight.transposed else 0), weight.format.columns
     if columns is not None:
-        # What is turned around, before, between and after; and if need be a scale and a zero point for each weight.
-        held += 4 * STRIP + (2 * piece if columns.act_order else 0)
-    return piece, held
+        # Steps of transposing a strip; with act-order also a scale and a zero point for each weight.
+        extra += 4 * STRIP + (2 * buffer if columns.act_order else 0)
+    return buffer, extra
 
 
 class Reader:
-    """One thread's buffer, and the checkpoint it reads.
+    """Reads weights of a checkpoint into one buffer. Each thread has a Reader of its own.
 
     Args:
-        where: in which shard each tensor lies, and at which offset.
-        path: where a shard lies.
-        memory: makes a buffer of so many bytes.
-        loops: what decodes.
+        where: shard and offset of each tensor, by name.
+        path: returns the path of a shard.
+        memory: allocates a buffer, uint8, of the given number of bytes.
+        loops: the kernels that decode.
     """
 
     def __init__(
@@ -83,109 +94,127 @@ class Reader:
         self._columns = ColumnReader(where.__getitem__, self.open)
 
     def open(self, shard: str) -> SourceFile:
-        """A source shard, to be used in a `with` statement."""
+        """Open a shard of the source, for a `with` statement."""
         return SourceFile(self.path(shard), shard)
 
     def rows(self, weight: Weight, multiple: int) -> Iterator[Bits]:
-        """The weight in runs of rows [n, in], each a multiple of `multiple` rows and about a buffer long; folded, where
-        its tuning says so.
+        """Yield the weight in pieces of rows, decoded if it is quantized and smoothed if it has a transform.
+
+        Args:
+            weight: the weight [out, in].
+            multiple: all pieces but the last have a multiple of so many rows.
+
+        Yields:
+            Bits of rows in `weight.dtype`, uint16 or uint32 [n, in], about BUFFER bytes, overwritten by the next.
 
         Raises:
-            SourceError: it cannot be read, or a code or scale stands for no value.
+            SourceError: the weight cannot be read, or a code or scale is not finite.
         """
         step, transform = rows_at_once(weight, multiple), weight.transform
-        if transform is None or not transform.folds:
+        if transform is None or not transform.smooths:
             yield from self._stored(weight, step)
             return
-        plain, low = weight._replace(transform=None), 0
-        for bits in self._stored(plain, step):
-            values = kernels.to_float32(bits, plain.dtype)
+        unsmoothed, low = weight._replace(transform=None), 0
+        for bits in self._stored(unsmoothed, step):
+            values = kernels.to_float32(bits, unsmoothed.dtype)
             transform.apply(values, low)
             low += len(values)
             yield values.view(np.uint32)
 
     def _stored(self, weight: Weight, step: int) -> Iterator[Bits]:
-        """The weight without its tuning, so many rows at a time."""
+        """Yield the weight without its transform, `step` rows at a time."""
         rows, cols = weight.shape
-        extent, kind = weight.rows(self.where), BITS_TYPE[weight.dtype]
+        extent, kind = weight.extent(self.where), BITS_TYPE[weight.dtype]
         pitch = cols * kind.itemsize
         if self._buffer.nbytes < step * pitch:
             self._buffer = self._memory(step * pitch)
-        # Once for all pieces: the system clears memory that is new.
-        held = np.empty(step * weight.row_bytes if weight.format is not None else 0, np.uint8)
+        # One buffer for all pieces, because the system clears newly allocated memory.
+        code_buffer = np.empty(step * weight.row_bytes if weight.format is not None else 0, np.uint8)
         with self.open(extent.shard) as source:
             for low in range(0, rows, step):
                 count = min(step, rows - low)
-                part = self._buffer[: count * pitch]
+                buffer = self._buffer[: count * pitch]
                 if weight.format is not None:
-                    out, done = part.view(np.float32).reshape(count, cols), 0
-                    for inner, at, some in weight.pieces(low, count):
-                        codes = held[: some * weight.row_bytes].reshape(some, weight.row_bytes)
-                        self.codes(source, inner, at, codes.reshape(-1))
-                        scale, zero = self.scales(inner, at, some), self.zeros(inner, at, some)
-                        self._decode(inner, codes, scale, zero, at, out[done : done + some])
-                        done += some
+                    out, done = buffer.view(np.float32).reshape(count, cols), 0
+                    for matrix, first, size in weight.row_pieces(low, count):
+                        codes = code_buffer[: size * weight.row_bytes].reshape(size, weight.row_bytes)
+                        self.read_codes(source, matrix, first, codes.reshape(-1))
+                        scale, zero = self.scales(matrix, first, size), self.zero_points(matrix, first, size)
+                        self._decode(matrix, codes, scale, zero, first, out[done : done + size])
+                        done += size
                 elif weight.transposed:
-                    _read_columns(source, extent, low * kind.itemsize, part.reshape(cols, -1))
-                    yield np.ascontiguousarray(part.view(kind).reshape(cols, count).T)
+                    _read_columns(source, extent, low * kind.itemsize, buffer.reshape(cols, -1))
+                    yield np.ascontiguousarray(buffer.view(kind).reshape(cols, count).T)
                     continue
                 else:
-                    source.read(part, extent.offset + low * extent.pitch, extent.label)
-                yield part.view(kind).reshape(count, cols)
+                    source.read(buffer, extent.offset + low * extent.pitch, extent.label)
+                yield buffer.view(kind).reshape(count, cols)
 
     def check_codes(self, weight: Weight, low: int, codes: Bytes, scale: Floats, zero: Floats | None) -> None:
-        """Refuse codes of whole rows from `low` on that stand for weights beyond bfloat16.
+        """Refuse codes that decode to values which overflow bfloat16. They are decoded only if a scale is so large.
+
+        Args:
+            weight: the weight.
+            low: the row that the codes start at.
+            codes: uint8, the codes of whole rows.
+            scale: the scales of these rows, float32 [grid rows, grid columns].
+            zero: their zero points, of the same shape; None for symmetric formats.
 
         Raises:
-            SourceError: one does.
+            SourceError: a value overflows.
         """
         assert weight.format is not None
-        if scale.max() >= _beyond(weight.format):
+        if scale.max() >= _overflowing_scale(weight.format):
             rows = codes.reshape(-1, weight.row_bytes)
             self._decode(weight, rows, scale, zero, low, np.empty((len(rows), weight.shape[1]), np.float32))
 
     def check_values(self, weight: Weight, scale: Floats) -> None:
-        """Refuse a weight that stands for values beyond bfloat16; it is read only where a scale is so large.
+        """Refuse a weight that decodes to values which overflow bfloat16. It is read only if a scale is so large.
 
         Args:
             weight: the weight.
-            scale: its scales, of any shape, divided by the global scale where it has one.
+            scale: its scales, float32 of any shape, the global scale applied.
 
         Raises:
-            SourceError: it does, or cannot be read.
+            SourceError: a value overflows, or the weight cannot be read.
         """
         assert weight.format is not None
-        if scale.max() >= _beyond(weight.format):
+        if scale.max() >= _overflowing_scale(weight.format):
             for matrix in weight.matrices:
                 for _ in self.rows(matrix, 1):
                     pass
 
     def _decode(self, weight: Weight, codes: Bytes, scale: Floats, zero: Floats | None, low: int, out: Floats) -> None:
-        form = weight.format
-        assert form is not None
-        if form.columns is not None and (index := self._columns.index(weight)) is not None:
-            # Each input has a group of its own.
-            form, scale, zero = replace(form, group=(1, 1)), scale[:, index], None if zero is None else zero[:, index]
-        self.loops.decode_rows(codes, form.number, scale, form.group, low, out, zero)
-        # Looked for only where a code could be too large.
-        if scale.max() >= _beyond(form) and (np.abs(out) >= OVERFLOW).any():
-            extent = weight.rows(self.where)
+        fmt = weight.format
+        assert fmt is not None
+        if fmt.columns is not None and (index := self._columns.group_index(weight)) is not None:
+            # With act-order the inputs of a group lie anywhere: give each input a scale of its own.
+            fmt, scale, zero = replace(fmt, group=(1, 1)), scale[:, index], None if zero is None else zero[:, index]
+        self.loops.decode_rows(codes, fmt.number, scale, fmt.group, low, out, zero)
+        if scale.max() >= _overflowing_scale(fmt) and (np.abs(out) >= OVERFLOW).any():
+            extent = weight.extent(self.where)
             raise SourceError(
-                f"{extent.label} in {extent.shard} stands for weights beyond what bfloat16 holds: "
+                f"{extent.label} in {extent.shard} decodes to weights that overflow bfloat16: "
                 f"{weight.parts[1].name} reaches {scale.max():g}",
                 "the scales are damaged: download or save them again",
             )
 
-    def read_codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> int | None:
-        """Read the codes of whole rows from `low` on into `into`, sound or not.
+    def read_codes_unchecked(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> int | None:
+        """Read the codes of whole rows, and look for codes that are not finite.
+
+        Args:
+            source: the open shard.
+            weight: the weight.
+            low: first row.
+            into: uint8, filled with codes as formats of rows store them. Its size says how many rows.
 
         Returns:
-            where in it the first lies that stands for no value, such as NaN; None if all are sound.
+            Index into `into` of the first code that is NaN or infinite; None if there is none.
 
         Raises:
             SourceError: they cannot be read.
         """
-        extent = weight.rows(self.where)
+        extent = weight.extent(self.where)
         if weight.format is not None and weight.format.columns is not None:
             self._columns.codes(source, weight, low, into)
             return None
@@ -195,25 +224,31 @@ class Reader:
             into.reshape(columns.shape[::-1])[:] = columns.T
         else:
             source.read(into, extent.offset + low * extent.pitch, extent.label)
-        # Checks have codes of no known format, too, which were found by their dtype.
+        # `verify` also has codes whose format is unknown.
         number = weight.format.number if weight.format else CODES.get(weight.codes.dtype)
         return None if number is None else self.loops.first_unsound(into, number)
 
-    def codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> None:
-        """Read the codes of whole rows from `low` on into `into`.
+    def read_codes(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> None:
+        """Read the codes of whole rows, and refuse NaN.
+
+        Args:
+            source: the open shard.
+            weight: the weight.
+            low: first row.
+            into: uint8, filled with codes as formats of rows store them. Its size says how many rows.
 
         Raises:
-            SourceError: one is NaN.
+            SourceError: they cannot be read, or one is NaN.
         """
-        if self.read_codes(source, weight, low, into) is not None:
-            extent = weight.rows(self.where)
+        if self.read_codes_unchecked(source, weight, low, into) is not None:
+            extent = weight.extent(self.where)
             raise SourceError(
                 f"{extent.label} in {extent.shard} holds NaN",
                 "the weights are damaged: download or save them again",
             )
 
-    def whole(self, info: TensorInfo) -> Bytes:
-        """All bytes of a small tensor.
+    def read_bytes(self, info: TensorInfo) -> Bytes:
+        """Read all bytes of a small tensor, as uint8 [nbytes].
 
         Raises:
             SourceError: it cannot be read.
@@ -223,27 +258,38 @@ class Reader:
             source.read(raw, place.offset, info.name)
         return raw
 
-    def values(self, info: TensorInfo) -> Floats:
-        """All of a scale, in the shape that it is stored in, sound or not.
+    def read_scale(self, info: TensorInfo) -> Floats:
+        """Read a tensor of scales, unchecked, as float32 in its stored shape.
 
         Raises:
             SourceError: it cannot be read.
         """
-        return kernels.scale_values(self.whole(info), info.dtype).reshape(info.shape)
+        return kernels.scale_values(self.read_bytes(info), info.dtype).reshape(info.shape)
 
     def scales(self, weight: Weight, low: int, count: int, least: float = 0.0, power_of_two: bool = False) -> Floats:
-        """The scales of so many rows from `low` on: those rows of the grid, float32.
+        """Read the scales of some rows.
+
+        Args:
+            weight: the weight.
+            low: first row.
+            count: number of rows.
+            least: smallest scale allowed.
+            power_of_two: whether scales must be powers of two.
+
+        Returns:
+            float32 [grid rows, grid columns]: the scales of the groups that the rows lie in, divided by the global
+            scale if the format has one.
 
         Raises:
-            SourceError: one is not finite, below `least`, or no power of two though it must be; or the codes of the
-                weight are not of as many columns as its shape says.
+            SourceError: a scale is not finite, too small, or not a power of two though it must be; or `weight_shape`
+                or the group index contradicts the weight.
         """
         assert weight.format is not None
-        extent, info = weight.scales(self.where), weight.parts[1]
+        extent, info = weight.scale_extent(self.where), weight.parts[1]
         if weight.format.columns is not None:
             if low == 0:
-                self._columns.check_zeros(weight)
-                self._columns.index(weight)
+                self._columns.check_zero_points(weight)
+                self._columns.group_index(weight)
             scale = self._columns.scales(weight, low, count)
             check_scales(scale, extent.label, extent.shard, least)
             return scale
@@ -265,127 +311,163 @@ class Reader:
         check_scales(scale, extent.label, extent.shard, least)
         if weight.format.global_scale is not None:
             with np.errstate(over="ignore"):
-                scale = scale / self.divisor(weight)
-            # Of two sound ones.
+                scale = scale / self.global_scale(weight)
+            # The quotient of two sound scales may still overflow.
             check_scales(scale, extent.label, extent.shard, least)
         if power_of_two and (odd := np.frexp(scale)[0] != 0.5).any():
             raise SourceError(
-                f"{extent.label} in {extent.shard} holds {scale[odd][0]:g}, no power of two as config.json has it",
+                f"{extent.label} in {extent.shard} holds {scale[odd][0]:g}, not a power of two as config.json says",
                 "the scales are damaged: download or save them again, or choose a scheme with float scales",
             )
         return scale
 
-    def zeros(self, weight: Weight, low: int, count: int) -> Floats | None:
-        """The values of the codes that stand for zero, of so many rows from `low` on, shaped as `scales` has theirs;
-        None where zero stands for itself.
+    def zero_points(self, weight: Weight, low: int, count: int) -> Floats | None:
+        """Read the zero points of some rows.
+
+        Args:
+            weight: the weight.
+            low: first row.
+            count: number of rows.
+
+        Returns:
+            float32 of the shape that `scales` returns: the value of the code that decodes to zero, for each group. None
+            for symmetric formats.
 
         Raises:
             SourceError: they cannot be read.
         """
-        info, form = weight.zero_points, weight.format
-        if info is None or form is None:
+        info, fmt = weight.zero_points, weight.format
+        if info is None or fmt is None:
             return None
-        if form.columns is not None:
-            return self._columns.zeros(weight, low, count)
-        rows = form.number.per_item
+        if fmt.columns is not None:
+            return self._columns.zero_points(weight, low, count)
+        rows = fmt.number.per_item
         first, last, place = low // rows, (low + count - 1) // rows, self.where[info.name]
         raw = np.empty((last + 1 - first) * info.shape[1] * 4, np.uint8)
         with self.open(place.shard) as source:
             source.read(raw, place.offset + first * info.shape[1] * 4, info.name)
-        codes = kernels.unpack_words(raw.view(np.uint32).reshape(last + 1 - first, -1), form.number)
-        return form.number.decode(codes[low - first * rows :][:count])
+        codes = kernels.unpack_words(raw.view(np.uint32).reshape(last + 1 - first, -1), fmt.number)
+        return fmt.number.decode(codes[low - first * rows :][:count])
 
     def _check_shape(self, weight: Weight) -> None:
-        """Refuse words that hold more than the codes of a row: makers fill them up, and headers do not show it."""
+        """Refuse rows whose last word is padded: only `weight_shape` says so, not the header."""
         for info in (part for part in weight.parts[2:] if part.name.endswith(".weight_shape")):
-            told = self.whole(info).view(np.int64 if info.dtype == "I64" else np.int32).tolist()
-            if told != list(weight.shape):
+            shape = self.read_bytes(info).view(np.int64 if info.dtype == "I64" else np.int32).tolist()
+            if shape != list(weight.shape):
                 raise SourceError(
-                    f"{info.name} is {told}, but {weight.codes.name} holds codes of {list(weight.shape)}",
-                    "rows that do not fill their words are not read here: start from the unquantized model",
+                    f"{info.name} is {shape}, but {weight.codes.name} holds codes of {list(weight.shape)}",
+                    "rows that do not fill their words are not supported: start from the unquantized model",
                 )
 
-    def divisor(self, weight: Weight) -> Floats:
-        """What the scales of a weight's groups are divided by, float32 [1, 1]: one without a global scale.
+    def global_scale(self, weight: Weight) -> Floats:
+        """Read the global scale of a weight, in the convention that group scales are divided by it.
+
+        Returns:
+            float32 [1, 1]; 1.0 if the format has no global scale.
 
         Raises:
-            SourceError: it is not finite and above zero.
+            SourceError: it is not finite, or not above zero.
         """
-        info, form = weight.global_scale, weight.format
-        if info is None or form is None or form.global_scale is None:
+        info, fmt = weight.global_scale, weight.format
+        if info is None or fmt is None or fmt.global_scale is None:
             return np.ones((1, 1), np.float32)
-        found = self.values(info).reshape(1, 1)
-        shard = self.where[info.name].shard
-        check_scales(found, info.name, shard, SMALLEST_SCALE)
-        return found if form.global_scale.divides else np.float32(1) / found
+        scale = self.read_scale(info).reshape(1, 1)
+        check_scales(scale, info.name, self.where[info.name].shard, SMALLEST_SCALE)
+        return scale if fmt.global_scale.divides else np.float32(1) / scale
 
-    def keeps_scale(self, fused: Sequence[Weight], scheme: Scheme) -> bool:
-        """Whether weights that share a scale in a scheme all have the same one already, and engines load it."""
-        form = scheme.format
+    def keeps_shared_scale(self, fused: Sequence[Weight], scheme: Scheme) -> bool:
+        """Return whether fused layers already have one scale in common that engines load under a scheme.
+
+        Args:
+            fused: layers that share a scale, such as q, k and v.
+            scheme: a scheme whose format has a shared scale or a global scale.
+
+        Raises:
+            SourceError: a scale cannot be read or is invalid.
+        """
+        fmt = scheme.format
         if not all(
-            weight.format is not None and not weight.folded and weight.format.group == form.group for weight in fused
+            weight.format is not None and not weight.smoothed and weight.format.group == fmt.group for weight in fused
         ):
             return False
-        if form.global_scale is not None:
-            held = all(weight.is_held_by(form) for weight in fused)
-            return held and len({self.divisor(weight).item() for weight in fused}) == 1
+        if fmt.global_scale is not None:
+            if not all(weight.is_stored_as(fmt) for weight in fused):
+                return False
+            return len({self.global_scale(weight).item() for weight in fused}) == 1
         scales = {self.scales(weight, 0, 1).item() for weight in fused}
         scale = scales.pop()
-        return not scales and scale >= form.scale.floor and scale * form.number.largest <= scheme.largest
+        return not scales and scale >= fmt.scale.floor and scale * fmt.number.largest <= scheme.largest
 
 
 def _read_columns(source: SourceFile, extent: Extent, at: int, into: Bytes) -> None:
-    """Read a piece of each stored row, from byte `at` of it on: [stored rows, bytes]."""
+    """Fill `into` [stored rows, bytes] with a piece of each stored row, from byte `at` of the row on."""
     for number, piece in enumerate(into):
         source.read(piece, extent.offset + number * extent.pitch + at, extent.label)
 
 
-def _beyond(form: Format) -> np.float32:
-    """The least scale at which a code could stand for more than bfloat16 holds."""
-    return np.float32(OVERFLOW / np.float32(form.number.largest * (1 if form.zero_point is None else 2)))
+def _overflowing_scale(fmt: Format) -> np.float32:
+    """Return the smallest scale at which the largest code overflows bfloat16."""
+    return np.float32(OVERFLOW / np.float32(fmt.number.largest * (1 if fmt.zero_point is None else 2)))
 
 
 def check_scales(scale: Floats, name: str, shard: str, least: float) -> None:
-    """Refuse scales that are not finite, or below `least`.
+    """Refuse scales that are not finite, or too small.
+
+    Args:
+        scale: float32 of any shape.
+        name: name of the tensor, for the message.
+        shard: file name of its shard, for the message.
+        least: smallest scale allowed.
 
     Raises:
-        SourceError: one is.
+        SourceError: a scale is refused.
     """
-    wrong = ~(np.isfinite(scale) & (scale >= least))
-    if wrong.any():
+    refused = ~(np.isfinite(scale) & (scale >= least))
+    if refused.any():
         raise SourceError(
-            f"{name} in {shard} holds {scale[wrong][0]:g}, which no scale can be",
+            f"{name} in {shard} holds {scale[refused][0]:g}, which is not a valid scale",
             "the scales are damaged: download or save them again",
         )
 
 
-def require_small(weight: Weight, largest: Floats, scheme: Scheme, where: Mapping[str, Location]) -> None:
-    """Refuse weights that a scheme cannot hold, given the largest magnitudes of their groups.
+def require_in_range(weight: Weight, absmax: Floats, scheme: Scheme, where: Mapping[str, Location]) -> None:
+    """Refuse a weight with values larger than engines load under a scheme.
+
+    Args:
+        weight: the weight, for the message.
+        absmax: float32 of any shape, the largest magnitude of each group.
+        scheme: the scheme that it is quantized with.
+        where: shard and offset of each tensor, by name.
 
     Raises:
-        SourceError: one is NaN or infinite.
-        PlanError: one is too large.
+        SourceError: a value is NaN or infinite.
+        PlanError: a value is too large.
     """
-    # False for NaN too.
-    if (largest <= scheme.largest).all():
+    # A comparison with NaN is false.
+    if (absmax <= scheme.largest).all():
         return
-    require_finite(weight, largest, where)
-    extent = weight.rows(where)
+    require_finite(weight, absmax, where)
+    extent = weight.extent(where)
     raise PlanError(
-        f"{extent.label} in {extent.shard}: a weight reaches {largest.max():g}, engines load at most "
+        f"{extent.label} in {extent.shard}: a weight reaches {absmax.max():g}, engines load at most "
         f"{scheme.largest:g} with {scheme.title}",
         "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
     )
 
 
-def require_finite(weight: Weight, largest: Floats, where: Mapping[str, Location]) -> None:
-    """Refuse NaN and infinity, given the largest magnitudes of groups.
+def require_finite(weight: Weight, absmax: Floats, where: Mapping[str, Location]) -> None:
+    """Refuse a weight that holds NaN or infinity.
+
+    Args:
+        weight: the weight, for the message.
+        absmax: float32 of any shape, the largest magnitude of each group.
+        where: shard and offset of each tensor, by name.
 
     Raises:
-        SourceError: there is one.
+        SourceError: a value is NaN or infinite.
     """
-    if not np.isfinite(largest).all():
-        extent = weight.rows(where)
+    if not np.isfinite(absmax).all():
+        extent = weight.extent(where)
         raise SourceError(
             f"{extent.label} in {extent.shard} holds NaN or infinity",
             "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
@@ -393,7 +475,7 @@ def require_finite(weight: Weight, largest: Floats, where: Mapping[str, Location
 
 
 def row_bytes(weight: Weight, rows: int) -> int:
-    """Bytes of the source that `rows` rows take, without their scales."""
+    """Return the bytes that so many rows of a weight take in the source, without scales."""
     if weight.format is None:
         return rows * weight.shape[1] * BITS_TYPE[weight.source.dtype].itemsize
-    return rows * (weight.shape[1] // weight.format.number.per_byte)
+    return rows * weight.row_bytes

@@ -1,7 +1,7 @@
-"""Calibration: how large the activations of a model are that go into each layer, as texts have them.
+"""Calibration: statistics of the inputs of each layer, over all tokens of the calibration texts.
 
-A streamed pass finds it (calibration/observers.py), and a safetensors file keeps it: a model is calibrated once for all
-that is made of it.
+Observers collect them in a streamed pass (calibration/observers.py). They are stored in a safetensors file, so that one
+calibration serves all outputs of a model.
 
     calibration = read_calibration(Path("Qwen3-8B.calibration.safetensors"))
     calibration.of("model.layers.0.mlp.up_proj.weight").largest     # 21.5
@@ -29,24 +29,24 @@ from ..files.tensors import MAX_HEADER
 from ..formats.numbers import Floats
 
 SUFFIX = ".calibration.safetensors"
-# What is read into memory at once. Deepseek-V3's takes 40 MB.
-MOST = 1 << 30
+# Largest calibration file in bytes. DeepSeek-V3's has 40 MB.
+MAX_CALIBRATION = 1 << 30
 _KIND = "openquant calibration"
-_LARGEST = float(np.finfo(np.float32).max)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _AGAIN = "make it again: openquant calibrate MODEL -o FILE"
 
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """What went into a layer, or into the experts of a layer, over all tokens.
+    """Statistics of the input of a layer, or of all experts of a layer, over all tokens.
 
     Attributes:
-        tensors: the weights that it was multiplied by, as the checkpoint names them; of experts those of all.
-        absmax: float32 [in], the largest magnitude of each.
-        mean: float32 [in], the mean magnitude of each.
-        tokens: how many went in; none where no token was routed to any of the experts.
-        square: float32 [in], the mean square of each; None in the files of an earlier openquant.
-        routed: how many tokens were routed to each expert; None where that is not known, or there are none.
+        tensors: names of the weights that have this input, such as q, k and v; of experts the weights of all.
+        absmax: float32 [in], largest magnitude of each input channel.
+        mean: float32 [in], mean magnitude of each input channel.
+        tokens: number of tokens; 0 if no token was routed to any of the experts.
+        square: float32 [in], mean square of each input channel; None in files of older versions.
+        routed: number of tokens routed to each expert; None for dense layers, or if unknown.
     """
 
     tensors: tuple[str, ...]
@@ -58,23 +58,22 @@ class InputStatistics:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of all."""
+        """The largest magnitude of all input channels."""
         return float(self.absmax.max(initial=0))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What texts have shown of a model.
+    """What a calibration found of a model.
 
     Attributes:
-        inputs: of layers.
-        model: the digest of the checkpoint (files/fingerprint.py), SHA-256 in hexadecimal; "" if it is still to be
-            made.
-        cached: the largest magnitudes of keys and of values as they are cached, by the number of each decoder layer
-            that has a cache of its own: {0: (21.5, 3.25)}.
-        texts: what was read, as eval.json has it: {"files": ["wiki.txt"], "sha256": .., "documents": 128, ..}.
-        stamp: the checkpoint's stamp as the texts were run, by which it is known again without being read.
-        file: where it was read from, for messages.
+        inputs: statistics of the inputs of layers.
+        model: digest of the checkpoint (files/fingerprint.py), SHA-256 in hexadecimal; "" for a placeholder.
+        texts: the calibration texts in the form of eval.json: {"files": ["wiki.txt"], "documents": 128, ..}.
+        cached: largest magnitudes of keys and of values in the KV cache, by number of the decoder layer:
+            {0: (21.5, 3.25)}. Layers without a cache of their own are missing.
+        stamp: the checkpoint's stamp (files/fingerprint.py), by which it is recognized without reading it.
+        file: path that it was read from, for messages.
     """
 
     inputs: tuple[InputStatistics, ...]
@@ -86,55 +85,57 @@ class Calibration:
 
     @cached_property
     def _by_tensor(self) -> dict[str, InputStatistics]:
-        return {tensor: each for each in self.inputs for tensor in each.tensors}
+        return {tensor: statistics for statistics in self.inputs for tensor in statistics.tensors}
 
     def of(self, tensor: str) -> InputStatistics | None:
-        """What went into the layer of a weight; None where nothing was seen."""
-        found = self._by_tensor.get(tensor)
-        return found if found is not None and found.tokens else None
+        """Return the statistics of the input of a weight, by its tensor name; None if no token reached it."""
+        statistics = self._by_tensor.get(tensor)
+        return statistics if statistics is not None and statistics.tokens else None
 
     @property
     def described(self) -> str:
-        """Such as "128 x 512 tokens"."""
+        """Size of the calibration texts, such as "128 x 512 tokens"."""
         return f"{self.texts.get('documents')} x {self.texts.get('length')} tokens"
 
     @cached_property
     def sha256(self) -> str:
-        """Of its file's bytes, hexadecimal."""
+        """SHA-256 of the bytes of its file, hexadecimal."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """Its file: `N.absmax`, `N.mean` and `N.square`, float32 [in], of each of the inputs; metadata says which they
-        are."""
+        """Return the bytes of its file: tensors `N.absmax`, `N.mean` and `N.square`, float32 [in], for input number N.
+        Metadata says which layers each input belongs to.
+        """
         tensors: dict[str, Floats] = {}
-        for number, each in enumerate(self.inputs):
-            tensors |= {f"{number}.absmax": each.absmax, f"{number}.mean": each.mean}
-            if each.square is not None:
-                tensors[f"{number}.square"] = each.square
+        for number, statistics in enumerate(self.inputs):
+            tensors |= {f"{number}.absmax": statistics.absmax, f"{number}.mean": statistics.mean}
+            if statistics.square is not None:
+                tensors[f"{number}.square"] = statistics.square
         facts = {
             "model": self.model,
             "stamp": self.stamp,
             "texts": dict(self.texts),
             "inputs": [
-                {"tensors": each.tensors, "tokens": each.tokens} | ({"routed": each.routed} if each.routed else {})
-                for each in self.inputs
+                {"tensors": statistics.tensors, "tokens": statistics.tokens}
+                | ({"routed": statistics.routed} if statistics.routed else {})
+                for statistics in self.inputs
             ],
-            "cached": {str(number): list(both) for number, both in self.cached.items()},
+            "cached": {str(number): list(magnitudes) for number, magnitudes in self.cached.items()},
         }
-        # safetensors writes metadata in an order of its own: one entry keeps the bytes the same.
+        # One entry, because safetensors does not keep the order of several: the bytes would vary.
         return save(tensors, {_KIND: json.dumps(facts, sort_keys=True)})
 
 
-class StandIn(Calibration):
-    """A calibration that is still to be made."""
+class PlaceholderCalibration(Calibration):
+    """Stands for a calibration that is still to be run."""
 
 
 def calibrations(matches: Callable[[str, str], bool] | None = None) -> FileKind:
-    """What `openquant calibrate` writes.
+    """Return the kind of file that `openquant calibrate` writes.
 
     Args:
-        matches: whether digest and stamp are those of the model, such as `Fingerprint.matches`, where a calibration of
-            another one is not to be replaced.
+        matches: returns whether a digest and a stamp are those of the model, such as `Fingerprint.matches`. With it,
+            a calibration of another model is not replaced.
     """
 
     def recognizes(file: BinaryIO) -> bool:
@@ -160,29 +161,28 @@ def calibrations(matches: Callable[[str, str], bool] | None = None) -> FileKind:
     return FileKind("a calibration", recognizes)
 
 
-def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) -> StandIn:
-    """A calibration that has seen all weights and caches, and ones go into each: a plan with it is like one with what
-    texts show.
+def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) -> PlaceholderCalibration:
+    """Return a calibration in which every weight and every KV cache has statistics of one, to plan before calibrating.
 
     Args:
         tensors: names of the weights.
-        texts: how much would be read: {"documents": 128, "length": 512}.
+        texts: size of the calibration texts: {"documents": 128, "length": 512}.
     """
     ones, names = np.ones(1, np.float32), tuple(tensors)
     numbers = {int(part) for name in names for part in name.split(".") if part.isdecimal() and len(part) < 10}
-    return StandIn(
+    return PlaceholderCalibration(
         (InputStatistics(names, ones, ones, 1, ones),), "", texts, dict.fromkeys(sorted(numbers), (1.0, 1.0))
     )
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Read a file that `openquant calibrate` wrote, which anybody may have changed since.
+    """Read a calibration file, and check it: anybody may have changed it.
 
     Raises:
-        SourceError: it cannot be read, is something else, or holds what no calibration finds.
+        SourceError: it cannot be read, is another kind of file, or has impossible values.
     """
     with readable():
-        data = read_small(path, str(path), MOST)
+        data = read_small(path, str(path), MAX_CALIBRATION)
     try:
         tensors = load(data)
         length = int.from_bytes(data[:8], "little")
@@ -193,50 +193,54 @@ def read_calibration(path: Path) -> Calibration:
         facts = parse_json(metadata[_KIND].encode(), str(path))
         if facts["model"] and "stamp" not in facts:
             raise SourceError(
-                f"{path} is of an earlier openquant, which did not read all weights to know a model", _AGAIN
+                f"{path} was written by an earlier openquant, whose digests do not cover all weights", _AGAIN
             )
         model, stamp, texts, inputs = facts["model"], facts["stamp"], facts["texts"], facts["inputs"]
         if not (_all_text([model, stamp]) and isinstance(texts, dict) and isinstance(inputs, list)):
             raise TypeError
-        found = tuple(_inputs(path, number, each, tensors) for number, each in enumerate(inputs))
-        cached = {_layer(number): _cached(path, number, both) for number, both in facts.get("cached", {}).items()}
-        names = [name for each in found for name in each.tensors]
+        statistics = tuple(_input_statistics(path, number, entry, tensors) for number, entry in enumerate(inputs))
+        magnitudes = facts.get("cached", {})
+        cached = {_layer_number(key): _cache_magnitudes(path, key, pair) for key, pair in magnitudes.items()}
+        names = [name for layer in statistics for name in layer.tensors]
         if len(names) != len(set(names)):
             raise TypeError
     except (KeyError, TypeError, ValueError, AttributeError):
         raise SourceError(f"{path} is no calibration", _AGAIN) from None
-    return Calibration(found, model, texts, cached, stamp, str(path))
+    return Calibration(statistics, model, texts, cached, stamp, str(path))
 
 
-def _layer(number: str) -> int:
-    """The number of a layer, as it is written without zeros before it."""
-    found = int(number)
-    if str(found) != number or found < 0:
+def _layer_number(key: str) -> int:
+    """Return the number of a layer, which has no leading zeros."""
+    number = int(key)
+    if str(number) != key or number < 0:
         raise ValueError
-    return found
+    return number
 
 
-def _cached(path: Path, number: str, both: Any) -> tuple[float, float]:
-    keys, values = both
+def _cache_magnitudes(path: Path, layer: str, pair: Any) -> tuple[float, float]:
+    """Check the largest magnitudes of keys and values of a layer."""
+    keys, values = pair
     if type(keys) is not float or type(values) is not float:
         raise TypeError
-    # They were float32.
-    if not (0 <= keys <= _LARGEST and 0 <= values <= _LARGEST):
-        raise SourceError(f"{path}: magnitudes of keys or values of layer {number} are negative or not finite", _AGAIN)
+    if not (0 <= keys <= _FLOAT32_MAX and 0 <= values <= _FLOAT32_MAX):
+        raise SourceError(f"{path}: magnitudes of keys or values of layer {layer} are negative or not finite", _AGAIN)
     return keys, values
 
 
-def _inputs(path: Path, number: int, said: Mapping[str, Any], tensors: Mapping[str, Floats]) -> InputStatistics:
-    names, tokens, routed = said["tensors"], said["tokens"], said.get("routed")
+def _input_statistics(
+    path: Path, number: int, entry: Mapping[str, Any], tensors: Mapping[str, Floats]
+) -> InputStatistics:
+    """Check one entry of the metadata and its tensors."""
+    names, tokens, routed = entry["tensors"], entry["tokens"], entry.get("routed")
     absmax, mean, square = tensors[f"{number}.absmax"], tensors[f"{number}.mean"], tensors.get(f"{number}.square")
     if not _is_count(tokens) or not _all_text(names):
         raise TypeError
     if routed is not None and not (isinstance(routed, list) and all(map(_is_count, routed))):
         raise TypeError
-    for part in (absmax, mean) if square is None else (absmax, mean, square):
-        if part.dtype != np.float32 or part.ndim != 1 or part.shape != absmax.shape:
+    for vector in (absmax, mean) if square is None else (absmax, mean, square):
+        if vector.dtype != np.float32 or vector.ndim != 1 or vector.shape != absmax.shape:
             raise TypeError
-        if not (np.isfinite(part).all() and (part >= 0).all()):
+        if not (np.isfinite(vector).all() and (vector >= 0).all()):
             raise SourceError(f"{path}: magnitudes of {', '.join(names[:1])} are negative or not finite", _AGAIN)
     return InputStatistics(tuple(names), absmax, mean, tokens, square, None if routed is None else tuple(routed))
 

@@ -1,12 +1,11 @@
-"""Tuning: what a calibration changes about a weight before it is rounded.
+"""Weight transforms: what a calibration changes about weights before they are quantized.
 
-A layer's inputs can be divided by factors where they are made, in a norm or in the rows of a projection, and its
-columns multiplied by as much: the model computes the same, and rounding may lose less (calibration/mappings.py says
-where).
-Factors are powers of two, so that norms, biases and routers in bfloat16 change exactly, and that what they are can be
-told from the source and the output.
+SmoothQuant and AWQ divide the inputs of a layer by factors where they are made (the smooth_layer: a norm, or the rows
+of a projection) and multiply the layer's columns by them. The model computes the same, and quantization may lose less.
+calibration/mappings.py says which layers. Factors are powers of two, so that norms, biases and routers in bfloat16 stay
+exact, and `verify` can read the factors off the source and the output.
 
-    Tuning(columns=np.array([4, 1, 0.5], np.float32)).apply(values, 0)    # float32 [n, 3], columns multiplied
+    WeightTransform(columns=np.array([4, 1, 0.5], np.float32)).apply(values, 0)    # float32 [n, 3]
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class WeightTransform:
     Attributes:
         rows: float32 [out], each row is divided by it; None for ones.
         columns: float32 [in], each column is multiplied by it; None for ones.
-        importance: float32 [in], the mean square of what goes into each column once inputs are divided, by which a
-            search for scales weighs errors; None where all count alike.
+        importance: float32 [in], mean square of the smoothed inputs, by which a search for scales weights errors; None
+            if all columns count the same.
     """
 
     rows: Floats | None = None
@@ -37,13 +36,18 @@ class WeightTransform:
     importance: Floats | None = None
 
     @property
-    def folds(self) -> bool:
-        """Whether the weight is another one with it, not only searched for differently."""
+    def smooths(self) -> bool:
+        """Whether it changes the weight itself, not only the search for its scales."""
         return self.rows is not None or self.columns is not None
 
     def apply(self, values: Floats, low: int) -> None:
-        """Change float32 rows [n, in] of the weight in place, the first of which is row `low`."""
-        # What is too large then is refused where it is rounded.
+        """Multiply columns and divide rows of a piece of the weight, in place.
+
+        Args:
+            values: float32 [n, in], rows of the weight.
+            low: index of the first of these rows.
+        """
+        # Values that overflow are refused when they are quantized.
         with np.errstate(over="ignore", invalid="ignore"):
             if self.columns is not None:
                 values *= self.columns
@@ -56,10 +60,10 @@ class WeightTransforms:
     """What a calibration changes about a model.
 
     Attributes:
-        weights: by module, of matrices that stay unquantized too, such as routers.
-        tensors: what norms and biases hold, by name, in the dtype and shape that they have.
-        notes: for the user.
-        title: what the card says of folds; empty where there are none.
+        weights: transform of each changed matrix, by module; routers and other unquantized matrices included.
+        tensors: new bytes of norms and biases, by tensor name; dtype and shape stay.
+        notes: lines for the user.
+        title: what the model card says of the smoothing; empty without any.
     """
 
     weights: Mapping[str, WeightTransform] = field(default_factory=dict)
@@ -69,29 +73,24 @@ class WeightTransforms:
 
     @property
     def weighed(self) -> int:
-        """Of how many weights the search for scales knows what goes into each column."""
+        """Number of weights whose search for scales weights errors by the inputs."""
         return sum(transform.importance is not None for transform in self.weights.values())
 
     @cached_property
     def sha256(self) -> str:
-        """Of all that it changes, hexadecimal."""
+        """SHA-256 of all changes, hexadecimal."""
         digest = hashlib.sha256()
         for module, transform in sorted(self.weights.items()):
-            for name, part in zip(("rows", "columns", "importance"), _parts(transform), strict=True):
-                if part is not None:
-                    digest.update(f"{module}\0{name}\0{len(part)}\0".encode())
-                    digest.update(part.tobytes())
+            vectors = {"rows": transform.rows, "columns": transform.columns, "importance": transform.importance}
+            for name, vector in vectors.items():
+                if vector is not None:
+                    digest.update(f"{module}\0{name}\0{len(vector)}\0".encode())
+                    digest.update(vector.tobytes())
         for tensor, data in sorted(self.tensors.items()):
             digest.update(f"{tensor}\0{len(data)}\0".encode())
             digest.update(data)
         return digest.hexdigest()
 
 
-UNDECIDED = WeightTransforms(
-    notes=("which inputs are divided, and by how much, is decided once the weights are read: not in a dry run",)
-)
-"""Of a plan that comes before a calibration."""
-
-
-def _parts(transform: WeightTransform) -> tuple[Floats | None, ...]:
-    return transform.rows, transform.columns, transform.importance
+UNDECIDED = WeightTransforms(notes=("smoothing factors are chosen when the weights are read, not in a dry run",))
+"""The transforms of a plan that comes before its calibration."""

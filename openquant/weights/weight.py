@@ -1,4 +1,4 @@
-"""Weight: one matrix of a checkpoint, be it a tensor of its own, an expert's part of a stack, or codes with scales."""
+"""Weight: one matrix of a checkpoint, be it a tensor of its own, one expert of a stack, or codes with scales."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .transform import WeightTransform
 
 
 class Extent(NamedTuple):
-    """Where the rows of a weight lie.
+    """Where the rows of a weight, or of its scales, lie in a shard.
 
     Attributes:
-        label: for messages: the tensor's name, and the expert's number where it is a slice.
-        shard: source file name.
+        label: the tensor's name for messages, with the expert's number for one expert of a stack.
+        shard: file name of the source's shard.
         offset: bytes from the start of the file to the first row.
         pitch: bytes from one stored row to the next.
     """
@@ -28,26 +28,27 @@ class Extent(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One matrix [out, in] of a checkpoint, to be read and perhaps quantized.
+    """One matrix [out, in] of a checkpoint.
 
     Attributes:
-        module: its name without `.weight`, where it is an expert of a stack as if it were not:
-            "model.layers.0.mlp.experts.7.up_proj".
-        alike: its module with `*` for numbers, the same for weights of a kind: "model.layers.*.mlp.up_proj".
-        source: the tensor it is or is a part of, as it would be unquantized; that need not be in the checkpoint.
+        module: name of the module that owns it: the tensor's name without `.weight`. An expert of a stack has the name
+            that it would have as a module of its own: "model.layers.0.mlp.experts.7.up_proj".
+        alike: name template: the module with `*` for numbers, equal in all layers: "model.layers.*.mlp.up_proj".
+        source: the unquantized tensor that it is, or is a slice of. Where the checkpoint stores codes, the BF16 tensor
+            they decode to, which the checkpoint does not have.
         shape: (out, in).
-        expert: its number in a stack; -1 outside of one, and for a stack of codes as a whole.
-        part: which of several projections side by side in a stack.
-        transposed: its rows are stored as columns.
-        turned: rows of codes become columns where they are written unquantized.
-        format: how it is stored; None for plain elements.
-        parts: the codes, their scales, the global scale or the zero points if the format has them, and of codes in
-            words perhaps a tensor that holds [out, in]; () for plain elements. Checks have fewer where scales are
+        expert: index in a stack of experts; -1 for a weight of its own, and for a whole stack of codes.
+        part: index of the projection where a stack fuses several, such as 1 for `up` in `gate_up_proj`.
+        transposed: whether it is stored as [in, out].
+        decodes_transposed: whether its unquantized tensor is [in, out] although its codes are [out, in].
+        format: the format of its codes; None for plain elements.
+        parts: stored tensors: codes, scales, then the global scale or zero points if the format has them, and for
+            packed codes perhaps `weight_shape`. Empty for plain elements. `verify` also makes weights whose scales are
             missing.
-        input_scale: the scale of its activations, if the checkpoint has one.
-        transform: what a calibration changes about it as it is read; None if nothing.
-        within: the first of its rows in each part of a tensor that lies in parts for ranks, and the one after its
-            last; codes and scales are then [parts, ..., ...]. None if its rows are all there are.
+        input_scale: the static activation scale, if the checkpoint has one.
+        transform: what a calibration changes about it as it is read; None for nothing.
+        rank_rows: row range (first, end) of this projection in each tensor-parallel shard, where one tensor stores
+            several projections per rank; codes and scales are then [ranks, rows, columns]. None for all others.
     """
 
     module: str
@@ -57,43 +58,41 @@ class Weight(NamedTuple):
     expert: int = -1
     part: int = 0
     transposed: bool = False
-    turned: bool = False
+    decodes_transposed: bool = False
     format: Format | None = None
     parts: tuple[TensorInfo, ...] = ()
     input_scale: TensorInfo | None = None
     transform: WeightTransform | None = None
-    within: tuple[int, int] | None = None
+    rank_rows: tuple[int, int] | None = None
 
     @property
-    def folded(self) -> bool:
-        """Whether its rows or columns are multiplied as they are read."""
-        return self.transform is not None and self.transform.folds
+    def smoothed(self) -> bool:
+        """Whether its rows or columns are multiplied by smoothing factors as they are read."""
+        return self.transform is not None and self.transform.smooths
 
     @property
     def dtype(self) -> str:
-        """What its rows are read as: the dtype they are stored in, or "F32" for what is computed: decoded or folded."""
-        return self.source.dtype if self.format is None and not self.folded else "F32"
+        """Dtype of the rows that a Reader gives: the stored one, or "F32" if they are decoded or smoothed."""
+        return self.source.dtype if self.format is None and not self.smoothed else "F32"
 
     @property
     def nbytes(self) -> int:
-        """Size of its elements unquantized, in bytes."""
+        """Size of the unquantized matrix in bytes."""
         return self.shape[0] * self.shape[1] * DTYPE_BITS[self.source.dtype] // 8
 
     @property
-    def stored(self) -> int:
-        """Size of what the checkpoint holds for it, in bytes."""
+    def stored_nbytes(self) -> int:
+        """Size in bytes of what the checkpoint stores for it, scales included."""
         if self.format is None:
             return self.nbytes
-        if self.within is not None:
-            rows = self.parts[0].shape[1]
-            first, last = ([part.nbytes * row // rows for part in self.parts] for row in self.within)
-            return sum(last) - sum(first)
+        if self.rank_rows is not None:
+            shard_rows = self.parts[0].shape[1]
+            first, end = ([part.nbytes * row // shard_rows for part in self.parts] for row in self.rank_rows)
+            return sum(end) - sum(first)
         if self.expert < 0:
             return sum(part.nbytes for part in self.parts)
-        (down, along), scale = grid_of(self.format.group, self.shape), self.parts[1]
-        return (
-            self.shape[0] * self.shape[1] // self.format.number.per_byte + down * along * DTYPE_BITS[scale.dtype] // 8
-        )
+        grid, scale = grid_of(self.format.group, self.shape), self.parts[1]
+        return self.shape[0] * self.row_bytes + math.prod(grid) * DTYPE_BITS[scale.dtype] // 8
 
     @property
     def row_bytes(self) -> int:
@@ -103,93 +102,107 @@ class Weight(NamedTuple):
 
     @property
     def codes(self) -> TensorInfo:
-        """The stored codes."""
+        """The tensor of codes."""
         return self.parts[0]
 
     @property
     def scale(self) -> TensorInfo | None:
-        """The scales of the codes."""
+        """The tensor of scales; None if it is missing."""
         return self.parts[1] if len(self.parts) > 1 else None
 
     @property
     def global_scale(self) -> TensorInfo | None:
-        """The scale of the scales."""
+        """The tensor of the global scale; None if the format has none."""
         return self.parts[2] if self.format and self.format.global_scale and len(self.parts) > 2 else None
 
     @property
     def zero_points(self) -> TensorInfo | None:
-        """The codes that stand for zero."""
+        """The tensor of zero points; None for symmetric formats."""
         return self.parts[2] if self.format and self.format.zero_point and len(self.parts) > 2 else None
 
     @property
-    def tied_scale(self) -> TensorInfo | None:
-        """The scale that it shares with what it is joined with, if it is there."""
+    def shared_scale(self) -> TensorInfo | None:
+        """The scale that all layers fused with this one share; None if the format has none or it is missing."""
         if self.format is None or not self.format.shares_scale:
             return None
         return self.scale if self.format.shared else self.global_scale
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """How it is read: equal for two weights of one dtype, shape and format."""
-        return self.source.dtype, self.shape, self.transposed, self.turned, self.format, self.folded
+        """Key that is equal for two weights of the same dtype, shape and format, which take the same memory to read."""
+        return self.source.dtype, self.shape, self.transposed, self.decodes_transposed, self.format, self.smoothed
 
-    def is_held_by(self, form: Format) -> bool:
-        """Whether it is stored as a format stores it, so that codes need no change."""
-        return self.format is not None and not self.folded and self.within is None and form.holds(self.format)
+    def is_stored_as(self, fmt: Format) -> bool:
+        """Return whether its codes are those of a format, so that they can be copied."""
+        return self.format is not None and not self.smoothed and self.rank_rows is None and fmt.holds(self.format)
 
-    def input_scale_for(self, form: Format) -> TensorInfo | None:
-        """The scale of its activations, if a format stores one and means the same by it."""
-        alike = self.format is not None and (self.format.input_global_scale is None) == (
-            form.input_global_scale is None
+    def input_scale_for(self, fmt: Format) -> TensorInfo | None:
+        """Return its static activation scale if a format stores one with the same meaning, else None."""
+        same_meaning = self.format is not None and (self.format.input_global_scale is None) == (
+            fmt.input_global_scale is None
         )
-        return self.input_scale if form.input_scale is not None and alike else None
+        return self.input_scale if fmt.input_scale is not None and same_meaning else None
 
     @property
     def matrices(self) -> list[Weight]:
-        """The matrices of a stack of codes, by expert; of any other weight itself alone."""
+        """Its matrices: one for each expert of a stack of codes, else the weight itself alone."""
         if self.format is None or len(self.source.shape) < 3 or self.expert >= 0:
             return [self]
         return [self._replace(expert=number) for number in range(self.source.shape[0])]
 
-    def pieces(self, low: int, count: int) -> Iterator[tuple[Weight, int, int]]:
-        """Where so many rows from `low` on lie: weights, the first row in each and how many."""
-        if self.within is None:
+    def row_pieces(self, low: int, count: int) -> Iterator[tuple[Weight, int, int]]:
+        """Yield where rows lie: in the weight itself, or in several tensor-parallel shards one after the other.
+
+        Args:
+            low: first row.
+            count: number of rows.
+
+        Yields:
+            A weight without `rank_rows`, the first row in it, and the number of rows.
+        """
+        if self.rank_rows is None:
             yield self, low, count
             return
-        first, last = self.within
-        whole = self._replace(within=None, shape=(self.parts[0].shape[1], self.shape[1]))
+        first, end = self.rank_rows
+        shards = self._replace(rank_rows=None, shape=(self.parts[0].shape[1], self.shape[1]))
         while count:
-            part, at = divmod(low, last - first)
-            rows = min(count, last - first - at)
-            yield whole._replace(expert=part), first + at, rows
+            rank, row = divmod(low, end - first)
+            rows = min(count, end - first - row)
+            yield shards._replace(expert=rank), first + row, rows
             low, count = low + rows, count - rows
 
-    def rows(self, where: Mapping[str, Location]) -> Extent:
-        """Where its elements lie, or its codes."""
+    def extent(self, where: Mapping[str, Location]) -> Extent:
+        """Return where its elements, or its codes, lie.
+
+        Args:
+            where: shard and offset of each tensor, by name.
+        """
         info, rows = self.parts[0] if self.format else self.source, self.shape[0]
-        place = where[info.name]
+        location = where[info.name]
         label = f"{info.name}[{self.expert}]" if self.expert >= 0 else info.name
-        stack = self.expert * (info.nbytes // info.shape[0]) if self.expert >= 0 else 0
+        expert_offset = self.expert * (info.nbytes // info.shape[0]) if self.expert >= 0 else 0
         itemsize = DTYPE_BITS[info.dtype] // 8
         in_rows = self.format is not None and not self.transposed
         pitch = self.row_bytes if in_rows else info.shape[-1] * itemsize
-        along = itemsize if self.transposed else pitch
-        return Extent(label, place.shard, place.offset + stack + self.part * rows * along, pitch)
+        step = itemsize if self.transposed else pitch
+        return Extent(label, location.shard, location.offset + expert_offset + self.part * rows * step, pitch)
 
-    def scales(self, where: Mapping[str, Location]) -> Extent:
-        """Where its scales lie, a row for each row of groups; of a stack, a column where its rows are columns."""
+    def scale_extent(self, where: Mapping[str, Location]) -> Extent:
+        """Return where its scales lie. One row of scales belongs to one row of groups; transposed weights store it as a
+        column.
+
+        Args:
+            where: shard and offset of each tensor, by name.
+        """
         assert self.format is not None
         info = self.parts[1]
-        place, (down, along), itemsize = (
-            where[info.name],
-            grid_of(self.format.group, self.shape),
-            DTYPE_BITS[info.dtype] // 8,
-        )
+        location, itemsize = where[info.name], DTYPE_BITS[info.dtype] // 8
+        grid_rows, grid_cols = grid_of(self.format.group, self.shape)
         if self.expert < 0 or math.prod(info.shape) == 1:
-            return Extent(info.name, place.shard, place.offset, along * itemsize)
-        # Projections side by side may share theirs.
-        stack = info.nbytes // info.shape[0]
-        sides = stack // (down * along * itemsize)
-        pitch = down * sides * itemsize if self.transposed else along * itemsize
-        beside = self.part % sides * down * (itemsize if self.transposed else pitch)
-        return Extent(info.name, place.shard, place.offset + self.expert * stack + beside, pitch)
+            return Extent(info.name, location.shard, location.offset, grid_cols * itemsize)
+        # Projections that a stack fuses have scales of their own, or share one.
+        expert_nbytes = info.nbytes // info.shape[0]
+        projections = expert_nbytes // (grid_rows * grid_cols * itemsize)
+        pitch = grid_rows * projections * itemsize if self.transposed else grid_cols * itemsize
+        part_offset = self.part % projections * grid_rows * (itemsize if self.transposed else pitch)
+        return Extent(info.name, location.shard, location.offset + self.expert * expert_nbytes + part_offset, pitch)

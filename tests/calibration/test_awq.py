@@ -198,10 +198,10 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str, folded:
     assert (report.problems, report.equal_share) == ((), 1)
     assert reporter.plan.options.transforms is not None
     transforms = reporter.plan.options.transforms.weights
-    assert any(transform.folds for transform in transforms.values()) == folded
+    assert any(transform.smooths for transform in transforms.values()) == folded
     assert any(transform.importance is not None for transform in transforms.values())
     if architecture == "Gemma3ForCausalLM":
-        assert not any(transforms[module].folds for module in transforms if module.endswith(("q_proj", "k_proj")))
+        assert not any(transforms[module].smooths for module in transforms if module.endswith(("q_proj", "k_proj")))
 
 
 def test_quantized_sources_are_searched_by_mean_squares_of_inputs(tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> N
         first.write_bytes(damaged)
         error = refusal()
         assert isinstance(error, SourceError)
-        assert (error.message, error.hint) == (f"{first} is damaged", "remove it: its layers are rounded again")
+        assert (error.message, error.hint) == (f"{first} is damaged", "remove it: its layers are quantized again")
     first.unlink()
     assert refusal().message.endswith(f".passes continues after layers whose files are gone from {folder}")
     first.symlink_to(EXAMPLE / "config.json")
@@ -436,7 +436,7 @@ def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Pa
     words = ["-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS]
     brisk = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
     fails = "from openquant.files import layer_store\ndef full(*_): raise OSError(28, 'No space left on device')\n"
-    fails += "layer_store.write_whole = full\n"
+    fails += "layer_store.write_atomic = full\n"
     dies = "import os, signal\nfrom openquant import run\nrun.apply_gptq = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     ranks = [
         job.start(rank, *words, first=brisk + ("" if rank != victim else dies if victim else fails))

@@ -72,7 +72,7 @@ def after(owner, name):
     *{
         "rename": (os, "replace"),
         "write": (shardfile.ShardFile, "write"),
-        "held": (shardfile.ShardFile, "_write_held"),
+        "held": (shardfile.ShardFile, "_write_pending"),
         "fsync": (os, "fsync"),
         "unlink": (os, "unlink"),
     }[moment.split("-")[1]]

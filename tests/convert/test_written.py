@@ -119,8 +119,8 @@ def test_a_disk_that_loses_small_writes_finishes_no_shard(
     """Scales are among them, and read back as zero."""
 
     def lose(file: ShardFile) -> None:
-        file._held.clear()
-        file._held_bytes = 0
+        file._pending.clear()
+        file._pending_bytes = 0
 
     monkeypatch.setattr(ShardFile, "_write_held", lose)
     with pytest.raises(RuntimeError, match=rf"^{NAME} was written wrongly: .*weight_scale is not finite and positive"):

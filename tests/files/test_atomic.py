@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from openquant.errors import OutputError, UsageError
-from openquant.files.atomic import require_place, write_whole
+from openquant.files.atomic import require_place, write_atomic
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    write_whole(tmp_path / "new" / "a.html", b"one")
-    write_whole(tmp_path / "new" / "a.html", b"two")
+    write_atomic(tmp_path / "new" / "a.html", b"one")
+    write_atomic(tmp_path / "new" / "a.html", b"two")
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "new").iterdir()] == [("a.html", b"two")]
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "b.html").symlink_to(tmp_path / "mine.txt")
     with pytest.raises(OutputError, match="is a link"):
-        write_whole(tmp_path / "b.html", b"x")
+        write_atomic(tmp_path / "b.html", b"x")
     assert (tmp_path / "mine.txt").read_text() == "mine"
     (tmp_path / "c.html").mkdir()
     with pytest.raises(OutputError, match=r"c.html cannot be written: Is a directory"):
-        write_whole(tmp_path / "c.html", b"x")
+        write_atomic(tmp_path / "c.html", b"x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.html", "c.html", "mine.txt", "new"]
 
 
@@ -31,7 +31,7 @@ def test_directories_may_be_deeper_than_python_recurses(tmp_path: Path) -> None:
     path = Path(tmp_path, *("b" for _ in range(1800)), "a.html")
     try:
         require_place(path, "it")
-        write_whole(path, b"x")
+        write_atomic(path, b"x")
         assert path.read_bytes() == b"x"
     finally:
         # What pytest removes directories with recurses too.
@@ -40,7 +40,7 @@ def test_directories_may_be_deeper_than_python_recurses(tmp_path: Path) -> None:
 
 def test_the_longest_names_are_written(tmp_path: Path) -> None:
     name = "\u6a21" * 85
-    write_whole(tmp_path / name, b"x")
+    write_atomic(tmp_path / name, b"x")
     assert os.listdir(tmp_path) == [name]
 
 

@@ -16,7 +16,7 @@ from openquant import compress, dequantize, verify
 from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import (
-    MOST,
+    MAX_ITEMS,
     FoundEvaluation,
     check_evaluation,
     evaluation_digest,
@@ -62,7 +62,7 @@ def found(directory: Path) -> FoundEvaluation | None:
         (lambda one: one["kl_by_domain"][0].update(positions=1.5), "kl_by_domain[0].positions is 1.5, which"),
         (lambda one: one.update(verdict=None), "verdict is None, which"),
         (lambda one: one.update(verdict="x" * (1 << 20) + "x"), "verdict is 'xxx"),
-        (lambda one: one.update(reasons=[""] * (MOST + 1)), "reasons is ['', "),
+        (lambda one: one.update(reasons=[""] * (MAX_ITEMS + 1)), "reasons is ['', "),
         (lambda one: one["layers"][0].update(floor="low"), "layers[0].floor is 'low', which"),
         (lambda one: one["texts"][0].update(differs_at=-1), "texts[0].differs_at is -1, which"),
         (lambda one: one["kl"].update(interval=[0.1]), "kl.interval is [0.1], which"),

@@ -310,7 +310,7 @@ def test_what_was_uploaded_of_another_source_is_not_finished(tmp_path: Path) -> 
         assert claimed.is_finished("model.safetensors")
     begin(root)
     with claim(root, {"a": "2"}) as claimed:
-        assert claimed.moved == {"a"}
+        assert claimed.changed_sources == {"a"}
         assert not claimed.is_finished("model.safetensors")
 
 

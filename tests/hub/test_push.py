@@ -199,7 +199,7 @@ def test_an_evaluation_of_another_model_is_not_pushed(hub: LoopbackHub, source: 
     done = ask(hub, tmp_path, "push", tmp_path / "out", "user/name")
     assert done.returncode == 2
     assert done.stderr == (
-        "error: eval.json is of another model, or of what this one was before\n"
+        "error: eval.json is of another model, or of an earlier version of this one\n"
         "hint: run openquant eval again, or remove it\n"
     )
     assert not hub.requests

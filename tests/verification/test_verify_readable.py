@@ -150,7 +150,7 @@ def test_a_weight_beside_its_qweight(foreign: dict[str, Path], tmp_path: Path) -
 def test_scales_beyond_bfloat16(outputs: dict[str, Path], tmp_path: Path, scheme: str) -> None:
     root = small_checkpoints.changed_copy(outputs[scheme], tmp_path / "out", overflowing)
     message = refusal(root, tmp_path / "plain")
-    assert message is not None and "stands for weights beyond what bfloat16 holds: " in message
+    assert message is not None and "decodes to weights that overflow bfloat16: " in message
     assert message in problems(root)
 
 
@@ -158,7 +158,7 @@ def test_scales_that_a_global_scale_makes_infinite(outputs: dict[str, Path], tmp
     root = small_checkpoints.changed_copy(
         outputs["nvfp4"], tmp_path / "out", lambda held: held[f"{UP}.weight_global_scale"].fill_(2.0**-126)
     )
-    message = f"{UP}.weight_scale in model.safetensors holds inf, which no scale can be"
+    message = f"{UP}.weight_scale in model.safetensors holds inf, which is not a valid scale"
     assert refusal(root, tmp_path / "plain") == message
     assert message in problems(root)
 

@@ -610,7 +610,7 @@ def test_scales_beyond_all_measure_warn_of_nothing(others: Path, source: Path) -
     change_weights(others, lambda weights: weights[f"{Q}.weight_scale"].fill_(1e-45))
     problems = verify(others, source, full=True).problems
     assert [problem.split(" is off by ")[0] for problem in problems] == [
-        f"{DOWN}.weight in {ONE} stands for weights beyond what bfloat16 holds: {DOWN}.weight_scale reaches 3e+38",
+        f"{DOWN}.weight in {ONE} decodes to weights that overflow bfloat16: {DOWN}.weight_scale reaches 3e+38",
         f"{ONE}: {Q}.weight",
     ]
 

@@ -382,7 +382,7 @@ def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.d
 def test_a_float64_input_scale_beyond_float32_is_none(tmp_path: Path) -> None:
     scale = torch.tensor(1e300, dtype=torch.float64)
     source = store(tmp_path / "source", by_tensor(input_scale=scale), PER_TENSOR)
-    with pytest.raises(SourceError, match=r"input_scale in model.safetensors holds inf, which no scale can be"):
+    with pytest.raises(SourceError, match=r"input_scale in model.safetensors holds inf, which is not a valid scale"):
         compress(source, tmp_path / "out", activation_scheme="static")
 
 
@@ -419,7 +419,7 @@ def test_an_input_scale_that_is_none(tmp_path: Path) -> None:
     change_weights(source, spoiled(Q, "input_scale", math.nan))
     with pytest.raises(SourceError) as caught:
         compress(source, tmp_path / "out", activation_scheme="static")
-    assert caught.value.message == f"{Q}.input_scale in model.safetensors holds nan, which no scale can be"
+    assert caught.value.message == f"{Q}.input_scale in model.safetensors holds nan, which is not a valid scale"
 
 
 def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: P
     for number, work in enumerate((dequantize, partial(compress, scheme="block"), partial(compress, scheme="int8"))):
         with pytest.raises(SourceError, match=f"^{told}$") as caught:
             work(source, tmp_path / str(number))
-        assert caught.value.hint.startswith("rows that do not fill their words are not read here")
+        assert caught.value.hint.startswith("rows that do not fill their words are not supported")
     with pytest.raises(SourceError, match=f"^{told}$"):
         diagnose(source)
     # Shards come as they are named.
@@ -629,7 +629,7 @@ def test_scales_that_are_no_powers_of_two(
         compress(source, tmp_path / "out", **options, workers=1)  # type: ignore[arg-type]
     name = next(name for name in make(torch.ones(128, 128)) if "scale" in name)
     assert re.fullmatch(
-        rf"model\.layers\..*\.{name} in model\.safetensors holds \S+, no power of two as config\.json has it",
+        rf"model\.layers\..*\.{name} in model\.safetensors holds \S+, not a power of two as config\.json says",
         caught.value.message,
     )
     compress(source, tmp_path / "rows", "channel")
@@ -908,7 +908,9 @@ def test_scales_that_are_none(tmp_path: Path, value: float, work: Callable[..., 
     change_weights(source, spoiled(Q, "weight_scale_inv", value))
     with pytest.raises(SourceError) as caught:
         work(source, tmp_path / "out")
-    assert caught.value.message == (f"{Q}.weight_scale_inv in model.safetensors holds {value:g}, which no scale can be")
+    assert caught.value.message == (
+        f"{Q}.weight_scale_inv in model.safetensors holds {value:g}, which is not a valid scale"
+    )
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
@@ -918,7 +920,7 @@ def test_a_scale_of_zero_decodes_to_zero_and_is_no_output(tmp_path: Path) -> Non
     dequantize(source, tmp_path / "plain")
     assert not small_checkpoints.read(tmp_path / "plain")[f"{Q}.weight"][:128, :128].any()
     compress(source, tmp_path / "rows", "channel")
-    with pytest.raises(SourceError, match="holds 0, which no scale can be"):
+    with pytest.raises(SourceError, match="holds 0, which is not a valid scale"):
         compress(source, tmp_path / "out", "block")
 
 
@@ -930,7 +932,7 @@ def test_scales_too_large_for_bfloat16(tmp_path: Path, work: Callable[..., Any],
     with pytest.raises(SourceError) as caught:
         work(source, tmp_path / "out", **({"scheme": scheme} if work is compress else {}))
     assert caught.value.message == (
-        f"{Q}.weight in model.safetensors stands for weights beyond what bfloat16 holds: "
+        f"{Q}.weight in model.safetensors decodes to weights that overflow bfloat16: "
         f"{Q}.weight_scale_inv reaches {2.0**127:g}"
     )
 

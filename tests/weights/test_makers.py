@@ -128,7 +128,7 @@ UP = "model.layers.0.mlp.up_proj"
         ),
         (
             lambda weights: weights[f"{UP}.scale"].view(torch.uint8).fill_(255),
-            f"{UP}.scale in model-00001-of-00002.safetensors holds nan, which no scale can be",
+            f"{UP}.scale in model-00001-of-00002.safetensors holds nan, which is not a valid scale",
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_a_scale_of_activations_that_is_no_number(tmp_path: Path, kind: str) -> 
     name = f"{QUERY}.{'input_scale' if 'modelopt' in kind else 'input_global_scale'}"
     for value, message in (
         (torch.ones(2), f"{name} is F32 [2], not a single F32"),
-        (torch.tensor(0.0), f"{name} in model-00001-of-00003.safetensors holds 0, which no scale can be"),
+        (torch.tensor(0.0), f"{name} in model-00001-of-00003.safetensors holds 0, which is not a valid scale"),
     ):
         change_weights(source, lambda found, value=value: found.update({name: value}))
         with pytest.raises(SourceError) as caught:
@@ -299,11 +299,11 @@ DAMAGE: list[tuple[str, Callable[[Weights], object], str]] = [
     ("compressed-tensors", put("weight_global_scale", torch.ones(1, dtype=torch.bfloat16)),
      f"{QUERY}.weight_global_scale is BF16 [1], not a single F32"),
     ("compressed-tensors", put("weight_global_scale", torch.zeros(1)),
-     f"{QUERY}.weight_global_scale in model.safetensors holds 0, which no scale can be"),
+     f"{QUERY}.weight_global_scale in model.safetensors holds 0, which is not a valid scale"),
     ("modelopt", put("weight_scale_2", torch.tensor(torch.nan)),
-     f"{QUERY}.weight_scale_2 in model.safetensors holds nan, which no scale can be"),
+     f"{QUERY}.weight_scale_2 in model.safetensors holds nan, which is not a valid scale"),
     ("modelopt", put("weight_scale_2", torch.tensor(1e-44)),
-     f"{QUERY}.weight_scale_2 in model.safetensors holds 9.80909e-45, which no scale can be"),
+     f"{QUERY}.weight_scale_2 in model.safetensors holds 9.80909e-45, which is not a valid scale"),
     ("compressed-tensors", without("weight_scale"),
      f"{QUERY}.weight_packed has no scale: {QUERY}.weight_scale is missing"),
 ]  # fmt: skip

@@ -220,7 +220,7 @@ def one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
-ORDERED = "if groups are meant to be so, say desc_act: true there: weights are then decoded and quantized again"
+ORDERED = "if it was quantized with act-order, set desc_act: true there: its weights are then quantized again"
 FAULTS = [
     ("gptq", without("qzeros"), f"{Q}.qweight has no qzeros: {Q}.qzeros is missing"),
     ("awq", without("scales"), f"{Q}.qweight has no scales: {Q}.scales is missing"),
@@ -271,8 +271,8 @@ FAULTS = [
         changed("qzeros", one(0x77777776)),
         f"{Q}.qzeros in model.safetensors holds the zero point 7, but config.json says sym: all are 8",
     ),
-    ("awq", changed("scales", one(float("nan"))), f"{Q}.scales in model.safetensors holds nan, which no scale can be"),
-    ("awq", changed("scales", one(-1.0)), f"{Q}.scales in model.safetensors holds -1, which no scale can be"),
+    ("awq", changed("scales", one(float("nan"))), f"{Q}.scales in model.safetensors holds nan, which is not a valid scale"),
+    ("awq", changed("scales", one(-1.0)), f"{Q}.scales in model.safetensors holds -1, which is not a valid scale"),
     ("gptq", lambda weights: weights.update({"gone.qzeros": torch.ones(1)}), "gone.qzeros is the scale of no quantized weight"),
 ]  # fmt: skip
 
@@ -340,7 +340,7 @@ def test_layers_left_out_by_dynamic_are_plain(tmp_path: Path) -> None:
 
 def test_codes_in_columns_of_a_format_that_has_rows(tmp_path: Path) -> None:
     source = store(tmp_path / "source", gptq(), asymmetric_config())
-    with pytest.raises(SourceError, match="but config.json has its layer in no format of AWQ or GPTQ"):
+    with pytest.raises(SourceError, match="but config.json does not say that its layer is in AWQ or GPTQ"):
         dequantize(source, tmp_path / "out")
     assert f"model.safetensors: {Q}.qweight is I32 [32, 256], not a matrix of I32 called {Q}.weight_packed" in (
         verify(source).problems

@@ -187,13 +187,13 @@ GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
             "each",
             lambda weights: weights.update({GATE_UP: torch.zeros(4, 2, 128, 256).to(FP8)}),
             PlanError,
-            f"{GATE_UP} is F8_E4M3 [4, 2, 128, 256], which is not read here",
+            f"{GATE_UP} is F8_E4M3 [4, 2, 128, 256], which is not supported",
         ),
         (
             "each",
             lambda weights: weights.update({f"{GATE_UP}_scale": torch.full((4,), float("nan"))}),
             SourceError,
-            f"{GATE_UP}_scale in model-00002-of-00002.safetensors holds nan, which no scale can be",
+            f"{GATE_UP}_scale in model-00002-of-00002.safetensors holds nan, which is not a valid scale",
         ),
     ],
 )

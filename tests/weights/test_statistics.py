@@ -54,7 +54,7 @@ def rewrite(path: Path, facts: Any, **tensors: Any) -> None:
 
 
 FACTS = {"model": "5f", "stamp": "a0", "texts": {}, "inputs": [{"tensors": ["a.weight"], "tokens": 7}]}
-EARLIER = "{path} is of an earlier openquant, which did not read all weights to know a model"
+EARLIER = "{path} was written by an earlier openquant, whose digests do not cover all weights"
 NONE_OF_OURS = "{path} is no calibration"
 WRONG_CACHE = "{path}: magnitudes of keys or values of layer 0 are negative or not finite"
 WRONG = "{path}: magnitudes of a.weight are negative or not finite"
