@@ -154,7 +154,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
             writing = replace(writing, prepared=replace(prepared, plan=plan))
         if unfinished is not None or work.changed:
             if not ranks.first:
-                stack.enter_context(claim.joined())
+                stack.enter_context(claim.opened_directory())
             outdated = _outdated_shards(plan, work)
             _report_start(writing, work, outdated)
             if work.changed:

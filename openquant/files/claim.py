@@ -190,7 +190,7 @@ class Claim:
         self._release()
 
     @contextmanager
-    def joined(self) -> Iterator[None]:
+    def opened_directory(self) -> Iterator[None]:
         """Open the directory for another rank, once the first rank has claimed it."""
         try:
             with output_errors(self._path):

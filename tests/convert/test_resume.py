@@ -164,7 +164,7 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
         first, _ = begin(plan.digest)
         stack.enter_context(first)
         other, early = begin(plan.digest)
-        stack.enter_context(other.joined())
+        stack.enter_context(other.opened_directory())
         early.open()
         assert first._lock is not None
         fcntl.flock(first._lock._handle, fcntl.LOCK_UN)
@@ -172,7 +172,7 @@ def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
         stack.enter_context(again)
         file.open()
         another, late = begin(plan.digest)
-        stack.enter_context(another.joined())
+        stack.enter_context(another.opened_directory())
         late.open()
         with pytest.raises(OutputError, match="No such file or directory"):
             early.write(body, len(layout.header))

@@ -122,7 +122,7 @@ def test_a_disk_that_loses_small_writes_finishes_no_shard(
         file._pending.clear()
         file._pending_bytes = 0
 
-    monkeypatch.setattr(ShardFile, "_write_held", lose)
+    monkeypatch.setattr(ShardFile, "_write_pending", lose)
     with pytest.raises(RuntimeError, match=rf"^{NAME} was written wrongly: .*weight_scale is not finite and positive"):
         compress(source, tmp_path / "out")
     assert not (tmp_path / "out" / NAME).exists()
