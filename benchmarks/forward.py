@@ -85,7 +85,7 @@ def streamed(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     for ids in batches:
         body = partial(model.model, input_ids=ids, use_cache=False)
         groups.append([ForwardPass(model, body, products_in_float32)])
-    scratch = OffloadFile(options.scratch, 0, asked=True) if options.scratch else None
+    scratch = OffloadFile(options.scratch, 0, may_be_in_memory=True) if options.scratch else None
     began = time.process_time()
     run_interleaved(groups, finished=lambda *_: None, until=list(model.units)[-2], scratch=scratch)
     return time.process_time() - began - loading, loading

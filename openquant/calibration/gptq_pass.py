@@ -98,7 +98,7 @@ def round_layers(
             "remove it to begin again",
         )
     observer = HessianObserver(model.model, units.values())
-    reader = Reader(plan.decoded.where, lambda shard: model.traffic.path(shard), _allocate, loops)
+    reader = Reader(plan.decoded.where, lambda shard: model.shard_provider.path(shard), _allocate, loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
 
     @contextmanager
@@ -155,8 +155,8 @@ def round_layers(
             scratch=scratch,
             until=last,
             progress=pass_progress.layer_done,
-            kept=pass_checkpoint,
-            again=again,
+            checkpoint=pass_checkpoint,
+            recompute=again,
         )
     if any(tokens < FEW_TOKENS for tokens in expert_tokens):
         few, none = (sum(tokens < limit for tokens in expert_tokens) for limit in (FEW_TOKENS, 1))

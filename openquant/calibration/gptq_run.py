@@ -78,7 +78,7 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
     store = rounded_layer_store(prepared.target, digest)
     store.claim()
     pass_checkpoint = PassCheckpoint(store.pass_checkpoint, lambda: {"run": digest})
-    continued = () if pass_checkpoint.found is None else ("an earlier run is continued",)
+    continued = () if pass_checkpoint.saved is None else ("an earlier run is continued",)
     reporter.calibrating("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
 
     def report_progress(done: int, total: int) -> None:
@@ -96,11 +96,11 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
         # One half is for hidden states, the other for Hessians beyond the largest one.
         half = BUDGET if free is None else (free - fast * COMPILED_MEMORY) // 2
         max_hessian_bytes = BUDGET if free is None else hessian_memory(plan) + half
-        offload = scratch_for(hidden, directory, half, asked=False)
+        offload = scratch_for(hidden, directory, half, may_be_in_memory=False)
         scratch = stack.enter_context(offload) if offload else None
         supplies = supply_shards([(source, shards)], run.stream, directory, hidden if offload else 0)
         [supply] = stack.enter_context(supplies)
-        streamed.traffic = ArrivingShards(supply, shards, source.name, fingerprint, ranks, hashes=False)
+        streamed.shard_provider = ArrivingShards(supply, shards, source.name, fingerprint, ranks, hashes=False)
         places = round_layers(
             streamed,
             plan,

@@ -165,14 +165,14 @@ class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
             experts.update({name: ExpertWeights(both.first, both.down) for name, both in unit.experts.items()})
         super().__init__(model, linears, experts)
 
-    def put(self, values: Tensor, into: Hessian | ExpertHessians, place: str) -> Tensor:
+    def on_input(self, values: Tensor, into: Hessian | ExpertHessians, place: str) -> Tensor:
         """Add inputs [..., in] of a module, and return them unchanged."""
         if isinstance(into, Hessian):
             self._once(id(into), values, lambda: into.add(values))
         elif (routing := self._routed[place]) is not None:
             rows = values.reshape(-1, values.shape[-1])
             if into.moe_hessian is None:
-                for expert, expert_rows in routing.of_sorted(rows):
+                for expert, expert_rows in routing.split_sorted(rows):
                     if expert in into.by_expert:
                         into.by_expert[expert].add(expert_rows)
                 return values
@@ -180,7 +180,7 @@ class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
             for expert, hessian in into.by_expert.items():
                 # Selecting an expert's rows takes time.
                 if hessian.accumulating:
-                    hessian.add(routing.of(expert, rows))
+                    hessian.add(routing.rows_of(expert, rows))
         return values
 
 

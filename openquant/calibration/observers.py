@@ -105,7 +105,7 @@ def _batch_statistics(values: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
 class Observer(ModuleHooks[RunningStatistics]):
     """Records statistics of the inputs of layers while it is on."""
 
-    def put(self, values: Tensor, into: RunningStatistics, place: str) -> Tensor:
+    def on_input(self, values: Tensor, into: RunningStatistics, place: str) -> Tensor:
         """Record inputs [..., in] of a module, and return them unchanged."""
         routing = self._routed[place] if into.counts_routing else None
         if routing is not None and (counts := routing.counts()) is not None:
@@ -211,10 +211,10 @@ def observe_inputs(
         by_layer[layer] += [keys, values]
     all_statistics = [statistics for of_layer in by_layer.values() for statistics in of_layer]
     if pass_checkpoint is not None:
-        pass_checkpoint.own = lambda: _serialize(all_statistics)
-        if pass_checkpoint.found is not None:
-            with pass_checkpoint.sound():
-                _add_serialized(all_statistics, bytes(pass_checkpoint.found))
+        pass_checkpoint.extra = lambda: _serialize(all_statistics)
+        if pass_checkpoint.saved is not None:
+            with pass_checkpoint.continuing():
+                _add_serialized(all_statistics, bytes(pass_checkpoint.saved))
                 _require_statistics_of(pass_checkpoint.done, by_layer)
 
     @contextmanager
@@ -252,7 +252,7 @@ def observe_inputs(
             scratch=scratch,
             until=layers[-1],
             progress=pass_progress.layer_done,
-            kept=pass_checkpoint,
+            checkpoint=pass_checkpoint,
         )
     if ranks is not None:
         # The first rank gets what the others have recorded; the others get nothing.

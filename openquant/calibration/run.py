@@ -234,7 +234,7 @@ def _run(
     """Run texts through a model; the first rank writes the statistics of all ranks."""
     # Only now is torch imported.
     from ..streaming.model import StreamedModel, shards_by_unit
-    from ..streaming.offload import refuse_memory
+    from ..streaming.offload import require_disk
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .observers import observe_inputs
 
@@ -245,7 +245,7 @@ def _run(
     conditions = {"texts": corpus.sha256, "number of ranks": str(ranks.size), "versions of libraries": versions}
     pass_checkpoint = PassCheckpoint(part, lambda: {"weights": fingerprint.stamp, **conditions})
     if begun is not None:
-        continued = () if pass_checkpoint.found is None else ("an earlier run is continued",)
+        continued = () if pass_checkpoint.saved is None else ("an earlier run is continued",)
         begun("; ".join((corpus.described, *corpus.notes, *continued)))
 
     def report_progress(done: int, total: int) -> None:
@@ -256,7 +256,7 @@ def _run(
     streamed = StreamedModel(checkpoint, device=options.device)
     directory = Path(options.scratch) if options.scratch is not None else path.absolute().parent
     if options.scratch is None and options.stream and source.remote:
-        refuse_memory(directory, "shards")
+        require_disk(directory, "shards")
     hidden = hidden_bytes(checkpoint, -(-len(corpus.documents) // ranks.size) * corpus.length)
     with ExitStack() as stack:
         free = memory_left(options.max_memory, calibration_steps(checkpoint, corpus.length))
@@ -266,7 +266,7 @@ def _run(
         offloaded = hidden if offload else 0
         supplies = supply_shards([(source, shards)], options.stream, directory, offloaded, ranks.local_size)
         [supply] = stack.enter_context(supplies)
-        streamed.traffic = ArrivingShards(supply, shards, source.name, fingerprint, ranks)
+        streamed.shard_provider = ArrivingShards(supply, shards, source.name, fingerprint, ranks)
         inputs, kv_absmax = observe_inputs(
             streamed,
             corpus,

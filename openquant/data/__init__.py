@@ -1,9 +1,9 @@
-"""Texts as a model takes them: tokens of its own tokenizer, conversations in the words of its own chat template.
+"""Reads texts, and turns them into tokens with the model's own tokenizer and chat template.
 
-Corpus     texts as Documents of equally many tokens, apart for evaluation and calibration
-Prompt     what a model is to continue
-Tokenizer  a checkpoint's; `tokenizer.load` tries it in a process of its own before
-sandbox    runs what came with a checkpoint, its chat template and its tokenizer, in a process with limits
+Corpus     texts as Documents of equally many tokens; those for evaluation and for calibration never overlap
+Prompt     a text that a model continues
+Tokenizer  a checkpoint's tokenizer, which is tried in the sandbox before it is loaded
+sandbox    runs chat templates and tokenizers that came with a checkpoint in a subprocess with limits
 
-tokenizer.load(Path("Qwen3-8B")).encode("Some text")      # [8373, 1467]
+load_tokenizer(Path("Qwen3-8B")).encode("Some text")      # [8373, 1467]
 """

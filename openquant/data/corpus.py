@@ -1,9 +1,9 @@
-"""Texts that a model is run on, as documents of equally many tokens.
+"""Reads the texts of an evaluation or a calibration as documents of equally many tokens.
 
-Those for evaluation and those for calibration never share any text (domains.py). Of a large text a few blocks are read,
-spread over all of it, so that documents are independent of each other and an interval over them means something.
+Documents for evaluation and for calibration never share text (domains.py). Only a few blocks of a large text are read,
+spread over all of it, so that documents are independent and a confidence interval over them is meaningful.
 
-    corpus = read(Texts(text=["wiki.txt"], samples=32, length=512), load(Path("Qwen3-8B")))
+    corpus = read_corpus(Texts(text=["wiki.txt"], samples=32, length=512), load_tokenizer(Path("Qwen3-8B")))
     len(corpus.documents), len(corpus.documents[0].ids)     # 32, 512
 """
 
@@ -27,13 +27,13 @@ from .tokenizer import Tokenizer
 
 Purpose = Literal["evaluation", "calibration"]
 PURPOSES: tuple[Purpose, ...] = ("evaluation", "calibration")
-# What becomes of built-in texts.
-_TOLD: dict[Purpose, str] = {"evaluation": "figures are for", "calibration": "the model is calibrated on"}
+# What the note on built-in texts says of them.
+_USES: dict[Purpose, str] = {"evaluation": "figures are for", "calibration": "the model is calibrated on"}
 
-# Blocks of a dataset for one purpose, from each of which several documents come; more would only be downloaded.
+# Blocks of a dataset that are read for one purpose. Each gives several documents, so more need not be downloaded.
 _DATASET_BLOCKS = 16
-# Letters that are tried first for each token that is wanted; most tokenizers need 3 to 5.
-_LETTERS = 8
+# Characters that are encoded first for each wanted token; most tokenizers need 3 to 5.
+_CHARACTERS = 8
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Document:
     """A piece of text.
 
     Attributes:
-        domain: what kind of text it is: the name of a file or a dataset, "code" or "docs".
-        name: its place there, such as "wiki.txt 3", its third.
-        ids: its tokens.
+        domain: the domain it is from: the name of a file or a dataset, "code" or "docs".
+        name: its domain and its number there, such as "wiki.txt 3".
+        ids: its token ids.
     """
 
     domain: str
@@ -53,14 +53,14 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents.
+    """The documents that a model is run on.
 
     Attributes:
-        documents: all equally long, those of a domain together.
-        sha256: of their tokens, hexadecimal.
-        origin: where they come from, as JSON: {"files": ["wiki.txt"]}, {"dataset": "org/name:test"} or
+        documents: documents of equal length, sorted by domain.
+        sha256: SHA-256 of their tokens as little-endian int32, hexadecimal.
+        origin: their origin, as JSON: {"files": ["wiki.txt"]}, {"dataset": "org/name:test"} or
             {"builtin": "Python 3.12.4"}.
-        notes: what the user should know of them.
+        notes: notes for the user.
     """
 
     documents: tuple[Document, ...]
@@ -70,12 +70,12 @@ class Corpus:
 
     @property
     def length(self) -> int:
-        """Tokens of each document."""
+        """The number of tokens of each document."""
         return len(self.documents[0].ids)
 
     @property
     def described(self) -> str:
-        """Such as "32 documents of 512 tokens: wiki.txt (16), chats.jsonl (16)"."""
+        """A description such as "32 documents of 512 tokens: wiki.txt (16), chats.jsonl (16)"."""
         kinds = ", ".join(f"{name} ({count})" for name, count in self.domains.items())
         return f"{len(self.documents)} documents of {self.length} tokens: {kinds}"
 
@@ -86,7 +86,7 @@ class Corpus:
 
     @property
     def account(self) -> dict[str, Any]:
-        """What was read, as JSON: origin, sha256, documents, length and positions, of which each has a next token."""
+        """Origin, SHA-256, number and length of documents, and number of positions that have a next token, as JSON."""
         count = len(self.documents)
         return {
             **self.origin,
@@ -100,35 +100,38 @@ class Corpus:
 def read_corpus(
     options: Texts, tokenizer: Tokenizer, purpose: Purpose = "evaluation", vocabulary: int | None = None
 ) -> Corpus:
-    """The documents that options ask for, the same each time.
+    """Read the documents that options ask for, the same each time.
 
     Args:
-        options: what to read, and how much of it.
-        tokenizer: what makes tokens of it.
-        purpose: what for; each has texts of its own.
-        vocabulary: tokens that the model has, to hold ids against; not held against anything if None.
+        options: the texts, and number and length of documents.
+        tokenizer: the model's tokenizer.
+        purpose: each purpose has its own half of every text.
+        vocabulary: the model's vocabulary size, which token ids are checked against; None for no check.
+
+    Returns:
+        `options.samples` documents of `options.length` tokens, or fewer and a note if texts are too short.
 
     Raises:
-        UsageError: fewer documents than texts are asked for.
-        SourceError: a text cannot be read, is too short, or gives tokens that the model does not have.
+        UsageError: `options.samples` is smaller than the number of texts.
+        SourceError: a text cannot be read, is too short, or has tokens that the model does not have.
     """
     if options.length <= len(tokenizer.prefix):
         raise UsageError(f"samples of {options.length} tokens have no room for text", "give a larger --length")
     domains, origin, notes = _domains(options, purpose)
     if options.samples < len(domains):
         raise UsageError(
-            f"--samples {options.samples} is fewer than the {len(domains)} kinds of text",
+            f"--samples {options.samples} is fewer than the {len(domains)} text sources",
             f"give --samples {len(domains)} or more",
         )
     documents: list[Document] = []
     for number, domain in enumerate(domains):
         count = options.samples // len(domains) + (number < options.samples % len(domains))
-        found = _documents(domain, count, options.length, tokenizer, PURPOSES.index(purpose), purpose)
-        if len(found) < count:
+        pieces = _documents(domain, count, options.length, tokenizer, purpose)
+        if len(pieces) < count:
             notes.append(
-                f"{domain.name} has {len(found)} documents of {options.length} tokens for {purpose}, not {count}"
+                f"{domain.name} has {len(pieces)} documents of {options.length} tokens for {purpose}, not {count}"
             )
-        documents += (Document(domain.name, f"{domain.name} {at}", ids) for at, ids in enumerate(found, 1))
+        documents += (Document(domain.name, f"{domain.name} {at}", ids) for at, ids in enumerate(pieces, 1))
     ids = np.array([document.ids for document in documents], dtype="<i4")
     if vocabulary is not None and ids.max() >= vocabulary:
         raise SourceError(
@@ -139,119 +142,126 @@ def read_corpus(
 
 
 def _domains(options: Texts, purpose: Purpose) -> tuple[Sequence[Domain], dict[str, Any], list[str]]:
-    """What to read, where it comes from, and what to say of it."""
+    """The domains that options name, their origin as JSON, and notes for the user."""
     if options.text:
         paths = [Path(text) for text in options.text]
         names = [path.name for path in paths]
         if len(set(paths)) < len(paths):
             raise UsageError("a text is given twice", "give each once")
-        # Files of one name in several directories are told apart.
+        # Files of the same name in several directories are named by their paths.
         names = names if len(set(names)) == len(names) else [str(path) for path in paths]
-        return [open_file(*each) for each in zip(paths, names, strict=True)], {"files": names}, []
+        return [open_file(path, name) for path, name in zip(paths, names, strict=True)], {"files": names}, []
     if options.dataset:
-        # What is left of a block when it gives no more documents, is none.
-        whole = max(1, BLOCK // (_LETTERS * options.length))
-        wanted = 2 * max(min(options.samples, _DATASET_BLOCKS), -(-options.samples // whole))
-        dataset = open_dataset(options.dataset, wanted)
+        # A document lies within one block, so this many of them fit.
+        documents_per_block = max(1, BLOCK // (_CHARACTERS * options.length))
+        blocks = max(min(options.samples, _DATASET_BLOCKS), -(-options.samples // documents_per_block))
+        dataset = open_dataset(options.dataset, len(PURPOSES) * blocks)
         return [dataset], {"dataset": dataset.name}, []
     python = f"Python {platform.python_version()}"
     note = (
-        f"no text was given: {_TOLD[purpose]} the source and the documentation strings of {python}'s standard library, "
+        f"no text was given: {_USES[purpose]} the source and the documentation strings of {python}'s standard library, "
         "which say little of chats or other languages; --text FILE or --dataset NAME has yours"
     )
     return standard_library(), {"builtin": python}, [note]
 
 
 def _documents(
-    domain: Domain, count: int, length: int, tokenizer: Tokenizer, first: int, purpose: Purpose
+    domain: Domain, count: int, length: int, tokenizer: Tokenizer, purpose: Purpose
 ) -> list[tuple[int, ...]]:
-    """Up to so many documents of a domain, from as many of its blocks as can be.
+    """Token ids of up to `count` documents of a domain, from as many of its blocks as possible.
 
     Raises:
         SourceError: there is none.
     """
-    order = list(range(first, domain.count, len(PURPOSES)))
+    order = list(range(PURPOSES.index(purpose), domain.count, len(PURPOSES)))
     random.Random(0).shuffle(order)
-    # Of each block; more if that is too few in all.
-    each = -(-count // max(1, len(order)))
+    # Documents that are taken from a block; doubled as long as all blocks together give too few.
+    per_block = -(-count // max(1, len(order)))
     while True:
-        found: list[tuple[int, ...]] = []
-        most, whole, left = 0, True, order
-        while left and len(found) < count:
-            # Chats are rendered together, since each time takes a second.
-            needed = -(-(count - len(found)) // each)
-            numbers, left = left[:needed], left[needed:]
-            for ids, complete in _tokens([domain.read(number) for number in numbers], each * length, tokenizer):
-                cut = _cut(ids, length, tokenizer.prefix)
-                most, whole = max(most, len(ids)), whole and complete and len(cut) <= each
-                # Spread over the block.
-                found += (cut[(2 * at + 1) * len(cut) // (2 * each)] for at in range(each)) if len(cut) > each else cut
-        if len(found) >= count or whole:
+        documents: list[tuple[int, ...]] = []
+        longest, exhausted, remaining = 0, True, order
+        while remaining and len(documents) < count:
+            # Chats of several blocks are rendered together, because the subprocess takes a second to start.
+            needed = -(-(count - len(documents)) // per_block)
+            numbers, remaining = remaining[:needed], remaining[needed:]
+            blocks = [domain.read(number) for number in numbers]
+            for ids, complete in _tokenize(blocks, per_block * length, tokenizer):
+                pieces = _cut(ids, length, tokenizer.prefix)
+                longest, exhausted = max(longest, len(ids)), exhausted and complete and len(pieces) <= per_block
+                if len(pieces) > per_block:
+                    # Pieces are taken at equal distances.
+                    indices = ((2 * at + 1) * len(pieces) // (2 * per_block) for at in range(per_block))
+                    pieces = [pieces[index] for index in indices]
+                documents += pieces
+        if len(documents) >= count or exhausted:
             break
-        each *= 2
-    if not found:
+        per_block *= 2
+    if not documents:
+        [other] = (name for name in PURPOSES if name != purpose)
         raise SourceError(
-            f"{domain.name} has {most} tokens in one piece for {purpose} (half of a text is for the other), fewer than "
-            f"--length {length}",
-            f"give a longer text, or --length {most} or less" if most > 1 else "give a longer text",
+            f"{domain.name} has {longest} tokens in one piece for {purpose} (the other half is for {other}), "
+            f"fewer than --length {length}",
+            f"give a longer text, or --length {longest} or less" if longest > 1 else "give a longer text",
         )
-    return found[:count]
+    return documents[:count]
 
 
-def _tokens(blocks: Sequence[list[LocatedText]], wanted: int, tokenizer: Tokenizer) -> list[tuple[list[int], bool]]:
-    """Of each block its tokens, so many if it has them, and whether these are all."""
-    found = []
-    for share in (_LETTERS * wanted, None):
-        found = [_encoded(each, tokenizer) for each in _rendered(blocks, share, tokenizer)]
-        if all(complete or len(ids) >= wanted for ids, complete in found):
+def _tokenize(blocks: Sequence[list[LocatedText]], count: int, tokenizer: Tokenizer) -> list[tuple[list[int], bool]]:
+    """For each block at least `count` token ids if it has so many, and whether they are all of its tokens."""
+    tokens = []
+    for limit in (_CHARACTERS * count, None):
+        tokens = [_encode(texts, complete, tokenizer) for texts, complete in _render(blocks, limit, tokenizer)]
+        if all(complete or len(ids) >= count for ids, complete in tokens):
             break
-    return found
+    return tokens
 
 
-def _rendered(
-    blocks: Sequence[list[LocatedText]], share: int | None, tokenizer: Tokenizer
+def _render(
+    blocks: Sequence[list[LocatedText]], limit: int | None, tokenizer: Tokenizer
 ) -> list[tuple[list[tuple[str, LocatedText]], bool]]:
-    """Of each block its texts, of which the first `share` letters if any, and whether that is all."""
-    taken = []
+    """For each block its texts, with chats rendered, up to about `limit` characters; and whether they are complete."""
+    selected = []
     for block in blocks:
-        letters, kept = 0, []
-        for named in block:
-            if share is not None and letters >= share:
+        characters, start = 0, []
+        for located in block:
+            if limit is not None and characters >= limit:
                 break
-            kept.append(named)
-            letters += len(named.part) if isinstance(named.part, str) else sum(len(str(each)) for each in named.part)
-        taken.append((kept, len(kept) == len(block)))
-    chats = [named for kept, _ in taken for named in kept if not isinstance(named.part, str)]
-    conversations = [named.part for named in chats if not isinstance(named.part, str)]
-    texts = iter(tokenizer.chats(conversations, [named.where for named in chats], answered=True) if chats else ())
+            start.append(located)
+            content = located.content
+            characters += len(content) if isinstance(content, str) else sum(len(str(message)) for message in content)
+        selected.append((start, len(start) == len(block)))
+    chats = [located for start, _ in selected for located in start if not isinstance(located.content, str)]
+    conversations = [located.content for located in chats if not isinstance(located.content, str)]
+    chat_texts = iter(tokenizer.chats(conversations, [chat.where for chat in chats], answered=True) if chats else ())
     rendered = []
-    for kept, whole in taken:
-        parts = [(named.part if isinstance(named.part, str) else next(texts), named) for named in kept]
-        # A file's block of text is one part, and mostly more than is wanted.
-        whole = whole and (share is None or all(len(text) <= share for text, _ in parts))
-        rendered.append(([(text[:share], named) for text, named in parts], whole))
+    for start, complete in selected:
+        texts = [
+            (located.content if isinstance(located.content, str) else next(chat_texts), located) for located in start
+        ]
+        # A block of a text file is a single text, and mostly longer than the limit.
+        complete = complete and (limit is None or all(len(text) <= limit for text, _ in texts))
+        rendered.append(([(text[:limit], located) for text, located in texts], complete))
     return rendered
 
 
-def _encoded(block: tuple[list[tuple[str, LocatedText]], bool], tokenizer: Tokenizer) -> tuple[list[int], bool]:
-    parts, whole = block
+def _encode(texts: list[tuple[str, LocatedText]], complete: bool, tokenizer: Tokenizer) -> tuple[list[int], bool]:
     ids: list[int] = []
-    for number, (text, named) in enumerate(parts):
-        if number and isinstance(named.part, str):
+    for number, (text, located) in enumerate(texts):
+        if number and isinstance(located.content, str):
             ids += tokenizer.encode("\n\n")
-        if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise SourceError(f"{named.where} holds half of a surrogate pair, which is no text", "leave it out")
+        if not text.isprintable() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise SourceError(f"{located.where} holds half of a surrogate pair, which is no text", "leave it out")
         ids += tokenizer.encode(text)
-    return ids, whole
+    return ids, complete
 
 
 def _cut(ids: Sequence[int], length: int, prefix: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Pieces of equally many tokens, each with what the tokenizer sets before every text."""
+    """Cut token ids into pieces of `length` tokens, each of which begins with the tokenizer's prefix."""
     pieces, at = [], 0
     while at < len(ids):
-        begun = () if tuple(ids[at : at + len(prefix)]) == prefix else prefix
-        piece = (*begun, *ids[at : at + length - len(begun)])
+        missing_prefix = () if tuple(ids[at : at + len(prefix)]) == prefix else prefix
+        piece = (*missing_prefix, *ids[at : at + length - len(missing_prefix)])
         if len(piece) == length:
             pieces.append(piece)
-        at += length - len(begun)
+        at += length - len(missing_prefix)
     return pieces

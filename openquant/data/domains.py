@@ -1,10 +1,10 @@
-"""Where texts come from: files, datasets, and what every Python has; each as blocks that can be read one by one.
+"""Text sources (files, datasets, and Python's standard library), each as blocks that can be read one by one.
 
-Of the blocks of a text, those with even numbers are for evaluation, those with odd ones for calibration. Where a block
-begins depends on the text alone, not on how much of it is wanted, so that the two never share any of it:
+Blocks with even numbers are for evaluation, those with odd numbers for calibration. Where a block begins depends on the
+text alone, not on how many documents are wanted, so the two never overlap:
 
-    file = open_file(Path("chats.jsonl"))
-    [file.read(number) for number in range(0, file.count, 2)]      # of each: [[{"role": "user", ...}, ...], "a text"]
+    file = open_file(Path("chats.jsonl"), "chats.jsonl")
+    [file.read(number) for number in range(0, file.count, 2)]       # lists of LocatedText: texts, or messages of chats
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from ..machine import first_line
 from ..version import install_hint
 from .sandbox import Message
 
-# Bytes of a block; for a smaller text than two of these, half of it.
+# Bytes of a block. A text that is smaller than two blocks is divided in halves.
 BLOCK = 256 << 10
-# Of one line of JSON.
+# Most bytes of one line of JSON.
 MAX_LINE = 16 << 20
-# Directories of the standard library that are tables, tests, or not its own.
-_ELSEWHERE = frozenset(
+# Directories of the standard library that are left out: tables, tests, and installed packages.
+_SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "encodings",
      "turtledemo", "pydoc_data")
 )  # fmt: skip
-# Files whose documentation makes one block.
-_TOGETHER = 4
+# Python files whose documentation strings make one block.
+_FILES_PER_BLOCK = 4
 _MAX_SOURCE = 4 << 20
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _ROWS = "give `text`, a string, or `messages`, a list of objects with `role` and `content`, in each"
 
 # A text, or the messages of a chat.
-Part: TypeAlias = "str | Sequence[Message]"
+TextOrChat: TypeAlias = "str | Sequence[Message]"
 
 
 @dataclass(frozen=True)
 class FileLine:
-    """A line of a file; as text "chats.jsonl line 3", which takes reading all before it.
+    """A line of a file. `str()` gives "chats.jsonl line 3", for which it reads the file up to that line.
 
     Attributes:
         path: the file.
-        offset: where the line begins, in bytes.
+        offset: offset of the line in bytes.
     """
 
     path: Path
@@ -66,20 +66,25 @@ class FileLine:
 
 @dataclass(frozen=True)
 class LocatedText:
-    """A part of a text, and where it was found, which is told when something is wrong with it."""
+    """A text or a chat, and its place.
 
-    part: Part
+    Attributes:
+        content: the text, or the messages of the chat.
+        where: its place, whose `str()` is used in messages, such as a FileLine.
+    """
+
+    content: TextOrChat
     where: object
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A kind of text.
+    """A text source, divided into blocks.
 
     Attributes:
-        name: such as "chats.jsonl".
-        count: of its blocks.
-        read: the parts of a block by its number, in their order; raises a SourceError if they are damaged.
+        name: its name, such as "chats.jsonl".
+        count: the number of its blocks.
+        read: returns the texts and chats of the block of that number, in order. Raises SourceError if they are damaged.
     """
 
     name: str
@@ -88,7 +93,11 @@ class Domain:
 
 
 def open_file(path: Path, name: str) -> Domain:
-    """A file as a domain: JSON lines if it is called `.jsonl`, else text.
+    """Open a file as a domain: JSON lines if its name ends in `.jsonl`, else UTF-8 text.
+
+    Args:
+        path: the file.
+        name: the name of the domain.
 
     Raises:
         SourceError: it is missing, empty, or no regular file.
@@ -115,11 +124,11 @@ class _File:
         return self.size * number // self.count, self.size * (number + 1) // self.count
 
     def text(self, number: int) -> list[LocatedText]:
-        """A block of text, whole lines of it if they are no longer than half a block."""
+        """The text of a block; it begins and ends with a line if lines are no longer than half a block."""
         start, end = self._bounds(number)
         data = self._bytes(start, end)
         if number:
-            # It may begin within a letter.
+            # The block may begin within a UTF-8 character.
             while data and data[0] & 0xC0 == 0x80:
                 data, start = data[1:], start + 1
             line = data.find(b"\n", 0, len(data) // 2) + 1
@@ -127,7 +136,7 @@ class _File:
         else:
             data = data.removeprefix(b"\xef\xbb\xbf")
         if number < self.count - 1:
-            # It may end within one, of which at most three bytes are here.
+            # The block may end within a character, with at most three of its bytes.
             cut = next((at for at in range(1, min(4, len(data)) + 1) if data[-at] & 0xC0 != 0x80), 0)
             data = data[:-cut] if cut and data[-cut] >= 0xC0 else data
             data = data[: data.rfind(b"\n", len(data) // 2) + 1] or data
@@ -140,16 +149,16 @@ class _File:
             ) from None
 
     def lines(self, number: int) -> list[LocatedText]:
-        """What the JSON lines hold that begin in a block."""
+        """The texts and chats of the JSON lines that begin in a block."""
         start, end = self._bounds(number)
-        # Whether a line begins with a block, the byte before it says.
+        # The byte before the block says whether a line begins with the block.
         data = self._bytes(max(0, start - 1), end)
-        begun = 0 if not number else data.find(b"\n", 0, len(data) - 1) + 1
-        if number and not begun:
-            self._require_line(start)
+        first_line_start = 0 if not number else data.find(b"\n", 0, len(data) - 1) + 1
+        if number and not first_line_start:
+            self._check_line_length(start)
             return []
-        at = max(0, start - 1) + begun
-        data = data[begun:]
+        at = max(0, start - 1) + first_line_start
+        data = data[first_line_start:]
         last = data.rfind(b"\n", 0, len(data) - 1) + 1
         while not data.endswith(b"\n") and (more := self._bytes(at + len(data), at + len(data) + BLOCK)):
             data += more.partition(b"\n")[0] + (b"\n" if b"\n" in more else b"")
@@ -157,15 +166,16 @@ class _File:
                 raise SourceError(
                     f"{FileLine(self.path, at + last)} is longer than {MAX_LINE:,} bytes", "is it JSON lines?"
                 )
-        found = []
+        texts = []
         for line in data.split(b"\n"):
             if line.strip():
-                found.append(_of_line(line if at else line.removeprefix(b"\xef\xbb\xbf"), FileLine(self.path, at)))
+                json_line = line if at else line.removeprefix(b"\xef\xbb\xbf")
+                texts.append(_parse_line(json_line, FileLine(self.path, at)))
             at += len(line) + 1
-        return found
+        return texts
 
-    def _require_line(self, end: int) -> None:
-        """Refuse a line that is too long, within which lies this byte."""
+    def _check_line_length(self, end: int) -> None:
+        """Refuse the line that contains the byte before `end` if it is too long."""
         begin = end
         while begin and end - begin <= MAX_LINE:
             data = self._bytes(max(0, begin - BLOCK), begin)
@@ -173,24 +183,24 @@ class _File:
                 return
             begin -= len(data)
         if end - begin > MAX_LINE:
-            # Which line it is would take reading all before it.
+            # The line's number would take reading the whole file.
             raise SourceError(
                 f"{self.path} has a line longer than {MAX_LINE:,} bytes, at byte {end:,}", "is it JSON lines?"
             )
 
 
-def _of_line(line: bytes, where: FileLine) -> LocatedText:
+def _parse_line(line: bytes, where: FileLine) -> LocatedText:
     try:
         return LocatedText(text_or_chat(parse_json(line, "")), where)
     except SourceError as error:
         raise SourceError(f"{where}{error.message}", error.hint) from None
 
 
-def text_or_chat(row: object) -> Part:
-    """The text or the chat of a line of JSON or a row of a dataset.
+def text_or_chat(row: object) -> TextOrChat:
+    """Return the text or the messages of a line of JSON or a row of a dataset.
 
     Raises:
-        SourceError: it has neither; what has not is to be put before the message.
+        SourceError: it has neither. The caller must put the place before the message, which begins with a space.
     """
     if not isinstance(row, dict):
         raise SourceError(f" is {short_repr(row)}, not an object", _ROWS)
@@ -206,7 +216,7 @@ def text_or_chat(row: object) -> Part:
 
 
 def chat_problem(messages: object) -> str | None:
-    """What keeps a value from being the messages of a chat, None if nothing does."""
+    """Say why a value is not a list of chat messages, as the end of a sentence; None if it is one."""
     if not isinstance(messages, list) or not messages:
         return f"are {short_repr(messages)}, not a list of objects"
     for message in messages:
@@ -218,14 +228,17 @@ def chat_problem(messages: object) -> str | None:
 
 
 def open_dataset(name: str, count: int) -> Domain:
-    """The beginning of a dataset as a domain, a column `text` or `messages` of it.
+    """Read the first rows of a dataset as a domain, from its column `text` or `messages`.
 
-    It is read here, as far as its first blocks. Only rows are fetched, and no code of a dataset is executed.
+    Only the rows that are needed are downloaded, and no code of a dataset is executed.
 
     Args:
-        name: NAME[:SUBSET[:SPLIT]] of the Hub, or a directory; without a split it is `test`, `validation`, `train` or
-            the only one, whichever there is first.
-        count: of blocks that are wanted.
+        name: NAME[:SUBSET[:SPLIT]] on the Hub, or a directory. Without a split, `test`, `validation`, `train` or the
+            first one is read.
+        count: how many blocks to read.
+
+    Returns:
+        A domain of `count` blocks, or fewer if the dataset is shorter.
 
     Raises:
         UsageError: `datasets` is not installed.
@@ -235,7 +248,7 @@ def open_dataset(name: str, count: int) -> Domain:
         import datasets
     except ImportError:
         raise UsageError("--dataset needs datasets, which is not installed", install_hint("datasets")) from None
-    # Those before ran scripts of datasets.
+    # Older versions execute scripts that come with a dataset.
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise UsageError(
             f"--dataset needs datasets 4 or newer; {datasets.__version__} is installed",
@@ -246,7 +259,7 @@ def open_dataset(name: str, count: int) -> Domain:
     try:
         rows: Any = datasets.load_dataset(path, subset or None, split=split or None, streaming=True)
         if not split:
-            split = next((each for each in ("test", "validation", "train") if each in rows), next(iter(rows)))
+            split = next((name for name in ("test", "validation", "train") if name in rows), next(iter(rows)))
             rows = rows[split]
         blocks = _blocks(rows, f"dataset {name}", count)
     except OpenQuantError:
@@ -259,12 +272,12 @@ def open_dataset(name: str, count: int) -> Domain:
 
 
 def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[LocatedText]]:
-    """So many rows in blocks of BLOCK letters each; two halves if there are fewer letters than for two."""
+    """Divide rows into `count` blocks of BLOCK characters, or into halves if they do not fill two."""
     blocks: list[list[LocatedText]] = [[]]
     size = 0
     for number, row in enumerate(rows):
         try:
-            part = text_or_chat(row)
+            content = text_or_chat(row)
         except SourceError as error:
             raise SourceError(f"{where} row {number}{error.message}", error.hint) from None
         if size >= BLOCK:
@@ -272,8 +285,8 @@ def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Located
                 break
             blocks.append([])
             size = 0
-        blocks[-1].append(LocatedText(part, f"{where} row {number}"))
-        size += len(part) if isinstance(part, str) else sum(len(str(message)) for message in part)
+        blocks[-1].append(LocatedText(content, f"{where} row {number}"))
+        size += len(content) if isinstance(content, str) else sum(len(str(message)) for message in content)
     if len(blocks) == 1:
         middle = len(blocks[0]) // 2
         blocks = [blocks[0][: middle + 1], blocks[0][middle + 1 :]]
@@ -281,17 +294,17 @@ def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Located
 
 
 def standard_library() -> tuple[Domain, Domain]:
-    """What every Python has: the source of its standard library ("code"), and its documentation strings ("docs").
+    """Open Python's standard library as two domains: source code ("code") and documentation strings ("docs").
 
     No file is in both.
 
     Raises:
-        UsageError: this Python comes without.
+        UsageError: this Python has no source of its standard library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for directory, directories, names in os.walk(root):
-        directories[:] = [name for name in directories if name not in _ELSEWHERE and not name.startswith("config-")]
+        directories[:] = [name for name in directories if name not in _SKIPPED and not name.startswith("config-")]
         files += [Path(directory) / name for name in names if name.endswith(".py")]
     files.sort()
     if len(files) < 100:
@@ -299,13 +312,13 @@ def standard_library() -> tuple[Domain, Domain]:
             f"this Python has no source of its standard library in {root}, which is read without a text",
             "give --text FILE or --dataset NAME",
         )
-    # Neighbours are alike, so kinds and purposes take turns: code and code, documentation and documentation.
+    # Neighbouring files are similar, so domains and purposes alternate: two files for code, then two for docs.
     code = [file for number, file in enumerate(files) if number % 4 < 2]
     others = [file for number, file in enumerate(files) if number % 4 >= 2]
-    # Those of one purpose together, since few files have much documentation.
+    # Several files make a block, because few have much documentation. A block has files of one purpose only.
     docs = [
-        others[start + purpose : start + 2 * _TOGETHER : 2]
-        for start in range(0, len(others), 2 * _TOGETHER)
+        others[start + purpose : start + 2 * _FILES_PER_BLOCK : 2]
+        for start in range(0, len(others), 2 * _FILES_PER_BLOCK)
         for purpose in (0, 1)
     ]
     return (
@@ -320,7 +333,7 @@ def _source(file: Path) -> str:
 
 
 def _documentation(file: Path) -> str:
-    """All documentation strings of a file of Python."""
+    """All documentation strings of a Python file."""
     try:
         tree = ast.parse(_source(file))
     except (SyntaxError, ValueError):

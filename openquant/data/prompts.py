@@ -1,9 +1,8 @@
-"""Prompts that source and output continue, side by side.
+"""Reads the prompts that source and output continue side by side: those of a file, or twelve built-in ones.
 
-Those of a file, or a dozen of our own. A model with a chat template gets them as what a user says, any other one as the
-beginning of a text:
+A model with a chat template gets a prompt as a message of the user, any other model as the beginning of a text:
 
-    read(None, load(Path("Qwen3-8B")))[0].shown         # "Write a Python function that ..."
+    read_prompts(None, load_tokenizer(Path("Qwen3-8B")))[0].text        # "Write a Python function that ..."
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from .domains import chat_problem
 from .sandbox import Message
 from .tokenizer import Tokenizer
 
-# More than these is a benchmark, which this is not.
+# Most prompts of a file, and most tokens of a prompt.
 MAX_PROMPTS = 256
 MAX_TOKENS = 16_384
 _MAX_FILE = 4 << 20
 _LINES = "give a prompt in each line: text, or JSON with `prompt`, `messages` or `text` in a file .jsonl"
 
-# What a user would say, and the beginning of a text that asks for the same: code, facts, reasoning, languages, prose.
+# A user's message, and the beginning of a text for the same: code, facts, reasoning, languages, prose.
 BUILT_IN = (
     (
         "Write a Python function that returns the n-th Fibonacci number.",
@@ -71,18 +70,24 @@ class Prompt:
     """A prompt.
 
     Attributes:
-        shown: what to show of it, without what a template adds.
-        ids: its tokens.
+        text: the prompt as users see it, without what the chat template adds.
+        ids: its token ids, with the chat template or the tokenizer's prefix.
     """
 
-    shown: str
+    text: str
     ids: tuple[int, ...]
 
 
-class _Asked(NamedTuple):
-    """A prompt before it is put into the model's form: a chat, or text as it is."""
+class _RawPrompt(NamedTuple):
+    """A prompt before the chat template is applied.
 
-    shown: str
+    Attributes:
+        text: the prompt as users see it.
+        chat: messages for the chat template; None for a text that is continued as it is.
+        where: its place, for messages: "prompts.jsonl line 3".
+    """
+
+    text: str
     chat: Sequence[Message] | None
     where: str
 
@@ -90,94 +95,91 @@ class _Asked(NamedTuple):
 def read_prompts(
     file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int | None = None
 ) -> tuple[Prompt, ...]:
-    """The prompts of a file, or our own.
+    """Read the prompts of a file, or the built-in ones.
 
-    In a text each line is a prompt. In JSON lines each is an object with `prompt`, or with `messages` of a chat, or
-    with `text`, which is continued as it is even by a model for chats.
+    Each line of a text file is a prompt. Each JSON line is an object with `prompt`, with `messages` of a chat, or with
+    `text`, which is continued as it is even by a chat model.
 
     Args:
-        file: the file; `.jsonl` says that it is JSON lines. Our own prompts if None.
-        tokenizer: the model's.
-        vocabulary: tokens that the model has, to hold ids against; not held against anything if None.
+        file: the file, JSON lines if its name ends in `.jsonl`; None for the built-in prompts.
+        tokenizer: the model's tokenizer.
+        vocabulary: the model's vocabulary size, which token ids are checked against; None for no check.
 
     Raises:
         SourceError: the file cannot be read or holds no prompts, a chat has no template, or a prompt is too long.
     """
     if file is None:
-        chats = tokenizer.template is not None
-        asked = [
-            _said(said if chats else text, tokenizer, f"built-in prompt {number}")
-            for number, (said, text) in enumerate(BUILT_IN, 1)
+        has_template = tokenizer.template is not None
+        raw_prompts = [
+            _user_prompt(message if has_template else text, tokenizer, f"built-in prompt {number}")
+            for number, (message, text) in enumerate(BUILT_IN, 1)
         ]
     else:
-        asked = _of_file(Path(file), tokenizer)
-    chats_at = [number for number, each in enumerate(asked) if each.chat is not None]
-    rendered = dict(
-        zip(
-            chats_at,
-            tokenizer.chats([asked[at].chat or () for at in chats_at], [asked[at].where for at in chats_at])
-            if chats_at
-            else (),
-            strict=True,
-        )
-    )
+        raw_prompts = _read_file(Path(file), tokenizer)
+    # All chats are rendered together, because the subprocess takes a second to start.
+    chats = [prompt for prompt in raw_prompts if prompt.chat is not None]
+    conversations = [prompt.chat or () for prompt in chats]
+    rendered = iter(tokenizer.chats(conversations, [prompt.where for prompt in chats]) if chats else ())
     prompts = []
-    for number, each in enumerate(asked):
-        text = rendered.get(number)
-        ids = (*tokenizer.prefix, *tokenizer.encode(each.shown)) if text is None else tuple(tokenizer.encode(text))
+    for prompt in raw_prompts:
+        if prompt.chat is None:
+            ids = (*tokenizer.prefix, *tokenizer.encode(prompt.text))
+        else:
+            ids = tuple(tokenizer.encode(next(rendered)))
         if not 0 < len(ids) <= MAX_TOKENS:
-            raise SourceError(f"{each.where} has {len(ids)} tokens", f"give prompts of 1 to {MAX_TOKENS:,} tokens")
+            raise SourceError(f"{prompt.where} has {len(ids)} tokens", f"give prompts of 1 to {MAX_TOKENS:,} tokens")
         if vocabulary is not None and max(ids) >= vocabulary:
             raise SourceError(
                 f"the tokenizer of {tokenizer.where} gives token {max(ids)}, the model has {vocabulary}",
                 "copy the tokenizer's files from the model it was made from",
             )
-        prompts.append(Prompt(each.shown, ids))
+        prompts.append(Prompt(prompt.text, ids))
     return tuple(prompts)
 
 
-def _said(text: str, tokenizer: Tokenizer, where: str) -> _Asked:
-    return _Asked(text, None if tokenizer.template is None else [{"role": "user", "content": text}], where)
+def _user_prompt(text: str, tokenizer: Tokenizer, where: str) -> _RawPrompt:
+    """A message of the user if there is a chat template, else a text."""
+    return _RawPrompt(text, None if tokenizer.template is None else [{"role": "user", "content": text}], where)
 
 
-def _of_file(path: Path, tokenizer: Tokenizer) -> list[_Asked]:
+def _read_file(path: Path, tokenizer: Tokenizer) -> list[_RawPrompt]:
     with readable():
         data = read_small(path, str(path), _MAX_FILE)
-    found: list[_Asked] = []
+    prompts: list[_RawPrompt] = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         where = f"{path} line {number}"
         if not line.strip():
             continue
-        if len(found) == MAX_PROMPTS:
+        if len(prompts) == MAX_PROMPTS:
             raise SourceError(f"{path} has more than {MAX_PROMPTS} prompts", "give fewer")
         try:
-            found.append(_of_line(line, path.suffix == ".jsonl", tokenizer, where))
+            prompts.append(_parse_line(line, path.suffix == ".jsonl", tokenizer, where))
         except UnicodeError:
             raise SourceError(f"{where} is not UTF-8", "convert it, with iconv say") from None
-    if not found:
+    if not prompts:
         raise SourceError(f"{path} has no prompts", _LINES)
-    return found
+    return prompts
 
 
-def _of_line(line: bytes, is_json: bool, tokenizer: Tokenizer, where: str) -> _Asked:
+def _parse_line(line: bytes, is_json: bool, tokenizer: Tokenizer, where: str) -> _RawPrompt:
     if not is_json:
-        return _said(line.decode().rstrip("\r"), tokenizer, where)
+        return _user_prompt(line.decode().rstrip("\r"), tokenizer, where)
     row = parse_json(line, where)
     if not isinstance(row, dict):
         raise SourceError(f"{where} is {short_repr(row)}, not an object", _LINES)
     prompt, messages, text = (row.get(key) for key in ("prompt", "messages", "text"))
-    # Half of a surrogate pair, which JSON can hold, is no text.
+    # JSON may have half of a surrogate pair, which raises UnicodeError here.
     json.dumps([prompt, messages, text], ensure_ascii=False).encode()
     if messages is not None:
         problem = chat_problem(messages)
         if problem:
             raise SourceError(f"{where} has `messages` that {problem}", _LINES)
-        said = [f"{message['role']}: {message.get('content', '')}" for message in messages]
-        return _Asked("\n".join(said), messages, where)
+        lines = [f"{message['role']}: {message.get('content', '')}" for message in messages]
+        return _RawPrompt("\n".join(lines), messages, where)
     if isinstance(prompt, str):
-        return _said(prompt, tokenizer, where)
+        return _user_prompt(prompt, tokenizer, where)
     if isinstance(text, str):
-        return _Asked(text, None, where)
+        return _RawPrompt(text, None, where)
     raise SourceError(
         f"{where} has none of `prompt`, `messages` and `text`, only {short_repr(', '.join(map(str, row)))}", _LINES
     )

@@ -1,11 +1,10 @@
-"""The programs that come with a model, its chat template and the rules of its tokenizer, run in a process with limits.
+"""Runs the chat template and the tokenizer that come with a model in a subprocess with limited time and memory.
 
-transformers renders chat templates in jinja's sandbox, which keeps them from files and from Python, and lets them loop
-for hours and fill the memory. A tokenizer.json is rules that run on every text: replacements that may multiply it,
-patterns that may take exponentially long. The library that runs them has no bounds, and hears no signal meanwhile. So
-both run in a process of their own, with bounded time and memory, that is given nothing else. A tokenizer that behaves
-on ordinary text, and on long runs of one character, may still be made to fail on a text of somebody's choice;
-docs/evaluation.md says so.
+transformers renders chat templates in jinja's sandbox, which keeps them from files and from Python, but lets them loop
+for hours and fill the memory. A tokenizer.json has rules that run on every text: replacements that may multiply it, and
+patterns that may take exponential time. The library that runs them has no limits, and does not react to signals
+meanwhile. A tokenizer that works on ordinary text and on long runs of one character may still fail on a text that was
+made for it; docs/evaluation.md says so.
 
     render("{% for m in messages %}{{ m.content }}{% endfor %}", [[{"role": "user", "content": "Hi"}]], ["a test"])
     # ["Hi"]
@@ -29,43 +28,43 @@ from typing import Any
 from ..errors import SourceError
 from ..files.small_files import short_repr
 
-# Some templates tell the model what day it is. It is always this one, or figures would change overnight.
+# The date that templates get. A real date would change figures from day to day.
 TODAY = date(2026, 1, 1)
-# Seconds of a processor, and bytes, that a tokenizer may take to be tried: one of 262,000 tokens and 500,000 merges,
-# 41 MB, takes 2.4 and 460 MB.
+# CPU seconds and bytes of memory for trying a tokenizer. One of 262,000 tokens and 500,000 merges (41 MB) takes 2.4 s
+# and 460 MB.
 _CPU, _MEMORY = 20, 1 << 30
-# Times that each character is repeated, and what ends it: patterns fail late.
+# How often each character is repeated, and what follows: a pattern that backtracks fails only at the end of a run.
 _RUN, _END = 2000, "\x00"
-# The rules of most tokenizers that work on bytes, which need no trial: none makes text longer but the last, which turns
-# each byte into a character, and so may come once.
+# Rules of most byte-level tokenizers, which need no trial. Only the last makes text longer, as it turns each byte into
+# a character, so it may occur once.
 _HARMLESS = ("Sequence", "NFC", "Split", "Digits", "ByteLevel")
-# Tokens of one byte of text: some replace a character by a few bytes.
-_TOKENS = 16
+# Most tokens per byte of text. It is more than 1, because some tokenizers replace a character by several bytes.
+_MAX_TOKENS_PER_BYTE = 16
 
 Message = Mapping[str, Any]
 
 
 class _EndlessError(Exception):
-    """The process took the time that it may, and the system ended it."""
+    """The subprocess reached its time limit and was ended."""
 
 
 class _FailedError(Exception):
-    """The process ended without an answer; says how."""
+    """The subprocess ended without an answer; the message has its exit code and last line of stderr."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What rendering may take.
+    """Limits of rendering.
 
     Attributes:
-        cpu: seconds of a processor for one conversation, and for all of them another one for each hundred.
-        memory: bytes beside what Python and transformers take.
-        letters: in all that is rendered.
+        cpu: CPU seconds for all conversations; one more is added for each hundred of them.
+        memory: bytes of memory beyond those of Python and transformers.
+        characters: characters of all rendered texts together.
     """
 
     cpu: int = 10
     memory: int = 512 << 20
-    letters: int = 64 << 20
+    characters: int = 64 << 20
 
 
 def render(
@@ -76,32 +75,35 @@ def render(
     answered: bool = False,
     bounds: Bounds = Bounds(),
 ) -> list[str]:
-    """Conversations as text in a model's own form, as transformers' `apply_chat_template` has it.
+    """Render conversations with a chat template, as transformers' `apply_chat_template` does.
 
     Args:
-        template: the template.
-        conversations: messages, objects with a `role` and mostly a `content`, as JSON has them.
-        names: what messages call each conversation, as text, such as "prompts.jsonl line 3".
-        variables: what else the template is told: special tokens, such as {"bos_token": "<s>"}.
-        answered: whether they are complete; else the model's answer is to come next.
-        bounds: what it may take.
+        template: the Jinja template.
+        conversations: lists of messages, dicts with a `role` and mostly a `content`.
+        names: names of the conversations in error messages, such as "prompts.jsonl line 3"; `str()` is taken of them.
+        variables: further variables of the template: special tokens, such as {"bos_token": "<s>"}.
+        answered: whether the conversations are complete. If not, the template's generation prompt is added.
+        bounds: limits of time, memory and size.
+
+    Returns:
+        The text of each conversation.
 
     Raises:
-        SourceError: the template is broken, refuses a conversation, or takes more than its bounds.
+        SourceError: the template is broken, refuses a conversation, or exceeds its limits.
     """
     if not conversations:
         return []
     cpu = bounds.cpu + len(conversations) // 100
-    asked = {
+    task = {
         "template": template,
-        "conversations": [[_given(message) for message in messages] for messages in conversations],
+        "conversations": [[_without_nulls(message) for message in messages] for messages in conversations],
         "variables": {**(variables or {}), "add_generation_prompt": not answered},
         "cpu": cpu,
         "memory": bounds.memory,
-        "letters": bounds.letters,
+        "characters": bounds.characters,
     }
     try:
-        found = _run("template", asked, cpu)
+        answer = _run("template", task, cpu)
     except _EndlessError:
         raise SourceError(
             f"the model's chat template did not end within {cpu} seconds of processor time",
@@ -112,42 +114,42 @@ def render(
             f"the chat template could not be rendered: {short_repr(str(error))}",
             "give texts without messages, or a model whose template works",
         ) from None
-    if "problem" in found:
-        where = f" for {names[found['at']]}" if "at" in found else ""
+    if "problem" in answer:
+        where = f" for {names[answer['at']]}" if "at" in answer else ""
         raise SourceError(
-            f"the model's chat template fails{where}: {short_repr(found['problem'])}",
+            f"the model's chat template fails{where}: {short_repr(answer['problem'])}",
             "see which messages it takes, or give texts without messages",
         )
-    return [str(text) for text in found["rendered"]]
+    return [str(text) for text in answer["rendered"]]
 
 
-def _given(message: Message) -> dict[str, Any]:
-    """A message without what is null in it, which templates would print as None."""
+def _without_nulls(message: Message) -> dict[str, Any]:
+    """A message without keys whose value is null, which templates would print as None."""
     return {key: value for key, value in message.items() if value is not None}
 
 
 def check_tokenizer(data: bytes, where: str, texts: Sequence[str], cpu: int = _CPU, memory: int = _MEMORY) -> None:
-    """Load a tokenizer, and have it encode and decode some texts, within bounds; not one that cannot need more.
+    """Let a tokenizer encode and decode texts within limits. Tokenizers of harmless rules only are not tried.
 
     Args:
-        data: tokenizer.json.
+        data: contents of tokenizer.json.
         where: the model, for messages.
-        texts: what it is to encode, and runs of each of their characters.
-        cpu: seconds of a processor that it may take.
-        memory: bytes that it may take.
+        texts: texts to encode; long runs of each of their characters are encoded too.
+        cpu: CPU seconds that it may take.
+        memory: bytes of memory that it may take.
 
     Raises:
-        SourceError: it takes more than it may. One that cannot be loaded at all raises nothing here.
+        SourceError: it exceeds the limits, or makes too many tokens. A tokenizer that cannot be loaded raises nothing.
     """
-    if _harmless(data):
+    if _is_harmless(data):
         return
-    asked = {"json": data.decode(errors="replace"), "texts": list(texts), "cpu": cpu, "memory": memory}
+    task = {"json": data.decode(errors="replace"), "texts": list(texts), "cpu": cpu, "memory": memory}
     try:
-        problem = _run("tokenizer", asked, cpu)
+        problem = _run("tokenizer", task, cpu)
     except _EndlessError:
         problem = f"did not end within {cpu} seconds of processor time"
     except _FailedError:
-        # The library does not fail where it is given no memory: it aborts.
+        # The library aborts the process when it gets no memory.
         problem = f"takes more than {memory >> 20} MiB of memory"
     if problem is not None:
         raise SourceError(
@@ -156,69 +158,69 @@ def check_tokenizer(data: bytes, where: str, texts: Sequence[str], cpu: int = _C
         )
 
 
-def _harmless(data: bytes) -> bool:
-    """Whether no rule of a tokenizer makes text longer than a few times its size."""
+def _is_harmless(data: bytes) -> bool:
+    """Whether a tokenizer has only rules that make text at most a few times longer."""
     try:
-        found = json.loads(data)
-        parts = [found["normalizer"], found["pre_tokenizer"], found["decoder"]]
+        tokenizer = json.loads(data)
+        rules = [tokenizer["normalizer"], tokenizer["pre_tokenizer"], tokenizer["decoder"]]
     except (ValueError, LookupError, TypeError, RecursionError):
         return False
-    kinds = [list(_kinds(part)) for part in parts]
-    return all(set(each) <= {*_HARMLESS} and each.count(_HARMLESS[-1]) <= 1 for each in kinds)
+    types = [list(_rule_types(rule)) for rule in rules]
+    return all(set(names) <= {*_HARMLESS} and names.count(_HARMLESS[-1]) <= 1 for names in types)
 
 
-def _kinds(part: object) -> Iterator[object]:
-    """The types of a rule and of all in it."""
-    if isinstance(part, dict):
-        if "type" in part:
-            yield str(part["type"])
-        part = list(part.values())
-    for inner in part if isinstance(part, list) else ():
-        yield from _kinds(inner)
+def _rule_types(rule: object) -> Iterator[object]:
+    """The types of a rule and of all rules in it."""
+    if isinstance(rule, dict):
+        if "type" in rule:
+            yield str(rule["type"])
+        rule = list(rule.values())
+    for inner in rule if isinstance(rule, list) else ():
+        yield from _rule_types(inner)
 
 
-def _run(program: str, asked: Mapping[str, Any], cpu: int) -> Any:
-    """Have a process of its own run one of `_PROGRAMS`.
+def _run(program: str, task: Mapping[str, Any], cpu: int) -> Any:
+    """Run one of `_PROGRAMS` in a subprocess.
 
     Args:
         program: its name.
-        asked: what the program is given, as JSON has it.
-        cpu: seconds of a processor that the program allows itself.
+        task: its argument, as JSON.
+        cpu: CPU seconds that the program limits itself to.
 
     Returns:
-        What the program returns, as JSON has it.
+        The program's result, as JSON.
 
     Raises:
         _EndlessError: the system ended the process.
         _FailedError: the process gave no answer.
     """
-    # The directory somebody stands in is no place to import from, so Python looks only where this one does.
+    # Python would import from the current directory, so the subprocess gets this process's path.
     script = f"import sys; sys.path[:] = sys.argv[2:]; from {__name__} import serve; serve(sys.argv[1])"
     # More threads would only reserve memory.
-    alone = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+    single_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     try:
         done = subprocess.run(
             [sys.executable, "-c", script, program, *map(os.path.abspath, sys.path)],
-            input=json.dumps(asked).encode(),
+            input=json.dumps(task).encode(),
             capture_output=True,
-            env={**os.environ, **alone, "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, **single_thread, "HF_HUB_OFFLINE": "1"},
             timeout=60 + 4 * cpu,
         )
     except subprocess.TimeoutExpired:
         raise _EndlessError from None
-    # The kernel's own ends: of processor time, and by a machine that has no memory left.
+    # The kernel sends SIGXCPU at the CPU limit, and SIGKILL if the machine runs out of memory.
     if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise _EndlessError
     try:
         return json.loads(done.stdout)
     except ValueError:
-        told = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise _FailedError(f"exit code {done.returncode}, {told}") from None
+        last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise _FailedError(f"exit code {done.returncode}, {last_line}") from None
 
 
 def serve(program: str) -> None:
-    """What the process does: run a program on what stdin has, and write what it returns to stdout."""
-    # What a library prints must not mix with the answer.
+    """Run a program in the subprocess: read its task from stdin and write its result to stdout, both as JSON."""
+    # Output of libraries goes to stderr, so that it does not mix with the result.
     out = os.dup(1)
     os.dup2(2, 1)
     answer = _PROGRAMS[program](json.load(sys.stdin))
@@ -227,31 +229,31 @@ def serve(program: str) -> None:
 
 
 def _limit(cpu: int, memory: int) -> None:
-    """Bound this process from here on.
+    """Limit this process from now on.
 
     Args:
-        cpu: seconds of a processor.
-        memory: bytes beside what it has already.
+        cpu: further CPU seconds.
+        memory: further bytes of memory.
     """
     import resource
 
-    def bound(what: int, most: int) -> None:
-        hard = resource.getrlimit(what)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        # Some systems know the limit and refuse to set it.
+    def set_limit(kind: int, limit: int) -> None:
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        # Some systems have the limit but refuse to set it.
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(what, (most, most))
+            resource.setrlimit(kind, (limit, limit))
 
-    bound(resource.RLIMIT_CORE, 0)
+    set_limit(resource.RLIMIT_CORE, 0)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    bound(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu)
+    set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu)
     with contextlib.suppress(OSError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        bound(resource.RLIMIT_AS, pages * resource.getpagesize() + memory)
+        set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + memory)
 
 
-def _render(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Render conversations, in the process; what came of it."""
+def _render(task: Mapping[str, Any]) -> dict[str, Any]:
+    """In the subprocess: render conversations. Returns {"rendered": texts}, or {"problem": text, "at": number}."""
     from transformers.utils import chat_template_utils
 
     class Today(datetime):
@@ -260,42 +262,42 @@ def _render(asked: Mapping[str, Any]) -> dict[str, Any]:
             return cls(TODAY.year, TODAY.month, TODAY.day, tzinfo=tz)
 
     vars(chat_template_utils)["datetime"] = Today
-    _limit(asked["cpu"], asked["memory"])
+    _limit(task["cpu"], task["memory"])
     rendered: list[str] = []
-    letters = 0
-    for number, messages in enumerate(asked["conversations"]):
+    characters = 0
+    for number, messages in enumerate(task["conversations"]):
         try:
-            made: Any = chat_template_utils.render_jinja_template(
-                [messages], chat_template=asked["template"], **asked["variables"]
+            result: Any = chat_template_utils.render_jinja_template(
+                [messages], chat_template=task["template"], **task["variables"]
             )
         except MemoryError:
             return {"problem": "it takes more memory than it may", "at": number}
         except Exception as error:
             return {"problem": f"{error}"[:1000] or type(error).__name__, "at": number}
-        text = made[0][0]
-        letters += len(text)
-        if letters > asked["letters"]:
-            return {"problem": f"it makes more than {asked['letters']:,} letters", "at": number}
+        text = result[0][0]
+        characters += len(text)
+        if characters > task["characters"]:
+            return {"problem": f"it makes more than {task['characters']:,} characters", "at": number}
         rendered.append(text)
     return {"rendered": rendered}
 
 
-def _use_tokenizer(asked: Mapping[str, Any]) -> str | None:
-    """Encode and decode some texts, in the process; what is wrong with the tokenizer."""
+def _use_tokenizer(task: Mapping[str, Any]) -> str | None:
+    """In the subprocess: encode and decode texts. Returns what is wrong with the tokenizer, None if nothing."""
     from tokenizers import Tokenizer
 
-    _limit(asked["cpu"], asked["memory"])
-    texts = asked["texts"]
-    runs = [letter * _RUN + _END for letter in sorted(set("".join(texts)))]
+    _limit(task["cpu"], task["memory"])
+    texts = task["texts"]
+    runs = [character * _RUN + _END for character in sorted(set("".join(texts)))]
     try:
-        tokenizer = Tokenizer.from_str(asked["json"])
+        tokenizer = Tokenizer.from_str(task["json"])
         for text in (*texts, *runs):
             ids = tokenizer.encode(text, add_special_tokens=False).ids
-            if len(ids) > _TOKENS * len(text.encode()):
+            if len(ids) > _MAX_TOKENS_PER_BYTE * len(text.encode()):
                 return f"makes {len(ids):,} tokens of {len(text):,} characters"
             tokenizer.decode(ids, skip_special_tokens=False)
     except BaseException as error:
-        # One that fails says why when it is loaded or used; the library's panics are no Exception.
+        # Its error will be reported when it is loaded or used. The library's panics are not Exceptions.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
     return None

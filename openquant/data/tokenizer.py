@@ -1,9 +1,9 @@
-"""The tokenizer of a checkpoint, of which nothing is executed and nothing fetched.
+"""Loads the tokenizer of a checkpoint, without executing code that comes with it and without downloads.
 
-transformers is given copies of the files that say what a tokenizer is, in a directory of their own: no weights, no
-pickles, no code, no pipes, and nothing that could name a file elsewhere. Chat templates are rendered by sandbox.py.
+transformers gets copies of the tokenizer's files in a temporary directory: no weights, pickles, code or pipes, and no
+settings that name other files. Chat templates are rendered by sandbox.py.
 
-    tokenizer = load(Path("Qwen3-8B"))
+    tokenizer = load_tokenizer(Path("Qwen3-8B"))
     tokenizer.decode(tokenizer.encode("Hello"))         # "Hello"
 """
 
@@ -26,7 +26,7 @@ from .sandbox import Message, check_tokenizer, render
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# What any tokenizer of transformers is made from; the largest known is 35 MB.
+# Files that tokenizers of transformers are loaded from. The largest known has 35 MB.
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model", "spiece.model", "spm.model",
@@ -37,10 +37,10 @@ _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _CLASS = re.compile(r"(?!Auto)\w+(Tokenizer(Fast)?|Backend)", re.ASCII)
 _MAX_FILE = 256 << 20
 _MAX_TEMPLATE = 1 << 20
-# Of a config.json: which classes there are for it, nothing that could be large.
-_OF_CONFIG = ("model_type", "tokenizer_class", "transformers_version")
+# Keys of config.json that AutoTokenizer chooses the class by.
+_CONFIG_KEYS = ("model_type", "tokenizer_class", "transformers_version")
 
-# Held against another tokenizer's: scripts, digits, spaces, code, what only bytes can say.
+# Text by which two tokenizers are compared: scripts, digits, spaces, code, and characters that only bytes can encode.
 PROBE = (
     "The quick brown fox jumps over 13 lazy dogs, 1234567.89 times; isn't it?\n\n\tdef f(x):\n        return {x: [31]}"
     "  # done\r\nGröße naïve cœur Ελληνικά Русский עברית العربية हिन्दी 日本語 한국어 中文 🙂👩\u200d👧 \u202e\x00\ufffd"
@@ -49,14 +49,14 @@ PROBE = (
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer.
+    """A checkpoint's tokenizer.
 
     Attributes:
-        inner: transformers' own.
-        where: its directory, as messages name it.
-        prefix: ids that it sets before every text, such as [2] where there is a token for the beginning.
-        template: its chat template, None if it has none.
-        digest: SHA-256 of the files it was made from, hexadecimal.
+        inner: the tokenizer of transformers.
+        where: the model's name in messages.
+        prefix: token ids that it puts before every text, such as (2,) for a BOS token.
+        template: its chat template; None if it has none.
+        digest: SHA-256 over its files, hexadecimal.
     """
 
     inner: PreTrainedTokenizerBase
@@ -66,24 +66,32 @@ class Tokenizer:
     digest: str
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without any that the tokenizer would add.
+        """Return the token ids of a text, without special tokens that the tokenizer would add.
 
         Raises:
-            SourceError: it cannot.
+            SourceError: the tokenizer fails.
         """
         return _encode(self.inner, text, self.where, special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that ids stand for, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return str(self.inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def chats(
         self, conversations: Sequence[Sequence[Message]], names: Sequence[object], answered: bool = False
     ) -> list[str]:
-        """Conversations in the model's own form; sandbox.render() has the arguments.
+        """Render conversations with the model's chat template.
+
+        Args:
+            conversations: lists of messages, dicts with a `role` and mostly a `content`.
+            names: names of the conversations in error messages, such as "prompts.jsonl line 3".
+            answered: whether the conversations are complete. If not, the template's generation prompt is added.
+
+        Returns:
+            The text of each conversation.
 
         Raises:
-            SourceError: the model has no template, or it fails.
+            SourceError: the model has no template, or the template fails.
         """
         if self.template is None:
             raise SourceError(
@@ -95,44 +103,47 @@ class Tokenizer:
         return render(self.template, conversations, names, variables, answered)
 
     def differences(self, other: Tokenizer) -> tuple[str, ...]:
-        """In what another tokenizer does something else than this one, such as "the chat template"; mostly nothing.
+        """Compare this tokenizer with another by what they do; other spaces in JSON do not count.
 
-        A tokenizer that is only written otherwise, with other spaces in its JSON say, does the same.
+        Returns:
+            What differs, such as "the chat template"; empty if nothing does.
         """
         if self.digest == other.digest:
             return ()
-        found = []
+        differences = []
         ours, theirs = self.inner.get_vocab(), other.inner.get_vocab()
         if ours != theirs:
             count = sum(theirs.get(token) != number for token, number in ours.items()) + len(
                 theirs.keys() - ours.keys()
             )
-            found.append(f"{count} of {len(ours)} tokens")
+            differences.append(f"{count} of {len(ours)} tokens")
         probes = [PROBE, *map(str, self.inner.special_tokens_map.values())]
-        encoded = [(_encode(each.inner, text, each.where) for text in probes) for each in (self, other)]
-        if any(mine != yours for mine, yours in zip(*encoded, strict=True)) or _defined(self) != _defined(other):
-            found.append("how text becomes tokens")
+        encoded = [(_encode(tokenizer.inner, text, tokenizer.where) for text in probes) for tokenizer in (self, other)]
+        if any(mine != yours for mine, yours in zip(*encoded, strict=True)) or _backend_json(self) != _backend_json(
+            other
+        ):
+            differences.append("how text becomes tokens")
         if self.inner.special_tokens_map != other.inner.special_tokens_map:
-            found.append("the special tokens")
+            differences.append("the special tokens")
         if self.template != other.template:
-            found.append("the chat template")
-        return tuple(found)
+            differences.append("the chat template")
+        return tuple(differences)
 
 
 def load_tokenizer(directory: Path, where: str | None = None) -> Tokenizer:
-    """The tokenizer of a checkpoint's directory.
+    """Load the tokenizer of a checkpoint.
 
     Args:
-        directory: where its files lie.
-        where: what messages call it; the directory's path if None.
+        directory: the checkpoint's directory.
+        where: the model's name in messages; None for the directory's path.
 
     Raises:
-        SourceError: there is none, its files are damaged, it is one that transformers cannot load alone, or it takes
-            more time or memory than any that is known.
+        SourceError: there is none, its files are damaged, transformers cannot load it without other code, or it
+            exceeds the sandbox's limits of time and memory.
     """
     where = where or str(directory)
     files = _read(directory)
-    # Some tokenizers are a vocabulary of fewer kinds of files; settings alone are none.
+    # Which files a tokenizer needs depends on its class, but settings alone are never enough.
     if not files.keys() - {*_CONFIGS, *TEMPLATES, "added_tokens.json"}:
         raise SourceError(
             f"{where} has no tokenizer: none of {', '.join(FILES[:1] + FILES[4:9])} is there",
@@ -152,7 +163,7 @@ def load_tokenizer(directory: Path, where: str | None = None) -> Tokenizer:
 
 
 def _read(directory: Path) -> dict[str, bytes]:
-    """The files of a tokenizer that are there."""
+    """Contents of the tokenizer's files, by name."""
     files = {}
     for name in (*FILES, *TEMPLATES):
         path = directory / name
@@ -163,27 +174,27 @@ def _read(directory: Path) -> dict[str, bytes]:
 
 
 def _object(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    found = parse_json(files[name], name) if name in files else {}
-    if not isinstance(found, dict):
-        raise SourceError(f"{name} is {short_repr(found)}, not a JSON object", "download or copy it again")
-    return found
+    value = parse_json(files[name], name) if name in files else {}
+    if not isinstance(value, dict):
+        raise SourceError(f"{name} is {short_repr(value)}, not a JSON object", "download or copy it again")
+    return value
 
 
 def _template(files: dict[str, bytes]) -> str | None:
-    """The chat template, from wherever transformers and engines look for one."""
+    """The chat template, from any of the files that transformers and engines read one from; None without one."""
     if "chat_template.jinja" in files:
         try:
             return files["chat_template.jinja"].decode()
         except UnicodeDecodeError as error:
             raise SourceError(f"chat_template.jinja is not UTF-8: {error}", "download or copy it again") from None
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = _object(files, name).get("chat_template")
-        if isinstance(found, list):
-            # Several, by name: for tools, for documents to quote.
-            named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-            found = named.get("default")
-        if isinstance(found, str):
-            return found
+        template = _object(files, name).get("chat_template")
+        if isinstance(template, list):
+            # Several named templates, such as for tool use and for RAG.
+            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+            template = named.get("default")
+        if isinstance(template, str):
+            return template
     return None
 
 
@@ -193,28 +204,27 @@ def _load(directory: Path, files: dict[str, bytes], where: str) -> PreTrainedTok
     with tempfile.TemporaryDirectory(prefix="openquant-tokenizer-") as folder:
         for name, data in files.items():
             if name in _CONFIGS:
-                data = json.dumps(_harmless(_object(files, name), name)).encode()
+                data = json.dumps(_safe_settings(_object(files, name), name)).encode()
             if name not in TEMPLATES:
                 (Path(folder) / name).write_bytes(data)
-        config = _harmless(read_config(directory), "config.json")
-        config = {key: config[key] for key in _OF_CONFIG if isinstance(config.get(key), str)}
+        config = _safe_settings(read_config(directory), "config.json")
+        config = {key: config[key] for key in _CONFIG_KEYS if isinstance(config.get(key), str)}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         try:
             inner = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, token=False)
             if not isinstance(inner, PreTrainedTokenizerBase):
                 raise TypeError(f"{type(inner).__name__} is no tokenizer")
         except BaseException as error:
-            raise _failed(error, f"the tokenizer of {where} cannot be loaded") from None
+            raise _as_source_error(error, f"the tokenizer of {where} cannot be loaded") from None
     return inner
 
 
-def _harmless(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Settings of a tokenizer without code, without names of files, which would be opened wherever they are, and
-    without templates."""
-    chosen = settings.get("tokenizer_class")
-    # transformers would take any of its names for one, models and functions too.
-    if chosen is not None and not (isinstance(chosen, str) and _CLASS.fullmatch(chosen)):
-        raise SourceError(f"{name} has tokenizer_class {short_repr(chosen)}", "download or copy it again")
+def _safe_settings(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """Settings of a tokenizer without code, file names (which transformers would open) and templates."""
+    class_name = settings.get("tokenizer_class")
+    # transformers would accept any name it exports, also of a model or a function.
+    if class_name is not None and not (isinstance(class_name, str) and _CLASS.fullmatch(class_name)):
+        raise SourceError(f"{name} has tokenizer_class {short_repr(class_name)}", "download or copy it again")
     return {
         key: value
         for key, value in settings.items()
@@ -227,21 +237,21 @@ def _encode(inner: PreTrainedTokenizerBase, text: str, where: str, special: bool
     try:
         return list(inner(text, add_special_tokens=special, verbose=False)["input_ids"])
     except BaseException as error:
-        raise _failed(error, f"the tokenizer of {where} fails on {short_repr(text)}") from None
+        raise _as_source_error(error, f"the tokenizer of {where} fails on {short_repr(text)}") from None
 
 
-def _failed(error: BaseException, what: str) -> BaseException:
-    """What to raise in place of an error of transformers or of the Rust below it, whose panics are no Exception."""
+def _as_source_error(error: BaseException, what: str) -> BaseException:
+    """The SourceError for an error or a Rust panic of transformers' tokenizers; an interrupt is returned as it is."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         return error
-    told = str(error).strip().partition("\n")[0]
+    first_line = str(error).strip().partition("\n")[0]
     return SourceError(
-        f"{what}: {type(error).__name__}: {short_repr(told)}",
+        f"{what}: {type(error).__name__}: {short_repr(first_line)}",
         "see that transformers' AutoTokenizer loads it without trust_remote_code",
     )
 
 
-def _defined(tokenizer: Tokenizer) -> object:
-    """All that a tokenizer does, where it is one of those that are written in one JSON."""
+def _backend_json(tokenizer: Tokenizer) -> object:
+    """The JSON that defines a tokenizer of the Rust library; None for other tokenizers."""
     backend = getattr(tokenizer.inner, "backend_tokenizer", None)
     return backend.to_str() if backend is not None else None

@@ -128,7 +128,7 @@ class ActivationRounding(ModuleHooks[QuantizedInputs]):
         self._clipped = clipped or ClippedCount()
         self._scales: dict[Callable[[], float], float] = {}
 
-    def put(self, values: Tensor, into: QuantizedInputs, place: str) -> Tensor:
+    def on_input(self, values: Tensor, into: QuantizedInputs, place: str) -> Tensor:
         """What the codes of activations stand for."""
         if into not in self._last:
             # One at a time: each takes as much memory as the activations.

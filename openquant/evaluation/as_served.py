@@ -81,7 +81,7 @@ class ServedModel:
             refuse_latent_cache(model.model.config)
             self._cached = cache_scales(checkpoint.tensors)
             names = [name for both in self._cached.values() for name in dict.fromkeys(both) if name is not None]
-            for name, unit in model.units_beside(names).items():
+            for name, unit in model.nearest_units(names).items():
                 self.scales.setdefault(unit, []).append(name)
         self.kept = [
             module for module, weight in model.quantized.items() if entry.rule(weight.module).keep in NEVER_QUANTIZED
@@ -183,7 +183,9 @@ class ServedModel:
         info: TensorInfo = self.checkpoint.tensors[name]
         if math.prod(info.shape) == 0 or info.nbytes > 1 << 20:
             raise SourceError(f"{name} is {info.dtype} {list(info.shape)}, not a scale", "download or save it again")
-        found = float(LazyTensors(self.checkpoint, {}, self.model.traffic.path).of([name])[name][...].float().max())
+        found = float(
+            LazyTensors(self.checkpoint, {}, self.model.shard_provider.path).select([name])[name][...].float().max()
+        )
         if not (math.isfinite(found) and found > 0):
             raise SourceError(f"{name} holds {found:g}, which is not a valid scale", "download or save it again")
         return found

@@ -165,7 +165,7 @@ class _Evaluating:
         with self.settings.supply(wanted) as ways:
             models = self.model, *(output.served.model for output in self.outputs)
             for model, traffic in zip(models, ways, strict=True):
-                model.traffic = traffic
+                model.shard_provider = traffic
             yield
 
     def _measure_the_end(self) -> None:
@@ -321,7 +321,7 @@ class _Evaluating:
 
         def between() -> None:
             for model in models:
-                model.rest()
+                model.release_pages()
 
         for name, parameter in mine.named_parameters():
             if self.model.unit_of(name) != unit:

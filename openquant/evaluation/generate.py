@@ -123,7 +123,7 @@ def side_by_side(
     """
     return [
         {
-            "prompt": prompt.shown,
+            "prompt": prompt.text,
             "source": tokenizer.decode(ours),
             "output": tokenizer.decode(theirs),
             "differs_at": _differs_at(ours, theirs),

@@ -179,9 +179,9 @@ def _place(asked: Evaluate, sources: Sequence[Source]) -> Path:
         return Path(asked.scratch)
     place = next((each.root.parent for each in sources[1:] if each.repo is None), Path())
     if asked.stream and any(each.remote for each in sources):
-        from ..streaming.offload import refuse_memory
+        from ..streaming.offload import require_disk
 
-        refuse_memory(place, "shards")
+        require_disk(place, "shards")
     return place
 
 

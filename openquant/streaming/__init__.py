@@ -1,10 +1,15 @@
-"""A checkpoint's model run one layer at a time, by transformers' classes, in the memory that one layer takes.
+"""Runs a checkpoint's model by transformers' classes, one layer at a time, in the memory that one layer takes.
 
-StreamedModel  a model without weights, made from a config and the headers of shards; loads and frees one unit at a time
-ForwardPass           a forward pass of texts through it, and what comes of it
-run_interleaved            takes Passes through models side by side, reading every weight once
-ShardProvider        how shards that lie elsewhere come before the units that need them
-products_in_float32    products of bfloat16 weights, for CPUs that have none
+A unit is the part of the model that is loaded at once: an embedding table, a decoder layer or the output head.
+
+StreamedModel        a model on placeholders, made from config.json and the shards' headers; loads and frees units
+ForwardPass          one forward pass through it
+run_interleaved      runs forward passes unit by unit, and reads every weight once
+ModuleHooks          observes or replaces the inputs of layers
+OffloadFile          a file for hidden states that do not fit into memory
+PassCheckpoint       a file that forward passes are saved to, so that a stopped run continues
+ShardProvider        downloads or finds the shards that a unit needs
+products_in_float32  fast products of bfloat16 matrices on CPUs without instructions for them
 
 streamed = StreamedModel(open_checkpoint(path))
 run_interleaved([[ForwardPass(streamed, lambda: streamed.model(input_ids=ids, use_cache=False).logits)]], finished=show)

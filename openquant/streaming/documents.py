@@ -1,4 +1,4 @@
-"""Documents shared out among several processes."""
+"""Divides documents among ranks."""
 
 from __future__ import annotations
 
@@ -6,23 +6,36 @@ from typing import Any, Protocol
 
 
 class DocumentRanks(Protocol):
-    """This process among those that share an evaluation, such as distributed.Ranks.
+    """What is needed of ranks to share documents; distributed.Ranks has it.
 
     Attributes:
-        rank: its number, the first is 0.
-        size: how many there are.
+        rank: number of this process, from 0.
+        size: the number of processes.
     """
 
     rank: int
     size: int
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Give bytes to the first, which gets those of all others in their order; the others get none."""
+        """Gather bytes in rank 0, which gets those of the other ranks in their order; others get an empty list."""
 
-    def agree(self, error: Exception | None, fact: Any = None) -> list[Any]:
-        """Tell all what JSON can hold; what each told, in their order."""
+    def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
+        """All-gather a small value. Raises if this rank or another has an error.
+
+        Args:
+            error: what stopped this rank, or None.
+            value: anything that JSON can hold.
+
+        Returns:
+            The value of each rank, in order of the ranks.
+        """
 
 
 def documents_of_rank(documents: int, team: DocumentRanks | None) -> range:
-    """Numbers of the documents that are this process's; the first has the first one."""
+    """Return the numbers of this rank's documents, every `size`-th of them.
+
+    Args:
+        documents: the number of documents.
+        team: the ranks; None for a single process, which has all documents.
+    """
     return range(documents) if team is None else range(team.rank, documents, team.size)

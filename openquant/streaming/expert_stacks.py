@@ -1,7 +1,7 @@
-"""Experts that a checkpoint holds one by one, put back into the stacks that transformers' classes have.
+"""Stacks the experts that a checkpoint has one by one, as transformers' classes have them.
 
-Engines load quantized experts one by one, so that is how they are written, also where the source has them stacked. The
-registry says how such a stack is laid out; transformers itself puts only those together that were published split.
+Engines load quantized experts one by one, so openquant writes them one by one even if the source has them stacked. The
+registry has the layout of each stack. transformers' loader stacks only experts that were published one by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from ..registry.architecture import StackedExperts
 
 
 class StackMember(NamedTuple):
-    """One projection of one expert: which expert, which part of the stack, the name of its tensor."""
+    """One projection of one expert.
+
+    Attributes:
+        expert: number of the expert.
+        part: number of the projection among the stack's `layout.parts`, such as 1 for up in gate_up.
+        name: name of its tensor.
+    """
 
     expert: int
     part: int
@@ -26,12 +32,12 @@ class StackMember(NamedTuple):
 
 
 class ExpertStack(NamedTuple):
-    """A tensor that a checkpoint holds in pieces.
+    """A stacked tensor whose experts a checkpoint has one by one.
 
     Attributes:
-        info: what it would be; of the dtype of its first member.
-        layout: how it is laid out.
-        members: what it is made of.
+        info: its name, shape [experts, out, in] or transposed [experts, in, out], and the dtype of its first member.
+        layout: its layout in the registry.
+        members: the projections it is made of, by expert and part.
     """
 
     info: TensorInfo
@@ -39,49 +45,56 @@ class ExpertStack(NamedTuple):
     members: tuple[StackMember, ...]
 
     def make(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """The stack, of tensors [out, in] that `read` gives by name."""
-        made = None
+        """Make the stacked tensor, of shape `info.shape`.
+
+        Args:
+            read: returns the tensor [out, in] of a name.
+        """
+        stacked = None
         for member in self.members:
-            piece = read(member.name)
-            if made is None:
-                made = torch.empty(self.info.shape, dtype=piece.dtype)
-            rows = made[member.expert].T if self.layout.transposed else made[member.expert]
-            rows[member.part * len(piece) : (member.part + 1) * len(piece)] = piece
-        assert made is not None
-        return made
+            matrix = read(member.name)
+            if stacked is None:
+                stacked = torch.empty(self.info.shape, dtype=matrix.dtype)
+            rows = stacked[member.expert].T if self.layout.transposed else stacked[member.expert]
+            rows[member.part * len(matrix) : (member.part + 1) * len(matrix)] = matrix
+        assert stacked is not None
+        return stacked
 
 
 def find_expert_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> dict[str, ExpertStack]:
-    """The stacks that tensors are pieces of, by each name that the stack may have.
+    """Find the stacks that a checkpoint's experts belong to.
 
     Args:
-        architecture: as in config.json.
-        tensors: those of the checkpoint that the model has no place for, by name.
+        architecture: the class that config.json names.
+        tensors: the checkpoint's tensors that the model has no parameter for, by name.
+
+    Returns:
+        Each complete stack under both names it may have: of a parameter, and of a module's weight.
     """
-    found: dict[str, ExpertStack] = {}
+    stacks: dict[str, ExpertStack] = {}
     for experts in MODELS[architecture].experts if architecture in MODELS else ():
         for layout in experts.stacked:
             parts = "|".join(map(re.escape, layout.parts))
             pattern = re.compile(rf"(.*){re.escape(experts.path)}\.(\d{{1,6}})\.({parts})\.weight")
-            places: dict[str, list[StackMember]] = {}
+            members_of: dict[str, list[StackMember]] = {}
             for name in tensors:
                 match = pattern.fullmatch(name)
                 if match:
-                    place = match[1] + experts.place
-                    places.setdefault(place, []).append(StackMember(int(match[2]), layout.parts.index(match[3]), name))
-            for place, members in places.items():
-                # Some are a module's weight.
-                for name in (f"{place}.{layout.name}", f"{place}.{layout.name}.weight"):
+                    module = match[1] + experts.place
+                    member = StackMember(int(match[2]), layout.parts.index(match[3]), name)
+                    members_of.setdefault(module, []).append(member)
+            for module, members in members_of.items():
+                for name in (f"{module}.{layout.name}", f"{module}.{layout.name}.weight"):
                     stack = _stack(name, layout, sorted(members), tensors)
                     if stack is not None:
-                        found[name] = stack
-    return found
+                        stacks[name] = stack
+    return stacks
 
 
 def _stack(
     name: str, layout: StackedExperts, members: list[StackMember], tensors: Mapping[str, TensorInfo]
 ) -> ExpertStack | None:
-    """A stack of members; None where some are missing or of another shape, whose places then stay empty."""
+    """The stack of these members; None if some are missing or have another shape."""
     count = members[-1].expert + 1
     shapes = {tensors[member.name].shape for member in members}
     complete = [(member.expert, member.part) for member in members] == [

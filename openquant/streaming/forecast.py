@@ -1,8 +1,8 @@
-"""How long a run will take, estimated from the steps that are done and corrected with each further one.
+"""Estimates how long a run will still take, from the steps that are done.
 
 forecast = Forecast({"model.layers.0": 1.0, "model.layers.1": 1.0, "lm_head": 9.0})
 forecast.done("model.layers.0")
-forecast.remaining()        # ten times what that took, in seconds
+forecast.remaining()        # seconds: ten times what model.layers.0 took
 """
 
 from __future__ import annotations
@@ -12,44 +12,45 @@ from collections.abc import Callable, Mapping
 
 
 class Forecast:
-    """Estimates the seconds that are left. Time counts from when it is made.
+    """Estimates the remaining seconds of a run that starts when this object is made.
 
     Args:
-        costs: of each step, in the order they are done, what it takes in proportion to other steps. Steps of equal
-            cost are of one kind: until one of a kind is done, its time follows from the cost and from all that are.
-        clock: seconds.
+        costs: relative cost of each step, in the order they are done. Steps of equal cost are of one kind, and take as
+            long as those of this kind that are done. If none is, the time per cost of all done steps is used.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, costs: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
-        self._left = dict(costs)
+        self._remaining_costs = dict(costs)
+        # Seconds of steps whose duration is known beforehand.
         self._seconds: dict[str, float] = {}
-        # By cost: the steps of that kind that are done, and the seconds they took.
+        # By cost: the number of done steps of that kind, and the seconds they took together.
         self._done: dict[float, tuple[int, float]] = {}
         self._clock = clock
         self._last = clock()
 
     def expect(self, step: str, seconds: float) -> None:
-        """Add a step of which it is known how long it takes; or say that of one which is still to be done."""
-        self._left.setdefault(step, 0.0)
+        """Set the seconds that a step will take, and add it if it is new."""
+        self._remaining_costs.setdefault(step, 0.0)
         self._seconds[step] = seconds
 
     def restart(self) -> None:
-        """Leave out the time since the last step: it belongs to none."""
+        """Ignore the time since the last step, which belongs to none."""
         self._last = self._clock()
 
     def done(self, step: str) -> None:
-        """A step is done, and took the time since the last one. Those before it that are left will not be done."""
+        """Note that a step is done, which took the time since the last one. Steps before it are skipped."""
         now = self._clock()
-        if step in self._left:
-            names = list(self._left)
-            costs = [self._left.pop(name) for name in names[: names.index(step) + 1]]
+        if step in self._remaining_costs:
+            names = list(self._remaining_costs)
+            costs = [self._remaining_costs.pop(name) for name in names[: names.index(step) + 1]]
             if step not in self._seconds:
                 count, seconds = self._done.get(costs[-1], (0, 0.0))
                 self._done[costs[-1]] = count + 1, seconds + now - self._last
         self._last = now
 
     def remaining(self) -> float | None:
-        """About how many seconds are left; None before a step is done by which that can be estimated."""
+        """Return the estimated remaining seconds; None until a step is done that they can be estimated from."""
         total = sum(cost * count for cost, (count, _) in self._done.items())
         if not total:
             return None
@@ -59,13 +60,13 @@ class Forecast:
             count, seconds = self._done.get(cost, (0, 0.0))
             return self._seconds[step] if step in self._seconds else seconds / count if count else cost * rate
 
-        left = [expected(step, cost) for step, cost in self._left.items()]
-        # Of the step that is being done, as much as has passed, and no more than all of it.
-        return sum(left) - min(self._clock() - self._last, *left[:1]) if left else 0.0
+        estimates = [expected(step, cost) for step, cost in self._remaining_costs.items()]
+        # The current step's elapsed time is subtracted, up to its estimate.
+        return sum(estimates) - min(self._clock() - self._last, *estimates[:1]) if estimates else 0.0
 
 
 def spoken(seconds: float) -> str:
-    """A time for people: "5 seconds", "3 minutes", "2.5 hours"."""
+    """Format a duration in seconds: "5 seconds", "3 minutes", "2.5 hours"."""
     if seconds < 1.5:
         return "1 second"
     if seconds < 90:

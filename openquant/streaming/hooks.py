@@ -1,6 +1,7 @@
-"""What goes into a model's layers, on its way there: looked at, or changed before it is computed with.
+"""Hooks on the inputs of a model's layers, which observe activations or replace them.
 
-Stacked experts are one module of transformers, and two of its inputs count: what goes into gate and up, and into down.
+transformers computes the stacked experts of a layer in one module, which has two hook points: the input of gate and up,
+and the input of down.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from torch.overrides import TorchFunctionMode
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Parameters of stacked experts, by what goes into them.
+# Names of the parameters of stacked experts: those that the module's input goes into, and the one after the gate.
 FIRST, DOWN = ("gate_up_proj", "gate_proj", "up_proj"), ("down_proj",)
 
 
 @dataclass
 class RoutedTokens:
-    """Which tokens go to which experts of a module, as it is called.
+    """The routing of one call of a module of stacked experts: which tokens go to which experts.
 
     Attributes:
-        experts: how many it holds.
-        chosen: int64 [tokens, k], the experts of each token; some routers choose one that does nothing, beyond the
-            last. None where all experts get as many rows, one below the other, of zeros where a token is not theirs.
-        passed: how many rows have come that are sorted by experts.
+        experts: the number of experts in the module.
+        chosen: int64 [tokens, k], the experts of each token. Some routers also choose a number beyond the last expert,
+            which computes nothing. None if the module's input is one block of rows for each expert, as in Llama 4,
+            with zeros for tokens that do not go to it.
+        passed: the number of rows that `split_sorted` has divided so far.
     """
 
     experts: int
@@ -38,23 +40,38 @@ class RoutedTokens:
     passed: int = 0
 
     def counts(self) -> Tensor | None:
-        """How many tokens each expert has, int64 [experts]; None where that is not told."""
+        """Count the tokens of each expert: int64 [experts] on the CPU; None if `chosen` is."""
         if self.chosen is None:
             return None
         return torch.bincount(self.chosen.reshape(-1), minlength=self.experts)[: self.experts].cpu()
 
-    def of(self, expert: int, rows: Tensor) -> Tensor:
-        """Those that go to an expert, of rows [n, in] that go into gate and up."""
+    def rows_of(self, expert: int, rows: Tensor) -> Tensor:
+        """Select the rows that go to an expert.
+
+        Args:
+            expert: its number.
+            rows: inputs of gate and up, [tokens, in].
+
+        Returns:
+            Its rows, [expert's tokens, in].
+        """
         if self.chosen is None:
-            own = rows.reshape(self.experts, -1, rows.shape[-1])[expert]
-            return own[own.any(-1)]
+            block = rows.reshape(self.experts, -1, rows.shape[-1])[expert]
+            return block[block.any(-1)]
         return rows[(self.chosen.reshape(len(rows), -1) == expert).any(-1)]
 
-    def of_sorted(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """The next rows [n, in] that go into down, by expert: all at once, or those of one expert after another."""
+    def split_sorted(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Divide inputs of down, which are sorted by expert.
+
+        Args:
+            rows: the next rows [n, in]; transformers passes all at once, or those of one expert in each call.
+
+        Returns:
+            Number of each expert that has some of these rows, and its rows [m, in].
+        """
         counts = self.counts()
         if counts is None:
-            yield from ((expert, self.of(expert, rows)) for expert in range(self.experts))
+            yield from ((expert, self.rows_of(expert, rows)) for expert in range(self.experts))
             return
         begin, end = self.passed, 0
         self.passed += len(rows)
@@ -66,11 +83,11 @@ class RoutedTokens:
 
 @dataclass(frozen=True)
 class ExpertWeights(Generic[T]):
-    """What is said of a module that holds the stacked experts of a layer; None for what stays as it is.
+    """What a hook needs to know at the two hook points of a module of stacked experts, such as their observers.
 
     Attributes:
-        first: of what goes into gate and up.
-        down: of what goes into down.
+        first: for the input of gate and up; None for no hook.
+        down: for the input of down; None for no hook.
     """
 
     first: T | None
@@ -78,48 +95,51 @@ class ExpertWeights(Generic[T]):
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Whether a module is one of stacked experts, of transformers' usual kind: others compute in a way of their own."""
+    """Whether a module has stacked experts that transformers' common code computes, so that hooks know its inputs."""
     return hasattr(module, "is_concatenated")
 
 
 class ModuleHooks(ABC, Generic[T]):
-    """Calls `put` for what goes into layers, while it is on.
+    """Calls `on_input` with the inputs of layers while it is on. T is what a subclass knows of a layer.
 
     Args:
-        model: the model.
-        layers: what is said of its Linears, by module name.
-        experts: the same of its modules of stacked experts.
+        model: the model that hooks are registered on.
+        layers: for each hooked nn.Linear, by module name, what is passed to `on_input`.
+        experts: the same for modules of stacked experts.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, T], experts: Mapping[str, ExpertWeights[T]]) -> None:
         self._active = False
-        # The last activations and what was made of them, by a key that each kind of interception has for itself.
+        # The last activations and what was computed from them, by a key that the subclass chooses.
         self._last: dict[Any, tuple[Tensor, Any]] = {}
-        for name, each in layers.items():
-            model.get_submodule(name).register_forward_pre_hook(self._hook(each, name), with_kwargs=True)
-        # How each module of experts is called, while it computes.
+        for name, layer in layers.items():
+            model.get_submodule(name).register_forward_pre_hook(self._input_hook(layer, name), with_kwargs=True)
+        # Routing of each module of experts in its current call; None if the module does not say.
         self._routed: dict[str, RoutedTokens | None] = {}
-        for name, both in experts.items():
+        for name, points in experts.items():
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(self._routing(name), with_kwargs=True)
-            if both.first is not None:
-                module.register_forward_pre_hook(self._hook(both.first, name), with_kwargs=True)
-            if both.down is not None:
-                self._wrap(module, both.down, name)
+            module.register_forward_pre_hook(self._routing_hook(name), with_kwargs=True)
+            if points.first is not None:
+                module.register_forward_pre_hook(self._input_hook(points.first, name), with_kwargs=True)
+            if points.down is not None:
+                self._hook_down(module, points.down, name)
 
     @abstractmethod
-    def put(self, values: Tensor, into: T, place: str) -> Tensor:
-        """What is computed with in place of activations [..., in].
+    def on_input(self, values: Tensor, layer: T, module_name: str) -> Tensor:
+        """Observe or replace a layer's input.
 
         Args:
-            values: what was to go in.
-            into: what is said of the layer.
-            place: the name of its module.
+            values: the input, [..., in].
+            layer: what was passed for the layer to the constructor.
+            module_name: the name of its module.
+
+        Returns:
+            What the layer computes with, [..., in].
         """
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Meanwhile `put` is called; for Pass.around."""
+        """Call `on_input` inside this context; for `ForwardPass.around`."""
         self._active = True
         try:
             yield
@@ -129,72 +149,73 @@ class ModuleHooks(ABC, Generic[T]):
             self._routed.clear()
 
     def _once(self, key: Any, values: Tensor, make: Callable[[], R]) -> R:
-        """What `make` gives for activations, made once where several layers have the same: q, k and v, gate and up."""
+        """Return what `make` returns, computed once for layers with the same input: q, k and v, or gate and up."""
         last = self._last.get(key)
         if last is None or last[0] is not values:
             last = self._last[key] = values, make()
-        found: R = last[1]
-        return found
+        result: R = last[1]
+        return result
 
-    def _routing(self, place: str) -> Callable[..., None]:
+    def _routing_hook(self, module_name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._active:
                 return
-            # After what goes into them, modules of stacked experts are told the experts of each token.
+            # The second argument of modules of stacked experts has the experts of each token.
             _, *others = (*args, *kwargs.values())
-            experts = next(len(held) for name in (*FIRST, *DOWN) if (held := getattr(module, name, None)) is not None)
+            stacks = (getattr(module, name, None) for name in (*FIRST, *DOWN))
+            experts = next(len(stack) for stack in stacks if stack is not None)
             if not others:
-                self._routed[place] = RoutedTokens(experts, None)
+                self._routed[module_name] = RoutedTokens(experts, None)
             elif isinstance(others[0], Tensor) and not others[0].is_floating_point():
-                self._routed[place] = RoutedTokens(experts, others[0])
+                self._routed[module_name] = RoutedTokens(experts, others[0])
             else:
-                self._routed[place] = None
+                self._routed[module_name] = None
 
         return before
 
-    def _hook(self, into: T, place: str) -> Callable[..., Any]:
+    def _input_hook(self, layer: T, module_name: str) -> Callable[..., Any]:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not self._active:
                 return None
             if args:
-                return (self.put(args[0], into, place), *args[1:]), kwargs
-            # The first argument, by its name: hidden_states of experts, input of a Linear.
+                return (self.on_input(args[0], layer, module_name), *args[1:]), kwargs
+            # Called by keyword: hidden_states of experts, input of a Linear.
             first = next(iter(kwargs))
-            return args, {**kwargs, first: self.put(kwargs[first], into, place)}
+            return args, {**kwargs, first: self.on_input(kwargs[first], layer, module_name)}
 
         return before
 
-    def _wrap(self, module: nn.Module, into: T, place: str) -> None:
-        """Intercept what stacked experts put into down: what comes out of the gate, or of the activation function."""
+    def _hook_down(self, module: nn.Module, layer: T, module_name: str) -> None:
+        """Hook the input of down in stacked experts, which is the output of the gate or of the activation function."""
         name = "_apply_gate" if getattr(module, "has_gate", True) else "act_fn"
         if not hasattr(module, name):
-            self._wrap_forward(module, into, place)
+            self._hook_down_product(module, layer, module_name)
             return
         original = getattr(module, name)
-        # Not setattr of a function where a module was: torch would refuse it.
+        # Not by setattr: torch refuses to replace a module by a function.
         module.__dict__[name] = lambda *args: (
-            self.put(original(*args), into, place) if self._active else original(*args)
+            self.on_input(original(*args), layer, module_name) if self._active else original(*args)
         )
 
-    def _wrap_forward(self, module: nn.Module, into: T, place: str) -> None:
-        """The same of Llama 4's, in whose forward the gate has no function of its own."""
+    def _hook_down_product(self, module: nn.Module, layer: T, module_name: str) -> None:
+        """Hook the input of down in Llama 4's experts, whose forward computes the gate inline."""
         original = module.forward
 
         def forward(*args: Any) -> Any:
             if not self._active:
                 return original(*args)
-            with _Multiplied(module.down_proj, lambda values: self.put(values, into, place)):
+            with _ReplaceFactor(module.down_proj, lambda values: self.on_input(values, layer, module_name)):
                 return original(*args)
 
         module.__dict__["forward"] = forward
 
 
-class _Multiplied(TorchFunctionMode):
-    """Meanwhile what is multiplied by a parameter is changed before.
+class _ReplaceFactor(TorchFunctionMode):
+    """Replaces the first argument of products with a parameter.
 
     Args:
-        parameter: the second argument of a product.
-        change: makes of its first what is multiplied.
+        parameter: the second argument of the products.
+        change: returns what replaces the first.
     """
 
     def __init__(self, parameter: object, change: Callable[[Tensor], Tensor]) -> None:

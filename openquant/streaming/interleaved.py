@@ -1,15 +1,18 @@
-"""Passes through models side by side: each is suspended wherever a unit is called, and every weight is read once.
+"""Runs forward passes through models interleaved, so that every weight is read once.
 
-A model's own `forward` runs once for each pass, in a greenlet that is suspended wherever a unit is called. The driver
-loads a unit, computes it for all passes that wait for it, and frees its weights; so only one unit's are in memory, and
-no architecture is known here.
+A unit is the part of a model that is loaded at once, as in FSDP: an embedding table, a decoder layer or the output
+head. The model's own `forward` runs once for each pass, in a greenlet that is suspended wherever a unit is called. The
+driver loads the unit, computes it for all passes that wait for it, and frees its weights. So the weights of one unit
+are in memory at a time, and this module knows no architecture.
 
-All greenlets run in the caller's thread and share its state: the driver enters inference mode once around all of them.
+All greenlets run in the caller's thread and share its state: the driver enters inference mode once for all of them.
 Each has its own context variables, empty at first.
 
     streamed = StreamedModel(open_checkpoint(path))
-    passes = [Pass(streamed, lambda ids=ids: streamed.model(input_ids=ids, use_cache=False).logits) for ids in batches]
-    run([[each] for each in passes], finished=lambda group, number, logits: ...)
+    passes = [
+        ForwardPass(streamed, lambda ids=ids: streamed.model(input_ids=ids, use_cache=False).logits) for ids in texts
+    ]
+    run_interleaved([[forward_pass] for forward_pass in passes], finished=lambda batch, number, logits: ...)
 """
 
 from __future__ import annotations
@@ -36,12 +39,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ForwardPass(Generic[T]):
-    """One forward pass over one batch.
+    """One forward pass of one model over one text or a few.
 
     Attributes:
-        model: what it runs.
-        body: calls `model.model` and makes of its output what is wanted; in a greenlet of its own, in inference mode.
-        around: entered whenever one of the model's units is computed for this pass.
+        model: the model it runs.
+        body: calls `model.model` and returns the pass's result, such as logits. It runs in its own greenlet, in
+            inference mode.
+        around: makes a context manager, entered whenever one of the model's units is computed for this pass.
     """
 
     model: StreamedModel
@@ -49,85 +53,102 @@ class ForwardPass(Generic[T]):
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-class _Suspended(Generic[T]):
+class _SuspendedPass(Generic[T]):
     """A pass in its greenlet, suspended wherever a unit is called.
 
-    A greenlet is a call stack of its own. Control goes from one to the other in a single call, which an interrupt comes
-    before or after. What raises in the greenlet of a pass, KeyboardInterrupt too, raises in the driver that resumed it.
+    A greenlet is a call stack of its own. Control goes from one to the other in a single call, so an interrupt comes
+    before or after it. What raises in a pass's greenlet, KeyboardInterrupt too, raises in the driver that resumed it.
+
+    Attributes:
+        forward_pass: the pass.
+        batch: number of its batch.
+        number: its number in the batch.
+        unit: the unit it waits for.
+        call: positional and keyword arguments that it calls the unit with.
+        done: whether it returned or was abandoned.
+        value: what its body returned.
+        offloaded: its large tensors, which can be moved to a file.
     """
 
-    def __init__(self, of: ForwardPass[T], group: int, number: int) -> None:
-        self.of, self.group, self.number = of, group, number
+    def __init__(self, forward_pass: ForwardPass[T], batch: int, number: int) -> None:
+        self.forward_pass, self.batch, self.number = forward_pass, batch, number
         self.unit = ""
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self.done = False
         self.value: T
-        self.held = OffloadedTensors()
-        # Nothing on its stack refers to this object: without a cycle its frames are freed as soon as nobody needs it.
-        self.greenlet = greenlet(lambda _, body=of.body: body())
+        self.offloaded = OffloadedTensors()
+        # Nothing on the greenlet's stack refers to this object: a cycle would keep its frames alive.
+        self.greenlet = greenlet(lambda _, body=forward_pass.body: body())
 
-    def resume(self, result: Any = None) -> None:
-        """Run it on to the next unit or to its end.
+    @property
+    def model(self) -> StreamedModel:
+        return self.forward_pass.model
+
+    def resume(self, output: Any = None) -> None:
+        """Run the pass up to its next unit or its end.
 
         Args:
-            result: what the unit it waits for gave.
+            output: what the unit it waits for returned.
 
         Raises:
-            BaseException: what it raised.
+            BaseException: what the body raised.
         """
-        given = self.greenlet.switch(result)
+        switched = self.greenlet.switch(output)
         if self.greenlet.dead:
-            self.value, self.done = given, True
+            self.value, self.done = switched, True
         else:
-            self.unit, args, kwargs = given
+            self.unit, args, kwargs = switched
             self.call = args, kwargs
 
     def abandon(self) -> None:
-        """End it, wherever it is, and free what its frames hold."""
+        """End the pass wherever it is, and free what its frames refer to."""
         self.call, self.done = ((), {}), True
         while not self.greenlet.dead:
             self.greenlet.throw()
 
 
 def run_interleaved(
-    groups: Sequence[Sequence[ForwardPass[T]]],
+    batches: Sequence[Sequence[ForwardPass[T]]],
     *,
     finished: Callable[[int, int, T], None],
     after_unit: Callable[[str, int, int, torch.Tensor], None] | None = None,
     scratch: OffloadFile | None = None,
     until: str | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    kept: PassCheckpoint | None = None,
-    again: Callable[[str], bool] | None = None,
+    checkpoint: PassCheckpoint | None = None,
+    recompute: Callable[[str], bool] | None = None,
 ) -> None:
-    """Run passes together, unit by unit; every weight is read once.
+    """Run forward passes together, unit by unit, so that every weight is read once.
 
-    The passes of a group go side by side: after a unit group by group, in each pass by pass, with that unit of all
-    models loaded. After the last unit, the head, a pass runs to its end at once, so that only one group's logits exist
-    at a time.
+    A batch is a list of passes that belong together, such as one text through the source and through each output. Each
+    unit is computed batch by batch, and in a batch pass by pass, with that unit of all models loaded. After the last
+    unit, the head, a pass runs to its end at once, so the logits of only one batch exist at a time.
 
     Args:
-        groups: the passes; ranks of several processes take shares of the groups.
-        finished: told what a pass's body returned: group, number in the group, value.
-        after_unit: told what a unit gave: its name, group, number in the group, hidden state. What it keeps of that is
-            valid until the group's last pass is through the unit.
-        scratch: where hidden states of groups that wait go beyond its budget; if None they stay in memory.
-        until: the unit after which all passes end, before the next is loaded; `finished` is told nothing then.
-        progress: told a unit, how many groups are through it, and how many there are; 0 where one went through it for
-            `again`.
-        kept: where passes of one model are kept as they wait, and go on from if they were before.
-        again: asked of a unit of one model before it is computed: whether all passes are to be taken through it once
-            more, and wait for it as before. What it gives then goes nowhere.
+        batches: the passes.
+        finished: called with batch number, number in the batch and the value that the body returned.
+        after_unit: called with unit name, batch number, number in the batch and hidden state [batch, tokens, hidden].
+            The hidden state is valid until the batch's last pass is through the unit.
+        scratch: file for hidden states of waiting batches that exceed its memory budget; None keeps all in memory.
+        until: the last unit to compute. All passes are abandoned after it, and `finished` is not called.
+        progress: called with unit name, how many batches are through it, and the number of batches. The second is 0
+            while a unit is computed for `recompute`.
+        checkpoint: file that waiting passes of a single model are saved to, and continued from if it has any.
+        recompute: called with the unit of a single model before it is computed. While it returns True, the unit is
+            computed for all passes and its outputs are discarded. GPTQ does this to collect Hessians before it rounds.
 
     Raises:
         OpenQuantError: a weight is missing or cannot be read, or a unit cannot be computed.
         BaseException: what a body, `finished` or `after_unit` raised.
     """
-    if kept is not None:
-        units = {unit for group in groups for each in group for unit in each.model.units}
-        kept.require_units(units, until or "")
-    passes = [[_Suspended(each, at, number) for number, each in enumerate(group)] for at, group in enumerate(groups)]
-    models = list({id(each.of.model): each.of.model for group in passes for each in group}.values())
+    if checkpoint is not None:
+        units = {unit for batch in batches for forward_pass in batch for unit in forward_pass.model.units}
+        checkpoint.require_units(units, until or "")
+    suspended_batches = [
+        [_SuspendedPass(forward_pass, at, number) for number, forward_pass in enumerate(batch)]
+        for at, batch in enumerate(batches)
+    ]
+    models = list({id(waiting.model): waiting.model for batch in suspended_batches for waiting in batch}.values())
     with (
         memory_used_again(),
         transformers_internals.quiet_transformers(),
@@ -135,21 +156,22 @@ def run_interleaved(
         _Driver(models) as driver,
     ):
         try:
-            _drive(driver, passes, finished, after_unit, scratch, until, progress, kept, again)
+            _run_units(driver, suspended_batches, finished, after_unit, scratch, until, progress, checkpoint, recompute)
         finally:
-            for each in (each for group in passes for each in group):
-                each.abandon()
+            for suspended_batch in suspended_batches:
+                for suspended in suspended_batch:
+                    suspended.abandon()
 
 
 class _Driver:
-    """Models whose units hand their calls over; a context manager."""
+    """Context manager in which calls of the models' units suspend the pass that makes them."""
 
     def __init__(self, models: list[StreamedModel]) -> None:
         self.models = models
         self.running: greenlet | None = None
         self.forwards: dict[tuple[int, str], Callable[..., Any]] = {}
         # The greenlet that loads and computes units, the parent of all passes.
-        self.own: Any = getcurrent()
+        self.main_greenlet: Any = getcurrent()
         self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     def __enter__(self) -> _Driver:
@@ -157,190 +179,193 @@ class _Driver:
             for model in self.models:
                 model.load(REST)
                 for name, module in model.units.items():
-                    # A caller may have put one of its own in the class's place.
+                    # A caller may have replaced the class's forward in this instance.
                     self._replaced.append((module, module.__dict__.get("forward")))
                     self.forwards[id(model), name] = module.forward
-                    module.forward = self._stub(name, module.forward)
+                    module.forward = self._suspending(name, module.forward)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for module, own in self._replaced:
+        for module, instance_forward in self._replaced:
             module.__dict__.pop("forward", None)
-            if own is not None:
-                module.forward = own
+            if instance_forward is not None:
+                module.forward = instance_forward
         for model in self.models:
             model.free(REST)
 
-    def _stub(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _suspending(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if getcurrent() is not self.running:
                 return forward(*args, **kwargs)
-            return self.own.switch((name, args, kwargs))
+            return self.main_greenlet.switch((name, args, kwargs))
 
         return call
 
-    def resume(self, each: _Suspended[Any], result: Any = None) -> None:
-        """Let a pass run on."""
-        self.running = each.greenlet
-        each.resume(result)
+    def resume(self, suspended: _SuspendedPass[Any], output: Any = None) -> None:
+        """Run a pass up to its next unit or its end; `output` is what the unit it waits for returned."""
+        self.running = suspended.greenlet
+        suspended.resume(output)
 
-    def compute(self, each: _Suspended[Any]) -> Any:
-        """What the unit gives that a pass waits for."""
-        args, kwargs = each.call
-        each.call = (), {}
-        model = each.of.model
+    def compute(self, suspended: _SuspendedPass[Any]) -> Any:
+        """Compute the unit that a pass waits for, and return its output."""
+        args, kwargs = suspended.call
+        suspended.call = (), {}
+        model = suspended.model
         for other in self.models:
             if other is not model:
-                other.rest()
+                other.release_pages()
         try:
-            with each.of.around():
-                forward = self.forwards[id(model), each.unit]
-                if model.units[each.unit] is model.model.get_input_embeddings():
-                    return model.look_up(forward, args, kwargs)
-                if model.units[each.unit] is transformers_internals.output_head(model.model):
-                    return model.project(forward, args, kwargs)
+            with suspended.forward_pass.around():
+                forward = self.forwards[id(model), suspended.unit]
+                if model.units[suspended.unit] is model.model.get_input_embeddings():
+                    return model.embed_in_pieces(forward, args, kwargs)
+                if model.units[suspended.unit] is transformers_internals.output_head(model.model):
+                    return model.project_in_pieces(forward, args, kwargs)
                 return forward(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, NotImplementedError) as error:
             raise OpenQuantError(
-                f"{each.unit} of {type(model.model).__name__} cannot be computed: {str(error).strip()[:300]}",
+                f"{suspended.unit} of {type(model.model).__name__} cannot be computed: {str(error).strip()[:300]}",
                 "transformers' model fails on these weights or this text",
             ) from error
 
 
-def _drive(
+def _run_units(
     driver: _Driver,
-    groups: list[list[_Suspended[T]]],
+    batches: list[list[_SuspendedPass[T]]],
     finished: Callable[[int, int, T], None],
     after_unit: Callable[[str, int, int, torch.Tensor], None] | None,
     scratch: OffloadFile | None,
     until: str | None,
     progress: Callable[[str, int, int], None] | None,
-    kept: PassCheckpoint | None,
-    again: Callable[[str], bool] | None,
+    checkpoint: PassCheckpoint | None,
+    recompute: Callable[[str], bool] | None,
 ) -> None:
-    store = HiddenStateStore(scratch, len(groups))
-    for group in groups:
-        for each in group:
-            driver.resume(each)
-            _end(each, finished)
-        store.put_away(group)
-    while waiting := [each for group in groups for each in group if not each.done]:
-        # Of each model the unit that the first of its passes waits for.
+    store = HiddenStateStore(scratch, len(batches))
+    for batch in batches:
+        for suspended in batch:
+            driver.resume(suspended)
+            _report_end(suspended, finished)
+        store.offload(batch)
+    while waiting := [suspended for batch in batches for suspended in batch if not suspended.done]:
+        # For each model, the unit that the first of its passes waits for.
         units: dict[int, tuple[StreamedModel, str]] = {}
-        for each in waiting:
-            units.setdefault(id(each.of.model), (each.of.model, each.unit))
-        if kept is not None and _go_on(driver, groups, store, kept, progress):
+        for suspended in waiting:
+            units.setdefault(id(suspended.model), (suspended.model, suspended.unit))
+        if checkpoint is not None and _skip_computed(driver, batches, store, checkpoint, progress):
             continue
-        last = until in [unit for _, unit in units.values()]
+        is_last = until in [unit for _, unit in units.values()]
         for model, unit in units.values():
             model.load(unit)
-            if not last:
-                model.expect(model.following[unit])
-        while again is not None and again(waiting[0].unit):
-            _rehearse(driver, groups, store, progress)
-        # Of a pass that runs on it is the next one.
+            if not is_last:
+                model.prefetch(model.next_unit[unit])
+        while recompute is not None and recompute(waiting[0].unit):
+            _compute_and_discard(driver, batches, store, progress)
+        # Kept here because a pass's unit changes when it is resumed.
         computed = waiting[0].unit
-        for at, group in enumerate(groups):
-            store.bring_back(group)
-            now = [each for each in group if not each.done and units[id(each.of.model)][1] == each.unit]
-            for each in now:
-                output = driver.compute(each)
-                if kept is not None and not isinstance(each.of.model.units[each.unit], nn.Embedding):
-                    kept.note(each.unit, output)
+        for at, batch in enumerate(batches):
+            store.restore(batch)
+            ready = [each for each in batch if not each.done and units[id(each.model)][1] == each.unit]
+            for suspended in ready:
+                output = driver.compute(suspended)
+                if checkpoint is not None and not isinstance(suspended.model.units[suspended.unit], nn.Embedding):
+                    checkpoint.record_output(suspended.unit, output)
                 if after_unit is not None:
-                    after_unit(each.unit, each.group, each.number, _hidden(output))
-                if not last:
-                    driver.resume(each, output)
+                    after_unit(suspended.unit, suspended.batch, suspended.number, _hidden_state(output))
+                if not is_last:
+                    driver.resume(suspended, output)
                 del output
-                _end(each, finished)
-            if progress is not None and now:
-                progress(computed, at + 1, len(groups))
-            if not last:
-                store.put_away(group)
+                _report_end(suspended, finished)
+            if progress is not None and ready:
+                progress(computed, at + 1, len(batches))
+            if not is_last:
+                store.offload(batch)
                 continue
-            # What came back from the file for this unit has no use after it.
-            for each in now:
-                each.abandon()
+            # Hidden states that were restored for the last unit are not needed after it.
+            for suspended in ready:
+                suspended.abandon()
         for model, unit in units.values():
             model.free(unit)
         give_memory_back()
-        if last:
+        if is_last:
             return
-        if kept is not None and kept.due(unit):
-            _keep(groups, store, kept)
+        if checkpoint is not None and checkpoint.is_due(unit):
+            _save(batches, store, checkpoint)
 
 
-def _rehearse(
+def _compute_and_discard(
     driver: _Driver,
-    groups: list[list[_Suspended[T]]],
+    batches: list[list[_SuspendedPass[T]]],
     store: HiddenStateStore,
     progress: Callable[[str, int, int], None] | None,
 ) -> None:
-    """Compute a unit for all passes that wait for it, which stay before it."""
-    for group in groups:
-        store.bring_back(group)
-        for each in group:
-            call = each.call
-            driver.compute(each)
-            each.call = call
-        store.put_away(group)
+    """Compute a unit for all passes that wait for it, without resuming them."""
+    for batch in batches:
+        store.restore(batch)
+        for suspended in batch:
+            call = suspended.call
+            driver.compute(suspended)
+            suspended.call = call
+        store.offload(batch)
         if progress is not None:
-            progress(group[0].unit, 0, len(groups))
+            progress(batch[0].unit, 0, len(batches))
 
 
-def _go_on(
+def _skip_computed(
     driver: _Driver,
-    groups: list[list[_Suspended[T]]],
+    batches: list[list[_SuspendedPass[T]]],
     store: HiddenStateStore,
-    kept: PassCheckpoint,
+    checkpoint: PassCheckpoint,
     progress: Callable[[str, int, int], None] | None,
 ) -> bool:
-    """Have passes of one model go on from where they were kept; whether the unit they wait for was done before."""
-    waiting = [each for group in groups for each in group]
-    model, unit = waiting[0].of.model, waiting[0].unit
-    if not kept.begin(unit, isinstance(model.units[unit], nn.Embedding)):
-        calls = kept.bring_back(unit, [(each.group, each.number, each.call) for each in waiting], model.device)
-        for each, call in zip(waiting, calls, strict=False):
-            each.call = call
-            if each is groups[each.group][-1]:
-                store.put_away(groups[each.group])
+    """Let passes of one model skip the unit they wait for if an earlier run computed it, and say whether they did.
+
+    At the unit that the checkpoint was saved at, passes get the saved arguments instead.
+    """
+    waiting = [suspended for batch in batches for suspended in batch]
+    model, unit = waiting[0].model, waiting[0].unit
+    if not checkpoint.enter_unit(unit, isinstance(model.units[unit], nn.Embedding)):
+        calls = checkpoint.saved_calls(unit, [(each.batch, each.number, each.call) for each in waiting], model.device)
+        for suspended, call in zip(waiting, calls, strict=False):
+            suspended.call = call
+            if suspended is batches[suspended.batch][-1]:
+                store.offload(batches[suspended.batch])
         return False
-    for at, group in enumerate(groups):
-        for each in group:
-            each.call = (), {}
-            with kept.sound():
-                driver.resume(each, kept.stand_in(unit, model.device))
+    for at, batch in enumerate(batches):
+        for suspended in batch:
+            suspended.call = (), {}
+            with checkpoint.continuing():
+                driver.resume(suspended, checkpoint.zero_output(unit, model.device))
         if progress is not None:
-            progress(unit, at + 1, len(groups))
+            progress(unit, at + 1, len(batches))
     return True
 
 
-def _keep(groups: list[list[_Suspended[T]]], store: HiddenStateStore, kept: PassCheckpoint) -> None:
-    """Keep passes, if all wait for the same unit."""
-    units = {each.unit for group in groups for each in group if not each.done}
+def _save(batches: list[list[_SuspendedPass[T]]], store: HiddenStateStore, checkpoint: PassCheckpoint) -> None:
+    """Save passes to the checkpoint, if all wait for the same unit."""
+    units = {suspended.unit for batch in batches for suspended in batch if not suspended.done}
 
     @contextmanager
-    def at_hand(group: int) -> Iterator[None]:
-        store.bring_back(groups[group])
+    def in_memory(batch: int) -> Iterator[None]:
+        store.restore(batches[batch])
         yield
-        store.put_away(groups[group])
+        store.offload(batches[batch])
 
-    if len(units) == 1 and not any(each.done for group in groups for each in group):
-        kept.write(units.pop(), [[each.call for each in group] for group in groups], at_hand)
-
-
-def _end(each: _Suspended[T], finished: Callable[[int, int, T], None]) -> None:
-    if each.done and hasattr(each, "value"):
-        value = each.value
-        del each.value
-        finished(each.group, each.number, value)
+    if len(units) == 1 and not any(suspended.done for batch in batches for suspended in batch):
+        checkpoint.write(units.pop(), [[suspended.call for suspended in batch] for batch in batches], in_memory)
 
 
-def _hidden(output: Any) -> torch.Tensor:
-    """The hidden state among what a unit gave."""
+def _report_end(suspended: _SuspendedPass[T], finished: Callable[[int, int, T], None]) -> None:
+    if suspended.done and hasattr(suspended, "value"):
+        value = suspended.value
+        del suspended.value
+        finished(suspended.batch, suspended.number, value)
+
+
+def _hidden_state(output: Any) -> torch.Tensor:
+    """The hidden state in a unit's output, which is a tensor or a tuple that starts with it."""
     while isinstance(output, (tuple, list)):
         output = output[0]
     assert isinstance(output, torch.Tensor)

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint as transformers' loader takes them: `slice[...]` gives one, plain or decoded.
+"""Lazy tensors of a checkpoint, as transformers' loader takes them: `tensor[...]` reads one.
 
-A plain one is a view of the file, of which only what is computed with comes into memory. What is stored in a Format is
-decoded into bfloat16: the values that `openquant dequantize` writes.
+A plain tensor is a view of the memory-mapped file, of which only the pages that are computed with are read. A quantized
+tensor is decoded to bfloat16, to the values that `openquant dequantize` writes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ CHANGED = "the source changed while it was being read: run again"
 
 
 class LazyTensors:
-    """The tensors of a checkpoint.
+    """Makes lazy tensors of a checkpoint.
 
     Args:
-        checkpoint: as `decoded_view` has it.
-        weights: those of its tensors that are stored in a Format, by name.
-        path: where a shard lies that is here.
+        checkpoint: the checkpoint as it would be unquantized, made by `decoded_view`.
+        weights: its quantized weights, by tensor name.
+        path: returns the path of a shard, by file name.
 
     Attributes:
-        stacks: tensors that it holds in pieces, by name.
+        stacks: stacks of experts that the checkpoint has one by one, by the name of the stack. MetaModel adds them.
     """
 
     def __init__(self, checkpoint: Checkpoint, weights: Mapping[str, Weight], path: Callable[[str], Path]) -> None:
@@ -51,87 +51,88 @@ class LazyTensors:
         self.weights = weights
         self.path = path
         self.stacks: dict[str, ExpertStack] = {}
-        self._mapped_now: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._open_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def pieces(self, name: str) -> tuple[str, ...]:
-        """The tensors of the checkpoint that a tensor is: itself, or the members of a stack."""
+        """Return the names of the checkpoint's tensors that a tensor is made of: its own, or those of a stack."""
         stack = self.stacks.get(name)
         return tuple(member.name for member in stack.members) if stack is not None else (name,)
 
-    def of(self, names: Iterable[str]) -> dict[str, LazyTensor]:
-        """A slice for each name; the files of plain ones stay mapped until the last of their tensors is gone.
+    def select(self, names: Iterable[str]) -> dict[str, LazyTensor]:
+        """Return a lazy tensor for each name. Files stay mapped until the last of their tensors is freed.
 
         Raises:
-            SourceError: a file cannot be read, or is another than it was.
+            SourceError: a file cannot be read, or changed since its header was read.
         """
         files: dict[str, mmap.mmap] = {}
-        found: dict[str, LazyTensor] = {}
+        tensors: dict[str, LazyTensor] = {}
         for name in names:
-            reads = {piece: self._reading(piece, files) for piece in self.pieces(name)}
+            readers = {piece: self._reader(piece, files) for piece in self.pieces(name)}
             if name in self.stacks:
                 stack = self.stacks[name]
-                found[name] = LazyTensor(stack.info, partial(stack.make, partial(_call, reads)))
+                tensors[name] = LazyTensor(stack.info, partial(stack.make, partial(_call, readers)))
             else:
-                found[name] = LazyTensor(self.checkpoint.tensors[name], reads[name])
-        return found
+                tensors[name] = LazyTensor(self.checkpoint.tensors[name], readers[name])
+        return tensors
 
-    def _reading(self, name: str, files: dict[str, mmap.mmap]) -> Callable[[], torch.Tensor]:
-        """A function that gives a tensor of the checkpoint."""
+    def _reader(self, name: str, files: dict[str, mmap.mmap]) -> Callable[[], torch.Tensor]:
+        """A function that reads a tensor of the checkpoint; its shard is mapped now and added to `files`."""
         weight = self.weights.get(name)
         if weight is not None:
-            return partial(self._decoded, weight)
+            return partial(self._decode, weight)
         shard, offset = self.checkpoint.where[name]
         if shard not in files:
-            files[shard] = self._mapped(shard)
+            files[shard] = self._map(shard)
         return partial(_plain, self.checkpoint.tensors[name], files[shard], offset)
 
-    def parts(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
-        """Where all that these are made of lies: in each shard offsets and lengths."""
-        parts: dict[str, list[tuple[int, int]]] = {}
-        for name in (piece for whole in names for piece in self.pieces(whole)):
-            weight = self.weights.get(name)
-            for info in weight.parts if weight is not None else (self.checkpoint.tensors[name],):
+    def byte_ranges(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
+        """Return offset and length in bytes of all stored tensors that these are made of, by shard."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for piece in (piece for name in names for piece in self.pieces(name)):
+            weight = self.weights.get(piece)
+            for info in weight.parts if weight is not None else (self.checkpoint.tensors[piece],):
                 shard, offset = self.checkpoint.where[info.name]
-                parts.setdefault(shard, []).append((offset, info.nbytes))
-        return parts
+                ranges.setdefault(shard, []).append((offset, info.nbytes))
+        return ranges
 
-    def expect(self, names: Iterable[str]) -> None:
-        """Have the system read what these take from disk, without waiting for it."""
+    def prefetch(self, names: Iterable[str]) -> None:
+        """Ask the system to read these tensors from disk in the background."""
         if not hasattr(os, "posix_fadvise"):
             return
-        for shard, pieces in self.parts(names).items():
+        for shard, ranges in self.byte_ranges(names).items():
             try:
                 handle = os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             except OSError:
-                continue  # it is still to come, or reading it will say why not
+                continue  # it is not downloaded yet, or the reader will report the error
             try:
-                for offset, nbytes in pieces:
+                for offset, nbytes in ranges:
                     os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(handle)
 
-    def let_go(self) -> None:
-        """Leave what was looked at of mapped files to the system's cache. With each page comes what lies around it."""
+    def release_pages(self) -> None:
+        """Drop the pages of mapped files from this process's memory; the next access reads them again."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            for file in self._mapped_now:
+            for file in self._open_maps:
                 file.madvise(mmap.MADV_DONTNEED)
 
-    def _mapped(self, shard: str) -> mmap.mmap:
+    def _map(self, shard: str) -> mmap.mmap:
         try:
             with open_regular(self.path(shard), shard, CHANGED) as file:
                 if os.fstat(file.fileno()).st_size != self.checkpoint.shards[shard]:
-                    raise SourceError(f"{shard} has another size than before", CHANGED)
-                # Private pages, which torch takes for writable; nothing writes to them.
-                found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                    raise SourceError(f"{shard} has another size than when its header was read", CHANGED)
+                # Private pages, because torch warns of buffers that are not writable. Nothing writes to them.
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise SourceError(f"{shard} cannot be read: {error.strerror}", CHANGED) from None
-        self._mapped_now.add(found)
-        return found
+        self._open_maps.add(mapped)
+        return mapped
 
-    def _decoded(self, weight: Weight) -> torch.Tensor:
-        made = torch.empty(weight.source.shape, dtype=torch.bfloat16)
+    def _decode(self, weight: Weight) -> torch.Tensor:
+        """Decode a quantized weight to bfloat16 [out, in], or [experts, out, in]."""
+        decoded = torch.empty(weight.source.shape, dtype=torch.bfloat16)
         matrices = weight.matrices
-        out = made.view(torch.int16).numpy().view(np.uint16).reshape(len(matrices), *made.shape[-2:])
+        out = decoded.view(torch.int16).numpy().view(np.uint16).reshape(len(matrices), *decoded.shape[-2:])
         reader = Reader(self.checkpoint.where, self.path, _memory)
         for target, matrix in zip(out, matrices, strict=True):
             low = 0
@@ -144,14 +145,18 @@ class LazyTensors:
                 else:
                     kernels.to_bfloat16(bits.view(np.float32), target[low:high])
                 low = high
-        return made
+        return decoded
 
 
 class LazyTensor:
-    """One tensor, read when it is indexed.
+    """One tensor, read when it is indexed. It has the interface of a slice of safetensors' `safe_open`.
+
+    Args:
+        info: its name, dtype and shape.
+        read: returns the tensor.
 
     Attributes:
-        error: why it could not be read; transformers' loader keeps only the text of it.
+        error: the error of reading it, of which transformers' loader keeps only the text; None if there was none.
     """
 
     def __init__(self, info: TensorInfo, read: Callable[[], torch.Tensor]) -> None:
@@ -167,18 +172,20 @@ class LazyTensor:
             raise
 
     def get_shape(self) -> list[int]:
-        """Sizes of its axes."""
+        """Return its shape."""
         return list(self.info.shape)
 
     def get_dtype(self) -> str:
-        """As safetensors names it."""
+        """Return its dtype as safetensors names it, such as "BF16"."""
         return self.info.dtype
 
 
 def _plain(info: TensorInfo, file: mmap.mmap, offset: int) -> torch.Tensor:
     dtype = TORCH_DTYPES.get(info.dtype)
     if dtype is None:
-        raise SourceError(f"{info.name} is {info.dtype}, which no model computes with", "start from another checkpoint")
+        raise SourceError(
+            f"{info.name} is {info.dtype}, a dtype that models do not compute in", "start from another checkpoint"
+        )
     count = info.nbytes // dtype.itemsize
     return torch.frombuffer(file, dtype=dtype, count=count, offset=offset).reshape(info.shape)
 

@@ -1,5 +1,7 @@
-"""Products of bfloat16 matrices on processors without instructions for them, where torch takes eight times as long as
-in float32: they are computed in float32 and rounded, as such instructions do it.
+"""Multiplies bfloat16 matrices in float32 on CPUs without bfloat16 instructions, and rounds the products to bfloat16.
+
+On such CPUs torch takes eight times as long for bfloat16 as for float32. CPUs with the instructions also sum in float32
+and round, so results are the same up to the order of sums.
 
     with products_in_float32():
         model(input_ids=ids, use_cache=False)
@@ -15,72 +17,73 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# Weights of a matrix that are in float32 at once: 2 MB, a small part of a large layer, and little enough for malloc to
-# keep the memory for the next piece (memory.py), where fresh memory would be zeroed first.
+# Weights that are converted to float32 at once: 2 MB. That is small beside a large layer, and little enough for malloc
+# to reuse the memory for the next piece; the system would zero fresh memory first.
 PIECE = 1 << 19
 
 
 def products_in_float32(device: str = "cpu") -> AbstractContextManager[Any]:
-    """Meanwhile products of bfloat16 on this thread are computed in float32, where that is quicker.
+    """Return a context manager in which this thread multiplies bfloat16 matrices in float32, if that is faster.
 
     Args:
-        device: what computes; on anything but a CPU, and on CPUs that multiply bfloat16, nothing changes.
+        device: the device that computes. Nothing changes on others than "cpu", and on CPUs with bfloat16 instructions.
     """
     return nullcontext() if device != "cpu" or _multiplies_bfloat16() else Float32Products()
 
 
 def _multiplies_bfloat16() -> bool:
-    """As torch itself decides it; where it was built without that library it multiplies slowly."""
-    asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return asked is not None and bool(asked())
+    """Whether torch multiplies bfloat16 with oneDNN. Without that library it multiplies slowly."""
+    is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return is_supported is not None and bool(is_supported())
 
 
 class Float32Products(TorchFunctionMode):
-    """Products of bfloat16 are computed in float32 and rounded; what else torch does is as it is."""
+    """Computes matrix products and attention of bfloat16 tensors in float32 and rounds the results to bfloat16."""
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        own = _PRODUCTS.get(func)
-        if own is not None and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bfloat16:
-            return own(func, *args, **(kwargs or {}))
+        product = _PRODUCTS.get(func)
+        if product is not None and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bfloat16:
+            return product(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Of activations alone, which are small."""
-    made: torch.Tensor = func(*map(_wide, args), **{name: _wide(value) for name, value in kwargs.items()})
-    return made.bfloat16()
+    """A product of activations only, which are small enough to be converted whole."""
+    product: torch.Tensor = func(*map(_to_float32, args), **{name: _to_float32(kwargs[name]) for name in kwargs})
+    return product.bfloat16()
 
 
 def _linear(
     _func: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    wide = x.float()
+    x32 = x.float()
     if weight.numel() <= PIECE:
-        return functional.linear(wide, weight.float(), _wide(bias)).bfloat16()
-    made = x.new_empty(*x.shape[:-1], weight.shape[0])
+        return functional.linear(x32, weight.float(), _to_float32(bias)).bfloat16()
+    product = x.new_empty(*x.shape[:-1], weight.shape[0])
     step = max(1, PIECE // weight.shape[1])
     for low in range(0, weight.shape[0], step):
         rows = slice(low, low + step)
-        made[..., rows] = functional.linear(wide, weight[rows].float(), None if bias is None else bias[rows].float())
-    return made
+        part = functional.linear(x32, weight[rows].float(), None if bias is None else bias[rows].float())
+        product[..., rows] = part
+    return product
 
 
 def _grouped(
     _func: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_other: Any
 ) -> torch.Tensor:
-    """Rows of tokens up to each of `offs` times the matrix of one expert."""
-    made = x.new_zeros(x.shape[0], weight.shape[-1])
+    """As torch._grouped_mm: rows of x up to each offset in `offs` [experts], times that expert's weight [in, out]."""
+    product = x.new_zeros(x.shape[0], weight.shape[-1])
     low = 0
     for expert, high in enumerate(offs.tolist()):
         if high > low:
-            made[low:high] = x[low:high].float() @ weight[expert].float()
+            product[low:high] = x[low:high].float() @ weight[expert].float()
         low = high
-    return made
+    return product
 
 
-def _wide(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value
 
 

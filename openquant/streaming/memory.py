@@ -1,9 +1,9 @@
-"""How much memory the steps of a command take, from the shapes in headers, before any of them is run.
+"""Estimates the memory of a command's steps before they run, from the shapes in the shards' headers.
 
-Each is an upper bound of what a step adds to what the process holds already; docs/evaluation.md has measured peaks.
+Each estimate is an upper bound of what a step adds to the memory of the process; docs/evaluation.md has measured peaks.
 
     steps = calibration_steps(checkpoint, length=512)
-    rest = memory_left(2 << 30, steps)      # for hidden states that wait; a UsageError where a step has no room
+    rest = memory_left(2 << 30, steps)      # bytes for hidden states; a UsageError if a step does not fit
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from ..plan.plan import Plan
 from ..weights.find import decoded_view
 from .session import hidden_bytes, vocabulary_of
 
-# What importing torch and transformers takes, with the class of one model; and what is left of that once they are
-# there: the class, and code that its first pass brings in.
+# Bytes of importing torch, transformers and the class of one model; and bytes that still come when torch and
+# transformers are imported: the class, and code that its first forward pass loads.
 IMPORTS, FIRST_PASS = 400 << 20, 64 << 20
-# What looking up tokens in an embedding table brings in at most, and what one piece of an output head takes.
+# Most bytes of a mapped embedding table that looking up tokens reads, and bytes of one piece of an output head.
 LOOKUP, HEAD = 64 << 20, 48 << 20
-# float32 numbers of each token that a layer computes with at a time, for each output of its widest matrix: gate, up,
-# their product, what is rounded or observed of it, and the bfloat16 halves of all these.
+# float32 values per token and output of a layer's widest matrix that exist at once: gate, up, their product, a rounded
+# or observed copy of it, and the bfloat16 copies of all these.
 WIDTHS = 5
-# Pieces of weights that are held against the source's, in float32 and float64, and of both heads: 170 MB of qwen3-1.7b.
+# Bytes of comparing pieces of weights and heads with the source's, in float32 and float64: 170 MB for qwen3-1.7b.
 COMPARISON = 224 << 20
-# Bytes of each weight that GPTQ rounds at a time: as float32, its errors, the values of its codes, and copies as they
-# are put in order; and how many weights that are.
+# Bytes per weight that GPTQ rounds: as float32, its error, the value of its code, and copies in act-order; and the
+# number of weights that it rounds at once.
 ROUNDED, AT_ONCE = 26, 1 << 24
-# Of a module in a list: its list and its number.
-_NUMBERED = re.compile(r"(.*?\.\d+)\.")
+# The name of a module in a list, up to its number: model.layers.0
+_LIST_ITEM = re.compile(r"(.*?\.\d+)\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
 class MemoryStep:
-    """A step of a command.
+    """The memory of a step of a command.
 
     Attributes:
-        name: what is done, for messages: "calibrating".
-        nbytes: bytes that it takes at most, beside what the process holds before.
-        shorter: what makes it take less, for a hint: "a shorter --length"; empty where nothing does.
-        models: whether it runs models, for which torch and transformers are imported.
+        name: the step, for messages: "calibrating".
+        nbytes: bytes that it adds at most to the memory of the process.
+        shorter: what the user can do to reduce them, for a hint: "leave --gptq out"; "" if nothing.
+        models: whether it runs a model, so that torch and transformers are imported.
     """
 
     name: str
@@ -58,7 +58,7 @@ class MemoryStep:
 
     @property
     def needed(self) -> int:
-        """Bytes that the process holds at most while it is done."""
+        """Most bytes of the whole process during the step, if it began now."""
         imports = 0
         if self.models:
             imports = FIRST_PASS if "transformers.modeling_utils" in sys.modules else IMPORTS
@@ -67,15 +67,15 @@ class MemoryStep:
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """What the weights of a checkpoint take as they are computed with, in bytes but for the last.
+    """Memory of a checkpoint's weights while a model is streamed.
 
     Attributes:
-        layer: the largest decoder layer.
-        table: what is in memory of an embedding table as tokens are looked up.
-        head: what is in memory of an output head as it is computed with.
-        whole_head: all of it, which is there where it is held against one that is quantized.
-        rest: what lies outside of all these.
-        width: outputs of the widest matrix of a layer, those of all experts that a token goes to counted.
+        layer: bytes of the largest decoder layer.
+        table: bytes in memory of the embedding table while tokens are looked up.
+        head: bytes in memory of the output head while logits are computed.
+        whole_head: bytes of the whole output head, which is in memory if one of the compared heads is quantized.
+        rest: bytes of all other weights.
+        width: outputs of a layer's widest matrix, times the experts of a token if it is an expert's.
     """
 
     layer: int
@@ -87,18 +87,18 @@ class WeightMemory:
 
 
 def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
-    """What the weights of a checkpoint take."""
-    seen, quantized = decoded_view(checkpoint)
+    """Estimate the memory of a checkpoint's weights while its model is streamed."""
+    decoded, quantized = decoded_view(checkpoint)
     sizes: dict[str, int] = {}
-    for info in seen.tensors.values():
+    for info in decoded.tensors.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-    # As StreamedModel chooses it.
+    # StreamedModel computes in this dtype.
     dtype = "F32" if max(sizes, key=lambda name: sizes[name], default="") == "F32" else "BF16"
     vocabulary = vocabulary_of(checkpoint)
     experts = _experts_of_token(checkpoint)
 
     def loaded(info: TensorInfo) -> int:
-        """A mapped tensor, and copies of it: in another dtype, decoded, and as experts are put together in stacks."""
+        """Bytes of a tensor with copies of it: in another dtype, decoded, or stacked if it is an expert's."""
         count = info.nbytes * 8 // DTYPE_BITS[info.dtype]
         computed = count * DTYPE_BITS[dtype] // 8
         copies = (info.dtype != dtype and info.name not in quantized) + 2 * bool(_EXPERT.search(info.name))
@@ -107,23 +107,23 @@ def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
     layers: dict[str, int] = {}
     tables: list[TensorInfo] = []
     rest, width = 0, 0
-    for info in seen.tensors.values():
-        if (found := _NUMBERED.match(info.name)) is not None:
-            layers[found[1]] = layers.get(found[1], 0) + loaded(info)
+    for info in decoded.tensors.values():
+        if (match := _LIST_ITEM.match(info.name)) is not None:
+            layers[match[1]] = layers.get(match[1], 0) + loaded(info)
             if len(info.shape) > 1:
                 width = max(width, max(info.shape[-2:]) * (experts if ".experts" in info.name else 1))
         elif len(info.shape) == 2 and info.shape[0] == vocabulary:
             tables.append(info)
         else:
             rest += info.nbytes + loaded(info)
-    # One that is mapped is looked up and multiplied in pieces.
+    # A mapped table is looked up and multiplied in pieces.
     table = max(
         (min(loaded(info), LOOKUP) if _is_mapped(info, dtype, quantized) else loaded(info) for info in tables),
         default=0,
     )
     head = max((HEAD if _is_mapped(info, dtype, quantized) else loaded(info) for info in tables), default=0)
-    whole = max(map(loaded, tables), default=0)
-    return WeightMemory(max(layers.values(), default=0), table, head, whole, rest, width)
+    whole_head = max(map(loaded, tables), default=0)
+    return WeightMemory(max(layers.values(), default=0), table, head, whole_head, rest, width)
 
 
 def _is_mapped(info: TensorInfo, dtype: str, quantized: Iterable[str]) -> bool:
@@ -132,74 +132,81 @@ def _is_mapped(info: TensorInfo, dtype: str, quantized: Iterable[str]) -> bool:
 
 def _experts_of_token(checkpoint: Checkpoint) -> int:
     """The number of experts per token in config.json; 1 if it has none."""
-    inner = checkpoint.config.get("text_config")
-    places = (checkpoint.config, inner if isinstance(inner, dict) else {})
+    text_config = checkpoint.config.get("text_config")
+    configs = (checkpoint.config, text_config if isinstance(text_config, dict) else {})
     keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token")
-    counts = (place.get(key) for place in places for key in keys)
+    counts = (config.get(key) for config in configs for key in keys)
     return max((count for count in counts if isinstance(count, int)), default=1)
 
 
 def pass_memory(checkpoint: Checkpoint, length: int) -> int:
-    """Bytes that a layer of a model takes with a text of so many tokens that goes through it."""
+    """Estimate the bytes of a forward pass: its largest unit, with the activations of a text of `length` tokens."""
     weights = weight_memory(checkpoint)
     computed = 4 * WIDTHS * weights.width * length + hidden_bytes(checkpoint, length)
     return weights.rest + max(weights.layer + computed, weights.table)
 
 
 def calibration_steps(checkpoint: Checkpoint, length: int) -> list[MemoryStep]:
-    """The steps of a calibration with texts of so many tokens."""
+    """Return the steps of a calibration with texts of `length` tokens."""
     return [MemoryStep("calibrating", pass_memory(checkpoint, length), _shorter(length))]
 
 
 def gptq_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[MemoryStep]:
-    """The steps of rounding by GPTQ with texts of so many tokens; every Gram matrix may come by itself."""
-    found = pass_memory(checkpoint, length) + hessian_memory(plan)
+    """Return the steps of GPTQ with texts of `length` tokens, if one Hessian is in memory at a time."""
+    collecting = pass_memory(checkpoint, length) + hessian_memory(plan)
     widest = 0
     for weight, _ in plan.gptq_rounded:
         rows, cols = weight.shape
-        square = 4 * cols**2
-        # The matrix once more in order and in float64; and divided, where inputs of layers are.
-        feedback = square * (3 if plan.options.transforms is None else 4)
-        widest = max(widest, feedback, square + ROUNDED * min(rows * cols, max(AT_ONCE, cols)))
-    return [MemoryStep("rounding layers by GPTQ", found + widest, "leave --gptq out")]
+        hessian = 4 * cols**2
+        # A copy of the Hessian in act-order and in float64; and one that is divided by smoothing factors, if any.
+        copies = hessian * (3 if plan.options.transforms is None else 4)
+        widest = max(widest, copies, hessian + ROUNDED * min(rows * cols, max(AT_ONCE, cols)))
+    return [MemoryStep("rounding layers by GPTQ", collecting + widest, "leave --gptq out")]
 
 
 def hessian_memory(plan: Plan) -> int:
-    """Bytes of the largest Gram matrix, with what becomes of its weights and what stands beside it for experts."""
-    sets: dict[tuple[str, ...], list[int]] = {}
+    """Return the bytes of the largest Hessian [in, in] in float32, with the outputs of all layers that share it.
+
+    For experts the Hessian of all tokens of their MoE layer is added.
+    """
+    fused: dict[tuple[str, ...], list[int]] = {}
     for weight, scheme in plan.gptq_rounded:
         key = tuple(plan.decisions.fused.get(weight.module, (weight.module,)))
-        sizes = sets.setdefault(key, [4 * weight.shape[1] ** 2])
+        sizes = fused.setdefault(key, [4 * weight.shape[1] ** 2])
         sizes.append(sum(info.nbytes for info in rounded_tensors(weight, scheme)))
-    beside = max(
+    all_tokens = max(
         (4 * weight.shape[1] ** 2 for weight, _ in plan.gptq_rounded if plan.entry.experts(weight.module)), default=0
     )
-    return max(map(sum, sets.values()), default=0) + beside
+    return max(map(sum, fused.values()), default=0) + all_tokens
 
 
 def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> list[MemoryStep]:
-    """The steps of an evaluation of outputs, after their source, each with its name, on texts of so many tokens.
+    """Return the steps of an evaluation.
+
+    Args:
+        models: names and checkpoints: the source, then the outputs.
+        length: tokens of each text.
 
     Raises:
-        SourceError: a weight of one is damaged; says of which.
+        SourceError: a weight is damaged; the message names the model.
     """
     checkpoints, weights = [checkpoint for _, checkpoint in models], []
     for name, checkpoint in models:
         with naming(name):
             weights.append(weight_memory(checkpoint))
-    # The source twice, each output up to twice, all of them side by side.
+    # Passes of a batch: the source twice, each output up to twice.
     hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], length)
-    computed = 4 * WIDTHS * max(each.width for each in weights) * length
-    rest, them = sum(each.rest for each in weights), f"{len(checkpoints)} models"
-    layers = sum(each.layer for each in weights) + computed + COMPARISON
-    tables = sum(each.table for each in weights)
-    # Two models' logits in bfloat16, and what their divergence is computed from in float32.
+    computed = 4 * WIDTHS * max(memory.width for memory in weights) * length
+    rest, count = sum(memory.rest for memory in weights), f"{len(checkpoints)} models"
+    layers = sum(memory.layer for memory in weights) + computed + COMPARISON
+    tables = sum(memory.table for memory in weights)
+    # Logits of two models in bfloat16, and their copies in float32 for the KL divergence.
     logits = 12 * length * (vocabulary_of(checkpoints[0]) or 0)
-    decoded = any(each.head > HEAD for each in weights)
-    heads = sum(each.whole_head if decoded else each.head for each in weights) + COMPARISON
+    quantized_head = any(memory.head > HEAD for memory in weights)
+    heads = sum(memory.whole_head if quantized_head else memory.head for memory in weights) + COMPARISON
     return [
-        MemoryStep(f"evaluating layers of {them}", rest + hidden + max(layers, tables), _shorter(length)),
-        MemoryStep(f"comparing what {them} answer", rest + hidden + heads + logits, _shorter(length)),
+        MemoryStep(f"evaluating layers of {count}", rest + hidden + max(layers, tables), _shorter(length)),
+        MemoryStep(f"comparing logits of {count}", rest + hidden + heads + logits, _shorter(length)),
     ]
 
 
@@ -208,19 +215,19 @@ def _shorter(length: int) -> str:
 
 
 def memory_left(max_memory: int | None, steps: Sequence[MemoryStep], refuse: bool = True) -> int | None:
-    """Bytes of the memory that no step takes; None where there is no limit.
+    """Return the bytes of a memory limit that the largest step leaves free; None without a limit.
 
     Args:
-        max_memory: the limit.
-        steps: at least one.
-        refuse: whether a limit that is too little is an error; what earlier steps took hours for is not thrown away.
+        max_memory: the limit in bytes, or None.
+        steps: one step or more.
+        refuse: whether a limit that is too small is an error. False after steps that took hours; 0 is returned then.
 
     Raises:
-        UsageError: a step takes more.
+        UsageError: a step needs more than the limit.
     """
     if max_memory is None:
         return None
-    needed, step = max(((step.needed, step) for step in steps), key=lambda each: each[0])
+    needed, step = max(((step.needed, step) for step in steps), key=lambda pair: pair[0])
     if refuse and max_memory < needed:
         hint = f"give --max-memory {rounded_up(needed)} or more"
         raise UsageError(
@@ -231,11 +238,11 @@ def memory_left(max_memory: int | None, steps: Sequence[MemoryStep], refuse: boo
 
 
 def answer_memory(max_memory: int | None) -> int | None:
-    """Bytes that the weights of a model which answers prompts may take; None where there is no limit."""
+    """Return the bytes that a model's weights may take while it answers prompts; None without a limit."""
     return memory_left(max_memory, [MemoryStep("answering prompts", COMPARISON)], refuse=False)
 
 
 def rounded_up(nbytes: int) -> str:
-    """A size as --max-memory takes it, a fiftieth larger: "890MB", "1.4GB"."""
+    """Format bytes, two percent more, as a value for --max-memory: "890MB", "1.4GB"."""
     megabytes = -(-nbytes * 51 // (50 * 10**7)) * 10
     return f"{megabytes}MB" if megabytes < 1000 else f"{-(-megabytes // 100) / 10:g}GB"

@@ -1,7 +1,8 @@
-"""A checkpoint's model of which one unit's weights are in memory at a time; interleaved.py takes passes through it.
+"""A checkpoint's model of which one unit's weights are in memory at a time; interleaved.py runs forward passes on it.
 
 streamed = StreamedModel(open_checkpoint(path))
-streamed.load("model.layers.0")         # and with free() they are given back
+streamed.load("model.layers.0")
+streamed.free("model.layers.0")
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .lazy_tensors import LazyTensors
 from .meta_model import REST, MetaModel
 from .shard_provider import LocalShards, ShardProvider
 
-# Bytes of an embedding table that is looked into piece by piece, and tokens of a piece; and of an output head that is
-# multiplied in pieces of half as many.
+# Bytes above which embeddings are looked up in pieces of LOOKUPS tokens, and the output head is multiplied in pieces of
+# half as many bytes.
 LARGE_TABLE = 1 << 26
 LOOKUPS = 64
 
@@ -34,29 +35,31 @@ class StreamedModel:
     """A checkpoint's model, of which only the weights that are being computed with are in memory.
 
     Args:
-        checkpoint: plain or quantized; what is stored in a Format is decoded into bfloat16.
-        dtype: what is computed in; if None float32 for a checkpoint of float32, else bfloat16.
-        device: where.
+        checkpoint: the checkpoint; quantized weights are decoded to bfloat16.
+        dtype: the dtype it computes in; None for float32 if most of the checkpoint is, else bfloat16.
+        device: the device it computes on, such as "cpu".
 
     Attributes:
-        checkpoint: what was given.
-        traffic: how its shards come, asked by units; set it before anything is loaded. They lie in the checkpoint's
-            directory unless it says otherwise.
-        model: transformers' own model, on placeholders outside of `run` and `resident`. Pass it `use_cache=False`.
-        units: its embedding tables, decoder layers and output head, by module name. Those of towers for images are
-            among them, and never called.
-        quantized: weights that the checkpoint stores in a Format, by the module of `model` they are the weight of:
-            "model.layers.0.mlp.up_proj". Where several become one parameter, such as the experts of a layer, that
-            parameter's name has the first of them: "model.layers.0.mlp.experts.gate_up_proj".
-        made_of: the tensors of the checkpoint that each parameter is made of, as they would be unquantized.
-        order: its units as they are likely called: REST, embedding tables, all others as models list them.
-        following: the unit that is likely called after each; REST after the last.
-        unexpected: tensors of the checkpoint that the model has no place for: draft layers, scales of the KV cache.
-        nbytes: what all weights take when they are loaded.
+        checkpoint: the checkpoint.
+        dtype, device: what it computes in and on.
+        shard_provider: provides the shards of each unit; by default from the checkpoint's directory. Set another
+            before anything is loaded.
+        model: transformers' model, whose weights are placeholders while they are not loaded. Call it with
+            `use_cache=False`.
+        units: its embedding tables, decoder layers and output head, by module name. Layers of vision towers are among
+            them, but text does not go through them.
+        quantized: the checkpoint's quantized weights, by module of `model`: "model.layers.0.mlp.up_proj". Stacked
+            experts have the parameter's name, "model.layers.0.mlp.experts.gate_up_proj", and the first expert's weight.
+        made_of: for each parameter, the tensors of the checkpoint that it is made of, by their unquantized names.
+        order: names of the units in the order they are probably called: REST, embedding tables, the others.
+        next_unit: for each unit, the one that is probably called next; REST after the last.
+        unexpected: tensors of the checkpoint that the model has no parameter for, such as MTP layers and KV cache
+            scales.
+        nbytes: bytes of all weights when they are loaded.
 
     Raises:
         SourceError: transformers has no such model, or refuses its config.json.
-        PlanError: it is quantized in a way that is not read here.
+        PlanError: the checkpoint is quantized in a format that cannot be read.
     """
 
     def __init__(
@@ -66,22 +69,22 @@ class StreamedModel:
         dtype: torch.dtype | None = None,
         device: str = "cpu",
     ) -> None:
-        seen, weights = decoded_view(checkpoint)
+        decoded, weights = decoded_view(checkpoint)
         self.checkpoint = checkpoint
-        self.traffic: ShardProvider = LocalShards(checkpoint.root)
-        self.dtype = dtype or _compute_dtype(seen)
+        self.shard_provider: ShardProvider = LocalShards(checkpoint.root)
+        self.dtype = dtype or _compute_dtype(decoded)
         self.device = device
-        slices = LazyTensors(seen, weights, lambda shard: self.traffic.path(shard))
-        self._skeleton = MetaModel(seen, slices, self.dtype, device)
-        self.model: PreTrainedModel = self._skeleton.model
-        self.units: Mapping[str, nn.Module] = MappingProxyType(self._skeleton.units)
+        self._tensors = LazyTensors(decoded, weights, lambda shard: self.shard_provider.path(shard))
+        self._meta = MetaModel(decoded, self._tensors, self.dtype, device)
+        self.model: PreTrainedModel = self._meta.model
+        self.units: Mapping[str, nn.Module] = MappingProxyType(self._meta.units)
         self.order = (REST, *sorted(self.units, key=lambda unit: not isinstance(self.units[unit], nn.Embedding)))
-        self.following: Mapping[str, str] = dict(zip(self.order[1:], (*self.order[2:], REST), strict=True))
-        self.unexpected = self._skeleton.unexpected
-        self.nbytes = self._skeleton.nbytes
+        self.next_unit: Mapping[str, str] = dict(zip(self.order[1:], (*self.order[2:], REST), strict=True))
+        self.unexpected = self._meta.unexpected
+        self.nbytes = self._meta.nbytes
         made_of: dict[str, tuple[str, ...]] = {}
-        for tensor, target in self._skeleton.targets.items():
-            made_of[target] = (*made_of.get(target, ()), *self._skeleton.slices.pieces(tensor))
+        for tensor, target in self._meta.targets.items():
+            made_of[target] = (*made_of.get(target, ()), *self._tensors.pieces(tensor))
         self.made_of: Mapping[str, tuple[str, ...]] = MappingProxyType(made_of)
         self.quantized: Mapping[str, Weight] = MappingProxyType(
             {
@@ -92,84 +95,112 @@ class StreamedModel:
         )
 
     def unit_of(self, name: str) -> str:
-        """The unit that a parameter or module belongs to; REST outside of all."""
-        return self._skeleton.unit_of(name)
+        """Return the unit that a parameter or module belongs to; REST if none."""
+        return self._meta.unit_of(name)
 
     def load(self, unit: str) -> None:
-        """Put the weights of a unit in their places; of what lies outside of all units with REST.
+        """Load the weights of a unit, or with REST those outside of all units.
 
         Raises:
-            SourceError: one is missing, does not fit or cannot be read.
+            SourceError: a weight is missing, has the wrong shape or cannot be read.
         """
-        self.traffic.wait_for(unit, lambda: False)
+        self.shard_provider.wait_for(unit, lambda: False)
         with torch.inference_mode():
-            self._skeleton.load(unit)
+            self._meta.load(unit)
         if unit == REST:
-            self.traffic.finished(unit)
+            self.shard_provider.finished(unit)
 
     def free(self, unit: str) -> None:
-        """Give the weights of a unit back."""
-        self._skeleton.free(unit)
+        """Replace the weights of a unit, or of REST, by placeholders."""
+        self._meta.free(unit)
         if unit != REST:
-            self.traffic.finished(unit)
+            self.shard_provider.finished(unit)
 
     def shards(self, unit: str, more: Iterable[str] = ()) -> set[str]:
-        """The shards that a unit is loaded from, and those of more tensors."""
-        parts = self._skeleton.slices.parts(self._skeleton.needs[unit].tensors)
-        return {*parts, *(self.checkpoint.where[name].shard for name in more)}
+        """Return file names of the shards that a unit is loaded from, and of those that have further tensors.
 
-    def units_beside(self, names: Iterable[str]) -> dict[str, str]:
-        """For tensors that the model has no place for, the unit of those that lie nearest to each by name."""
-        return self._skeleton.units_beside(names)
+        Args:
+            unit: its name, or REST.
+            more: names of further tensors of the checkpoint.
+        """
+        ranges = self._tensors.byte_ranges(self._meta.needs[unit].tensors)
+        return {*ranges, *(self.checkpoint.where[name].shard for name in more)}
 
-    def look_up(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the input embedding's `forward` gives, a few tokens at a time where its table is large.
+    def nearest_units(self, names: Iterable[str]) -> dict[str, str]:
+        """Find units for tensors of the checkpoint that the model has no parameter for, such as KV cache scales.
 
-        With each row that is looked at, the system brings in up to a megabyte of the mapped file around it.
+        Args:
+            names: the tensors.
+
+        Returns:
+            For each, the unit whose tensors share the longest prefix of modules with it; REST if none do.
+        """
+        return self._meta.nearest_units(names)
+
+    def embed_in_pieces(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the input embedding's `forward`, with a few tokens at a time if its table is large.
+
+        For each row that is read, the system reads up to a megabyte of the mapped file around it.
+
+        Args:
+            forward: the module's `forward`.
+            args: its arguments: token ids [batch, tokens].
+            kwargs: its keyword arguments.
+
+        Returns:
+            The embeddings [batch, tokens, hidden].
         """
         table = self.model.get_input_embeddings().weight
         if len(args) != 1 or kwargs or args[0].dim() != 2 or table.nbytes <= LARGE_TABLE:
             return forward(*args, **kwargs)
-        found = []
+        embeddings = []
         for ids in args[0].split(max(1, LOOKUPS // args[0].shape[0]), dim=1):
-            found.append(forward(ids))
-            self._skeleton.slices.let_go()
-        return torch.cat(found, dim=1)
+            embeddings.append(forward(ids))
+            self.release_pages()
+        return torch.cat(embeddings, dim=1)
 
-    def project(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the output head's `forward` gives, some rows of its weight at a time where that is large.
+    def project_in_pieces(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the output head's `forward`, with some rows of its weight at a time if that is large.
 
-        Multiplied at once, a mapped weight would come into memory whole: 1.2 GB for Qwen3-8B.
+        Multiplied at once, all of the mapped weight would come into memory: 1.2 GB for Qwen3-8B.
+
+        Args:
+            forward: the module's `forward`.
+            args: its arguments: hidden states [..., hidden].
+            kwargs: its keyword arguments.
+
+        Returns:
+            The logits [..., vocabulary].
         """
         head = transformers_internals.output_head(self.model)
         if not isinstance(head, nn.Linear) or getattr(forward, "__func__", None) is not nn.Linear.forward:
             return forward(*args, **kwargs)
         if len(args) != 1 or kwargs or self.device != "cpu" or head.weight.nbytes <= LARGE_TABLE:
             return forward(*args, **kwargs)
-        found = args[0].new_empty(*args[0].shape[:-1], len(head.weight))
+        logits = args[0].new_empty(*args[0].shape[:-1], len(head.weight))
         step = max(1, LARGE_TABLE // 2 // head.weight[0].nbytes)
         for low in range(0, len(head.weight), step):
             rows = slice(low, low + step)
-            found[..., rows] = functional.linear(
+            logits[..., rows] = functional.linear(
                 args[0], head.weight[rows], None if head.bias is None else head.bias[rows]
             )
-            self._skeleton.slices.let_go()
-        return found
+            self.release_pages()
+        return logits
 
-    def rest(self) -> None:
-        """Have nothing of the files in memory until it is computed with again, while another model computes."""
-        self._skeleton.slices.let_go()
+    def release_pages(self) -> None:
+        """Drop the pages of mapped weights from memory, such as while another model computes."""
+        self._tensors.release_pages()
 
-    def expect(self, unit: str) -> None:
-        """Have the system read the weights of a unit ahead, without waiting for it."""
-        self._skeleton.slices.expect(self._skeleton.needs[unit].tensors)
+    def prefetch(self, unit: str) -> None:
+        """Ask the system to read the weights of a unit in the background."""
+        self._tensors.prefetch(self._meta.needs[unit].tensors)
 
     @contextmanager
     def resident(self) -> Iterator[PreTrainedModel]:
-        """Meanwhile all weights are in memory, and the model is one like any other; for `generate`.
+        """Load all weights inside this context, in which the model is one like any other; for `generate`.
 
         Raises:
-            SourceError: as for `load`.
+            SourceError: a weight is missing, has the wrong shape or cannot be read.
         """
         units = (REST, *self.units)
         try:
@@ -186,10 +217,15 @@ def _compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
     sizes: dict[str, int] = {}
     for info in checkpoint.tensors.values():
         sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-    # float16 is never computed in: on CPUs it takes fifteen times as long as bfloat16.
+    # Never float16, which takes fifteen times as long as bfloat16 on CPUs.
     return torch.float32 if max(sizes, key=lambda name: sizes[name]) == "F32" else torch.bfloat16
 
 
 def shards_by_unit(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[str]]:
-    """The shards of each unit of a model, with those of further tensors by unit."""
+    """Return file names of the shards of each unit and of REST, sorted.
+
+    Args:
+        model: the model.
+        scales: by unit, names of further tensors that are read with it, such as scales of inputs.
+    """
     return {unit: sorted(model.shards(unit, (scales or {}).get(unit, ()))) for unit in model.order}

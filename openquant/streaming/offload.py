@@ -1,7 +1,7 @@
-"""Hidden states of passes that wait, kept in a file beyond a budget of memory.
+"""Offloads hidden states of waiting forward passes to a file when they exceed a memory budget.
 
-A tensor is emptied in place: its storage goes to the file and shrinks to nothing, and is filled again before the pass
-runs on. So whatever else of the model's code holds that tensor, or a view of it, holds the same storage.
+A tensor is emptied in place: its storage is written to the file and resized to zero, and filled again before the pass
+runs on. So other references of the model's code to that tensor, or to views of it, stay valid.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import OutputError
 from ..machine import give_memory_back
 
-# Smaller ones, such as masks and angles, are not worth a call to the system.
+# Least bytes of a storage that is offloaded. Smaller ones, such as masks and angles, are not worth a system call.
 LEAST = 1 << 16
-# Bytes that are put away before memory is given back: malloc keeps what is freed, and finds little use for holes of
-# that size. Two layers of qwen3-1.7b's shapes held 0.17 GB so.
+# Bytes that are offloaded before memory is given back to the system. malloc keeps freed memory and seldom reuses holes
+# of that size: with two layers of qwen3-1.7b's shapes it kept 0.17 GB.
 GIVEN_BACK = 1 << 26
-# File systems that are memory.
+# File systems that keep files in memory.
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class OffloadFile:
-    """A file for hidden states; a context manager.
+    """An unnamed temporary file for hidden states; a context manager that closes it.
 
-    It has no name, so nothing is left of it however the process ends.
+    The system deletes it however the process ends.
 
     Args:
-        directory: where it lies.
-        budget: bytes of hidden states of waiting passes that stay in memory.
-        asked: whether the user named the directory, which may then be memory itself.
+        directory: the directory it is made in.
+        budget: bytes of waiting passes' hidden states that stay in memory.
+        may_be_in_memory: whether its file system may keep files in memory, as the user named the directory.
 
     Raises:
-        OutputError: no file can be made there, or what lies there takes memory.
+        OutputError: no file can be made there, or its file system is in memory.
     """
 
-    def __init__(self, directory: Path, budget: int, asked: bool = False) -> None:
-        if not asked:
-            refuse_memory(directory, "hidden states")
+    def __init__(self, directory: Path, budget: int, may_be_in_memory: bool = False) -> None:
+        if not may_be_in_memory:
+            require_disk(directory, "hidden states")
         self.directory, self.budget = directory, budget
         with self._explained("written"):
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._end = 0
+        # Offsets of regions that can be written again, by their size in bytes.
         self._free: dict[int, list[int]] = {}
 
     def __enter__(self) -> OffloadFile:
@@ -62,7 +63,7 @@ class OffloadFile:
         self.close()
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close and delete the file."""
         self._file.close()
 
     @contextmanager
@@ -76,17 +77,14 @@ class OffloadFile:
             ) from error
 
     def require_room(self, needed: int) -> None:
-        """Refuse to begin what the disk cannot hold.
-
-        Args:
-            needed: bytes.
+        """Check that the file can grow to `needed` bytes.
 
         Raises:
-            OutputError: there is less room.
+            OutputError: the disk has less room.
         """
         with self._explained("written"):
-            found = os.fstatvfs(self._file.fileno())
-        room = found.f_bavail * found.f_frsize + self._end
+            disk = os.fstatvfs(self._file.fileno())
+        room = disk.f_bavail * disk.f_frsize + self._end
         if needed > room:
             raise OutputError(
                 f"hidden states take {needed:,} bytes in {self.directory}, which has room for {room:,}",
@@ -94,13 +92,13 @@ class OffloadFile:
             )
 
     def write(self, data: memoryview) -> int:
-        """The offset that bytes were written at.
+        """Write bytes and return their offset in the file.
 
         Raises:
             OutputError: the disk is full or fails.
         """
-        places = self._free.get(len(data))
-        offset = places.pop() if places else self._end
+        offsets = self._free.get(len(data))
+        offset = offsets.pop() if offsets else self._end
         self._end = max(self._end, offset + len(data))
         with self._explained("written"):
             done = 0
@@ -109,7 +107,7 @@ class OffloadFile:
         return offset
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill a buffer with what was written at an offset, which is free then.
+        """Fill a buffer with the bytes at an offset, whose region can be written again afterwards.
 
         Raises:
             OutputError: the disk fails.
@@ -125,26 +123,32 @@ class OffloadFile:
 
 
 class OffloadedTensors:
-    """The large tensors that a waiting pass holds, in memory or in a scratch file."""
+    """The large tensors of one waiting pass, in memory or in a file."""
 
     def __init__(self) -> None:
-        # The model's code may hold what an earlier unit took, such as embeddings that a later one adds.
-        self._seen: dict[int, Any] = {}
-        self._away: list[tuple[torch.UntypedStorage, int, int]] = []
+        # Weak references to storages by address. Those of earlier calls too: the model's code may still refer to them,
+        # such as to embeddings that a later layer adds.
+        self._tracked: dict[int, Any] = {}
+        # Storage, size in bytes and offset in the file of each that is offloaded.
+        self._offloaded: list[tuple[torch.UntypedStorage, int, int]] = []
 
-    def note(self, call: Any) -> int:
-        """Look at what a unit is called with, and say how many bytes the pass holds."""
+    def track(self, call: Any) -> int:
+        """Add the tensors of a unit's arguments, and return the bytes of all tracked tensors that still exist.
+
+        Args:
+            call: tensors in tuples, lists and dicts.
+        """
         for tensor in _tensors(call):
             storage = tensor.untyped_storage()
-            # What is mapped from a file cannot be resized, and takes no memory of its own.
+            # A memory-mapped storage cannot be resized, and takes no memory of its own.
             if storage.nbytes() >= LEAST and storage.resizable():
                 make: Any = StorageWeakRef
-                self._seen[storage._cdata] = make(storage)
-        self._seen = {key: each for key, each in self._seen.items() if not each.expired()}
+                self._tracked[storage._cdata] = make(storage)
+        self._tracked = {key: reference for key, reference in self._tracked.items() if not reference.expired()}
         return sum(storage.nbytes() for storage in self._storages())
 
-    def put_away(self, scratch: OffloadFile) -> None:
-        """Empty all of them into a file.
+    def offload(self, scratch: OffloadFile) -> None:
+        """Move all of them to the file, and resize their storages to zero.
 
         Raises:
             OutputError: the disk is full or fails.
@@ -152,17 +156,17 @@ class OffloadedTensors:
         storage: Any
         for storage in self._storages():
             size = storage.nbytes()
-            self._away.append((storage, size, scratch.write(_bytes(storage.cpu()))))
+            self._offloaded.append((storage, size, scratch.write(_bytes(storage.cpu()))))
             storage.resize_(0)
 
-    def bring_back(self, scratch: OffloadFile) -> None:
-        """Fill them again.
+    def restore(self, scratch: OffloadFile) -> None:
+        """Read all of them back into memory.
 
         Raises:
             OutputError: the disk fails.
         """
-        while self._away:
-            storage, size, offset = self._away.pop()
+        while self._offloaded:
+            storage, size, offset = self._offloaded.pop()
             storage.resize_(size)
             if storage.device.type == "cpu":
                 scratch.read(_bytes(storage), offset)
@@ -173,65 +177,84 @@ class OffloadedTensors:
                 storage.copy_(data)
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        for each in self._seen.values():
-            storage = torch.UntypedStorage._new_with_weak_ptr(each.cdata)
+        for reference in self._tracked.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
                 yield storage
 
 
 class WaitingPass(Protocol):
-    """A pass, which waits with what it calls a unit with, or is done."""
+    """A suspended forward pass.
+
+    Attributes:
+        call: the arguments of the unit it waits for.
+        done: whether it waits for none any more.
+        offloaded: its large tensors.
+    """
 
     call: Any
     done: bool
-    held: OffloadedTensors
+    offloaded: OffloadedTensors
 
 
 class HiddenStateStore:
-    """Which groups' hidden states wait in memory, and which in a file: the first stay, as long as they fit."""
-
-    def __init__(self, scratch: OffloadFile | None, groups: int) -> None:
-        self._scratch = scratch
-        self._groups = groups
-        # Bytes of each group that waits in memory: before the current unit, or after it with more.
-        self._held: dict[int, int] = {}
-        # Bytes put away since memory was last given back.
-        self._put = 0
-
-    def put_away(self, group: Sequence[WaitingPass]) -> None:
-        """Note what a group holds that waits now, and put it into the file where memory has no room for it."""
-        if self._scratch is None:
-            return
-        waiting = [each for each in group if not each.done]
-        size = sum(each.held.note(each.call) for each in waiting)
-        self._held.pop(id(group), None)
-        if sum(self._held.values()) + size <= self._scratch.budget:
-            self._held[id(group)] = size
-            return
-        self._scratch.require_room(size * self._groups)
-        for each in waiting:
-            each.held.put_away(self._scratch)
-        self._put += size
-        if self._put >= GIVEN_BACK:
-            give_memory_back()
-            self._put = 0
-
-    def bring_back(self, group: Sequence[WaitingPass]) -> None:
-        """Have a group's hidden states in memory."""
-        if self._scratch is not None:
-            for each in group:
-                each.held.bring_back(self._scratch)
-
-
-def refuse_memory(directory: Path, what: str) -> None:
-    """Refuse a directory that is no place for what has no room in memory.
+    """Decides which batches' hidden states wait in memory and which in the file: the first stay while they fit.
 
     Args:
-        directory: which nobody named.
-        what: is to lie there.
+        scratch: the file, with its memory budget; None keeps all in memory.
+        batches: the number of batches.
+    """
+
+    def __init__(self, scratch: OffloadFile | None, batches: int) -> None:
+        self._scratch = scratch
+        self._batches = batches
+        # Bytes of each batch that waits in memory.
+        self._in_memory: dict[int, int] = {}
+        # Bytes offloaded since memory was last given back to the system.
+        self._offloaded = 0
+
+    def offload(self, batch: Sequence[WaitingPass]) -> None:
+        """Move the hidden states of a batch that waits now to the file, if they do not fit into the budget.
+
+        Raises:
+            OutputError: the disk is full or fails.
+        """
+        if self._scratch is None:
+            return
+        waiting = [each for each in batch if not each.done]
+        size = sum(each.offloaded.track(each.call) for each in waiting)
+        self._in_memory.pop(id(batch), None)
+        if sum(self._in_memory.values()) + size <= self._scratch.budget:
+            self._in_memory[id(batch)] = size
+            return
+        self._scratch.require_room(size * self._batches)
+        for each in waiting:
+            each.offloaded.offload(self._scratch)
+        self._offloaded += size
+        if self._offloaded >= GIVEN_BACK:
+            give_memory_back()
+            self._offloaded = 0
+
+    def restore(self, batch: Sequence[WaitingPass]) -> None:
+        """Read a batch's hidden states back into memory.
+
+        Raises:
+            OutputError: the disk fails.
+        """
+        if self._scratch is not None:
+            for each in batch:
+                each.offloaded.restore(self._scratch)
+
+
+def require_disk(directory: Path, what: str) -> None:
+    """Refuse a directory whose file system keeps files in memory.
+
+    Args:
+        directory: a directory that the user did not name.
+        what: what would be written there, for the message: "hidden states".
 
     Raises:
-        OutputError: its file system is memory.
+        OutputError: its file system is in memory.
     """
     if file_system(directory) in IN_MEMORY:
         raise OutputError(
@@ -241,19 +264,19 @@ def refuse_memory(directory: Path, what: str) -> None:
 
 
 def file_system(directory: Path) -> str:
-    """The type of the file system that a directory lies on, such as "ext4"; "" where that cannot be told."""
+    """Return the type of a directory's file system, such as "ext4"; "" if the system does not say."""
     try:
         number = directory.stat().st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return ""
     name = f"{os.major(number)}:{os.minor(number)}"
-    found = (line.split(" - ") for line in lines if line.split()[2] == name)
-    return next((tail[-1].split()[0] for tail in found), "")
+    matches = (line.split(" - ") for line in lines if line.split()[2] == name)
+    return next((fields[-1].split()[0] for fields in matches), "")
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a storage. By torch's own ways to numpy it could not be resized any more."""
+    """The bytes of a storage, not through numpy: torch does not resize a storage that numpy has seen."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
@@ -261,8 +284,8 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+        for item in value.values():
+            yield from _tensors(item)

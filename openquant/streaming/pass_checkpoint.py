@@ -1,13 +1,14 @@
-"""Passes kept in a file as they wait before a unit, so that what ends before its end goes on from there.
+"""Saves suspended forward passes to a file, so that a run that was stopped continues from there.
 
-A pass is a suspended call stack, which no file can hold. Continued passes begin at their beginning and compute
-embeddings; units that were done give zeros of the right shapes, and the first that was not is called with what the
-file has. So of a model's own code only what goes from unit to unit counts, all of which is in that call; its masks and
-angles are made anew.
-tests/measure/test_calibrate.py holds that for every architecture of the registry.
+A pass is a suspended call stack, which cannot be saved. The file has the arguments that every pass calls its next unit
+with. A continued pass starts again: it computes embeddings, units that an earlier run computed return zeros of the
+right shapes, and the first unit that it did not gets the saved arguments. So only what goes from unit to unit counts,
+and all of it is in those arguments; the model makes masks and rotary angles again.
+tests/calibration/test_observers.py checks this for every architecture of the registry.
 
-    kept = Kept(Path("x.part"), lambda: {"texts": "5f70bf.."})
-    run(passes, kept=kept, ...)         # and after it kept.remove()
+    checkpoint = PassCheckpoint(Path("x.part"), lambda: {"texts": "5f70bf.."})
+    run_interleaved(passes, checkpoint=checkpoint, ...)
+    checkpoint.remove()
 
 The file is a safetensors file whose last 32 bytes are the SHA-256 of all bytes before them.
 """
@@ -35,15 +36,16 @@ from ..files.small_files import open_regular
 from ..files.tensors import TensorInfo, read_header
 from ..machine import first_line
 
-# Seconds between writings, and how many times as long as the last one took: what is lost is less than what it costs.
+# Least seconds between two saves, and least time between them as a multiple of what the last one took, so that saving
+# takes at most a twentieth of a run.
 EVERY, TIMES = 30.0, 20
 _KIND = "openquant passes"
 _DIGEST = hashlib.sha256().digest_size
-# Bytes that are hashed at a time.
+# Bytes hashed at a time.
 _PIECE = 1 << 22
 _AGAIN = "remove it to begin again"
-# What reading a file raises that is sound by its digest and has something else in it than what is written there.
-_WRONG = (
+# What reading raises for a file whose digest is right, but whose contents this module did not write.
+_BAD_CONTENT = (
     SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError,
     OverflowError,
 )  # fmt: skip
@@ -52,216 +54,232 @@ _PLAIN = (type(None), bool, int, float, str)
 Json = Any
 
 
-class _Unknown(Exception):
-    """What a unit is called with, or gives, is nothing that a file has."""
+class _UnsupportedError(Exception):
+    """A unit takes or returns an object that cannot be saved."""
 
 
 class PassCheckpoint:
-    """Where passes are kept, and those that are found there.
+    """A file that suspended passes are saved to, and that an earlier run may have saved passes to.
 
     Args:
-        path: the file, which nothing else has. While it is written anew `PATH.new` lies beside it.
-        about: what must be the same for passes to be continued, by its name in messages: {"texts": "5f70bf.."}.
-        own: what else is to be kept, asked for whenever the file is written.
+        path: the file, used by no other run. While it is written, `PATH.new` lies beside it.
+        about: returns what must be the same for passes to be continued, by the name that messages have for it:
+            {"texts": "5f70bf.."}.
+        extra: returns further bytes to save, such as observers' statistics; called whenever the file is written.
 
     Attributes:
-        found: what else was kept; None where nothing was, and passes begin at their beginning.
+        saved: the further bytes that an earlier run saved; None if there is no file, and passes start afresh.
 
     Raises:
-        SourceError: what lies there is damaged, or about something else.
+        SourceError: the file is damaged, or was saved with another `about`.
     """
 
-    def __init__(self, path: Path, about: Callable[[], Mapping[str, str]], own: Callable[[], bytes] = bytes) -> None:
-        self.path, self.own = path, own
-        self._new = path.with_name(f"{path.name}.new")
-        self.found: bytes | bytearray | None = None
-        self._about, self._last, self._took = about, time.monotonic(), 0.0
-        # What each unit gave, without its numbers.
-        self._gave: dict[str, Json] = {}
+    def __init__(self, path: Path, about: Callable[[], Mapping[str, str]], extra: Callable[[], bytes] = bytes) -> None:
+        self.path, self.extra = path, extra
+        self._new_path = path.with_name(f"{path.name}.new")
+        self.saved: bytes | bytearray | None = None
+        self._about, self._last_write, self._write_seconds = about, time.monotonic(), 0.0
+        # Structure, shapes and dtypes of each computed unit's output, without its values.
+        self._outputs: dict[str, Json] = {}
+        # The unit that passes were saved at, and the arguments that they call it with, by "BATCH.NUMBER".
         self._unit = ""
         self._calls: dict[str, Json] = {}
-        self._begun: set[str] = set()
-        # Whether a file has all that goes from unit to unit, and a unit's name says where a pass is.
-        self._able = True
-        # Of each tensor in the file offset and size.
-        self._places: dict[str, tuple[int, int]] = {}
-        for name in (path, self._new):
+        self._entered: set[str] = set()
+        # Whether all that goes from unit to unit can be saved, and each unit is called once.
+        self._supported = True
+        # Offset and size in bytes of each tensor in the file.
+        self._locations: dict[str, tuple[int, int]] = {}
+        for name in (path, self._new_path):
             if os.path.lexists(name) and not stat.S_ISREG(os.lstat(name).st_mode):
                 raise SourceError(f"{name} is not a regular file", _AGAIN)
         if os.path.lexists(path):
             self._read()
 
     def _read(self) -> None:
-        with self.sound(), self._open() as file:
+        with self.continuing(), self._open() as file:
             size = os.fstat(file.fileno()).st_size
             tensors = _tensors(file, size)
-            # A size that the header does not say may be so large that hashing never ends.
-            if tensors is None or not _is_sound(file, size):
+            # The header is checked first: a sparse file that is larger than it says could take hours to hash.
+            if tensors is None or not _has_valid_digest(file, size):
                 raise ValueError("it is damaged or incomplete")
             facts = json.loads(_metadata(file)[_KIND])
             about = facts["about"]
             if not (isinstance(about, dict) and isinstance(facts["unit"], str)):
-                raise TypeError("it says nothing of what was begun")
-            self._gave, self._unit, self._calls = dict(facts["gave"]), facts["unit"], dict(facts["calls"])
-            self._places = {info.name: (offset, info.nbytes) for info, offset in tensors}
-            self.found = self._bytes_of("own", file) if "own" in self._places else b""
+                raise TypeError("its metadata are incomplete")
+            self._outputs, self._unit, self._calls = dict(facts["gave"]), facts["unit"], dict(facts["calls"])
+            self._locations = {info.name: (offset, info.nbytes) for info, offset in tensors}
+            self.saved = self._read_tensor("own", file) if "own" in self._locations else b""
         for name, value in self._about().items():
             if about.get(name) != value:
                 raise SourceError(
-                    f"{self.path} was begun with other {name}",
-                    "remove it to begin again, or give what it was begun with",
+                    f"{self.path} is from a run with other {name}",
+                    f"{_AGAIN}, or use the same {name}",
                 )
 
     def _open(self) -> BinaryIO:
         return open_regular(self.path, str(self.path), _AGAIN, links=False)
 
-    def _bytes_of(self, name: str, file: BinaryIO) -> bytearray:
-        """The bytes of a tensor in the file."""
-        offset, nbytes = self._places[name]
-        found = bytearray(nbytes)
-        if os.preadv(file.fileno(), [found], offset) != nbytes:
+    def _read_tensor(self, name: str, file: BinaryIO) -> bytearray:
+        offset, nbytes = self._locations[name]
+        data = bytearray(nbytes)
+        if os.preadv(file.fileno(), [data], offset) != nbytes:
             raise ValueError(f"{name} ends early")
-        return found
+        return data
 
     @contextmanager
-    def sound(self) -> Iterator[None]:
-        """Say of what is raised meanwhile that the file cannot be continued."""
+    def continuing(self) -> Iterator[None]:
+        """Turn errors that contents of the file cause inside this context into a SourceError that names the file."""
         try:
             yield
-        except _WRONG as error:
+        except _BAD_CONTENT as error:
             raise SourceError(f"{self.path} cannot be continued: {first_line(error)[:200]}", _AGAIN) from None
 
     def require_units(self, units: Collection[str], last: str) -> None:
-        """Refuse what was kept of other units than a model has, or at none that is still to come.
+        """Check that the file fits the model and that some unit is left to compute.
 
         Args:
-            units: of the model.
-            last: that which no pass goes beyond.
+            units: names of the model's units.
+            last: the last unit to compute; "" if all are.
 
         Raises:
-            SourceError: the message names one.
+            SourceError: the file names a unit that the model does not have, or all units are computed.
         """
-        if self.found is None:
+        if self.saved is None:
             return
-        strange = sorted({self._unit, *self._gave} - set(units))
-        with self.sound():
-            if strange:
-                raise ValueError(f"the model has no {strange[0]}")
-            if self._unit in self._gave or last in self._gave:
-                raise ValueError(f"nothing is left to do at {self._unit}")
+        unknown = sorted({self._unit, *self._outputs} - set(units))
+        with self.continuing():
+            if unknown:
+                raise ValueError(f"the model has no {unknown[0]}")
+            if self._unit in self._outputs or last in self._outputs:
+                raise ValueError(f"no unit is left to compute at {self._unit}")
 
     @property
     def done(self) -> frozenset[str]:
-        """The units that passes were through as they were kept."""
-        return frozenset(self._gave)
+        """Names of the units that are computed, embedding tables left out."""
+        return frozenset(self._outputs)
 
-    def begin(self, unit: str, embeds: bool = False) -> bool:
-        """See passes come to a unit; whether it was done, before the one that they were kept at.
+    def enter_unit(self, unit: str, is_embedding: bool = False) -> bool:
+        """Note that passes reach a unit.
 
         Args:
             unit: its name.
-            embeds: whether it is an embedding table, which is computed again.
+            is_embedding: whether it is an embedding table, which is always computed again.
+
+        Returns:
+            Whether an earlier run computed the unit, so that it is skipped.
 
         Raises:
-            SourceError: it comes before the one that they were kept at, and was not done.
+            SourceError: the unit comes before the one that passes were saved at, but was not computed.
         """
-        self._able = self._able and unit not in self._begun
-        self._begun.add(unit)
-        if not self._unit or unit == self._unit or embeds:
+        self._supported = self._supported and unit not in self._entered
+        self._entered.add(unit)
+        if not self._unit or unit == self._unit or is_embedding:
             return False
-        with self.sound():
-            if unit not in self._gave:
-                raise ValueError(f"{unit} was not done, and comes before {self._unit}")
+        with self.continuing():
+            if unit not in self._outputs:
+                raise ValueError(f"{unit} comes before {self._unit}, but was not computed")
         return True
 
-    def stand_in(self, unit: str, device: str) -> Any:
-        """Zeros in place of what a unit gave that was done."""
+    def zero_output(self, unit: str, device: str) -> Any:
+        """Return what a computed unit returns, with zeros in its tensors, on a device such as "cpu"."""
 
         def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.zeros((), dtype=dtype, device=device).expand(*shape)
 
-        with self.sound():
-            return _filled(self._gave[unit], None, lambda _, shape, dtype: zeros(shape, dtype))
+        with self.continuing():
+            return _rebuild(self._outputs[unit], None, lambda _, shape, dtype: zeros(shape, dtype))
 
-    def bring_back(self, unit: str, waiting: Sequence[tuple[int, int, Any]], device: str) -> Iterator[Any]:
-        """What passes that wait for a unit, given by group, number and call, are to call it with instead, one by one;
-        nothing if it is not the unit they were kept at."""
-        if unit != self._unit:
-            return
-        self._unit = ""
-        with self.sound():
-            if self._calls.keys() != {f"{group}.{number}" for group, number, _ in waiting}:
-                raise ValueError(f"it has the calls of {unit} of other passes")
-        with self.sound():
-            file = self._open()
-        with file:
-            for group, number, call in waiting:
-
-                def read(
-                    place: int, shape: Sequence[int], dtype: torch.dtype, group: int = group, number: int = number
-                ) -> Tensor:
-                    if 0 in shape:
-                        return torch.empty(*shape, dtype=dtype, device=device)
-                    flat = torch.frombuffer(self._bytes_of(f"{group}.{number}.{place}", file), dtype=torch.uint8)
-                    return flat.view(dtype).reshape(*shape).to(device)
-
-                with self.sound():
-                    described = self._calls[f"{group}.{number}"]
-                    if not _is_like(described, call) or dict(described["tuple"][1]["dict"]).keys() != call[1].keys():
-                        raise ValueError(f"{unit} is called in another way")
-                    filled = _filled(described, call, read)
-                yield filled
-
-    def note(self, unit: str, output: Any) -> None:
-        """See what a unit gives, of which only the shapes are kept; they are those of all passes."""
-        if unit not in self._gave:
-            try:
-                self._gave[unit] = _described(output, [])
-            except _Unknown:
-                self._able = False
-
-    def due(self, unit: str) -> bool:
-        """Whether passes are to be kept now that a unit is done."""
-        since = time.monotonic() - self._last
-        return self._able and unit in self._gave and since >= max(EVERY, TIMES * self._took)
-
-    def write(self, unit: str, groups: Sequence[Sequence[Any]], at_hand: Callable[[int], Any]) -> None:
-        """Keep passes that wait for a unit; none where a unit is called with what no file has.
+    def saved_calls(self, unit: str, waiting: Sequence[tuple[int, int, Any]], device: str) -> Iterator[Any]:
+        """Yield the saved arguments of each pass that waits for a unit.
 
         Args:
             unit: its name.
-            groups: what they call it with.
-            at_hand: a context manager in which a group's tensors are in memory.
+            waiting: batch number, number in the batch, and (args, kwargs) of each pass.
+            device: where tensors are put.
+
+        Returns:
+            (args, kwargs) for each pass; none if passes were saved at another unit.
+
+        Raises:
+            SourceError: the file has other passes, or arguments of another structure.
+        """
+        if unit != self._unit:
+            return
+        self._unit = ""
+        with self.continuing():
+            if self._calls.keys() != {f"{batch}.{number}" for batch, number, _ in waiting}:
+                raise ValueError(f"it has the arguments of {unit} for other passes")
+        with self.continuing():
+            file = self._open()
+        with file:
+            for batch, number, call in waiting:
+
+                def read(
+                    index: int, shape: Sequence[int], dtype: torch.dtype, batch: int = batch, number: int = number
+                ) -> Tensor:
+                    if 0 in shape:
+                        return torch.empty(*shape, dtype=dtype, device=device)
+                    flat = torch.frombuffer(self._read_tensor(f"{batch}.{number}.{index}", file), dtype=torch.uint8)
+                    return flat.view(dtype).reshape(*shape).to(device)
+
+                with self.continuing():
+                    description = self._calls[f"{batch}.{number}"]
+                    if not _matches(description, call) or _keywords(description) != call[1].keys():
+                        raise ValueError(f"{unit} is called with other arguments")
+                    saved_call = _rebuild(description, call, read)
+                yield saved_call
+
+    def record_output(self, unit: str, output: Any) -> None:
+        """Record structure, shapes and dtypes of a unit's output, which are the same for all passes."""
+        if unit not in self._outputs:
+            try:
+                self._outputs[unit] = _describe(output, [])
+            except _UnsupportedError:
+                self._supported = False
+
+    def is_due(self, unit: str) -> bool:
+        """Whether passes should be saved now that a unit is computed: they can be, and the last save is long ago."""
+        elapsed = time.monotonic() - self._last_write
+        return self._supported and unit in self._outputs and elapsed >= max(EVERY, TIMES * self._write_seconds)
+
+    def write(self, unit: str, batches: Sequence[Sequence[Any]], in_memory: Callable[[int], Any]) -> None:
+        """Save passes that wait for a unit. Nothing is written if an argument cannot be saved.
+
+        Args:
+            unit: its name.
+            batches: for each batch, (args, kwargs) that each of its passes calls the unit with.
+            in_memory: makes a context manager in which the tensors of the batch of that number are in memory.
 
         Raises:
             OutputError: the file cannot be written.
         """
         begin = time.monotonic()
         calls: dict[str, Json] = {}
+        # For each batch, its tensors and their names in the file.
         tensors: list[list[tuple[str, Tensor]]] = []
         try:
-            for at, group in enumerate(groups):
+            for at, batch in enumerate(batches):
                 tensors.append([])
-                for number, call in enumerate(group):
-                    found: list[Tensor] = []
-                    calls[f"{at}.{number}"] = _described(call, found)
-                    tensors[-1] += [(f"{at}.{number}.{place}", tensor) for place, tensor in enumerate(found)]
-        except _Unknown:
+                for number, call in enumerate(batch):
+                    arguments: list[Tensor] = []
+                    calls[f"{at}.{number}"] = _describe(call, arguments)
+                    tensors[-1] += [(f"{at}.{number}.{index}", tensor) for index, tensor in enumerate(arguments)]
+        except _UnsupportedError:
             return
-        own = self.own()
-        facts = {"about": dict(self._about()), "unit": unit, "gave": self._gave, "calls": calls}
+        extra = self.extra()
+        facts = {"about": dict(self._about()), "unit": unit, "gave": self._outputs, "calls": calls}
         header: dict[str, Json] = {"__metadata__": {_KIND: json.dumps(facts)}}
         end = 0
-        sizes = [("own", len(own))]
-        sizes += [(name, tensor.numel() * tensor.element_size()) for each in tensors for name, tensor in each]
+        sizes = [("own", len(extra))]
+        sizes += [(name, tensor.numel() * tensor.element_size()) for batch in tensors for name, tensor in batch]
         sizes += [("sha256", _DIGEST)]
-        # read_header takes none without elements.
+        # read_header refuses tensors without elements.
         for name, size in ((name, size) for name, size in sizes if size):
             header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
             end += size
         data = json.dumps(header).encode()
         data += b" " * (-len(data) % 8)
-        new = self._new
+        new = self._new_path
         try:
             make_directory(new.parent)
             new.unlink(missing_ok=True)
@@ -269,14 +287,14 @@ class PassCheckpoint:
             with os.fdopen(handle, "wb") as file:
                 digest = hashlib.sha256()
 
-                def put(part: Any) -> None:
-                    digest.update(part)
-                    file.write(part)
+                def put(data: Any) -> None:
+                    digest.update(data)
+                    file.write(data)
 
-                put(len(data).to_bytes(8, "little") + data + own)
-                for at, each in enumerate(tensors):
-                    with at_hand(at):
-                        for _, tensor in each:
+                put(len(data).to_bytes(8, "little") + data + extra)
+                for at, named_tensors in enumerate(tensors):
+                    with in_memory(at):
+                        for _, tensor in named_tensors:
                             put(_bytes(tensor))
                 file.write(digest.digest())
                 file.flush()
@@ -289,27 +307,27 @@ class PassCheckpoint:
                 f"{self.path} cannot be written: {error.strerror or error}",
                 "free some space, or give another place",
             ) from error
-        self._last, self._took = time.monotonic(), time.monotonic() - begin
+        self._last_write, self._write_seconds = time.monotonic(), time.monotonic() - begin
 
     def remove(self) -> None:
-        """Have nothing there: all is done."""
+        """Delete the file, once all units are computed."""
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
-            self._new.unlink(missing_ok=True)
+            self._new_path.unlink(missing_ok=True)
 
 
-def _is_sound(file: BinaryIO, size: int) -> bool:
-    """Whether the last bytes of a file are the digest of those before them."""
-    digest, left = hashlib.sha256(), size - _DIGEST
+def _has_valid_digest(file: BinaryIO, size: int) -> bool:
+    """Whether the last 32 of a file's `size` bytes are the SHA-256 of those before them."""
+    digest, remaining = hashlib.sha256(), size - _DIGEST
     file.seek(0)
-    while left and (data := file.read(min(left, _PIECE))):
+    while remaining and (data := file.read(min(remaining, _PIECE))):
         digest.update(data)
-        left -= len(data)
+        remaining -= len(data)
     return file.read(_DIGEST + 1) == digest.digest()
 
 
 def _tensors(file: BinaryIO, size: int) -> list[tuple[TensorInfo, int]] | None:
-    """The tensors that a file of that size has, and their offsets; None if its header does not say so."""
+    """The tensors of a safetensors file of `size` bytes and their offsets; None if its header is wrong."""
 
     def read(offset: int, length: int) -> bytes:
         file.seek(offset)
@@ -326,90 +344,97 @@ def _metadata(file: BinaryIO) -> Any:
     return json.loads(file.read(int.from_bytes(file.read(8), "little")))["__metadata__"]
 
 
-def _is_like(described: Json, now: Any) -> bool:
-    """Whether a described value has the structure, the types and the shapes of tensors that another one has. What of it
-    can change may hold more: what units before this one have put there."""
-    [(kind, held)] = _kinds(described)
+def _matches(description: Json, current: Any) -> bool:
+    """Whether a described value has the structure, types, shapes and dtypes of the current one.
+
+    A described dict may have more keys, which units before this one added.
+    """
+    [(kind, content)] = _kind_and_content(description)
     if kind == "own":
-        # What stood in for such a thing is None.
-        return now is None or bool(getattr(now, "holds_nothing", False))
-    if isinstance(now, Tensor):
-        dtype = str(now.dtype).removeprefix("torch.")
-        return kind == "tensor" and (described["shape"], described["dtype"]) == (list(now.shape), dtype)
-    if type(now) in _PLAIN:
-        return kind == "plain" and type(held) is type(now)
-    if type(now) is tuple:
-        return kind == "tuple" and len(held) == len(now) and all(map(_is_like, held, now))
-    if isinstance(now, (dict, UserDict)):
-        found = dict(held) if kind == ("dict" if isinstance(now, dict) else "shared") else {}
-        return all(key in found and _is_like(found[key], each) for key, each in now.items())
+        # None stands in for an object that holds nothing.
+        return current is None or bool(getattr(current, "holds_nothing", False))
+    if isinstance(current, Tensor):
+        dtype = str(current.dtype).removeprefix("torch.")
+        return kind == "tensor" and (description["shape"], description["dtype"]) == (list(current.shape), dtype)
+    if type(current) in _PLAIN:
+        return kind == "plain" and type(content) is type(current)
+    if type(current) is tuple:
+        return kind == "tuple" and len(content) == len(current) and all(map(_matches, content, current))
+    if isinstance(current, (dict, UserDict)):
+        items = dict(content) if kind == ("dict" if isinstance(current, dict) else "shared") else {}
+        return all(key in items and _matches(items[key], value) for key, value in current.items())
     return False
 
 
-def _kinds(described: Json) -> list[tuple[str, Json]]:
-    return [(key, each) for key, each in described.items() if key not in ("shape", "dtype")]
+def _kind_and_content(description: Json) -> list[tuple[str, Json]]:
+    return [(key, value) for key, value in description.items() if key not in ("shape", "dtype")]
+
+
+def _keywords(call: Json) -> Collection[str]:
+    """The keywords of described (args, kwargs)."""
+    return dict(call["tuple"][1]["dict"]).keys()
 
 
 def _bytes(tensor: Tensor) -> Any:
-    # Of a copy: what numpy has seen of a storage cannot be put into a scratch file any more.
+    # Of a copy: a storage that numpy has seen cannot be resized, so it could not be offloaded any more.
     copy = tensor.cpu().clone(memory_format=torch.contiguous_format)
     return copy.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _described(value: Any, tensors: list[Tensor]) -> Json:
-    """What `_filled` makes a value from, but for its tensors, which are added to a list.
+def _describe(value: Any, tensors: list[Tensor]) -> Json:
+    """Describe a value as JSON and append its tensors to a list; `_rebuild` makes the value from both.
 
-    Such as {"tuple": [{"tensor": 0, "shape": [1, 48, 64], "dtype": "bfloat16"}, {"plain": null}]}.
+    A description is such as {"tuple": [{"tensor": 0, "shape": [1, 48, 64], "dtype": "bfloat16"}, {"plain": null}]}.
 
     Raises:
-        _Unknown: it holds something else.
+        _UnsupportedError: it has an object that cannot be saved.
     """
     if isinstance(value, Tensor):
-        place = next((at for at, known in enumerate(tensors) if known is value), len(tensors))
-        if place == len(tensors):
+        index = next((at for at, tensor in enumerate(tensors) if tensor is value), len(tensors))
+        if index == len(tensors):
             tensors.append(value)
-        return {"tensor": place, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {"tensor": index, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
     if type(value) in _PLAIN:
         return {"plain": value}
     if type(value) is tuple:
-        return {"tuple": [_described(each, tensors) for each in value]}
+        return {"tuple": [_describe(item, tensors) for item in value]}
     if type(value) is dict and all(type(key) in (str, int) for key in value):
-        return {"dict": [[key, _described(each, tensors)] for key, each in value.items()]}
+        return {"dict": [[key, _describe(item, tensors)] for key, item in value.items()]}
     if isinstance(value, UserDict):
-        # Of which layers take keys and values of others.
-        return {"shared": [[key, _described(each, tensors)] for key, each in value.items()]}
+        # Keys and values that layers share, as transformers passes them to layers that reuse those of others.
+        return {"shared": [[key, _describe(item, tensors)] for key, item in value.items()]}
     if getattr(value, "holds_nothing", False):
         return {"own": None}
-    raise _Unknown
+    raise _UnsupportedError
 
 
-def _filled(described: Json, now: Any, tensor: Callable[[int, Sequence[int], torch.dtype], Tensor]) -> Any:
-    """The value that was described; what can change stays the object that it is now, which others may hold too.
+def _rebuild(description: Json, current: Any, tensor: Callable[[int, Sequence[int], torch.dtype], Tensor]) -> Any:
+    """Make a described value. Dicts are updated in place, because other code of the model may refer to them.
 
     Args:
-        described: by `_described`.
-        now: what is there now.
-        tensor: gives the tensor of that number, shape and dtype.
+        description: made by `_describe`.
+        current: the value that is replaced.
+        tensor: returns the tensor of that number, shape and dtype.
     """
-    [(kind, held)] = _kinds(described)
+    [(kind, content)] = _kind_and_content(description)
     if kind == "tensor":
-        dtype = getattr(torch, described["dtype"])
+        dtype = getattr(torch, description["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{described['dtype']} is no dtype")
-        return tensor(held, described["shape"], dtype)
+            raise TypeError(f"{description['dtype']} is not a dtype")
+        return tensor(content, description["shape"], dtype)
     if kind == "plain":
-        return held
+        return content
     if kind == "own":
-        return now
+        return current
     if kind in ("dict", "shared"):
-        into = now if isinstance(now, dict if kind == "dict" else UserDict) else {}
-        if kind == "shared" and into is not now:
-            raise TypeError(f"{type(now).__name__} in place of what layers share")
-        found = {key: _filled(each, into.get(key), tensor) for key, each in held}
-        into.clear()
-        into.update(found)
-        return into
+        target = current if isinstance(current, dict if kind == "dict" else UserDict) else {}
+        if kind == "shared" and target is not current:
+            raise TypeError(f"{type(current).__name__} in place of shared keys and values")
+        items = {key: _rebuild(item, target.get(key), tensor) for key, item in content}
+        target.clear()
+        target.update(items)
+        return target
     if kind != "tuple":
-        raise TypeError(f"{kind} is nothing that is kept")
-    known = now if type(now) is tuple and len(now) == len(held) else [None] * len(held)
-    return tuple(_filled(each, own, tensor) for each, own in zip(held, known, strict=True))
+        raise TypeError(f"{kind} is not a known kind of argument")
+    parts = current if type(current) is tuple and len(current) == len(content) else [None] * len(content)
+    return tuple(_rebuild(item, part, tensor) for item, part in zip(content, parts, strict=True))

@@ -1,7 +1,7 @@
-"""How far a pass through a model's layers is, in tokens, and how long the rest will take.
+"""Reports the progress of forward passes through a model's layers, in tokens, and the estimated remaining time.
 
 progress = PassProgress(layer_costs(streamed, layers), tokens=16 * 512, advanced=advanced, remaining=remaining)
-run(passes, progress=progress.layer_done)
+run_interleaved(passes, progress=progress.layer_done, ...)
 """
 
 from __future__ import annotations
@@ -11,23 +11,32 @@ from collections.abc import Callable, Iterable, Mapping
 from .forecast import Forecast
 from .model import StreamedModel
 
-# Told how many tokens are through all layers, counting those that are through some in part, and how many there are.
+# Called with the number of tokens that are done, where a token that is through half of the layers counts half, and the
+# number of all tokens.
 Advanced = Callable[[int, int], None]
-# Told about how many seconds are left.
+# Called with the estimated remaining seconds.
 Remaining = Callable[[float], None]
 
 
 def layer_costs(model: StreamedModel, layers: Iterable[str]) -> dict[str, float]:
-    """About how many products each layer computes for a token: its weights, of routed experts those of one token."""
+    """Estimate the multiplications of each layer for a token: its weights, and of experts those that a token goes to.
+
+    Args:
+        model: the model.
+        layers: names of its units.
+
+    Returns:
+        For each, the number of weights that a token is multiplied with.
+    """
     config = model.model.config.get_text_config()
     routed = next((count for name in ("num_experts_per_tok", "moe_topk") if (count := getattr(config, name, None))), 1)
-    routed = routed if isinstance(routed, int) else 1
+    experts_per_token = routed if isinstance(routed, int) else 1
     return {
         layer: float(
             sum(
                 # Stacked experts have three axes.
-                each.numel() if each.ndim < 3 else each[0].numel() * min(routed, len(each))
-                for each in model.units[layer].parameters()
+                weight.numel() if weight.ndim < 3 else weight[0].numel() * min(experts_per_token, len(weight))
+                for weight in model.units[layer].parameters()
             )
         )
         for layer in layers
@@ -35,17 +44,17 @@ def layer_costs(model: StreamedModel, layers: Iterable[str]) -> dict[str, float]
 
 
 class PassProgress:
-    """Counts the tokens of a pass.
+    """Counts the tokens of forward passes and forecasts the remaining time.
 
     Args:
-        costs: of each layer, in order, what it takes in proportion to others.
-        tokens: of all texts, in all models.
-        advanced: told of each text that is through a layer.
-        remaining: told about how many seconds are left, from the first layer on.
-        more: tokens that are computed after the layers.
+        costs: relative cost of each layer, in the order they are computed.
+        tokens: the number of tokens of all texts, in all models.
+        advanced: called whenever a batch is through a layer.
+        remaining: called with the remaining seconds, from the first layer on.
+        more: the number of tokens that are computed after the layers, such as those of answers to prompts.
 
     Attributes:
-        forecast: how long the rest takes; what is computed beside layers can be added.
+        forecast: estimates the remaining time; other steps can be added to it.
     """
 
     def __init__(
@@ -58,34 +67,40 @@ class PassProgress:
     ) -> None:
         self.forecast = Forecast(costs)
         self._numbers = {layer: number for number, layer in enumerate(costs)}
+        # Number of the first layer that text goes through: layers of vision towers come before it.
         self._first: int | None = None
         self._tokens, self._more, self._done = tokens, more, 0
         self._advanced, self._remaining = advanced, remaining
 
-    def layer_done(self, unit: str, group: int, groups: int) -> None:
-        """A group of texts is through a unit; group 0 where they will go through it once more."""
+    def layer_done(self, unit: str, done: int, batches: int) -> None:
+        """Note that batches are through a unit; for `run_interleaved`'s `progress`.
+
+        Args:
+            unit: name of the unit.
+            done: how many batches are through it; 0 if they will be computed once more.
+            batches: the number of batches.
+        """
         number = self._numbers.get(unit)
         if number is None:
-            # An embedding table, or a layer that an earlier run was through.
+            # An embedding table, or a layer that an earlier run computed.
             self.forecast.restart()
-        elif group:
+        elif done:
             if self._first is None:
-                # Layers before it are those of towers for images, which no text goes through.
                 self._first = number
             layers = len(self._numbers) - self._first
-            self._done = int(self._tokens * (number - self._first + group / groups) / layers)
-            if group == groups:
+            self._done = int(self._tokens * (number - self._first + done / batches) / layers)
+            if done == batches:
                 self.forecast.done(unit)
         self._report()
 
     def more_done(self, tokens: int) -> None:
-        """So many of the tokens that come after the layers are computed."""
+        """Note that so many of the tokens after the layers are computed."""
         self._done += tokens
         self._report()
 
     def _report(self) -> None:
         if self._advanced is not None:
             self._advanced(min(self._done, self._tokens + self._more), self._tokens + self._more)
-        left = self.forecast.remaining()
-        if self._remaining is not None and left is not None:
-            self._remaining(left)
+        seconds = self.forecast.remaining()
+        if self._remaining is not None and seconds is not None:
+            self._remaining(seconds)

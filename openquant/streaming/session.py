@@ -1,6 +1,6 @@
-"""What a streamed pass through a model needs: its tokenizer, room for hidden states, and its shards in time.
+"""What a run of a streamed model needs: its tokenizer, a file for hidden states, and its shards as they are downloaded.
 
-transformers is imported when it is needed.
+transformers is imported inside functions only.
 """
 
 from __future__ import annotations
@@ -21,65 +21,73 @@ if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
     from .offload import OffloadFile
 
-# Bytes of hidden states that wait in memory, and of Gram matrices, if nobody says how much of it there is.
+# Bytes of memory for hidden states of waiting passes, and for Hessians, without --max-memory.
 BUDGET = 4 << 30
 
 
 def find_tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
-    """A checkpoint's tokenizer.
+    """Load a checkpoint's tokenizer, and download its files first if the source is on the Hub.
 
     Raises:
         SourceError: there is none, or it is damaged.
     """
     from ..data.tokenizer import FILES, TEMPLATES, load_tokenizer
 
-    wanted = {*FILES, *TEMPLATES, "generation_config.json"}
-    source.fetch_files([name for name in checkpoint.files if name in wanted])
+    file_names = {*FILES, *TEMPLATES, "generation_config.json"}
+    source.fetch_files([name for name in checkpoint.files if name in file_names])
     return load_tokenizer(source.root, source.repo or source.name)
 
 
 def vocabulary_of(checkpoint: Checkpoint) -> int | None:
-    """Tokens that a model has, as config.json says."""
-    inner = checkpoint.config.get("text_config")
-    places = (checkpoint.config, inner if isinstance(inner, dict) else {})
-    return next((size for place in places if isinstance(size := place.get("vocab_size"), int)), None)
+    """Return the vocabulary size in config.json, in tokens; None if it has none."""
+    text_config = checkpoint.config.get("text_config")
+    configs = (checkpoint.config, text_config if isinstance(text_config, dict) else {})
+    return next((size for config in configs if isinstance(size := config.get("vocab_size"), int)), None)
 
 
 def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
-    """Bytes that so many tokens take between layers, in bfloat16, with embeddings that wait beside what became of them;
-    0 where config.json does not tell."""
-    inner = checkpoint.config.get("text_config")
-    size = next((each.get("hidden_size") for each in (checkpoint.config, inner) if isinstance(each, dict)), 0)
+    """Return the bytes of bfloat16 hidden states and embeddings of so many tokens; 0 if config.json has no size.
+
+    Embeddings count, because some models use them again in later layers.
+    """
+    text_config = checkpoint.config.get("text_config")
+    configs = (config for config in (checkpoint.config, text_config) if isinstance(config, dict))
+    size = next((config.get("hidden_size") for config in configs), 0)
     return 2 * tokens * (size if isinstance(size, int) else 0) * 2
 
 
-def scratch_for(hidden: int, place: Path, budget: int, asked: bool) -> OffloadFile | None:
-    """A file for so many bytes of hidden states, where they may be more than memory has room for.
+def scratch_for(hidden: int, directory: Path, budget: int, may_be_in_memory: bool) -> OffloadFile | None:
+    """Make a file for hidden states that may not fit into memory.
 
     Args:
-        hidden: bytes.
-        place: the directory it would lie in.
-        budget: bytes of them that memory has room for.
-        asked: whether the user named the directory.
+        hidden: bytes of all hidden states.
+        directory: the directory of the file.
+        budget: bytes of them that may stay in memory.
+        may_be_in_memory: whether its file system may keep files in memory, as the user named it.
+
+    Returns:
+        The file; None if all fit into the budget.
 
     Raises:
         OutputError: no file can be made there.
     """
     from .offload import OffloadFile
 
-    return None if hidden <= budget else OffloadFile(place, budget, asked)
+    return None if hidden <= budget else OffloadFile(directory, budget, may_be_in_memory)
 
 
 class ArrivingShards:
-    """How the shards of a model come, unit by unit; those of units that no text goes through are passed over.
+    """Provides a model's shards as they are downloaded, unit by unit; a ShardProvider.
+
+    Shards of units that are never called, such as those of vision towers, are skipped.
 
     Args:
-        supply: brings them.
-        needs: the shards of each unit.
-        name: the model's, for messages.
-        fingerprint: refuses shards that changed since it was made.
-        ranks: this process among several, of which each streams for itself.
-        hashes: whether each shard is added to the fingerprint when it is here.
+        supply: downloads them.
+        needs: file names of the shards of each unit, in the order units are called.
+        name: the model's name, for messages.
+        fingerprint: refuses shards that changed since the run began.
+        ranks: this process's rank among several; each rank downloads for itself.
+        hashes: whether each shard's hash is added to the fingerprint once it is on disk.
     """
 
     def __init__(
@@ -95,21 +103,22 @@ class ArrivingShards:
         self.supply, self.needs, self.name, self.ranks = supply, needs, name, ranks
         self.fingerprint, self.hashes = fingerprint, hashes
         self.path = supply.path
-        self._left = dict.fromkeys(supply.needs)
+        # Units that are not finished, in the order of `supply.needs`.
+        self._remaining = dict.fromkeys(supply.needs)
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
-        """Wait until a unit's shards are here.
+        """Wait until a unit's shards are on disk, or `stopped()`.
 
         Raises:
-            SourceError: they cannot be had, or are gone already.
+            SourceError: they cannot be downloaded, or were deleted already.
         """
-        if what in self._left:
-            # The last first: while an earlier one is given up, none of these begins to come in its place.
-            for unit in reversed(list(itertools.takewhile(lambda unit: unit != what, self._left))):
+        if what in self._remaining:
+            # Skipped units are finished last first, so that finishing one does not start the download of another.
+            for unit in reversed(list(itertools.takewhile(lambda unit: unit != what, self._remaining))):
                 self.finished(unit)
         elif self.supply.scratch is not None and what in self.supply.needs:
             raise SourceError(
-                f"{self.name} computes {what} again, or later than expected: its shards are gone",
+                f"{self.name} computes {what} twice or out of order, and its shards were deleted",
                 "leave --stream out",
             )
         self.supply.wait_for(what, lambda: stopped() or attempt(self.ranks.check)[1] is not None)
@@ -120,7 +129,7 @@ class ArrivingShards:
             self.fingerprint.add(shard, self.path(shard))
 
     def finished(self, what: str) -> None:
-        """Nothing more is read for this unit."""
-        if what in self._left:
-            del self._left[what]
+        """Note that the unit's shards are not needed any more."""
+        if what in self._remaining:
+            del self._remaining[what]
             self.supply.finished(what)

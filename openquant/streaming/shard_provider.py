@@ -1,8 +1,8 @@
-"""How shards come: who computes waits for what is computed next, and says what it has done with.
+"""Provides source shards to code that reads them, which waits for shards it needs and says when it is done with them.
 
-traffic.wait_for("model.layers.3", stopped)
-traffic.path("model-00002-of-00005.safetensors")
-traffic.finished("model.layers.3")
+provider.wait_for("model.layers.3", stopped)
+provider.path("model-00002-of-00005.safetensors")
+provider.finished("model.layers.3")
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Protocol
 
 
 class ShardProvider(Protocol):
-    """How source shards come. Calls may come from any thread."""
+    """Provides source shards, on disk or as they are downloaded. Methods may be called from any thread."""
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
-        """Wait until all shards that something needs are here, or `stopped()` is true."""
+        """Wait until all shards that `what`, such as a unit or an output shard, needs are on disk, or `stopped()`."""
 
     def path(self, name: str) -> Path:
-        """Where a source shard lies that is here."""
+        """Return the path of a source shard that is on disk, by its file name."""
 
     def finished(self, what: str) -> None:
-        """Is told that nothing of this needs its shards any more."""
+        """Note that `what` does not need its shards any more, so that they may be deleted."""
 
 
 @dataclass(frozen=True)
 class LocalShards:
-    """Shards that lie in a directory.
+    """Shards that are all in one directory, and stay there.
 
     Attributes:
         root: the directory.
@@ -37,11 +37,11 @@ class LocalShards:
     root: Path
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
-        """They are all here."""
+        """Return at once."""
 
     def path(self, name: str) -> Path:
-        """Where one lies."""
+        """Return the path of a shard, by its file name."""
         return self.root / name
 
     def finished(self, what: str) -> None:
-        """They stay."""
+        """Do nothing."""

@@ -1,9 +1,9 @@
-"""All that is asked of transformers beyond what it documents, in one place.
+"""All uses of private functions of transformers.
 
-A model is made as `from_pretrained` makes it, but for its weights, and a few of its tensors at a time are loaded by the
-same functions. They are private, so the versions they were tested with are held here. Nothing is fetched and nothing of
-a model is executed: classes are those that transformers itself lists, built from a config.json of which only plain data
-is left.
+A model is made as `from_pretrained` makes it, but without weights, and a few tensors at a time are loaded by the same
+functions. They are private, so this module has the range of versions that it was tested with. Nothing is downloaded,
+and no code that comes with a model is executed: classes are those that transformers lists, and only plain data of
+config.json reaches them.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from typing import Any
 
 from ..errors import OpenQuantError, SourceError, UsageError
 
-# The oldest and the newest release whose private functions were tested; tests/forward/test_streamed_zoo.py runs both.
+# The oldest and the newest tested release; tests/streaming/test_streamed_architectures.py runs both.
 TESTED = ("5.16", "5.24")
-# Classes whose own forward pass fails in a release, and how.
+# Classes whose forward pass fails in a release of transformers, and why.
 FAILING = {
     ("Llama4ForConditionalGeneration", "5.24"): "its forward pass asks the text model for image outputs",
 }
 
 
-def require_tested(found: str | None) -> None:
-    """Refuse a version of transformers that this module was not tested with; None if there is none.
+def require_tested(installed: str | None) -> None:
+    """Refuse a version of transformers that this module was not tested with.
+
+    Args:
+        installed: the version, such as "5.20.1"; None if transformers is not installed.
 
     Raises:
         UsageError: it is too old, too new or missing.
     """
-    oldest, newest = (tuple(map(int, name.split("."))) for name in TESTED)
-    numbers = re.match(r"(\d+)\.(\d+)", found or "")
+    oldest, newest = (tuple(map(int, release.split("."))) for release in TESTED)
+    numbers = re.match(r"(\d+)\.(\d+)", installed or "")
     if numbers is None or not oldest <= tuple(map(int, numbers.groups())) <= newest:
         raise UsageError(
             f"running a model takes transformers {TESTED[0]} to {TESTED[1]}; "
-            + (f"{found} is installed" if found else "it is not installed"),
+            + (f"{installed} is installed" if installed else "it is not installed"),
             f'pip install "transformers>={TESTED[0]},<{newest[0]}.{newest[1] + 1}"',
         )
 
@@ -67,16 +70,16 @@ from transformers.modeling_utils import LoadStateDictConfig  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.utils import logging as messages  # noqa: E402
 
-# What config.json may not decide: code to fetch, kernels, how things are computed and handed back, quantization.
+# Keys of config.json that are ignored: code and kernels to download, choices of implementation and outputs,
+# quantization.
 _IGNORED = re.compile(
     r"auto_map|custom_pipelines|custom_generate|_?(attn|experts)_implementation(_internal|_autoset)?|.*kernel_config"
     r"|use_kernels|fusion_config|distributed_config|quantization_config|compression_config|transformers_weights"
     r"|_?name_or_path|_?output_attentions|output_hidden_states|output_router_logits|use_return_dict|return_dict"
     r"|torchscript|gradient_checkpointing|_commit_hash|dtype|torch_dtype|num_labels|id2label|label2id"
 )
-# Architectures and model types whose own code adds nothing but draft layers to one of transformers, or that it calls
-# otherwise.
-_SAME = {
+# Architectures and model types that transformers has under another name, or whose own code adds only MTP layers.
+_ALIASES = {
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "mimo": "qwen2",
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
@@ -84,19 +87,18 @@ _SAME = {
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "TeleChat3ForCausalLM": "LlamaForCausalLM",
 }
-# What classes of stacked experts say of themselves where transformers computes them as all others, for those that
-# compute in a way of their own.
-_OF_STACKS = {
+# Attributes that transformers sets on most modules of stacked experts, for classes with a forward of their own.
+_STACK_ATTRIBUTES = {
     "Llama4TextExperts": {"is_concatenated": True, "is_transposed": True, "has_gate": True},
     "Step3p7Experts": {"is_concatenated": True, "is_transposed": False, "has_gate": True},
 }
-# Computed when a model is made, such as rotary frequencies; gigabytes of them are somebody's mistake.
-_MOST_BUFFERS = 1 << 30
+# Most bytes of buffers that are computed when a model is made, such as rotary frequencies.
+_MAX_BUFFER_BYTES = 1 << 30
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Meanwhile transformers fetches no kernels, shows no progress bar and says nothing below errors."""
+    """Context manager in which transformers downloads no kernels, shows no progress bars and logs errors only."""
     kernels, bars, level = hub_kernels._kernels_enabled, messages._tqdm_active, messages.get_verbosity()
     hub_kernels._kernels_enabled = False
     messages._tqdm_active = False
@@ -109,25 +111,26 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
-    """The class of transformers that a config.json names.
+    """Find the class of transformers that a config.json names.
 
     Args:
-        architecture: first of its `architectures`; where letters differ from the class only in case, that is the one.
-        model_type: as config.json has it.
+        architecture: the first of `architectures` in config.json. A class of that `model_type` whose name differs only
+            in case is taken too.
+        model_type: its `model_type`.
 
     Raises:
-        SourceError: transformers has no such language model.
+        SourceError: transformers has no such language model, or one that fails in this release.
     """
-    listed = (
+    mappings = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     )
-    names = {name for mapping in listed for name in mapping.values()}
-    own = [mapping[model_type] for mapping in listed if isinstance(model_type, str) and model_type in mapping]
-    architecture = _SAME.get(architecture, architecture)
-    alike = (name for name in own if name.lower() == architecture.lower())
-    name = architecture if architecture in names else next(alike, None)
+    names = {name for mapping in mappings for name in mapping.values()}
+    of_type = [mapping[model_type] for mapping in mappings if isinstance(model_type, str) and model_type in mapping]
+    architecture = _ALIASES.get(architecture, architecture)
+    same_letters = (name for name in of_type if name.lower() == architecture.lower())
+    name = architecture if architecture in names else next(same_letters, None)
     if name is None:
         raise SourceError(
             f"transformers {_installed()} has no language model {architecture} (model_type {model_type!r})",
@@ -143,56 +146,60 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
 
     with quiet_transformers():
         try:
-            found = getattr(transformers, name)
+            kind = getattr(transformers, name)
         except (ImportError, RuntimeError) as error:
             raise SourceError(f"{name} cannot be imported: {_first_line(error)}", "install what it needs") from error
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+    # transformers has a placeholder in place of a class whose dependencies are missing.
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         raise SourceError(f"{name} of transformers {_installed()} is not a model here", "install what it needs")
-    return found
+    return kind
 
 
 def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """The configuration object of a class.
+    """Make the configuration object of a model class.
 
     Args:
-        kind: the class.
-        config: config.json.
-        dtype: what is computed in.
+        kind: the model class.
+        config: contents of config.json.
+        dtype: the dtype that the model computes in.
+
+    Returns:
+        An object of `kind.config_class`.
 
     Raises:
         SourceError: transformers refuses it, or it belongs to another class.
     """
-    made = kind.config_class
-    assert made is not None
+    config_class = kind.config_class
+    assert config_class is not None
+    expected = config_class.model_type
     plain = _plain(config)
-    told = plain.get("model_type")
-    if _SAME.get(str(told), told) == made.model_type:
-        plain["model_type"] = made.model_type
+    model_type = plain.get("model_type")
+    if _ALIASES.get(str(model_type), model_type) == expected:
+        plain["model_type"] = expected
     else:
-        # The text model of a wrapper has its part of the wrapper's.
-        inner = [
-            part for part in plain.values() if isinstance(part, dict) and part.get("model_type") == made.model_type
-        ]
+        # The text model of a multimodal model has a part of the config, such as text_config.
+        inner = [part for part in plain.values() if isinstance(part, dict) and part.get("model_type") == expected]
         if not inner:
             raise SourceError(
-                f"config.json has model_type {told!r}, but {kind.__name__} is of {made.model_type!r}",
+                f"config.json has model_type {model_type!r}, but {kind.__name__} is of {expected!r}",
                 "download or copy config.json again",
             )
         plain = inner[0]
     try:
         with quiet_transformers():
-            found = made.from_dict(plain)
+            made = config_class.from_dict(plain)
     except Exception as error:
         raise SourceError(
             f"transformers {_installed()} refuses config.json: {_first_line(error)}", "download or copy it again"
         ) from error
-    for part in (found, *(getattr(found, name) for name in found.sub_configs)):
+    for part in (made, *(getattr(made, name) for name in made.sub_configs)):
         if part is not None:
             part.dtype = dtype
-    return found
+    return made
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without the ignored keys."""
     return {
         key: _plain(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -201,7 +208,17 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A model whose parameters are on the meta device, and whose other tensors are what `from_pretrained` computes.
+    """Make a model without weights.
+
+    Args:
+        kind: its class.
+        config: made by `make_config`.
+        dtype: the dtype it computes in.
+        device: the device of its buffers.
+
+    Returns:
+        A model in eval mode whose parameters and stored buffers have no values, and whose other buffers are computed
+        as in `from_pretrained`.
 
     Raises:
         SourceError: transformers cannot make it.
@@ -213,50 +230,50 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype, de
             model: Any = kind(config)
         with quiet_transformers():
             needed = sum(buffer.nbytes for _, buffer in model.named_buffers())
-            if needed > _MOST_BUFFERS:
+            if needed > _MAX_BUFFER_BYTES:
                 raise ValueError(f"its buffers are {needed:,} bytes")
             model.tie_weights()
-            # Only what no checkpoint stores is left to be computed.
+            # Only buffers that no checkpoint stores are computed then.
             for parameter in model.parameters():
                 parameter._is_hf_initialized = True
             model._move_missing_keys_from_meta_to_device(stored_buffers(model), {"": device}, None, None)
             model._initialize_missing_keys(False)
-            # Models ask weights that are not loaded yet what to compute in; some stay in float32.
-            for part, kept in model._get_dtype_plan(dtype).items():
+            # Models read the dtype of weights that are not loaded yet. Some weights stay in float32.
+            for part, part_dtype in model._get_dtype_plan(dtype).items():
                 for name, parameter in model.named_parameters():
-                    parameter.data = parameter.data.to(kept) if part in name else parameter.data
+                    parameter.data = parameter.data.to(part_dtype) if part in name else parameter.data
     except Exception as error:
         raise SourceError(
             f"transformers {_installed()} cannot make {kind.__name__} of this config.json: {_first_line(error)}",
             "download or copy it again; if it is sound, another version of transformers may know it",
         ) from error
     for module in model.modules():
-        module.__dict__.update(_OF_STACKS.get(type(module).__name__, {}))
-    found: PreTrainedModel = model.eval().requires_grad_(False)
-    return found
+        module.__dict__.update(_STACK_ATTRIBUTES.get(type(module).__name__, {}))
+    frozen: PreTrainedModel = model.eval().requires_grad_(False)
+    return frozen
 
 
 def stored_buffers(model: PreTrainedModel) -> set[str]:
-    """Names of the buffers that checkpoints hold."""
+    """Return the names of the buffers that checkpoints have."""
     return {name for name, _ in model.named_buffers()} - {name for name, _ in model.named_non_persistent_buffers()}
 
 
 def output_head(model: PreTrainedModel) -> nn.Module | None:
-    """What makes logits of hidden states; None where there is no such module."""
-    anything: Any = model
-    found: nn.Module | None = anything.get_output_embeddings()
-    return found
+    """Return the module that computes logits from hidden states; None if there is none."""
+    untyped: Any = model
+    head: nn.Module | None = untyped.get_output_embeddings()
+    return head
 
 
 def is_layer(model: PreTrainedModel, name: str, module: nn.Module) -> bool:
-    """Whether a module is one of those that models repeat: a decoder layer."""
-    kinds = set(model._no_split_modules or ())
-    numbered = name.rpartition(".")[2].isdigit()
-    return numbered and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in kinds)
+    """Whether a module of a model is a decoder layer, or a layer of a vision or audio tower."""
+    class_names = set(model._no_split_modules or ())
+    in_list = name.rpartition(".")[2].isdigit()
+    return in_list and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in class_names)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """The keyword under which a model's `forward` and `generate` take a KV cache.
+    """Return the keyword under which a model's `forward` and `generate` take a KV cache.
 
     `cache` from transformers 5.24 on; before that `cache_params` in state-space models, else `past_key_values`.
     """
@@ -265,59 +282,67 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Parameters that are another one where the checkpoint does not hold both."""
+    """Return the tied parameters: name -> name of the parameter that it shares its weight with."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def may_lack(model: PreTrainedModel, name: str) -> bool:
-    """Whether a checkpoint need not hold a parameter."""
+    """Whether a checkpoint need not have a parameter, by its name."""
     return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())
 
 
 def parameter_targets(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[str, str]:
-    """The parameter that each tensor of a checkpoint becomes or is a part of, for those the model has a place for."""
+    """Find the parameter that each tensor of a checkpoint becomes or is a part of.
+
+    Args:
+        model: the model.
+        names: names of the checkpoint's tensors; values are not used.
+
+    Returns:
+        For each tensor that the model has a parameter or buffer for, its name in the model.
+    """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    known, prefix = model.state_dict(), model.base_model_prefix
-    found = {}
+    state_dict, prefix = model.state_dict(), model.base_model_prefix
+    targets = {}
     for name in names:
-        target, _ = rename_source_key(name, renamings, converters, prefix, known)
-        if target not in known and name in known:
-            target, _ = rename_source_key(name, [], [], prefix, known)
-        if target in known:
-            found[name] = target
-    return found
+        target, _ = rename_source_key(name, renamings, converters, prefix, state_dict)
+        if target not in state_dict and name in state_dict:
+            target, _ = rename_source_key(name, [], [], prefix, state_dict)
+        if target in state_dict:
+            targets[name] = target
+    return targets
 
 
-def load_tensors(model: PreTrainedModel, slices: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
-    """Put tensors of a checkpoint where they belong in a model, renamed, split and stacked as they need be.
+def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torch.dtype, device: str) -> None:
+    """Load tensors of a checkpoint into a model; transformers renames, splits and stacks them as needed.
 
     Args:
-        model: it has placeholders there.
-        slices: by the checkpoint's names; `slice[...]` is the tensor.
-        dtype: of what the model does not keep in float32.
-        device: where to.
+        model: the model, with placeholders in their place.
+        tensors: lazy tensors by their names in the checkpoint; `tensor[...]` reads one.
+        dtype: dtype of the weights, but for those that the model keeps in float32.
+        device: device of the weights.
 
     Raises:
-        SourceError: a tensor does not fit.
+        SourceError: a tensor has the wrong shape or cannot be converted.
     """
-    # Each of the mapping remembers what it was used for.
+    # Made anew for each load, because its converters keep state.
     mapping: Any = get_model_conversion_mapping(model)
     plan = model._get_dtype_plan(dtype)
     config = LoadStateDictConfig(device_map={"": device}, dtype=dtype, dtype_plan=plan, weight_mapping=mapping)
     with quiet_transformers():
-        info, _ = convert_and_load_state_dict_in_model(model, dict(slices), config)
-    for name, found, expected in sorted(info.mismatched_keys):
+        info, _ = convert_and_load_state_dict_in_model(model, dict(tensors), config)
+    for name, shape, expected in sorted(info.mismatched_keys):
         raise SourceError(
-            f"{name} is {list(found)}, but by config.json it must be {list(expected)}",
+            f"{name} is {list(shape)}, but by config.json it must be {list(expected)}",
             "config.json belongs to other weights: download or copy the checkpoint again",
         )
     for name, text in sorted(info.conversion_errors.items()):
-        raise _of_conversion(name, text)
+        raise _conversion_error(name, text)
 
 
-def _of_conversion(name: str, text: str) -> OpenQuantError:
+def _conversion_error(name: str, text: str) -> OpenQuantError:
     lines = [line for line in text.splitlines() if line.strip()] or ["unknown"]
     return SourceError(
         f"{name} cannot be made of the checkpoint's tensors: {lines[-1].strip()[:300]}",
@@ -326,7 +351,6 @@ def _of_conversion(name: str, text: str) -> OpenQuantError:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says first; where that ends in a colon, what follows it too."""
+    """The first line of an error's message, and the second if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    told = lines[:2] if lines[0].endswith(":") else lines[:1]
-    return " ".join(told)[:300]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]

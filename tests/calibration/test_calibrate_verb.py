@@ -149,7 +149,7 @@ def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.part", f"{name}.part.new"]
     with pytest.raises(SourceError) as caught:
         compress(EXAMPLE, tmp_path / "out", activation_scheme="static", samples=3, length=64)
-    assert caught.value.message == f"{tmp_path / name}.part was begun with other texts"
+    assert caught.value.message == f"{tmp_path / name}.part is from a run with other texts"
     reporter = RecordingReporter()
     compress(EXAMPLE, tmp_path / "out", activation_scheme="static", reporter=reporter, **SMALL)
     assert reporter.lines[1].endswith(f"; an earlier run is continued; kept in {tmp_path / name}")

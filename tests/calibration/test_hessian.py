@@ -149,11 +149,11 @@ def test_rows_are_selected_by_expert() -> None:
     rows = torch.arange(12.0).reshape(6, 2)
     # The last is one that does nothing.
     routing = RoutedTokens(3, torch.tensor([[0, 2], [2, 0], [2, 3]]))
-    assert [routing.of(expert, rows[:3])[:, 0].tolist() for expert in range(3)] == [[0, 2], [], [0, 2, 4]]
-    at_once = [(expert, own[:, 0].tolist()) for expert, own in routing.of_sorted(rows)]
+    assert [routing.rows_of(expert, rows[:3])[:, 0].tolist() for expert in range(3)] == [[0, 2], [], [0, 2, 4]]
+    at_once = [(expert, own[:, 0].tolist()) for expert, own in routing.split_sorted(rows)]
     assert [each for each in at_once if each[1]] == [(0, [0, 2]), (2, [4, 6, 8])]
     routing.passed = 0
-    one_by_one = [found for part in (rows[:2], rows[2:5]) for found in routing.of_sorted(part)]
+    one_by_one = [found for part in (rows[:2], rows[2:5]) for found in routing.split_sorted(part)]
     assert [(expert, own[:, 0].tolist()) for expert, own in one_by_one if len(own)] == [(0, [0, 2]), (2, [4, 6, 8])]
 
 

@@ -170,7 +170,7 @@ def test_every_layer_of_a_plan_is_observed(shelf: Shelf, tmp_path: Path, archite
     assert [layer.module for layer, _ in plan.decisions.quantized if calibration.of(layer.source.name) is None] == []
     ended_early(root, PassCheckpoint(tmp_path / "x.part", dict))
     kept = PassCheckpoint(tmp_path / "x.part", dict)
-    assert kept.found is not None
+    assert kept.saved is not None
     inputs, cached = observe_inputs(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), pass_checkpoint=kept)
     assert Calibration(inputs, "", {}, cached).to_bytes() == calibration.to_bytes()
     try:
@@ -218,7 +218,7 @@ def test_a_continued_pass_computes_no_layer_twice(
 ) -> None:
     """Through a scratch file too, which hidden states are kept from and come back to."""
     monkeypatch.setattr(offload_module, "LEAST", 1)
-    with OffloadFile(tmp_path, 0, asked=True) as scratch:
+    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
         ended_early(source, PassCheckpoint(tmp_path / "x.part", dict), scratch)
     loaded: list[str] = []
     load = StreamedModel.load
@@ -228,7 +228,7 @@ def test_a_continued_pass_computes_no_layer_twice(
         load(model, unit)
 
     monkeypatch.setattr(StreamedModel, "load", recorded)
-    with OffloadFile(tmp_path, 0, asked=True) as scratch:
+    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
         kept = PassCheckpoint(tmp_path / "x.part", dict)
         inputs, cached = observe_inputs(
             StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, pass_checkpoint=kept
@@ -245,8 +245,8 @@ def test_a_checkpoint_belongs_to_one_pass(source: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         PassCheckpoint(path, lambda: {"texts": "a", "weights": "c"})
     assert (caught.value.message, caught.value.hint) == (
-        f"{path} was begun with other weights",
-        "remove it to begin again, or give what it was begun with",
+        f"{path} is from a run with other weights",
+        "remove it to begin again, or use the same weights",
     )
 
 
@@ -308,20 +308,20 @@ FIRST, SECOND = "model.layers.0", "model.layers.1"
     ("what", "change", "said"),
     [
         ("facts", lambda facts: [facts], "list indices must be integers"),
-        ("facts", lambda facts: facts.update(about=[]), "it says nothing of what was begun"),
+        ("facts", lambda facts: facts.update(about=[]), "its metadata are incomplete"),
         ("facts", lambda facts: facts.update(gave=[1]), "cannot convert dictionary update"),
         ("facts", lambda facts: facts.update(unit="model.layers.7"), "the model has no model.layers.7"),
         ("facts", lambda facts: facts["gave"].update({"x": {"plain": 1}}), "the model has no x"),
         ("facts", lambda facts: facts["gave"].clear(), f"it has statistics of {FIRST}"),
         ("facts", lambda facts: facts["gave"].update({SECOND: facts["gave"][FIRST]}), f"it has no statistics of {SECOND}"),
-        ("facts", lambda facts: facts.update(unit="lm_head"), f"{SECOND} was not done, and comes before lm_head"),
-        ("facts", lambda facts: facts.update(unit=FIRST), f"nothing is left to do at {FIRST}"),
+        ("facts", lambda facts: facts.update(unit="lm_head"), f"{SECOND} comes before lm_head, but was not computed"),
+        ("facts", lambda facts: facts.update(unit=FIRST), f"no unit is left to compute at {FIRST}"),
         ("facts", lambda facts: facts["gave"].update({FIRST: 7}), "'int' object has no attribute 'items'"),
-        ("facts", lambda facts: facts.update(calls={}), f"it has the calls of {SECOND} of other passes"),
-        ("facts", lambda facts: facts["calls"].update({"2.0": 1}), f"it has the calls of {SECOND} of other passes"),
-        ("facts", lambda facts: facts["calls"].update({"0.0": {"plain": 1}}), f"{SECOND} is called in another way"),
+        ("facts", lambda facts: facts.update(calls={}), f"it has the arguments of {SECOND} for other passes"),
+        ("facts", lambda facts: facts["calls"].update({"2.0": 1}), f"it has the arguments of {SECOND} for other passes"),
+        ("facts", lambda facts: facts["calls"].update({"0.0": {"plain": 1}}), f"{SECOND} is called with other arguments"),
         ("facts", lambda facts: facts["calls"].update({"0.0": 1}), "'int' object has no attribute 'items'"),
-        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"].pop(), f"{SECOND} is called in another way"),
+        ("facts", lambda facts: facts["calls"]["0.0"]["tuple"].pop(), f"{SECOND} is called with other arguments"),
         ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][1]["dict"].append(["x", {"plain": 1}]), "is called in an"),
         ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][0]["tuple"][0].update(shape=[1, 1]), "is called in another"),
         ("facts", lambda facts: facts["calls"]["0.0"]["tuple"][0]["tuple"][0].update(dtype="float64"), "is called in anot"),
@@ -403,17 +403,17 @@ def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path:
 @pytest.mark.usefixtures("at_once")
 def test_a_unit_that_runs_twice_is_no_checkpoint(tmp_path: Path) -> None:
     kept = PassCheckpoint(tmp_path / "x.part", dict)
-    assert not kept.begin("shared")
-    kept.note("shared", torch.zeros(2))
-    assert kept.due("shared")
-    kept.begin("shared")
-    assert not kept.due("shared")
+    assert not kept.enter_unit("shared")
+    kept.record_output("shared", torch.zeros(2))
+    assert kept.is_due("shared")
+    kept.enter_unit("shared")
+    assert not kept.is_due("shared")
 
 
 def test_a_short_pass_writes_no_checkpoint(source: Path, tmp_path: Path) -> None:
     kept = PassCheckpoint(tmp_path / "x.part", dict)
     assert observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), pass_checkpoint=kept)
-    assert not kept.due("model.layers.1")
+    assert not kept.is_due("model.layers.1")
     assert not kept.path.exists()
 
 

@@ -77,7 +77,7 @@ def test_domains_are_balanced_and_told_apart(tmp_path: Path, tokenizer: Tokenize
     texts = [write(tmp_path / "a.txt", 9_000), write(tmp_path / "b" / "a.txt", 900, 9_000), write(tmp_path / "c", 900)]
     corpus = read_corpus(Texts(text=texts, samples=7, length=32), tokenizer)
     assert corpus.domains == {str(texts[0]): 3, str(texts[1]): 2, str(texts[2]): 2}
-    with pytest.raises(OpenQuantError, match="^--samples 2 is fewer than the 3 kinds of text$"):
+    with pytest.raises(OpenQuantError, match="^--samples 2 is fewer than the 3 text sources$"):
         read_corpus(Texts(text=texts, samples=2, length=32), tokenizer)
     with pytest.raises(OpenQuantError, match="^a text is given twice$"):
         read_corpus(Texts(text=[texts[0], texts[0]], samples=4), tokenizer)
@@ -100,8 +100,8 @@ def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) ->
 @pytest.mark.parametrize(
     ("content", "length", "message", "hint"),
     [
-        ("word " * 60, 512, "a.txt has 30 tokens in one piece for evaluation (half of a text is for the other), fewer than --length 512", "give a longer text, or --length 30 or less"),
-        ("\n", 512, "a.txt has 0 tokens in one piece for evaluation (half of a text is for the other), fewer than --length 512", "give a longer text"),
+        ("word " * 60, 512, "a.txt has 30 tokens in one piece for evaluation (the other half is for calibration), fewer than --length 512", "give a longer text, or --length 30 or less"),
+        ("\n", 512, "a.txt has 0 tokens in one piece for evaluation (the other half is for calibration), fewer than --length 512", "give a longer text"),
     ],
 )  # fmt: skip
 def test_a_text_shorter_than_the_length(

@@ -23,7 +23,7 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None
 
 def parts(path: Path) -> list[list[Any]]:
     domain = open_file(path, "text")
-    return [[named.part for named in domain.read(number)] for number in range(domain.count)]
+    return [[named.content for named in domain.read(number)] for number in range(domain.count)]
 
 
 def refusal(path: Path) -> str:
@@ -148,8 +148,8 @@ def test_of_a_large_file_only_blocks_are_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     domain = open_file(path, "large")
     assert domain.count == 1 << 22
-    assert domain.read(0)[0].part.startswith("first line\n")
-    assert len(domain.read(domain.count - 1)[0].part) == domains.BLOCK
+    assert domain.read(0)[0].content.startswith("first line\n")
+    assert len(domain.read(domain.count - 1)[0].content) == domains.BLOCK
 
 
 def test_the_standard_library_is_there_and_no_file_is_read_twice() -> None:
@@ -162,7 +162,7 @@ def test_the_standard_library_is_there_and_no_file_is_read_twice() -> None:
     assert files == [
         [str(named.where) for n in range(domain.count) for named in domain.read(n)] for domain in standard_library()
     ]
-    assert "def " in code.read(10)[0].part
+    assert "def " in code.read(10)[0].content
 
 
 def test_a_python_without_its_source_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_dataset_is_read_as_far_as_needed(dataset: Path) -> None:
     domain = open_dataset(str(dataset), 2)
     assert (domain.name, domain.count) == (f"{dataset}:test", 2)
     # 20,000 letters each, and 262,144 in a block.
-    numbers = [[named.part.split()[1] for named in domain.read(number)] for number in range(2)]
+    numbers = [[named.content.split()[1] for named in domain.read(number)] for number in range(2)]
     assert numbers == [[str(number) for number in range(14)], [str(number) for number in range(14, 28)]]
     assert str(domain.read(1)[0].where) == f"dataset {dataset} row 14"
     train = open_dataset(f"{dataset}::train", 100)
@@ -199,7 +199,7 @@ def test_a_small_dataset_is_halved(dataset: Path) -> None:
     (dataset / "chats.jsonl").write_text("\n".join(json.dumps({"messages": CHAT}) for _ in range(7)))
     domain = open_dataset(str(dataset), 64)
     assert [len(domain.read(number)) for number in range(domain.count)] == [4, 3]
-    assert [message["content"] for message in domain.read(0)[0].part] == ["Hi", None]
+    assert [message["content"] for message in domain.read(0)[0].content] == ["Hi", None]
 
 
 @pytest.mark.parametrize(

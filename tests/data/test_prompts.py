@@ -39,10 +39,10 @@ def test_there_are_a_dozen_of_our_own(plain: Tokenizer, chatty: Tokenizer) -> No
         assert len(found) == len({prompt.ids for prompt in found}) == 12
         for prompt, (said, text) in zip(found, BUILT_IN, strict=True):
             if tokenizer is chatty:
-                assert prompt.shown == said
+                assert prompt.text == said
                 assert tokenizer.decode(prompt.ids) == f"<|endoftext|>[user] {said}\n[assistant]"
             else:
-                assert (prompt.shown, prompt.ids[0], tokenizer.decode(prompt.ids[1:])) == (text, 5, text)
+                assert (prompt.text, prompt.ids[0], tokenizer.decode(prompt.ids[1:])) == (text, 5, text)
 
 
 def test_each_line_of_a_text_is_a_prompt(tmp_path: Path, plain: Tokenizer, chatty: Tokenizer) -> None:
@@ -62,7 +62,7 @@ def test_lines_of_json_are_prompts_chats_or_texts(tmp_path: Path, plain: Tokeniz
     chat = '{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}'
     path = written(tmp_path / "prompts.jsonl", f'{{"prompt": "one"}}\n{{"text": "two"}}\n{chat}\n')
     found = read_prompts(path, chatty)
-    assert [each.shown for each in found] == ["one", "two", "system: Be brief.\nuser: Hi"]
+    assert [each.text for each in found] == ["one", "two", "system: Be brief.\nuser: Hi"]
     assert [chatty.decode(each.ids) for each in found] == [
         "<|endoftext|>[user] one\n[assistant]",
         chatty.decode([5, *chatty.encode("two")]),

@@ -70,7 +70,7 @@ def test_a_template_that_does_not_end_is_ended(template: str) -> None:
             "more memory",
         ),
         ("{{ 'a' * 10**12 }}", "it takes more memory than it may"),
-        ("{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}", "it makes more than 67,108,864 letters"),
+        ("{% for a in range(99999) %}{{ 'a' * 999 }}{% endfor %}", "it makes more than 67,108,864 characters"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute '__class__' of 'str' object is unsafe"),
         ("{{ raise_exception('only\x1b[2J \u202eusers') }}", "'only\\x1b[2J \\u202eusers'"),
         ("{% include '/etc/passwd' %}", "no loader for this environment specified"),

@@ -77,8 +77,8 @@ def test_ranks_of_accelerate_launch_write_the_bytes_of_one_process(output: Path,
 # Keeps passes after every layer; the second rank is killed as it does so for the second time, and the first has too.
 KILLED = """
 import os, signal, time
-from openquant.streaming import kept
-kept.EVERY = kept.TIMES = 0
+from openquant.streaming import pass_checkpoint
+pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
 replace, left = os.replace, [2]
 def replaced(old, new):
     left[0] -= 1

@@ -128,7 +128,7 @@ def test_source_and_output_stand_side_by_side(tmp_path: Path) -> None:
     ours, theirs = continue_prompts(source, prompts, (0,), 16), continue_prompts(output, prompts, (0,), 16, around)
     assert len(entered) == 4
     found = side_by_side(prompts, ours, theirs, tokenizer)
-    assert [each["prompt"] for each in found] == [prompt.shown for prompt in prompts]
+    assert [each["prompt"] for each in found] == [prompt.text for prompt in prompts]
     for each, mine, yours in zip(found, ours, theirs, strict=True):
         at = each["differs_at"]
         assert (at is None) == (mine == yours) == (each["source"] == each["output"])

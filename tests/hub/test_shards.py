@@ -203,7 +203,7 @@ def test_units_of_a_tower_are_passed_over_and_none_comes_twice(tmp_path: Path) -
         for name in ("embedding", "tower 0", "layer 0"):
             with pytest.raises(SourceError) as caught:
                 traffic.wait_for(name, lambda: False)
-            message = f"org/name computes {name} again, or later than expected: its shards are gone"
+            message = f"org/name computes {name} twice or out of order, and its shards were deleted"
             assert (caught.value.message, caught.value.hint) == (message, "leave --stream out")
         traffic.wait_for("layer 1", lambda: False)
     assert not any(shards[f"tower {number}"].asked.is_set() for number in range(2, 6))

@@ -33,17 +33,17 @@ def test_stacks_that_lie_turned_are_decoded_to_what_they_stand_for(tmp_path: Pat
     source = small_checkpoints.write(tmp_path / "source", weights=stored, shards=2)
     named = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
     change_json(source / "config.json", lambda found: found.update(named))
-    slices = slices_of(source)
-    found = slices.of([name])[name]
+    tensors = slices_of(source)
+    found = tensors.select([name])[name]
     assert (found.get_shape(), found.get_dtype()) == ([3, 96, 64], "BF16")
     expected = convert_moe_packed_tensors(blocks, scales)
     assert torch.equal(found[...], expected)
     assert torch.equal(found[1:, 5], expected[1:, 5])
     checkpoint = open_checkpoint(source)
     where = {each: checkpoint.where[each] for each in (f"{name}_blocks", f"{name}_scales")}
-    parts = slices.parts([name])
-    assert {(shard, offset) for shard, pieces in parts.items() for offset, _ in pieces} == set(where.values())
-    assert sum(nbytes for pieces in parts.values() for _, nbytes in pieces) == blocks.nbytes + scales.nbytes
+    ranges = tensors.byte_ranges([name])
+    assert {(shard, offset) for shard, pieces in ranges.items() for offset, _ in pieces} == set(where.values())
+    assert sum(nbytes for pieces in ranges.values() for _, nbytes in pieces) == blocks.nbytes + scales.nbytes
 
 
 def test_plain_tensors_are_views_of_their_file(tmp_path: Path) -> None:
@@ -54,39 +54,42 @@ def test_plain_tensors_are_views_of_their_file(tmp_path: Path) -> None:
         "bfloat16": torch.randn(3, 5).bfloat16(),
         "float16": torch.randn(3, 5).half(),
     }
-    slices = slices_of(small_checkpoints.write(tmp_path / "source", weights=stored))
-    for name, found in slices.of(stored).items():
+    tensors = slices_of(small_checkpoints.write(tmp_path / "source", weights=stored))
+    for name, found in tensors.select(stored).items():
         assert found[...].dtype == stored[name].dtype
         assert torch.equal(found[...], stored[name])
         assert found[...].data_ptr() == found[...].data_ptr()
     # What was looked at comes from the file again.
-    slices.let_go()
-    assert torch.equal(slices.of(["int64"])["int64"][...], stored["int64"])
+    tensors.release_pages()
+    assert torch.equal(tensors.select(["int64"])["int64"][...], stored["int64"])
 
 
 def test_a_dtype_that_nothing_computes_with_is_named(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", weights={"codes": torch.zeros(4).to(torch.float8_e5m2)})
     view = open_checkpoint(source)
-    found = LazyTensors(view, {}, lambda shard: source / shard).of(["codes"])["codes"]
+    found = LazyTensors(view, {}, lambda shard: source / shard).select(["codes"])["codes"]
     with pytest.raises(SourceError) as raised:
         found[...]
-    assert raised.value.message == "codes is F8_E5M2, which no model computes with"
+    assert raised.value.message == "codes is F8_E5M2, a dtype that models do not compute in"
     assert raised.value.hint == "start from another checkpoint"
     assert found.error is raised.value
 
 
 def test_a_shard_that_is_another_now_is_refused(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", weights={"a": torch.zeros(4)})
-    slices, shard = slices_of(source), source / "model.safetensors"
+    tensors, shard = slices_of(source), source / "model.safetensors"
     with shard.open("ab") as file:
         file.write(b"1")
     with pytest.raises(SourceError) as raised:
-        slices.of(["a"])
-    assert (raised.value.message, raised.value.hint) == ("model.safetensors has another size than before", CHANGED)
+        tensors.select(["a"])
+    assert (raised.value.message, raised.value.hint) == (
+        "model.safetensors has another size than when its header was read",
+        CHANGED,
+    )
     shard.unlink()
     # It is still to come.
-    slices.expect(["a"])
+    tensors.prefetch(["a"])
     with pytest.raises(SourceError) as raised:
-        slices.of(["a"])
+        tensors.select(["a"])
     expected = "model.safetensors cannot be read: No such file or directory"
     assert (raised.value.message, raised.value.hint) == (expected, CHANGED)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from openquant.errors import OutputError
-from openquant.streaming.offload import OffloadFile, file_system, refuse_memory
+from openquant.streaming.offload import OffloadFile, file_system, require_disk
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say where what is mounted")
 FREE = "free some space, or name another directory with --scratch"
@@ -33,9 +33,9 @@ def test_what_is_kept_in_memory_is_no_place_for_hidden_states() -> None:
         OffloadFile(Path("/dev/shm"), 0)
     assert raised.value.message == "/dev/shm is kept in memory, where there is no room for hidden states"
     assert raised.value.hint == "name a directory on a disk with --scratch"
-    with OffloadFile(Path("/dev/shm"), 0, asked=True) as scratch:
+    with OffloadFile(Path("/dev/shm"), 0, may_be_in_memory=True) as scratch:
         assert scratch.write(memoryview(b"some")) == 0
-    refuse_memory(Path("/proc"), "anything")
+    require_disk(Path("/proc"), "anything")
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_what_was_read_leaves_its_place_to_what_is_as_long(tmp_path: Path) -> None:
-    with OffloadFile(tmp_path, 0, asked=True) as scratch:
+    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
         assert [scratch.write(memoryview(each)) for each in (b"first", b"second", b"third")] == [0, 5, 11]
         into = bytearray(6)
         scratch.read(memoryview(into), 5)
@@ -62,7 +62,7 @@ def test_what_was_read_leaves_its_place_to_what_is_as_long(tmp_path: Path) -> No
 
 
 def test_room_counts_what_the_file_has_already(tmp_path: Path) -> None:
-    with OffloadFile(tmp_path, 0, asked=True) as scratch:
+    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
         scratch.require_room(1 << 10)
         with pytest.raises(OutputError) as raised:
             scratch.require_room(1 << 60)
@@ -82,7 +82,7 @@ def test_room_counts_what_the_file_has_already(tmp_path: Path) -> None:
 
 def test_a_disk_that_takes_no_more_is_named(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with OffloadFile(tmp_path, 0, asked=True) as scratch:
+    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         try:
             assert scratch.write(memoryview(bytes(100))) == 0
@@ -95,7 +95,7 @@ def test_a_disk_that_takes_no_more_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
-    with OffloadFile(tmp_path, 0, asked=True) as scratch:
+    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
         scratch.write(memoryview(bytes(100)))
         with pytest.raises(OutputError) as raised:
             scratch.read(memoryview(bytearray(50)), 80)

@@ -49,17 +49,17 @@ def test_a_file_of_another_kind_is_told_by_its_header(tmp_path: Path) -> None:
     assert refused(path) == f"{path} cannot be continued: 'openquant passes'"
     facts = {"about": ["texts"], "unit": "", "gave": {}, "calls": {}}
     path = file_of(tmp_path, header(**{"openquant passes": json.dumps(facts)}))
-    assert refused(path) == f"{path} cannot be continued: it says nothing of what was begun"
+    assert refused(path) == f"{path} cannot be continued: its metadata are incomplete"
 
 
 def test_passes_of_other_texts_are_not_continued(tmp_path: Path) -> None:
     facts = {"about": {"texts": "2"}, "unit": "a", "gave": {}, "calls": {}}
     path = file_of(tmp_path, header(**{"openquant passes": json.dumps(facts)}))
-    assert PassCheckpoint(path, lambda: {"texts": "2"}).found == b""
+    assert PassCheckpoint(path, lambda: {"texts": "2"}).saved == b""
     with pytest.raises(SourceError) as raised:
         PassCheckpoint(path, lambda: {"texts": "1"})
-    assert raised.value.message == f"{path} was begun with other texts"
-    assert raised.value.hint == "remove it to begin again, or give what it was begun with"
+    assert raised.value.message == f"{path} is from a run with other texts"
+    assert raised.value.hint == "remove it to begin again, or use the same texts"
 
 
 def test_a_directory_or_a_link_is_no_such_file(tmp_path: Path) -> None:

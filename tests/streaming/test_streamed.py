@@ -64,14 +64,14 @@ def test_a_quantized_checkpoint_computes_what_its_dequantized_weights_do(tmp_pat
 
 def test_every_weight_is_read_once(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     read: Counter[str] = Counter()
-    original = LazyTensors.of
+    original = LazyTensors.select
 
-    def of(self, names):
+    def select(self, names):
         names = list(names)
         read.update(names)
         return original(self, names)
 
-    monkeypatch.setattr(LazyTensors, "of", of)
+    monkeypatch.setattr(LazyTensors, "select", select)
     streamed_logits(model, BATCHES)
     assert set(read) == set(model.checkpoint.tensors)
     assert set(read.values()) == {1}
@@ -98,7 +98,7 @@ def test_weights_are_there_only_while_their_unit_is_computed(model: StreamedMode
 def test_hidden_states_in_a_file_change_nothing(model: StreamedModel, tmp_path: Path, budget: int) -> None:
     batches = [torch.randint(10, 500, (2, 256), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     expected = streamed_logits(model, batches)
-    with OffloadFile(tmp_path, budget, asked=True) as scratch:
+    with OffloadFile(tmp_path, budget, may_be_in_memory=True) as scratch:
         assert all_equal(streamed_logits(model, batches, scratch=scratch), expected)
         assert scratch._end > 0
 
@@ -107,11 +107,11 @@ def test_what_a_file_holds_takes_no_memory(tmp_path: Path) -> None:
     hidden = torch.randn(64, 1024)
     view, value = hidden.view(-1), hidden.clone()
     held = OffloadedTensors()
-    with OffloadFile(tmp_path, 0, asked=True) as scratch:
-        assert held.note(((hidden, torch.zeros(3)), {"again": view})) == hidden.nbytes
-        held.put_away(scratch)
+    with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
+        assert held.track(((hidden, torch.zeros(3)), {"again": view})) == hidden.nbytes
+        held.offload(scratch)
         assert hidden.untyped_storage().nbytes() == 0
-        held.bring_back(scratch)
+        held.restore(scratch)
     assert torch.equal(view, value.view(-1))
 
 
@@ -130,7 +130,7 @@ def test_a_pass_ends_with_its_last_unit_and_holds_nothing(model: StreamedModel, 
 
     gc.disable()
     try:
-        with OffloadFile(tmp_path, 0, asked=True) as scratch:
+        with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
             passes = [[forward(model, ids)] for ids in BATCHES]
             run_interleaved(passes, finished=lambda *_: None, after_unit=after, until="model.layers.1", scratch=scratch)
     finally:
@@ -145,7 +145,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self.call: list[torch.Tensor] = [torch.randn(64, 1024)]
-        self.held = OffloadedTensors()
+        self.offloaded = OffloadedTensors()
 
     @property
     def in_memory(self) -> int:
@@ -155,16 +155,16 @@ class Waiting:
 def test_what_waits_before_a_unit_counts_beside_what_waits_after_it(tmp_path: Path) -> None:
     groups = [[Waiting()] for _ in range(8)]
     budget = 10 * groups[0][0].in_memory
-    with OffloadFile(tmp_path, budget, asked=True) as scratch:
+    with OffloadFile(tmp_path, budget, may_be_in_memory=True) as scratch:
         store = HiddenStateStore(scratch, len(groups))
         for group in groups:
-            store.put_away(group)
+            store.offload(group)
         assert scratch._end == 0
         for unit in range(3):
             for group in groups:
-                store.bring_back(group)
+                store.restore(group)
                 group[0].call = [group[0].call[0], torch.randn(64, 1024)]
-                store.put_away(group)
+                store.offload(group)
                 assert sum(each.in_memory for [each] in groups) <= budget
             # No more is put away than must be.
             assert sum(each.in_memory for [each] in groups) > budget - groups[0][0].call[0].numel() * 8, unit
@@ -174,7 +174,10 @@ def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeyp
     monkeypatch.setattr(scratch_module, "file_system", lambda _: "tmpfs")
     with pytest.raises(OutputError, match="is kept in memory"):
         OffloadFile(tmp_path, 0)
-    with OffloadFile(tmp_path, 0, asked=True) as scratch, pytest.raises(OutputError, match="which has room for"):
+    with (
+        OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch,
+        pytest.raises(OutputError, match="which has room for"),
+    ):
         scratch.require_room(1 << 60)
     assert list(tmp_path.iterdir()) == []
 
@@ -215,13 +218,13 @@ def test_a_large_output_head_is_multiplied_piece_by_piece(tmp_path: Path, monkey
 
     run_interleaved([[forward(model, ids)]], finished=finished)
     monkeypatch.setattr(module, "LARGE_TABLE", 1 << 20)
-    let_go = LazyTensors.let_go
+    release_pages = LazyTensors.release_pages
 
     def counted(self: LazyTensors) -> None:
         lets_go.append(resident_files())
-        let_go(self)
+        release_pages(self)
 
-    monkeypatch.setattr(LazyTensors, "let_go", counted)
+    monkeypatch.setattr(LazyTensors, "release_pages", counted)
     run_interleaved([[forward(model, ids)]], finished=finished)
     # Of 33 MB, half a megabyte at a time; the embedding table is let go once.
     assert len(lets_go) == 65
@@ -282,7 +285,7 @@ def test_a_forward_of_the_callers_own_stays(model: StreamedModel) -> None:
 
 def test_the_next_unit_is_read_ahead(model: StreamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(LazyTensors, "expect", lambda _, names: asked.append(set(names)))
+    monkeypatch.setattr(LazyTensors, "prefetch", lambda _, names: asked.append(set(names)))
     streamed_logits(model, BATCHES[:1])
     assert asked[:2] == [{name for name in model.checkpoint.tensors if f"layers.{n}." in name} for n in (0, 1)]
     assert asked[2] == {"lm_head.weight"}
@@ -293,7 +296,7 @@ def test_reading_ahead_asks_for_what_a_unit_takes(tmp_path: Path, monkeypatch: p
     model = StreamedModel(open_checkpoint(quantized_checkpoints.store(tmp_path / "source", make, config)))
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, nbytes, _advice: asked.append((offset, nbytes)))
-    model.expect("model.layers.0")
+    model.prefetch("model.layers.0")
     names = [name for name in model.checkpoint.tensors if name.startswith("model.layers.0.")]
     tensors, where = model.checkpoint.tensors, model.checkpoint.where
     assert sorted(asked) == sorted((where[name].offset, tensors[name].nbytes) for name in names)
@@ -401,7 +404,7 @@ HOSTILE: list[tuple[dict, str]] = [
     ({"num_hidden_layers": 3}, "layers.2.* is missing from the checkpoint"),
     ({"hidden_size": 128}, r"model.norm.weight is \[256\], but by config.json it must be \[128\]"),
     ({"hidden_act": "os.system"}, "cannot make Qwen3ForCausalLM"),
-    ({"head_dim": 10**10}, "config.json has head_dim 10000000000, which no weight is"),
+    ({"head_dim": 10**10}, "config.json has head_dim 10000000000, more than 4,194,304"),
     ({"rope_parameters": {"rope_type": "__import__"}}, "cannot make Qwen3ForCausalLM|refuses config.json"),
 ]
 
@@ -475,7 +478,7 @@ def test_a_shard_that_changes_is_refused(source: Path, model: StreamedModel) -> 
     for path in source.glob("*.safetensors"):
         with path.open("ab") as file:
             file.write(b"more")
-    with pytest.raises(OpenQuantError, match="has another size than before"):
+    with pytest.raises(OpenQuantError, match="has another size than when its header was read"):
         streamed_logits(model, BATCHES)
 
 

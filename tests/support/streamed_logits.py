@@ -90,7 +90,7 @@ def computes_the_same(source: Path, plain: Path | None = None) -> bool:
     directory that has its weights decoded.
     """
     model = StreamedModel(open_checkpoint(source))
-    model.traffic = _InOrder(source, model.order)
+    model.shard_provider = _InOrder(source, model.order)
     batches = batches_for(source)
     found = streamed_logits(model, batches)
     return not any(map(torch.isnan, map(torch.sum, found))) and all_equal(
