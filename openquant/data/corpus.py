@@ -232,7 +232,9 @@ def _render(
         selected.append((start, len(start) == len(block)))
     chats = [located for start, _ in selected for located in start if not isinstance(located.content, str)]
     conversations = [located.content for located in chats if not isinstance(located.content, str)]
-    chat_texts = iter(tokenizer.chats(conversations, [chat.where for chat in chats], answered=True) if chats else ())
+    chat_texts = iter(
+        tokenizer.render_chats(conversations, [chat.where for chat in chats], answered=True) if chats else ()
+    )
     rendered = []
     for start, complete in selected:
         texts = [

@@ -191,12 +191,12 @@ class _File:
 
 def _parse_line(line: bytes, where: FileLine) -> LocatedText:
     try:
-        return LocatedText(text_or_chat(parse_json(line, "")), where)
+        return LocatedText(parse_row(parse_json(line, "")), where)
     except SourceError as error:
         raise SourceError(f"{where}{error.message}", error.hint) from None
 
 
-def text_or_chat(row: object) -> TextOrChat:
+def parse_row(row: object) -> TextOrChat:
     """Return the text or the messages of a line of JSON or a row of a dataset.
 
     Raises:
@@ -277,7 +277,7 @@ def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Located
     size = 0
     for number, row in enumerate(rows):
         try:
-            content = text_or_chat(row)
+            content = parse_row(row)
         except SourceError as error:
             raise SourceError(f"{where} row {number}{error.message}", error.hint) from None
         if size >= BLOCK:

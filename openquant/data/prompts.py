@@ -119,7 +119,7 @@ def read_prompts(
     # All chats are rendered together, because the subprocess takes a second to start.
     chats = [prompt for prompt in raw_prompts if prompt.chat is not None]
     conversations = [prompt.chat or () for prompt in chats]
-    rendered = iter(tokenizer.chats(conversations, [prompt.where for prompt in chats]) if chats else ())
+    rendered = iter(tokenizer.render_chats(conversations, [prompt.where for prompt in chats]) if chats else ())
     prompts = []
     for prompt in raw_prompts:
         if prompt.chat is None:

@@ -77,7 +77,7 @@ class Tokenizer:
         """Return the text of token ids, special tokens included."""
         return str(self.inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def chats(
+    def render_chats(
         self, conversations: Sequence[Sequence[Message]], names: Sequence[object], answered: bool = False
     ) -> list[str]:
         """Render conversations with the model's chat template.

@@ -135,7 +135,8 @@ def run_interleaved(
             while a unit is computed for `recompute`.
         checkpoint: file that waiting passes of a single model are saved to, and continued from if it has any.
         recompute: called with the unit of a single model before it is computed. While it returns True, the unit is
-            computed for all passes and its outputs are discarded. GPTQ does this to collect Hessians before it rounds.
+            computed for all passes and its outputs are discarded. GPTQ does this for layers whose Hessians do not fit
+            into memory at once.
 
     Raises:
         OpenQuantError: a weight is missing or cannot be read, or a unit cannot be computed.

@@ -47,13 +47,13 @@ class MemoryStep:
     Attributes:
         name: the step, for messages: "calibrating".
         nbytes: bytes that it adds at most to the memory of the process.
-        shorter: what the user can do to reduce them, for a hint: "leave --gptq out"; "" if nothing.
+        hint: what the user can do to reduce them: "leave --gptq out"; "" if nothing.
         models: whether it runs a model, so that torch and transformers are imported.
     """
 
     name: str
     nbytes: int
-    shorter: str = ""
+    hint: str = ""
     models: bool = True
 
     @property
@@ -75,7 +75,7 @@ class WeightMemory:
         head: bytes in memory of the output head while logits are computed.
         whole_head: bytes of the whole output head, which is in memory if one of the compared heads is quantized.
         rest: bytes of all other weights.
-        width: outputs of a layer's widest matrix, times the experts of a token if it is an expert's.
+        width: the longest axis of a matrix in a layer, times the experts of a token if the matrix is an expert's.
     """
 
     layer: int
@@ -148,7 +148,7 @@ def pass_memory(checkpoint: Checkpoint, length: int) -> int:
 
 def calibration_steps(checkpoint: Checkpoint, length: int) -> list[MemoryStep]:
     """Return the steps of a calibration with texts of `length` tokens."""
-    return [MemoryStep("calibrating", pass_memory(checkpoint, length), _shorter(length))]
+    return [MemoryStep("calibrating", pass_memory(checkpoint, length), _length_hint(length))]
 
 
 def gptq_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[MemoryStep]:
@@ -205,12 +205,12 @@ def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> l
     quantized_head = any(memory.head > HEAD for memory in weights)
     heads = sum(memory.whole_head if quantized_head else memory.head for memory in weights) + COMPARISON
     return [
-        MemoryStep(f"evaluating layers of {count}", rest + hidden + max(layers, tables), _shorter(length)),
-        MemoryStep(f"comparing logits of {count}", rest + hidden + heads + logits, _shorter(length)),
+        MemoryStep(f"evaluating layers of {count}", rest + hidden + max(layers, tables), _length_hint(length)),
+        MemoryStep(f"comparing logits of {count}", rest + hidden + heads + logits, _length_hint(length)),
     ]
 
 
-def _shorter(length: int) -> str:
+def _length_hint(length: int) -> str:
     return f"give texts of fewer than {length} tokens with --length"
 
 
@@ -229,10 +229,10 @@ def memory_left(max_memory: int | None, steps: Sequence[MemoryStep], refuse: boo
         return None
     needed, step = max(((step.needed, step) for step in steps), key=lambda pair: pair[0])
     if refuse and max_memory < needed:
-        hint = f"give --max-memory {rounded_up(needed)} or more"
+        enough = f"give --max-memory {rounded_up(needed)} or more"
         raise UsageError(
             f"a memory of {max_memory:,} bytes is too little: {step.name} takes up to {needed:,}",
-            f"{hint}, or {step.shorter}" if step.shorter else hint,
+            f"{enough}, or {step.hint}" if step.hint else enough,
         )
     return max(0, max_memory - needed)
 

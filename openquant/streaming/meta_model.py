@@ -185,6 +185,7 @@ class MetaModel:
                     f"{name} of {type(self.model).__name__} is missing from the checkpoint",
                     "download or copy it again; a converted model must hold every weight that transformers' class has",
                 )
+            # A copy, because the shards of REST may be deleted once it is loaded.
             if unit == REST and not is_missing:
                 value.data = value.data.clone()
             value.requires_grad_(False)

@@ -80,12 +80,12 @@ def test_the_template_is_found_wherever_it_is(model: Path, place: str) -> None:
         configure(model, chat_template=several)
     else:
         (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    assert load_tokenizer(model).chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
+    assert load_tokenizer(model).render_chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
 
 
 def test_a_model_without_a_template_takes_no_chats(model: Path) -> None:
     with pytest.raises(SourceError, match=r"model has no chat template, which chats\.jsonl line 1 needs$"):
-        load_tokenizer(model).chats([CHAT], ["chats.jsonl line 1"])
+        load_tokenizer(model).render_chats([CHAT], ["chats.jsonl line 1"])
 
 
 def test_nothing_of_a_checkpoint_is_executed_or_opened_elsewhere(

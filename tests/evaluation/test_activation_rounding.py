@@ -16,7 +16,6 @@ from openquant.evaluation.activation_rounding import (
     SMALLEST_SCALE,
     ActivationRounding,
     ClippedCount,
-    Experts,
     Fp8Cache,
     GrowingFp8Cache,
     QuantizedInputs,
@@ -26,6 +25,7 @@ from openquant.evaluation.activation_rounding import (
 from openquant.formats.activations import ActivationQuantization
 from openquant.formats.numbers import E2M1, E4M3, INT8
 from openquant.formats.schemes import NVFP4_W4A4
+from openquant.streaming.hooks import ExpertWeights
 from openquant.streaming.transformers_internals import cache_argument
 
 TOKEN, TENSOR, INT8_TOKEN = (
@@ -213,7 +213,7 @@ def test_stacked_experts_are_rounded_before_both_of_their_layers() -> None:
         nn.init.normal_(parameter, std=0.2)
     experts = model.model.layers[0].mlp.experts
     rounding = ActivationRounding(
-        model, {}, {"model.layers.0.mlp.experts": Experts(QuantizedInputs(TOKEN), QuantizedInputs(INT8_TOKEN))}
+        model, {}, {"model.layers.0.mlp.experts": ExpertWeights(QuantizedInputs(TOKEN), QuantizedInputs(INT8_TOKEN))}
     )
     x, index = values(6, 64), torch.tensor([[0, 2]] * 6)
     weights = torch.tensor([[0.75, 0.25]] * 6).bfloat16()
@@ -237,7 +237,9 @@ def test_experts_that_compute_in_a_way_of_their_own_are_rounded_too() -> None:
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.2)
     model = nn.ModuleDict({"experts": experts})
-    rounding = ActivationRounding(model, {}, {"experts": Experts(QuantizedInputs(TOKEN), QuantizedInputs(INT8_TOKEN))})
+    rounding = ActivationRounding(
+        model, {}, {"experts": ExpertWeights(QuantizedInputs(TOKEN), QuantizedInputs(INT8_TOKEN))}
+    )
     x = values(6, 64)
     x[3:] = 0
     with torch.inference_mode():
