@@ -1,12 +1,13 @@
-"""How far a model is from its source: its weights, and what it answers.
+"""Compares quantized models with their source: KL divergence of the logits, weights, answers, and a verdict.
 
-LayerError     how far one layer is from its source; ErrorSum adds it up piece by piece
-Comparison     codes and scales held against the weights they were made from
-diagnose       how far each scheme would take each layer, before there is an output
-compare_outputs       source and outputs side by side: figures, verdict, suspects
-DocumentRecord         how far two models' answers to one document are apart; summary says it in figures
+evaluate           the verb: opens source and outputs, compares them, writes eval.json
+compare_outputs    runs source and outputs layer by layer over the same texts
+DocumentRecord     KL divergence and other figures at each position of a document; summarize makes eval.json's figures
+RoundingNoise      the noise floor: the source again, with bfloat16 rounding noise
+ServedModel        an output as engines serve it: decoded weights, rounded activations, FP8 KV cache
+WeightChange       how one weight differs from the source's, and how much of that its format explains
+verdict_word       "same", "close", "changed" or "broken"
 
-error = ErrorSum()
-error.add(weights, abs(decoded - weights))
-error.of("model.layers.0.mlp.up_proj", (12288, 4096)).relative      # 0.0264
+evaluation = evaluate("Qwen3-8B-FP8", "Qwen/Qwen3-8B")
+evaluation.outputs[0]["kl"]["mean"]      # 0.0031
 """

@@ -1,10 +1,11 @@
-"""Activations rounded as engines round them: what goes into quantized layers, and keys and values in an FP8 cache.
+"""Rounds activations as engines do: the inputs of quantized layers, and keys and values in an FP8 KV cache.
 
-Codes are decoded at once, to the model's dtype, so a forward pass computes with what they stand for.
+Values are quantized and at once dequantized to the model's dtype, and the forward pass computes with the result.
 
-    rounding = Rounding(model, {"model.layers.0.mlp.up_proj": Layer(Inputs(E4M3, (1, None)))})
+    inputs = QuantizedInputs(ActivationQuantization(E4M3, (1, None)))
+    rounding = ActivationRounding(model, {"model.layers.0.mlp.up_proj": inputs}, {})
     with rounding.on():
-        model(ids, use_cache=True, past_key_values=RoundedCache(model.config, lambda layer: (1.0, 1.0)))
+        model(ids, use_cache=True, past_key_values=Fp8Cache(model.config, lambda layer: (1.0, 1.0)))
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ from ..formats.numbers import E2M1, E4M3
 from ..formats.reference import decode, encode, group_absmax, group_scale
 from ..streaming.hooks import ExpertWeights, ModuleHooks
 
-# vLLM layers/quantization/input_quant_fp8.py:27.
+# Lower limit of dynamic scales: vLLM layers/quantization/input_quant_fp8.py:27.
 SMALLEST_SCALE = 1 / (448 * 512)
-# The same as a power of two, to which scales are rounded up.
+# The same limit for power-of-two scales, rounded up.
 _SMALLEST_POWER = 2.0**-17
-# As vLLM has it (quantization/utils/nvfp4_emulation_utils.py:640), a scale that E4M3 rounds to 0 makes 0 of all.
+# Format of NVFP4 activations. As in vLLM (quantization/utils/nvfp4_emulation_utils.py:640), a group whose scale E4M3
+# rounds to 0 becomes 0.
 _LOCAL = Format(E2M1, (1, 16), Scale("", dtype="F8_E4M3"), global_scale=GlobalScale(""))
+# How keys and values are stored in an FP8 KV cache.
 CACHED = ActivationQuantization(E4M3, (None, None), static=True)
 
 
 @dataclass(frozen=True)
 class QuantizedInputs:
-    """What becomes of the activations that go into one layer.
+    """How the inputs of one layer are quantized, and where their stored scale is.
 
     Attributes:
-        inputs: how they are quantized.
-        scale: the stored scale of static ones, or what those of local groups are multiplied by; asked for when the
-            layer first computes.
+        inputs: how the inputs are quantized.
+        scale: reads the static scale, or for NVFP4 the input global scale; called when the layer first runs. None for
+            dynamic scales.
     """
 
     inputs: ActivationQuantization
@@ -47,74 +50,84 @@ class QuantizedInputs:
 
 
 def round_activations(values: Tensor, inputs: ActivationQuantization, scale: float | None = None) -> Tensor:
-    """What the codes of activations stand for, of their shape and dtype.
+    """Quantize and dequantize activations.
 
     Args:
-        values: [..., in]; all but the last axis are tokens.
+        values: activations [..., in], any floating dtype; all axes but the last are tokens.
         inputs: how they are quantized.
-        scale: the stored one, of static activations; of local ones what the scales of groups are multiplied by.
+        scale: the static scale, or for NVFP4 the factor by which group scales are multiplied before they are rounded
+            to E4M3. None for dynamic scales.
+
+    Returns:
+        The dequantized activations, with the shape and dtype of `values`.
     """
     tokens = values.reshape(-1, values.shape[-1]).float()
     width = inputs.group[1]
     if width is not None and tokens.shape[1] % width:
-        # What fills the last group up changes nothing.
+        # Zeros do not change the absmax of the last group.
         tokens = nn.functional.pad(tokens, (0, -tokens.shape[1] % width))
     floor = _SMALLEST_POWER if inputs.power_of_two else SMALLEST_SCALE
-    form = Format(inputs.number, inputs.group, Scale("", power_of_two=inputs.power_of_two, floor=floor))
+    fmt = Format(inputs.number, inputs.group, Scale("", power_of_two=inputs.power_of_two, floor=floor))
     if inputs.static:
         assert scale is not None
-        each = tokens.new_full((1, 1), scale)
+        scales = tokens.new_full((1, 1), scale)
     elif inputs.has_global_scale:
         assert scale is not None
-        each = group_scale(group_absmax(tokens, inputs.group), _LOCAL, tokens.new_full((1, 1), scale))
+        scales = group_scale(group_absmax(tokens, inputs.group), _LOCAL, tokens.new_full((1, 1), scale))
     else:
-        each = group_scale(group_absmax(tokens, inputs.group), form)
-    found = decode(encode(tokens, each, form), each, form)
-    return found[:, : values.shape[-1]].reshape(values.shape).to(values.dtype)
+        scales = group_scale(group_absmax(tokens, inputs.group), fmt)
+    rounded = decode(encode(tokens, scales, fmt), scales, fmt)
+    return rounded[:, : values.shape[-1]].reshape(values.shape).to(values.dtype)
 
 
 class ClippedCount:
-    """How many activations lie beyond the largest code of a stored scale, by what is asked with."""
+    """Counts values that a static scale clips, by place: a module's name, or a layer's number for its KV cache."""
 
     def __init__(self) -> None:
         self._counts: dict[str | int, list[int]] = {}
 
     def add(self, place: str | int, values: Tensor, limit: float) -> None:
-        """Count the activations of a module, or of a layer by its number, that are larger than a limit."""
+        """Count the values beyond a limit.
+
+        Args:
+            place: name of the module, or number of the layer for keys and values.
+            values: activations of any shape.
+            limit: largest absolute value that is not clipped.
+        """
         self._add(place, int((values.abs() > limit).sum()), values.numel())
 
     def clear(self) -> None:
-        """Count from zero again."""
+        """Reset all counts to zero."""
         self._counts.clear()
 
-    def _add(self, place: str | int, beyond: int, total: int) -> None:
+    def _add(self, place: str | int, clipped: int, total: int) -> None:
         counts = self._counts.setdefault(place, [0, 0])
-        counts[0] += beyond
+        counts[0] += clipped
         counts[1] += total
 
     def counts(self) -> list[list[Any]]:
-        """What `add_counts` of another process takes: place, activations beyond, all activations."""
+        """Return rows for `add_counts` of another process: place, clipped values, all values."""
         return [[place, *counts] for place, counts in self._counts.items()]
 
     def add_counts(self, counts: Iterable[list[Any]]) -> None:
-        """Add what another process has counted."""
-        for each in counts:
-            self._add(*each)
+        """Add the counts of another process."""
+        for row in counts:
+            self._add(*row)
 
     def share(self, places: Callable[[str | int], bool]) -> float:
-        """The largest share in any of some places; 0 where nothing was counted."""
-        found = (beyond / total for place, (beyond, total) in self._counts.items() if total and places(place))
-        return max(found, default=0.0)
+        """Return the largest share of clipped values in any place that `places` selects; 0 if there is none."""
+        shares = (clipped / total for place, (clipped, total) in self._counts.items() if total and places(place))
+        return max(shares, default=0.0)
 
 
 class ActivationRounding(ModuleHooks[QuantizedInputs]):
-    """Rounds what goes into a model's quantized layers, while it is on.
+    """Rounds the inputs of a model's quantized layers, while `on()` is entered.
 
     Args:
-        model: the model.
-        layers: its quantized Linears, by module name.
-        experts: its modules of stacked experts that are quantized.
-        clipped: is told of activations that stored scales do not hold.
+        model: the model; hooks are registered on its modules.
+        layers: how inputs of Linears are quantized, by module name.
+        experts: how inputs of stacked experts are quantized, by module name.
+        clipped: counts the activations that static scales clip.
     """
 
     def __init__(
@@ -129,9 +142,9 @@ class ActivationRounding(ModuleHooks[QuantizedInputs]):
         self._scales: dict[Callable[[], float], float] = {}
 
     def on_input(self, values: Tensor, into: QuantizedInputs, place: str) -> Tensor:
-        """What the codes of activations stand for."""
+        """Round activations [..., in] that go into a layer."""
         if into not in self._last:
-            # One at a time: each takes as much memory as the activations.
+            # Only one rounded copy is kept: each takes as much memory as the activations.
             self._last.clear()
         return self._once(into, values, lambda: self._rounded(values, into, place))
 
@@ -146,12 +159,12 @@ class ActivationRounding(ModuleHooks[QuantizedInputs]):
 
 
 class Fp8Cache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
-    """A cache of keys and values as FP8 holds them, of a single pass over whole texts: it keeps nothing.
+    """KV cache that rounds keys and values to FP8, for a single pass over a whole text: it stores nothing.
 
     Args:
-        config: of the model.
-        scales: of keys and of values, given the layer's number.
-        clipped: is told of keys and values that these do not hold.
+        config: the model's config, of transformers.
+        scales: returns the scales of keys and of values, given the layer's number.
+        clipped: counts the keys and values that these scales clip.
     """
 
     def __init__(
@@ -164,7 +177,7 @@ class Fp8Cache(DynamicCache):  # type: ignore[misc]  # mypy does not read transf
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [batch, heads, length, dim] as a pass that reads them from the cache has them."""
+        """Return keys and values [batch, heads, length, dim] as FP8 holds them, in their own dtype."""
         del args, kwargs
         key, value = self._by_layer(layer_idx)
         for states, scale in ((key_states, key), (value_states, value)):
@@ -173,22 +186,22 @@ class Fp8Cache(DynamicCache):  # type: ignore[misc]  # mypy does not read transf
 
 
 class GrowingFp8Cache(Fp8Cache):
-    """The same, that keeps them: for continuations, whose later tokens read it."""
+    """KV cache in FP8 that stores keys and values, for continuations."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer so far, with these."""
+        """Append keys and values; return all of the layer so far, [batch, heads, length so far, dim]."""
         keys, values = super().update(key_states, value_states, layer_idx)
-        found: tuple[Tensor, Tensor] = DynamicCache.update(self, keys, values, layer_idx, *args, **kwargs)
-        return found
+        all_states: tuple[Tensor, Tensor] = DynamicCache.update(self, keys, values, layer_idx, *args, **kwargs)
+        return all_states
 
 
 def refuse_latent_cache(config: Any) -> None:
-    """Refuse what caches one latent vector for all heads, which no scales of keys and values belong to.
+    """Refuse multi-head latent attention: its cache holds one latent vector for all heads, no keys and values.
 
     Raises:
-        UsageError: the model does.
+        UsageError: the model has multi-head latent attention.
     """
     if getattr(config.get_text_config(), "kv_lora_rank", None):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What models answer to prompts, the source and its outputs one after the other, each all in memory."""
+"""Answers to prompts by the source and its outputs, one model after the other, each loaded as a whole."""
 
 from __future__ import annotations
 
@@ -16,39 +16,48 @@ from ..streaming.model import StreamedModel
 from .as_served import ServedModel
 from .generate import continue_prompts, end_tokens, side_by_side
 
-# The largest model, in bytes, that answers without being asked: each token takes a reading of all weights.
-UNASKED = 2 << 30
-# Of the built-in prompts, those that are answered.
+# The largest model, in bytes, that answers built-in prompts: each token takes a reading of all weights.
+LARGEST_BY_DEFAULT = 2 << 30
+# Number of built-in prompts that are answered.
 BUILT_IN = 4
 
 
-def fits_in_memory(nbytes: int, asked: bool, room: int | None = None) -> bool:
-    """Whether a model of so many bytes is to answer prompts, which were asked for or not, in so much memory."""
+def fits_in_memory(nbytes: int, requested: bool, room: int | None = None) -> bool:
+    """Decide whether a model is small enough to answer prompts.
+
+    Args:
+        nbytes: size of its weights in bytes.
+        requested: whether the user gave prompts; without that only small models answer.
+        room: bytes that the weights may take beside the limit of the machine's memory; None for no other limit.
+    """
     free = available_memory() // 2
-    return nbytes <= (free if room is None else min(free, room)) and (asked or nbytes <= UNASKED)
+    return nbytes <= (free if room is None else min(free, room)) and (requested or nbytes <= LARGEST_BY_DEFAULT)
 
 
 def prompts_to_answer(
     file: str | os.PathLike[str] | None, tokenizer: Tokenizer, vocabulary: int, nbytes: int, room: int | None = None
 ) -> tuple[Prompt, ...]:
-    """The prompts to answer; none where a model of so many bytes has no room, or would take long without being asked.
+    """Read the prompts that the models are to answer.
 
     Args:
-        file: a file of them, which is read in any case, so that a mistake shows before hours of work; some built-in
-            ones if None.
-        tokenizer: the source's.
-        vocabulary: tokens that the model has.
-        nbytes: size of the largest model.
-        room: bytes that it may take; None where only the machine counts.
+        file: a file of prompts; None for a few built-in ones. A file is read in any case, so that a mistake in it is
+            an error before hours of work.
+        tokenizer: the source's tokenizer.
+        vocabulary: size of the model's vocabulary.
+        nbytes: size of the largest model's weights in bytes.
+        room: bytes that the weights may take; None if only the machine's memory limits them.
+
+    Returns:
+        The prompts; none if a model does not fit into memory, or is large and the user gave no file.
 
     Raises:
-        SourceError: they cannot be read.
+        SourceError: the prompts cannot be read.
     """
-    fitting = fits_in_memory(nbytes, file is not None, room)
-    if file is None and not fitting:
+    fits = fits_in_memory(nbytes, file is not None, room)
+    if file is None and not fits:
         return ()
-    found = read_prompts(file, tokenizer, vocabulary)[: None if file is not None else BUILT_IN]
-    return found if fitting else ()
+    prompts = read_prompts(file, tokenizer, vocabulary)[: None if file is not None else BUILT_IN]
+    return prompts if fits else ()
 
 
 def compare_answers(
@@ -59,28 +68,33 @@ def compare_answers(
     prompts: Sequence[Prompt],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """The texts of eval.json, for each output.
+    """Have the source and all outputs answer prompts greedily.
 
     Args:
-        source: the source.
-        checkpoint: what it was made of, which says where answers end.
-        outputs: the outputs; their activations are rounded, and keys and values if they are in FP8.
-        tokenizer: the source's.
-        prompts: what `prompts_to_answer` gave.
-        progress: told which model answered, 0 for the source, and how many prompts it has answered.
+        source: the source's model.
+        checkpoint: the source, whose files name the end tokens.
+        outputs: the outputs as engines serve them.
+        tokenizer: the source's tokenizer.
+        prompts: the prompts, from `prompts_to_answer`.
+        progress: called with the number of the model, 0 for the source, and of the prompts that it has answered.
+
+    Returns:
+        For each output the `texts` of its eval.json, one for each prompt.
 
     Raises:
         SourceError: a weight cannot be read.
     """
-    last = end_tokens(checkpoint.root, checkpoint.config)
+    ends = end_tokens(checkpoint.root, checkpoint.config)
 
     def answered(model: int) -> Callable[[int], None] | None:
         return None if progress is None else partial(progress, model)
 
     around = partial(products_in_float32, source.device)
-    ours = continue_prompts(source, prompts, last, around=around, progress=answered(0))
-    theirs = (
-        continue_prompts(each.model, prompts, last, around=each.around, cache=each.cache, progress=answered(number))
-        for number, each in enumerate(outputs, 1)
+    source_answers = continue_prompts(source, prompts, ends, around=around, progress=answered(0))
+    output_answers = (
+        continue_prompts(
+            output.model, prompts, ends, around=output.around, cache=output.cache, progress=answered(number)
+        )
+        for number, output in enumerate(outputs, 1)
     )
-    return [side_by_side(prompts, ours, continuations, tokenizer) for continuations in theirs]
+    return [side_by_side(prompts, source_answers, answers, tokenizer) for answers in output_answers]

@@ -1,7 +1,7 @@
-"""An output as engines serve it: its weights decoded, its activations rounded, its cache in FP8 where it says so.
+"""An output as engines serve it: weights decoded, activations rounded, and the KV cache in FP8 if its config says so.
 
-served = Served(StreamedModel(checkpoint), kv_cache="auto")
-served.passes(ids)      # [weights alone, weights and activations], or the first alone where nothing else is rounded
+served = ServedModel("Qwen3-8B-FP8", checkpoint, StreamedModel(checkpoint), kv_cache="auto")
+served.passes(ids)      # [weights alone, weights and activations], or the first alone if nothing else is rounded
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from .activation_rounding import (
 
 
 class ServedModel:
-    """An output's model, and what engines do with what it computes.
+    """An output's model, run with the activations and KV cache rounded as engines round them.
 
     Args:
-        name: of the output, for messages.
+        name: name of the output, for messages.
         checkpoint: the output.
-        model: the same, to run.
-        kv_cache: "fp8", or "auto" for what its config says.
+        model: its model.
+        kv_cache: "fp8" to round the KV cache to FP8, "auto" for what the output's config says.
 
     Attributes:
-        clipped: activations that stored scales do not hold.
-        kept: modules that are quantized, although engines build them in the model's own dtype.
-        notes: what is not computed as engines compute it.
-        scales: names of tensors that are read while a unit is computed, by unit.
+        clipped: counts of activations, keys and values that static scales clip.
+        quantized_kept: quantized modules that engines build unquantized, such as routers.
+        notes: differences from what engines compute.
+        scales: names of the scale tensors that are read while a unit is computed, by unit.
 
     Raises:
-        UsageError: activations or the cache are quantized in a way that is not known here.
+        UsageError: activations or the KV cache are quantized in a way that is not supported here.
     """
 
     def __init__(
@@ -71,34 +71,43 @@ class ServedModel:
         self.scales: dict[str, list[str]] = {}
         config = with_tool_config(checkpoint.config, checkpoint.root)
         quantization = read_quantization(config) if quantization_places(config) else None
-        entry = ModuleRules(MODELS.get(checkpoint.architecture, GENERIC))
-        layers, experts = self._layers(quantization, entry)
+        rules = ModuleRules(MODELS.get(checkpoint.architecture, GENERIC))
+        layers, experts = self._quantized_inputs(quantization, rules)
         self._rounding = ActivationRounding(model.model, layers, experts, self.clipped) if layers or experts else None
-        # Of keys and values, by layer, and what those are that were read already.
-        self._cached: Mapping[int, tuple[str | None, str | None]] | None = None
+        # Names of the scale tensors of keys and values by layer, None for a cache in bfloat16; and scales already read.
+        self._cache_scale_names: Mapping[int, tuple[str | None, str | None]] | None = None
         self._cache_scales: dict[int, tuple[float, float]] = {}
         if kv_cache == "fp8" or (quantization is not None and says_fp8_cache(quantization.settings)):
             refuse_latent_cache(model.model.config)
-            self._cached = cache_scales(checkpoint.tensors)
-            names = [name for both in self._cached.values() for name in dict.fromkeys(both) if name is not None]
+            self._cache_scale_names = cache_scales(checkpoint.tensors)
+            pairs = self._cache_scale_names.values()
+            names = [name for pair in pairs for name in dict.fromkeys(pair) if name is not None]
             for name, unit in model.nearest_units(names).items():
                 self.scales.setdefault(unit, []).append(name)
-        self.kept = [
-            module for module, weight in model.quantized.items() if entry.rule(weight.module).keep in NEVER_QUANTIZED
+        self.quantized_kept = [
+            module for module, weight in model.quantized.items() if rules.rule(weight.module).keep in NEVER_QUANTIZED
         ]
 
     @property
     def rounds(self) -> bool:
-        """Whether anything but weights is rounded."""
-        return self._rounding is not None or self.cached
+        """Whether activations or the KV cache are rounded."""
+        return self._rounding is not None or self.fp8_cache
 
     @property
-    def cached(self) -> bool:
-        """Whether keys and values are kept in FP8."""
-        return self._cached is not None
+    def fp8_cache(self) -> bool:
+        """Whether the KV cache is in FP8."""
+        return self._cache_scale_names is not None
 
     def passes(self, ids: Tensor) -> list[ForwardPass[Tensor]]:
-        """Passes that give a text's logits [length, vocabulary]: with weights alone, then with all that is rounded."""
+        """Make the forward passes of a text.
+
+        Args:
+            ids: token ids, int64 [length].
+
+        Returns:
+            One pass with decoded weights alone and, if engines round more, one with that too. Each gives the logits
+            [length, vocabulary].
+        """
         weights = ForwardPass(self.model, partial(logits, self.model, ids))
         if not self.rounds:
             return [weights]
@@ -106,36 +115,37 @@ class ServedModel:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Round activations meanwhile."""
+        """Round the inputs of quantized layers while the context is entered."""
         with products_in_float32(self.model.device), nullcontext() if self._rounding is None else self._rounding.on():
             yield
 
     def _logits(self, ids: Tensor) -> Tensor:
-        if not self.cached:
+        if not self.fp8_cache:
             return logits(self.model, ids)
-        return logits(self.model, ids, Fp8Cache(self.model.model.config, self._of_cache, self.clipped))
+        return logits(self.model, ids, Fp8Cache(self.model.model.config, self._scales_of_layer, self.clipped))
 
     def cache(self) -> GrowingFp8Cache | None:
-        """What a continuation keeps keys and values in, in FP8; None where they stay as they are."""
-        return GrowingFp8Cache(self.model.model.config, self._of_cache) if self.cached else None
+        """Make an empty FP8 KV cache for one continuation; None if the cache is not in FP8."""
+        return GrowingFp8Cache(self.model.model.config, self._scales_of_layer) if self.fp8_cache else None
 
-    def _of_cache(self, layer: int) -> tuple[float, float]:
-        """The scales of a layer's keys and values; 1 where there is none, as in engines."""
+    def _scales_of_layer(self, layer: int) -> tuple[float, float]:
+        """Return the scales of a layer's keys and values; 1 if the checkpoint has none, as in engines."""
         if layer not in self._cache_scales:
-            assert self._cached is not None
-            key, value = (1.0 if name is None else self._value(name) for name in self._cached.get(layer, (None, None)))
+            assert self._cache_scale_names is not None
+            names = self._cache_scale_names.get(layer, (None, None))
+            key, value = (1.0 if name is None else self._read_scale(name) for name in names)
             self._cache_scales[layer] = key, value
         return self._cache_scales[layer]
 
-    def _layers(
-        self, quantization: Quantization | None, entry: ModuleRules
+    def _quantized_inputs(
+        self, quantization: Quantization | None, rules: ModuleRules
     ) -> tuple[dict[str, QuantizedInputs], dict[str, ExpertWeights[QuantizedInputs]]]:
-        """What is rounded: quantized Linears, and stacks of experts."""
+        """Return how inputs are rounded, by module name: of Linears, and of modules of stacked experts."""
         layers: dict[str, QuantizedInputs] = {}
         stacks: dict[str, dict[str, QuantizedInputs]] = {}
         weights = decoded_view(self.checkpoint)[1] if quantization is not None else {}
         by_module = {weight.module: weight for weight in weights.values()}
-        fused = entry.fused_groups(by_module)
+        fused = rules.fused_groups(by_module)
         modules = dict(self.model.model.named_modules())
         for name, weight in self.model.quantized.items():
             assert quantization is not None
@@ -146,59 +156,72 @@ class ServedModel:
             layer = QuantizedInputs(inputs)
             if inputs.static or inputs.has_global_scale:
                 stored = [weights[part] for part in parts if part in weights] or [weight]
-                # All that go into one layer of an engine, which has one scale, the largest (vLLM
-                # layers/quantization/fp8.py:405, of experts :739).
-                merged = (by_module[module] for each in stored for module in fused.get(each.module, (each.module,)))
-                held = [each.input_scale.name for each in merged if each.input_scale is not None]
+                # Layers that an engine fuses have one scale, the largest (vLLM layers/quantization/fp8.py:405, of
+                # experts :739).
+                merged = (by_module[module] for part in stored for module in fused.get(part.module, (part.module,)))
+                scale_names = [
+                    fused_weight.input_scale.name for fused_weight in merged if fused_weight.input_scale is not None
+                ]
                 local = None if weight.format is None else weight.format.input_global_scale
                 inverse = local is not None and not local.divides
                 layer = QuantizedInputs(
-                    inputs, partial(self._stored, weight.module, tuple(dict.fromkeys(held)), inverse)
+                    inputs, partial(self._static_scale, weight.module, tuple(dict.fromkeys(scale_names)), inverse)
                 )
-                self.scales.setdefault(self.model.unit_of(name), []).extend(held)
+                self.scales.setdefault(self.model.unit_of(name), []).extend(scale_names)
             if name in modules:
                 layers[name] = layer
                 continue
             owner, _, last = name.rpartition(".")
             stacks.setdefault(owner, {})[last] = layer
-        # Others compute in a way of their own.
-        known = {owner: found for owner, found in stacks.items() if holds_experts(modules[owner])}
-        if known.keys() != stacks.keys():
-            kind = type(modules[next(iter(stacks.keys() - known.keys()))]).__name__
+        # Hooks know only transformers' usual modules of stacked experts.
+        hooked = {owner: parts for owner, parts in stacks.items() if holds_experts(modules[owner])}
+        if hooked.keys() != stacks.keys():
+            kind = type(modules[next(iter(stacks.keys() - hooked.keys()))]).__name__
             self.notes.append(f"activations inside {kind} are not rounded, which engines do")
-        return layers, {owner: ExpertWeights(_either(at, FIRST), _either(at, DOWN)) for owner, at in known.items()}
+        return layers, {
+            owner: ExpertWeights(_first_of(parts, FIRST), _first_of(parts, DOWN)) for owner, parts in hooked.items()
+        }
 
-    def _stored(self, module: str, names: tuple[str, ...], inverse: bool) -> float:
-        """The stored scale of activations: the largest of the named ones, or one over that."""
+    def _static_scale(self, module: str, names: tuple[str, ...], inverse: bool) -> float:
+        """Read the static activation scale of a module: the largest of the named tensors, or its inverse."""
         if not names:
             raise SourceError(
-                f"{module} has no stored scale of its activations, though config.json says that it has",
+                f"{module} has no static activation scale, though config.json says that it has",
                 "the checkpoint is damaged or incomplete: download or save it again",
             )
-        found = max(map(self._value, names))
-        return 1 / found if inverse else found
+        scale = max(map(self._read_scale, names))
+        return 1 / scale if inverse else scale
 
-    def _value(self, name: str) -> float:
-        """A tensor that is one number, or the largest of a few."""
+    def _read_scale(self, name: str) -> float:
+        """Read a scale tensor; the largest of its elements if it has several."""
         info: TensorInfo = self.checkpoint.tensors[name]
         if math.prod(info.shape) == 0 or info.nbytes > 1 << 20:
             raise SourceError(f"{name} is {info.dtype} {list(info.shape)}, not a scale", "download or save it again")
-        found = float(
+        scale = float(
             LazyTensors(self.checkpoint, {}, self.model.shard_provider.path).select([name])[name][...].float().max()
         )
-        if not (math.isfinite(found) and found > 0):
-            raise SourceError(f"{name} holds {found:g}, which is not a valid scale", "download or save it again")
-        return found
+        if not (math.isfinite(scale) and scale > 0):
+            raise SourceError(f"{name} holds {scale:g}, which is not a valid scale", "download or save it again")
+        return scale
 
 
-def _either(found: Mapping[str, QuantizedInputs], names: tuple[str, ...]) -> QuantizedInputs | None:
-    return next((found[name] for name in names if name in found), None)
+def _first_of(inputs: Mapping[str, QuantizedInputs], names: tuple[str, ...]) -> QuantizedInputs | None:
+    return next((inputs[name] for name in names if name in inputs), None)
 
 
 def logits(model: StreamedModel, ids: Tensor, cache: Any = None) -> Tensor:
-    """A text's logits [length, vocabulary], in a pass."""
+    """Compute the logits of a text; to be called inside of a ForwardPass.
+
+    Args:
+        model: the model.
+        ids: token ids, int64 [length].
+        cache: KV cache of transformers, such as Fp8Cache; None for none.
+
+    Returns:
+        The logits [length, vocabulary] in the model's dtype.
+    """
     options: dict[str, Any] = {"use_cache": cache is not None}
     if cache is not None:
         options[transformers_internals.cache_argument(model.model)] = cache
-    found: Tensor = model.model(input_ids=ids[None], **options).logits[0]
-    return found
+    text_logits: Tensor = model.model(input_ids=ids[None], **options).logits[0]
+    return text_logits

@@ -1,10 +1,10 @@
-"""The evaluation: a source, itself with noise, and its outputs go side by side through all layers and all texts.
+"""Runs a source, the source with rounding noise, and its outputs layer by layer over the same texts.
 
-Every weight is read once. What is found of an output is a dictionary, which is its eval.json; docs/evaluation.md has
-the keys.
+Every weight is read once. The passes of a document are numbered: 0 is the source, 1 the source with noise (the floor),
+and then each output has one pass with rounded weights alone and, if engines round more, one as engines serve it.
 
-    found = evaluate(Subject("Qwen3-8B", checkpoint), [Subject("Qwen3-8B-FP8", other)], corpus)
-    found.outputs[0]["kl"]["mean"]      # 0.0031
+    evaluation = compare_outputs(ModelUnderTest("Qwen3-8B", source), [ModelUnderTest("Qwen3-8B-FP8", output)], corpus)
+    evaluation.outputs[0]["kl"]["mean"]      # 0.0031
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .gathering import pack_records, unpack_records
 from .generate import TOKENS, continue_prompts, teacher_forced
 from .kl import ModelNames, compare_logits
 from .noise_floor import RoundingNoise
-from .results import Evaluation, Findings, results
+from .results import Evaluation, Findings, make_evaluation
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .weight_changes import compare_weights
 
-# Of the vocabulary, what is computed to learn how long the output head and the comparison of logits take.
-SOME_TOKENS = 2048
-# Tokens that are written to learn how long answers take.
-FIRST_TOKENS = 8
+# Tokens of the vocabulary that a trial of the output head and of the comparison of logits computes, for the forecast.
+TRIAL_VOCABULARY = 2048
+# Tokens that a trial answer has, for the forecast.
+TRIAL_TOKENS = 8
 
 
 def compare_outputs(
@@ -57,29 +57,32 @@ def compare_outputs(
     progress: Advanced | None = None,
     remaining: Remaining | None = None,
 ) -> Evaluation:
-    """Hold outputs against their source.
+    """Compare outputs with their source over the same texts.
 
     Args:
-        source: what they were made from, quantized or not.
-        outputs: at least one.
+        source: the model that the outputs were made from, quantized or not.
+        outputs: the outputs, at least one.
         corpus: the texts.
-        settings: how; the default is all that is needed.
-        begun: told in a line what is to be done.
-        progress: told how many tokens are computed, those that models write among them, and how many there are.
-        remaining: told about how many seconds are left, from the first layer on.
+        settings: seed, device, KV cache and so on; the defaults if None.
+        begun: called once with a line that says what is to be done.
+        progress: called with the number of tokens that are computed, those of answers included, and of all tokens.
+        remaining: called with the estimated seconds that are left, from the first layer on.
+
+    Returns:
+        The figures of each output, the same in all processes that share the texts.
 
     Raises:
-        SourceError: a checkpoint cannot be read or run, or answers with NaN.
+        SourceError: a checkpoint cannot be read or run, or its logits are NaN.
         UsageError: the checkpoints are not of one model.
-        OutputError: hidden states found no room on disk.
+        OutputError: there is no room on disk for hidden states.
     """
-    evaluating = _Evaluating(source, outputs, corpus, settings or EvaluationSettings(), progress, remaining)
+    comparison = _Comparison(source, outputs, corpus, settings or EvaluationSettings(), progress, remaining)
     if begun is not None:
-        begun(evaluating.about())
-    return evaluating.run()
+        begun(comparison.description())
+    return comparison.run()
 
 
-class _Evaluating:
+class _Comparison:
     """One call of `compare_outputs`."""
 
     def __init__(
@@ -94,112 +97,114 @@ class _Evaluating:
         self.source, self.corpus, self.settings = source, corpus, settings
         with naming(source.name):
             self.model = StreamedModel(source.checkpoint, device=settings.device)
-        # Not with the noise's forward: models of outputs have none.
         self.layers = [
             name
             for name, module in self.model.units.items()
             if not isinstance(module, nn.Embedding)
             and module is not transformers_internals.output_head(self.model.model)
         ]
-        self.mine = documents_of_rank(len(corpus.documents), settings.team)
+        self.local_documents = documents_of_rank(len(corpus.documents), settings.ranks)
         self.outputs: list[OutputUnderTest] = []
-        self.found = Findings(source, self.model, self.outputs, corpus, settings)
-        self.found.routes.watch(self.model.model)
+        self.findings = Findings(source, self.model, self.outputs, corpus, settings)
+        self.findings.routes.watch(self.model.model)
         self.noise = RoundingNoise(self.model.units[name] for name in self.layers)
         for output in outputs:
             with naming(output.name):
                 model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
             require_one_model(source, self.model, output, model)
-            self.found.routes.watch(model.model)
+            self.findings.routes.watch(model.model)
             served = ServedModel(output.name, output.checkpoint, model, settings.kv_cache)
             self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
+        # Units whose weights are compared already, by name and pass.
         self.compared: set[tuple[str, int]] = set()
-        # Of the first document, the tokens that each model finds most likely to come next, by pass.
-        self.likely: dict[int, list[int]] = {}
-        self.held: Tensor | None = None
-        table = self.model.model.get_input_embeddings()
-        self.vocabulary = int(getattr(table, "num_embeddings", 0))
+        # The most probable next token at each position of the first document, by pass.
+        self.top_tokens: dict[int, list[int]] = {}
+        # The source's logits of the document that is being compared.
+        self.source_logits: Tensor | None = None
+        embedding = self.model.model.get_input_embeddings()
+        self.vocabulary = int(getattr(embedding, "num_embeddings", 0))
         self.prompts: Sequence[Prompt] = ()
-        if settings.tokenizer is not None and settings.again:
-            size = max(self.model.nbytes, *(each.served.model.nbytes for each in self.outputs))
+        if settings.tokenizer is not None and settings.can_reload:
+            nbytes = max(self.model.nbytes, *(output.served.model.nbytes for output in self.outputs))
             self.prompts = prompts_to_answer(
-                settings.prompts, settings.tokenizer, self.vocabulary, size, settings.answering
+                settings.prompts, settings.tokenizer, self.vocabulary, nbytes, settings.answer_memory
             )
-        tokens = self.passes * len(self.mine) * corpus.length
-        more = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_here else 0
+        text_tokens = self.passes * len(self.local_documents) * corpus.length
+        answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_prompts else 0
         costs = layer_costs(self.model, [*self.layers, *self.head])
-        self.counted = PassProgress(costs, tokens, progress, remaining, more)
+        self.progress = PassProgress(costs, text_tokens, progress, remaining, answer_tokens)
 
     @property
     def head(self) -> list[str]:
-        """The output head's name, if there is one."""
+        """Name of the output head in a list; empty if it is not a unit of its own."""
         head = transformers_internals.output_head(self.model.model)
         return [name for name, module in self.model.units.items() if module is head]
 
     @property
-    def answers_here(self) -> bool:
-        """Whether this process has models answer."""
-        return bool(self.prompts) and (self.settings.team is None or self.settings.team.rank == 0)
+    def answers_prompts(self) -> bool:
+        """Whether this process has the models answer prompts; of several only the first does."""
+        return bool(self.prompts) and (self.settings.ranks is None or self.settings.ranks.rank == 0)
 
     @property
     def passes(self) -> int:
-        """How often a document goes through a model; twice through the source, with noise and without."""
+        """Number of forward passes of each document: two of the source, and one or two of each output."""
         return self.outputs[-1].last + 1 if self.outputs else 2
 
-    def about(self) -> str:
-        """What is to be done: "16 documents of 512 tokens: code (8), docs (8); 4 passes"."""
+    def description(self) -> str:
+        """Say what is to be done: "16 documents of 512 tokens: code (8), docs (8); 4 passes"."""
         return f"{self.corpus.described}; {self.passes} passes"
 
     def run(self) -> Evaluation:
-        """What is found once all texts are through, the same in all processes that share them."""
-        with self._supplied(), limited_threads(threads_for(self.model, self.corpus.length)):
+        """Run all passes of all documents, and return the figures."""
+        with self._shards(), limited_threads(threads_for(self.model, self.corpus.length)):
             return self._run()
 
     @contextmanager
-    def _supplied(self) -> Iterator[None]:
-        """Have shards come meanwhile."""
+    def _shards(self) -> Iterator[None]:
+        """Connect the models to their shard providers, if there are any."""
         if self.settings.supply is None:
             yield
             return
-        wanted = [shards_by_unit(self.model), *(output.needs for output in self.outputs)]
-        with self.settings.supply(wanted) as ways:
+        needs = [shards_by_unit(self.model), *(output.needs for output in self.outputs)]
+        with self.settings.supply(needs) as providers:
             models = self.model, *(output.served.model for output in self.outputs)
-            for model, traffic in zip(models, ways, strict=True):
-                model.shard_provider = traffic
+            for model, provider in zip(models, providers, strict=True):
+                model.shard_provider = provider
             yield
 
-    def _measure_the_end(self) -> None:
-        """Learn how long what comes after the layers takes, from a part of it."""
+    def _forecast_tail(self) -> None:
+        """Estimate the time of the output head and of the answers, which follow the layers, from short trials."""
         for name in self.head:
-            self.counted.forecast.expect(name, len(self.mine) * self._seconds_of_head())
-        if self.answers_here:
+            self.progress.forecast.expect(name, len(self.local_documents) * self._seconds_of_head())
+        if self.answers_prompts:
             plain = partial(products_in_float32, self.settings.device)
-            self.counted.forecast.expect("answers 0", self._seconds_of_answers(self.model, plain))
+            self.progress.forecast.expect("answers 0", self._seconds_of_answers(self.model, plain))
             for number, output in enumerate(self.outputs, 1):
                 served = output.served
                 seconds = self._seconds_of_answers(served.model, served.around, served.cache)
-                self.counted.forecast.expect(f"answers {number}", seconds)
-                # What that rounded is no part of the texts.
+                self.progress.forecast.expect(f"answers {number}", seconds)
+                # Activations of the trial do not belong to the texts.
                 served.clipped.clear()
 
     def _seconds_of_head(self) -> float:
-        """About how long all models' logits of a document and their comparison take."""
-        table = self.model.model.get_input_embeddings().weight
-        some = min(SOME_TOKENS, self.vocabulary)
-        hidden = torch.ones(self.corpus.length, table.shape[1], dtype=table.dtype, device=table.device)
-        rows = torch.ones(some, table.shape[1], dtype=table.dtype, device=table.device)
+        """Estimate the seconds that all models' logits of one document and their comparison take."""
+        embedding = self.model.model.get_input_embeddings().weight
+        trial = min(TRIAL_VOCABULARY, self.vocabulary)
+        hidden = torch.ones(self.corpus.length, embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
+        rows = torch.ones(trial, embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
         ids = torch.zeros(self.corpus.length, dtype=torch.int64)
         names = ModelNames("the source", "an output")
         seconds = []
         with torch.inference_mode(), products_in_float32(self.settings.device):
-            # The first time is longer.
+            # The first run is slower than later ones and does not count.
             for _ in range(2):
-                begin = time.perf_counter()
-                found = functional.linear(hidden, rows)
-                between = time.perf_counter()
-                compare_logits(found, found, ids, "", "", names)
-                seconds.append(self.passes * (between - begin) + (self.passes - 1) * (time.perf_counter() - between))
-        return seconds[-1] * self.vocabulary / some
+                start = time.perf_counter()
+                trial_logits = functional.linear(hidden, rows)
+                multiplied = time.perf_counter()
+                compare_logits(trial_logits, trial_logits, ids, "", "", names)
+                compared = time.perf_counter()
+                seconds.append(self.passes * (multiplied - start) + (self.passes - 1) * (compared - multiplied))
+        return seconds[-1] * self.vocabulary / trial
 
     def _seconds_of_answers(
         self,
@@ -207,49 +212,51 @@ class _Evaluating:
         around: Callable[[], AbstractContextManager[Any]],
         cache: Callable[[], Any] = lambda: None,
     ) -> float:
-        """About how long a model takes to be loaded as a whole and to answer all prompts.
+        """Estimate the seconds that a model takes to be loaded as a whole and to answer all prompts.
 
         Args:
             model: the model.
-            around: what it is computed in, such as activations rounded.
-            cache: makes what keys and values are kept in.
+            around: context in which it runs, such as `ServedModel.around`.
+            cache: makes its KV cache, or returns None for transformers' own.
         """
         first = self.prompts[0]
-        one = replace(first, ids=first.ids[:1])
+        one_token = replace(first, ids=first.ids[:1])
         times = [time.perf_counter()]
         continue_prompts(
             model,
-            [one, one, first],
+            [one_token, one_token, first],
             (),
-            FIRST_TOKENS,
+            TRIAL_TOKENS,
             around=around,
             cache=cache,
             progress=lambda _: times.append(time.perf_counter()),
         )
-        loaded, written, all_read = (after - before for before, after in itertools.pairwise(times))
-        reading = max(0.0, all_read - written) / len(first.ids)
-        tokens = sum(len(prompt.ids) for prompt in self.prompts)
-        return max(0.0, loaded - written) + reading * tokens + written * TOKENS / FIRST_TOKENS * len(self.prompts)
+        # The first prompt's time includes loading the model, the last one's reading a whole prompt.
+        with_load, decode, with_prefill = (after - before for before, after in itertools.pairwise(times))
+        prefill_per_token = max(0.0, with_prefill - decode) / len(first.ids)
+        prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        decode_all = decode * TOKENS / TRIAL_TOKENS * len(self.prompts)
+        return max(0.0, with_load - decode) + prefill_per_token * prompt_tokens + decode_all
 
     def _run(self) -> Evaluation:
-        self._measure_the_end()
+        self._forecast_tail()
         run_interleaved(
-            [self._group(number) for number in self.mine],
+            [self._passes_of(document) for document in self.local_documents],
             finished=self._finished,
             after_unit=self._after_unit,
             scratch=self.settings.scratch,
-            progress=self.counted.layer_done,
+            progress=self.progress.layer_done,
         )
-        team = self.settings.team
-        if team is None:
-            return self._results()
-        for data in team.gather(pack_records(self.found.records, self.found.counts())):
-            self.found.add(*unpack_records(data, self.corpus.documents))
-        found = self._results() if team.rank == 0 else None
-        told = team.agree(None, found and {**found.to_json(), "notes": found.notes})[0]
-        return found or Evaluation(told["source"], told["floor"], told["outputs"], tuple(told["notes"]))
+        ranks = self.settings.ranks
+        if ranks is None:
+            return self._evaluation()
+        for data in ranks.gather(pack_records(self.findings.records, self.findings.counts())):
+            self.findings.add(*unpack_records(data, self.corpus.documents))
+        evaluation = self._evaluation() if ranks.rank == 0 else None
+        first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
+        return evaluation or Evaluation(first["source"], first["floor"], first["outputs"], tuple(first["notes"]))
 
-    def _results(self) -> Evaluation:
+    def _evaluation(self) -> Evaluation:
         notes = []
         if self.settings.prompts is not None and not self.prompts:
             notes.append(
@@ -257,15 +264,15 @@ class _Evaluating:
                 "--max-memory leaves"
             )
         notes += [
-            f"{output.of.name}: its weights are folded, and were not held against the source's one by one; openquant "
-            "verify --source --full does that"
+            f"{output.subject.name}: AWQ or SmoothQuant changed its weights, so they were not compared one by one; "
+            "openquant verify --source --full does that"
             for output in self.outputs
-            if output.folded
+            if output.smoothed
         ]
-        return results(self.found, self._answers(), notes)
+        return make_evaluation(self.findings, self._answers(), notes)
 
     def _answers(self) -> list[list[dict[str, Any]]]:
-        """What models answer, for each output beside the source's; along a text where that would take too long."""
+        """Return the `texts` of each output: answers to prompts, or else teacher-forced predictions along a text."""
         tokenizer = self.settings.tokenizer
         if tokenizer is None:
             return [[] for _ in self.outputs]
@@ -273,86 +280,94 @@ class _Evaluating:
             served = [output.served for output in self.outputs]
             return compare_answers(self.model, self.source.checkpoint, served, tokenizer, self.prompts, self._answered)
         ids = self.corpus.documents[0].ids
-        return [[teacher_forced(ids, self.likely[0], self.likely[output.last], tokenizer)] for output in self.outputs]
+        return [
+            [teacher_forced(ids, self.top_tokens[0], self.top_tokens[output.last], tokenizer)]
+            for output in self.outputs
+        ]
 
     def _answered(self, model: int, prompt: int) -> None:
         if prompt == len(self.prompts):
-            self.counted.forecast.done(f"answers {model}")
-        self.counted.more_done(TOKENS)
+            self.progress.forecast.done(f"answers {model}")
+        self.progress.more_done(TOKENS)
 
-    def _group(self, number: int) -> list[ForwardPass[Tensor]]:
-        ids = torch.tensor(self.corpus.documents[number].ids, device=self.settings.device)
-        noisy = self.noise.source(self.settings.seed * 1_000_003 + number)
-        passes = [ForwardPass(self.model, lambda: logits(self.model, ids)) for _ in range(2)]
-        passes[1] = ForwardPass(self.model, passes[1].body, noisy)
+    def _passes_of(self, document: int) -> list[ForwardPass[Tensor]]:
+        """Return all passes of a document, by number."""
+        ids = torch.tensor(self.corpus.documents[document].ids, device=self.settings.device)
+        body = partial(logits, self.model, ids)
+        noise = self.noise.seeded(self.settings.seed * 1_000_003 + document)
+        passes = [ForwardPass(self.model, body), ForwardPass(self.model, body, noise)]
         for output in self.outputs:
             passes += output.served.passes(ids)
-        return [ForwardPass(each.model, each.body, self._around(at, each.around)) for at, each in enumerate(passes)]
+        return [
+            ForwardPass(forward.model, forward.body, self._around(number, forward.around))
+            for number, forward in enumerate(passes)
+        ]
 
     def _around(
         self, number: int, inner: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[[], AbstractContextManager[Any]]:
         @contextmanager
         def around() -> Iterator[None]:
-            self.found.routes.number = number
+            self.findings.routes.number = number
             try:
                 with products_in_float32(self.settings.device), inner():
                     yield
             finally:
-                self.found.routes.number = None
+                self.findings.routes.number = None
 
         return around
 
     def _after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
         if unit in self.layers:
-            self.found.distances.add(unit, number, hidden)
-        if self.mine[group] == 0:
+            self.findings.distances.add(unit, number, hidden)
+        if self.local_documents[group] == 0:
             self._compare_weights(unit, number)
 
     def _compare_weights(self, unit: str, number: int) -> None:
-        """Hold an output's weights of a unit against the source's, while both are loaded."""
-        output = next((each for each in self.outputs if each.first == number), None)
-        # Of a folded one each weight is another, and what rounding explains cannot be told by it alone.
-        if output is None or (unit, number) in self.compared or output.folded:
+        """Compare a unit's weights of the output whose first pass this is with the source's, while both are loaded."""
+        output = next((output for output in self.outputs if output.first == number), None)
+        # AWQ and SmoothQuant change every weight on purpose: the rounding error alone cannot be seen.
+        if output is None or (unit, number) in self.compared or output.smoothed:
             return
         self.compared.add((unit, number))
         models = self.model, output.served.model
-        mine, theirs = (model.model for model in models)
+        source_module, output_module = (model.model for model in models)
 
-        def between() -> None:
+        def free_pages() -> None:
             for model in models:
                 model.release_pages()
 
-        for name, parameter in mine.named_parameters():
+        for name, source_weight in source_module.named_parameters():
             if self.model.unit_of(name) != unit:
                 continue
             owner, _, last = name.rpartition(".")
-            other = getattr(theirs.get_submodule(owner), last)
+            output_weight = getattr(output_module.get_submodule(owner), last)
             module = name.removesuffix(".weight")
             weight = output.served.model.quantized.get(module)
-            form = None if weight is None else weight.format
-            if form is None or parameter.ndim == 2:
-                output.changes.append(compare_weights(module, parameter, other, form, between=between))
+            fmt = None if weight is None else weight.format
+            if fmt is None or source_weight.ndim == 2:
+                output.changes.append(compare_weights(module, source_weight, output_weight, fmt, between=free_pages))
                 continue
-            transposed = bool(getattr(mine.get_submodule(owner), "is_transposed", False))
+            transposed = bool(getattr(source_module.get_submodule(owner), "is_transposed", False))
             output.changes += [
-                compare_weights(f"{module}[{expert}]", before, after, form, transposed)
-                for expert, (before, after) in enumerate(zip(parameter, other, strict=True))
+                compare_weights(f"{module}[{expert}]", before, after, fmt, transposed)
+                for expert, (before, after) in enumerate(zip(source_weight, output_weight, strict=True))
             ]
 
-    def _finished(self, group: int, number: int, found: Tensor) -> None:
-        at = self.mine[group]
-        if at == 0:
+    def _finished(self, group: int, number: int, pass_logits: Tensor) -> None:
+        index = self.local_documents[group]
+        if index == 0:
             self._compare_weights(REST, number)
-            self.likely[number] = found.argmax(-1).tolist()
+            self.top_tokens[number] = pass_logits.argmax(-1).tolist()
         if number == 0:
-            self.held = found
+            self.source_logits = pass_logits
             return
-        assert self.held is not None
-        document, ids = self.corpus.documents[at], torch.tensor(self.corpus.documents[at].ids)
-        output = next((each for each in self.outputs if each.first <= number <= each.last), None)
-        names = ModelNames(self.source.name, output.of.name if output else f"{self.source.name} with noise")
-        record = compare_logits(self.held, found, ids, document.domain, document.name, names)
-        self.found.records.setdefault(number, {})[at] = record
+        assert self.source_logits is not None
+        document = self.corpus.documents[index]
+        output = next((output for output in self.outputs if output.first <= number <= output.last), None)
+        names = ModelNames(self.source.name, output.subject.name if output else f"{self.source.name} with noise")
+        ids = torch.tensor(document.ids)
+        record = compare_logits(self.source_logits, pass_logits, ids, document.domain, document.name, names)
+        self.findings.records.setdefault(number, {})[index] = record
         if number + 1 == self.passes:
-            self.held = None
+            self.source_logits = None

@@ -1,9 +1,9 @@
-"""What is counted as texts go through models, by layer and pass, and put together where several processes count.
+"""Counters of hidden-state distances and expert routing, by layer and pass; those of several processes add up.
 
-Nothing depends on the order in which documents come: numbers are added as integers, and distances are kept by document
-and added without rounding in between.
+The results do not depend on the order of documents or on the number of processes: counts are integers, and distances
+are kept for each document and summed exactly (math.fsum).
 
-    mine.add_counts(theirs.counts())
+    counter.add_counts(other_process.counts())
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from ..streaming.hooks import holds_experts
 
-# As JSON has them.
+# Rows that JSON can hold.
 Counts = list[list[Any]]
 
 
 class HiddenStateDistances:
-    """Relative distances of hidden states, by layer and pass: the mean over all tokens.
+    """Relative distances of hidden states from the source's, ||h' - h|| / ||h||, averaged over all tokens.
 
     Attributes:
-        layers: in the order in which texts go through them.
+        layers: names of the decoder layers as keys, in the order in which they run.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,13 @@ class HiddenStateDistances:
         self._source: Tensor | None = None
 
     def add(self, layer: str, number: int, hidden: Tensor) -> None:
-        """Add what a layer gave in a pass; that of the source, number 0, comes first."""
+        """Add the hidden states of one document after a layer.
+
+        Args:
+            layer: name of the layer.
+            number: number of the pass. Pass 0 is the source's; it must come first for each layer and document.
+            hidden: hidden states [..., hidden], any floating dtype.
+        """
         self.layers[layer] = None
         states = hidden.reshape(-1, hidden.shape[-1]).float()
         if number == 0:
@@ -43,43 +49,47 @@ class HiddenStateDistances:
             return
         assert self._source is not None
         norms = self._source.norm(dim=-1)
-        apart = (states - self._source).norm(dim=-1) / norms.clamp(min=torch.finfo(torch.float32).tiny)
-        self._add(layer, number, [float(apart.double().sum())], len(apart))
+        distances = (states - self._source).norm(dim=-1) / norms.clamp(min=torch.finfo(torch.float32).tiny)
+        self._add(layer, number, [float(distances.double().sum())], len(distances))
 
     def _add(self, layer: str, number: int, sums: Iterable[float], tokens: int) -> None:
         self._sums.setdefault((layer, number), []).extend(sums)
         self._tokens[layer, number] = self._tokens.get((layer, number), 0) + tokens
 
     def of(self, layer: str, number: int) -> float:
-        """The distance after a layer in a pass."""
+        """Return the mean relative distance after a layer in a pass."""
         return math.fsum(self._sums[layer, number]) / self._tokens[layer, number]
 
     def counts(self) -> Counts:
-        """What `add_counts` of another process takes: layer, pass, sum of each document, tokens."""
+        """Return rows for `add_counts` of another process: layer, pass, list of each document's sum, tokens."""
         return [[*key, sums, self._tokens[key]] for key, sums in self._sums.items()]
 
     def add_counts(self, counts: Counts) -> None:
-        """Add what another process has counted."""
+        """Add the counts of another process."""
         for layer, number, sums, tokens in counts:
             self._add(layer, number, sums, tokens)
 
 
-def _chosen(
+def _expert_choice(
     module: Any, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
 ) -> Tensor:
-    """The experts of each token [tokens, ..], equal for equal choices, of what a module of stacked experts is given."""
+    """Return [tokens, ...], rows that are equal if two passes send a token to the same experts.
+
+    The parameters are those of the forward of transformers' modules of stacked experts.
+    """
     del top_k_weights
     if top_k_index is not None:
         return top_k_index.sort(-1).values
-    # Llama 4 gives every expert all tokens, as zeros where it was not chosen.
+    # Llama 4 passes all tokens to every expert, as zeros to those that were not chosen.
     return hidden_states.view(module.num_experts, -1, hidden_states.shape[-1]).any(-1).T
 
 
 class RouteCounts:
-    """Which experts tokens go to, by module and pass.
+    """Counts tokens that are routed to other experts than in the source, by module and pass.
 
     Attributes:
-        number: the pass that is computed now; that of the source, 0, comes first. None while it is none of a text's.
+        number: number of the pass that runs now, set by the caller. Pass 0 is the source's and must come first. None
+            if nothing is to be counted, such as while prompts are answered.
     """
 
     def __init__(self) -> None:
@@ -88,7 +98,7 @@ class RouteCounts:
         self._counts: dict[tuple[str, int], list[int]] = {}
 
     def watch(self, model: nn.Module) -> None:
-        """Look at all modules of stacked experts of a model."""
+        """Register hooks on all modules of stacked experts of a model."""
         for name, module in model.named_modules():
             if holds_experts(module):
                 module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
@@ -97,33 +107,33 @@ class RouteCounts:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.number is None:
                 return
-            chosen = _chosen(module, *args, **kwargs)
+            experts = _expert_choice(module, *args, **kwargs)
             if self.number == 0:
-                self._source[name] = chosen
+                self._source[name] = experts
                 return
-            self._add(name, self.number, int((chosen != self._source[name]).any(-1).sum()), len(chosen))
+            self._add(name, self.number, int((experts != self._source[name]).any(-1).sum()), len(experts))
 
         return before
 
-    def _add(self, name: str, number: int, otherwise: int, tokens: int) -> None:
+    def _add(self, name: str, number: int, rerouted: int, tokens: int) -> None:
         counts = self._counts.setdefault((name, number), [0, 0])
-        counts[0] += otherwise
+        counts[0] += rerouted
         counts[1] += tokens
 
     def of(self, layer: str, number: int) -> float | None:
-        """The share of tokens that go to other experts than the source's in a layer; None where it has no experts."""
-        found = [
-            otherwise / total
-            for (name, at), (otherwise, total) in self._counts.items()
-            if at == number and name.startswith(f"{layer}.")
+        """Return the share of tokens of a pass that a layer routes to other experts; None if it has no experts."""
+        shares = [
+            rerouted / total
+            for (name, counted_pass), (rerouted, total) in self._counts.items()
+            if counted_pass == number and name.startswith(f"{layer}.")
         ]
-        return max(found, default=None)
+        return max(shares, default=None)
 
     def counts(self) -> Counts:
-        """What `add_counts` of another process takes: module, pass, tokens that go elsewhere, all tokens."""
+        """Return rows for `add_counts` of another process: module, pass, rerouted tokens, all tokens."""
         return [[*key, *counts] for key, counts in self._counts.items()]
 
     def add_counts(self, counts: Counts) -> None:
-        """Add what another process has counted."""
-        for each in counts:
-            self._add(*each)
+        """Add the counts of another process."""
+        for row in counts:
+            self._add(*row)

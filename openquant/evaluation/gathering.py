@@ -1,9 +1,9 @@
-"""What several processes found of their documents, put together in the first.
+"""Serializes the figures that a process computed of its documents, for the first process to combine.
 
-It travels as bytes: arrays of numbers as numpy stores them, never pickled, and counts as JSON.
+Arrays are stored in numpy's format, never pickled, and counts as JSON.
 
-    data = packed(records, counts)            # of this process's documents
-    records, counts = unpacked(data, documents)
+    data = pack_records(records, counts)            # of this process's documents
+    records, counts = unpack_records(data, documents)
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ import numpy as np
 from ..data.corpus import Document
 from .kl import DocumentRecord
 
-# Columns of a record: numbers, and what is true or not.
+# Fields of a DocumentRecord that are float64, and those that are bool.
 _FIGURES = ("kl", "confidence", "source_nll", "output_nll")
 _FLAGS = ("top1", "top5")
 
-# Of each pass, by the document's number.
+# Records by pass number, then by document number.
 Records = Mapping[int, Mapping[int, DocumentRecord]]
 
 
 def pack_records(records: Records, counts: Mapping[str, Any]) -> bytes:
-    """What a process found of its documents, which are all equally long.
+    """Serialize records and counts.
 
     Args:
-        records: of its passes and documents.
-        counts: anything that JSON can hold.
+        records: records by pass number, then by document number; all documents have the same length.
+        counts: anything that JSON can hold, such as `Findings.counts()`.
+
+    Returns:
+        A npz file, for `unpack_records`.
     """
     arrays = {"counts": np.frombuffer(json.dumps(counts).encode(), np.uint8)}
-    for number, found in records.items():
-        arrays[f"{number}.documents"] = np.array(list(found), np.int64)
+    for number, by_document in records.items():
+        arrays[f"{number}.documents"] = np.array(list(by_document), np.int64)
         for kind, columns in (("figures", _FIGURES), ("flags", _FLAGS)):
             arrays[f"{number}.{kind}"] = np.array(
-                [[getattr(record, column) for column in columns] for record in found.values()]
+                [[getattr(record, column) for column in columns] for record in by_document.values()]
             )
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
@@ -48,7 +51,15 @@ def pack_records(records: Records, counts: Mapping[str, Any]) -> bytes:
 def unpack_records(
     data: bytes, documents: Sequence[Document]
 ) -> tuple[dict[int, dict[int, DocumentRecord]], dict[str, Any]]:
-    """What `pack_records` was given, of a corpus with these documents."""
+    """Read what `pack_records` wrote.
+
+    Args:
+        data: a npz file from `pack_records`.
+        documents: all documents of the corpus; records get their domain and name from it.
+
+    Returns:
+        The records by pass number and document number, and the counts.
+    """
     records: dict[int, dict[int, DocumentRecord]] = {}
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         counts: dict[str, Any] = json.loads(arrays["counts"].tobytes())
@@ -57,7 +68,7 @@ def unpack_records(
             if kind == "documents":
                 figures, flags = arrays[f"{number}.figures"], arrays[f"{number}.flags"]
                 records[int(number)] = {
-                    at: DocumentRecord(documents[at].domain, documents[at].name, *numbers, *truths)
-                    for at, numbers, truths in zip(arrays[name].tolist(), figures, flags, strict=True)
+                    at: DocumentRecord(documents[at].domain, documents[at].name, *figure_rows, *flag_rows)
+                    for at, figure_rows, flag_rows in zip(arrays[name].tolist(), figures, flags, strict=True)
                 }
     return records, counts

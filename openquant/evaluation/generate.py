@@ -1,10 +1,11 @@
-"""What models write, side by side: greedy continuations of prompts, and where they begin to differ.
+"""Greedy continuations of prompts by two models, side by side, and the token from which they differ.
 
-Nothing of a checkpoint says how: no sampling, no code of its own, only the tokens at which it ends. Where a model does
-not fit into memory, `teacher_forced` shows what it would have written next at each place of a given text instead.
+Of a checkpoint's generation settings only the end tokens are used: there is no sampling. If a model does not fit into
+memory, `teacher_forced` shows its most probable next token at each position of a given text instead.
 
-    ours, theirs = (continued(model, prompts, ends(checkpoint.root, checkpoint.config)) for model in (source, output))
-    side_by_side(prompts, ours, theirs, tokenizer)[0]["differs_at"]     # 12
+    ends = end_tokens(checkpoint.root, checkpoint.config)
+    source_answers, output_answers = (continue_prompts(model, prompts, ends) for model in (source, output))
+    side_by_side(prompts, source_answers, output_answers, tokenizer)[0]["differs_at"]     # 12
 """
 
 from __future__ import annotations
@@ -24,31 +25,38 @@ from ..files.small_files import parse_json, read_small
 from ..streaming import transformers_internals
 from ..streaming.model import StreamedModel
 
-# Tokens that each prompt is continued by.
+# Most tokens of an answer.
 TOKENS = 64
-# Of a text that is shown: where it begins in the document.
-_BEFORE = 48
+# Tokens of the document that are shown as the prompt of `teacher_forced`.
+_CONTEXT = 48
 
 
 def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end an answer, as generation_config.json says, or else config.json.
+    """Read the ids of the tokens that end an answer, from generation_config.json or else config.json.
+
+    Args:
+        directory: the checkpoint's directory.
+        config: its config.json.
+
+    Returns:
+        The token ids; empty if neither file has any.
 
     Raises:
         SourceError: generation_config.json cannot be read.
     """
-    said: list[object] = []
+    values: list[object] = []
     if (directory / "generation_config.json").exists():
         with readable():
             data = read_small(directory / "generation_config.json", "generation_config.json")
-        found = parse_json(data, "generation_config.json")
-        said.append(found.get("eos_token_id") if isinstance(found, dict) else None)
-    inner = config.get("text_config")
-    said += [config.get("eos_token_id"), inner.get("eos_token_id") if isinstance(inner, dict) else None]
-    for value in said:
+        settings = parse_json(data, "generation_config.json")
+        values.append(settings.get("eos_token_id") if isinstance(settings, dict) else None)
+    text_config = config.get("text_config")
+    values += [config.get("eos_token_id"), text_config.get("eos_token_id") if isinstance(text_config, dict) else None]
+    for value in values:
         ids = value if isinstance(value, list) else [value]
-        whole = [each for each in ids if isinstance(each, int) and not isinstance(each, bool) and each >= 0]
-        if whole:
-            return tuple(whole)
+        valid = [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
+        if valid:
+            return tuple(valid)
     return ()
 
 
@@ -61,52 +69,55 @@ def continue_prompts(
     cache: Callable[[], Any] = lambda: None,
     progress: Callable[[int], None] | None = None,
 ) -> list[tuple[int, ...]]:
-    """The most likely continuation of each prompt, token by token, with all weights in memory meanwhile.
+    """Continue each prompt greedily. All weights of the model are loaded meanwhile.
 
-    Each is computed alone: padding would change the sums.
+    Prompts are computed one at a time, as padding would change how sums are rounded.
 
     Args:
         streamed: the model.
-        prompts: what it continues.
-        ends: tokens at which an answer ends; they are the last of it.
-        tokens: at which it is cut off.
-        around: what the model is computed in, such as activations rounded.
-        cache: makes what keys and values are kept in; for None, as transformers does.
-        progress: told how many prompts are done.
+        prompts: the prompts.
+        ends: ids of the tokens that end an answer; the answer includes them.
+        tokens: most tokens of an answer.
+        around: context in which the model runs, such as `ServedModel.around`, which rounds activations.
+        cache: makes the KV cache of a prompt; if it returns None, transformers makes its own.
+        progress: called with the number of prompts that are done.
+
+    Returns:
+        The token ids of each prompt's continuation, without the prompt.
 
     Raises:
         SourceError: a weight is missing or cannot be read.
     """
-    # Whether it is one of the ends or not, padding is never used: there is one prompt.
-    make: Any = GenerationConfig
-    config = make(
+    generation_config: Any = GenerationConfig
+    config = generation_config(
         max_new_tokens=tokens,
         do_sample=False,
         num_beams=1,
         use_cache=True,
         eos_token_id=list(ends) or None,
+        # Required, but never used: there is one prompt at a time.
         pad_token_id=ends[0] if ends else 0,
     )
-    found = []
+    continuations = []
     with streamed.resident() as resident:
         model: Any = resident
-        # What it was made with would fill in what we leave open.
-        theirs, model.generation_config = model.generation_config, make()
+        # generate() would take settings that we leave open from the model's own.
+        own_config, model.generation_config = model.generation_config, generation_config()
         try:
             for number, prompt in enumerate(prompts, 1):
                 ids = torch.tensor([prompt.ids], device=streamed.device)
-                kept = cache()
-                options = {} if kept is None else {transformers_internals.cache_argument(resident): kept}
+                kv_cache = cache()
+                options = {} if kv_cache is None else {transformers_internals.cache_argument(resident): kv_cache}
                 with around():
-                    written = model.generate(
+                    generated = model.generate(
                         ids, attention_mask=torch.ones_like(ids), generation_config=config, **options
                     )
-                found.append(tuple(written[0, len(prompt.ids) :].tolist()))
+                continuations.append(tuple(generated[0, len(prompt.ids) :].tolist()))
                 if progress is not None:
                     progress(number)
         finally:
-            model.generation_config = theirs
-    return found
+            model.generation_config = own_config
+    return continuations
 
 
 def side_by_side(
@@ -115,54 +126,60 @@ def side_by_side(
     output: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
 ) -> list[dict[str, Any]]:
-    """Two models' continuations, as eval.json has them.
+    """Put two models' continuations side by side, in the form of eval.json's `texts`.
+
+    Args:
+        prompts: the prompts.
+        source: token ids of the source's continuation of each prompt.
+        output: token ids of the output's continuation of each prompt.
+        tokenizer: decodes both.
 
     Returns:
-        For each prompt `prompt`, `source` and `output` as text, and `differs_at`: the number of the first token that
-        is another one, counted from 0, None if they are equal.
+        For each prompt: `prompt`, `source` and `output` as text, and `differs_at`, the index of the first token that
+        differs, None if all are equal.
     """
     return [
         {
             "prompt": prompt.text,
-            "source": tokenizer.decode(ours),
-            "output": tokenizer.decode(theirs),
-            "differs_at": _differs_at(ours, theirs),
+            "source": tokenizer.decode(source_ids),
+            "output": tokenizer.decode(output_ids),
+            "differs_at": _differs_at(source_ids, output_ids),
         }
-        for prompt, ours, theirs in zip(prompts, source, output, strict=True)
+        for prompt, source_ids, output_ids in zip(prompts, source, output, strict=True)
     ]
 
 
 def teacher_forced(
     ids: Sequence[int], source: Sequence[int], output: Sequence[int], tokenizer: Tokenizer, tokens: int = TOKENS
 ) -> dict[str, Any]:
-    """What two models would have written next at each place of a text, given the text up to there.
+    """Show two models' most probable next token at each position of a text (teacher-forced).
 
     Args:
-        ids: the text's tokens.
-        source: at each of them, the token that the source finds most likely to come next.
-        output: the same of the output.
-        tokenizer: the model's.
-        tokens: places that are shown.
+        ids: token ids of the text [length].
+        source: the source's most probable next token at each position [length].
+        output: the output's most probable next token at each position [length].
+        tokenizer: decodes all of them.
+        tokens: number of positions to show.
 
     Returns:
-        As one of side_by_side(), with `text`, what does come next there, and `"along": True`, which says that the
-        tokens of `source` and `output` are no continuous text.
+        The keys of side_by_side(), with `text`, the text itself at these positions, and `"along": True`, which says
+        that the tokens of `source` and `output` are not a continuous text.
     """
-    start = max(1, min(_BEFORE, len(ids) // 2))
-    places = slice(start - 1, min(start - 1 + tokens, len(ids) - 1))
-    ours, theirs = list(source)[places], list(output)[places]
+    start = max(1, min(_CONTEXT, len(ids) // 2))
+    positions = slice(start - 1, min(start - 1 + tokens, len(ids) - 1))
+    source_ids, output_ids = list(source)[positions], list(output)[positions]
     return {
         "prompt": tokenizer.decode(ids[:start]),
-        "source": tokenizer.decode(ours),
-        "output": tokenizer.decode(theirs),
-        "differs_at": _differs_at(ours, theirs),
-        "text": tokenizer.decode(ids[start : start + len(ours)]),
+        "source": tokenizer.decode(source_ids),
+        "output": tokenizer.decode(output_ids),
+        "differs_at": _differs_at(source_ids, output_ids),
+        "text": tokenizer.decode(ids[start : start + len(source_ids)]),
         "along": True,
     }
 
 
-def _differs_at(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    pairs = zip(ours, theirs, strict=False)
-    found = next((at for at, (mine, yours) in enumerate(pairs) if mine != yours), None)
+def _differs_at(source: Sequence[int], output: Sequence[int]) -> int | None:
+    pairs = zip(source, output, strict=False)
+    index = next((at for at, (before, after) in enumerate(pairs) if before != after), None)
     # One may have ended before the other.
-    return min(len(ours), len(theirs)) if found is None and len(ours) != len(theirs) else found
+    return min(len(source), len(output)) if index is None and len(source) != len(output) else index

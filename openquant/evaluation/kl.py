@@ -1,10 +1,10 @@
-"""How far a model's answers are from its source's: figures of two models' logits for the same texts.
+"""KL divergence, token agreement and perplexity of two models' logits for the same texts.
 
-`compare_logits` makes a `DocumentRecord` of each document, `summary` the figures of some of them. Records of several
-processes are put together by concatenating them. docs/evaluation.md defines every figure.
+`compare_logits` makes a `DocumentRecord` of each document; `summarize` computes the figures of a list of records.
+Records of several processes are simply concatenated. docs/evaluation.md defines every figure.
 
-    records = [compare(source, output, ids, "a.txt", "text", names) for ...]
-    summary(records)["kl"]      # {"mean": 0.00129, "interval": [0.00121, 0.00137], "median": 0.0009, ...}
+    records = [compare_logits(source, output, ids, "text", "a.txt", names) for ...]
+    summarize(records)["kl"]      # {"mean": 0.00129, "interval": [0.00121, 0.00137], "median": 0.0009, ...}
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch import Tensor
 
 from ..errors import SourceError
 
-# Logits held in float32 at a time. With 152k tokens a pair of positions takes 3.1 ms of a CPU, with eight times as many
-# 6.5: they no longer fit its caches.
+# Logits converted to float32 at a time. With a vocabulary of 152k a position takes 3.1 ms on a CPU; with chunks eight
+# times as large it takes 6.5, as they no longer fit the CPU's caches.
 CHUNK = 1 << 20
-# Of the bootstrap.
+# Resamples of the bootstrap.
 RESAMPLES = 2000
-# The source's largest probability, in five bins.
-CONFIDENCE = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-# Where log-probabilities differ by more, exp of the difference is beyond float32, or the smaller probability is.
-FAR = 40
-# A position of more nats than this is told apart by eye.
-LARGE = 0.1
-# Edges of the histogram, four to a decade; what lies beyond counts for the outermost.
+# Bin edges of the source's largest probability.
+CONFIDENCE_EDGES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+# Log-probabilities that differ by more overflow float32 when the difference is exponentiated.
+MAX_EXPONENT = 40
+# Positions with a larger KL, in nats, are counted in `share_above_0.1`.
+LARGE_KL = 0.1
+# Edges of the histogram of KL, in nats, four to a decade. Values beyond them count in the outermost bins.
 EDGES = tuple(float(f"{10 ** (quarter / 4):.4g}") for quarter in range(-32, 5))
 
 Figures = npt.NDArray[np.float64]
@@ -42,17 +42,19 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class DocumentRecord:
-    """What is known of each position of one document but the last, whose next token is not known.
+    """Figures at each position of one document. The last position is left out, as its next token is unknown.
+
+    All arrays are [length - 1], float64 or bool.
 
     Attributes:
-        domain: which texts it belongs to.
-        name: the document.
-        kl: KL(source||output) over the whole vocabulary, in nats.
+        domain: the file or dataset subset that the document comes from.
+        name: name of the document, for messages.
+        kl: KL(source || output) over the whole vocabulary, in nats.
         confidence: the source's largest probability.
-        source_nll: negative log-probability of the next token by the source, in nats.
-        output_nll: the same by the output.
-        top1: whether both have the same most probable token.
-        top5: whether the source's most probable token is among the output's five.
+        source_nll: negative log-probability of the next token under the source, in nats.
+        output_nll: negative log-probability of the next token under the output, in nats.
+        top1: whether both models have the same most probable token.
+        top5: whether the source's most probable token is among the output's five most probable.
     """
 
     domain: str
@@ -67,7 +69,7 @@ class DocumentRecord:
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The two models, for messages."""
+    """Names of the two models, for error messages."""
 
     source: str
     output: str
@@ -76,15 +78,18 @@ class ModelNames:
 def compare_logits(
     source: Tensor, output: Tensor, ids: Tensor, domain: str, name: str, models: ModelNames
 ) -> DocumentRecord:
-    """The record of one document.
+    """Compare two models' logits for one document.
 
     Args:
-        source: logits [length, vocabulary] of the source, of any floating dtype.
-        output: those of the output.
-        ids: the document's tokens [length].
-        domain: which texts it belongs to.
-        name: what it is called.
-        models: what the models are called.
+        source: the source's logits [length, vocabulary], any floating dtype.
+        output: the output's logits [length, vocabulary], any floating dtype.
+        ids: token ids of the document, int64 [length].
+        domain: the file or dataset subset that the document comes from.
+        name: name of the document, for messages.
+        models: names of the models, for messages.
+
+    Returns:
+        KL divergence, token agreement and negative log-likelihoods at each position but the last.
 
     Raises:
         SourceError: a logit is NaN or infinite, or the vocabularies differ.
@@ -94,149 +99,162 @@ def compare_logits(
             f"{models.source} has logits for {source.shape[-1]} tokens, {models.output} for {output.shape[-1]}",
             "compare models of one vocabulary",
         )
-    parts = []
-    following = ids[1:].to(source.device)
+    chunks = []
+    next_tokens = ids[1:].to(source.device)
     step = max(1, CHUNK // source.shape[-1])
-    for low in range(0, len(following), step):
-        rows = slice(low, min(low + step, len(following)))
-        p = _log_probabilities(source[rows], low, name, models.source)
-        q = _log_probabilities(output[rows], low, name, models.output)
-        parts.append(_figures(p, q, following[rows]))
-    columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
+    for start in range(0, len(next_tokens), step):
+        rows = slice(start, min(start + step, len(next_tokens)))
+        log_p = _log_probabilities(source[rows], start, name, models.source)
+        log_q = _log_probabilities(output[rows], start, name, models.output)
+        chunks.append(_position_figures(log_p, log_q, next_tokens[rows]))
+    columns = [torch.cat(column).cpu().numpy() for column in zip(*chunks, strict=True)]
     kl, confidence, source_nll, output_nll, top1, top5 = columns
     return DocumentRecord(domain, name, kl, confidence, source_nll, output_nll, top1, top5)
 
 
-def _log_probabilities(logits: Tensor, low: int, name: str, model: str) -> Tensor:
-    """float32 log-probabilities [n, vocabulary] of the positions from `low` on."""
+def _log_probabilities(logits: Tensor, start: int, name: str, model: str) -> Tensor:
+    """Return float32 log-probabilities [n, vocabulary]. `start` is the position of the first row."""
     wide = logits.float()
-    # Of all in one go: a sum is finite only where each is, unless finite ones overflow, which is as wrong.
+    # The sum is a cheap check: it is finite only if every logit is. The rows are looked at only if it is not.
     if not torch.isfinite(wide.sum()):
         bad = ~torch.isfinite(wide).all(-1)
         if bad.any():
             raise SourceError(
-                f"{model} answers with NaN or infinity at position {low + int(bad.int().argmax())} of {name}",
+                f"{model} answers with NaN or infinity at position {start + int(bad.int().argmax())} of {name}",
                 "its weights or scales are damaged, or its numbers overflow: openquant verify DIR --full looks at both",
             )
     return wide.log_softmax(-1)
 
 
-def _figures(p: Tensor, q: Tensor, following: Tensor) -> tuple[Tensor, ...]:
-    """The columns of a record, of log-probabilities [n, vocabulary] and the tokens that follow [n]."""
-    source, gap = p.exp(), p - q
-    # Each term is source * gap, less source and plus output: these sum to nothing over all tokens, and make each term
-    # source * (gap + expm1(-gap)), of which none is negative and none lost to what float32 rounds off a probability.
-    kl = (source * (gap + torch.expm1(-gap))).sum(-1, dtype=torch.float64)
-    far = gap.amin(-1) < -FAR
-    if far.any():
-        kl[far] = (source * gap - source + q.exp())[far].sum(-1, dtype=torch.float64)
-    top = p.argmax(-1, keepdim=True)
-    above = (q > q.gather(-1, top)).sum(-1)
-    token = following[:, None]
+def _position_figures(log_p: Tensor, log_q: Tensor, next_tokens: Tensor) -> tuple[Tensor, ...]:
+    """Return the columns of a DocumentRecord, each [n], from log-probabilities [n, vocabulary] and next tokens [n]."""
+    p, gap = log_p.exp(), log_p - log_q
+    # KL is the sum of p * gap. Adding q - p to each term changes nothing, as both sum to 1, but makes every term
+    # p * (gap + expm1(-gap)): none is negative, and small ones are not lost to float32 rounding.
+    kl = (p * (gap + torch.expm1(-gap))).sum(-1, dtype=torch.float64)
+    overflowed = gap.amin(-1) < -MAX_EXPONENT
+    if overflowed.any():
+        kl[overflowed] = (p * gap - p + log_q.exp())[overflowed].sum(-1, dtype=torch.float64)
+    top = log_p.argmax(-1, keepdim=True)
+    rank = (log_q > log_q.gather(-1, top)).sum(-1)
+    token = next_tokens[:, None]
     return (
         kl.clamp(min=0),
-        source.gather(-1, top)[:, 0].double(),
-        -p.gather(-1, token)[:, 0].double(),
-        -q.gather(-1, token)[:, 0].double(),
-        q.argmax(-1) == top[:, 0],
-        above < 5,
+        p.gather(-1, top)[:, 0].double(),
+        -log_p.gather(-1, token)[:, 0].double(),
+        -log_q.gather(-1, token)[:, 0].double(),
+        log_q.argmax(-1) == top[:, 0],
+        rank < 5,
     )
 
 
-def summary(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any]:
-    """The figures of some documents, as eval.json has them but for those of the floor and of layers.
+def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any]:
+    """Compute the figures of some documents.
 
     Args:
-        records: at least one, of at least one position each.
-        seed: of the bootstrap.
+        records: at least one document, each with at least one position.
+        seed: seed of the bootstrap.
+
+    Returns:
+        The keys of eval.json that come from logits: `kl`, `kl_by_confidence`, `kl_by_position`, `kl_by_domain`,
+        `top1`, `top5`, `perplexity` and `rms_dp`.
     """
-    kl = _joined(records, lambda record: record.kl)
-    confidence = _joined(records, lambda record: record.confidence)
-    before, after = (_joined(records, pick) for pick in (lambda r: r.source_nll, lambda r: r.output_nll))
+    kl = _concatenate(records, lambda record: record.kl)
+    confidence = _concatenate(records, lambda record: record.confidence)
+    source_nll = _concatenate(records, lambda record: record.source_nll)
+    output_nll = _concatenate(records, lambda record: record.output_nll)
     position = np.concatenate([np.arange(len(record.kl)) for record in records])
-    median, p90, p99, p999 = (float(found) for found in np.quantile(kl, [0.5, 0.9, 0.99, 0.999]))
+    median, p90, p99, p999 = (float(quantile) for quantile in np.quantile(kl, [0.5, 0.9, 0.99, 0.999]))
     domains = list(dict.fromkeys(record.domain for record in records))
-    ratio = interval([(record.output_nll - record.source_nll) for record in records], seed)
+    nll_interval = bootstrap_interval([(record.output_nll - record.source_nll) for record in records], seed)
     return {
         "kl": {
             "mean": mean(kl),
-            "interval": interval([record.kl for record in records], seed),
+            "interval": bootstrap_interval([record.kl for record in records], seed),
             "median": median,
             "p90": p90,
             "p99": p99,
             "p999": p999,
             "max": float(kl.max()),
-            f"share_above_{LARGE}": float((kl > LARGE).mean()),
+            f"share_above_{LARGE_KL}": float((kl > LARGE_KL).mean()),
         },
         "kl_by_confidence": [
-            {"from": low, "to": high, "positions": int(chosen.sum()), "kl": mean(kl[chosen])}
-            for low, high in pairwise(CONFIDENCE)
-            for chosen in [(confidence >= low) & ((confidence < high) | (high == 1))]
+            {"from": low, "to": high, "positions": int(in_bin.sum()), "kl": mean(kl[in_bin])}
+            for low, high in pairwise(CONFIDENCE_EDGES)
+            for in_bin in [(confidence >= low) & ((confidence < high) | (high == 1))]
         ],
         "kl_by_position": [
-            {"from": low, "to": high, "positions": int(chosen.sum()), "kl": mean(kl[chosen])}
-            for low, high in _spans(int(position.max()) + 1)
-            for chosen in [(position >= low) & (position < high)]
+            {"from": low, "to": high, "positions": int(in_bin.sum()), "kl": mean(kl[in_bin])}
+            for low, high in _position_bins(int(position.max()) + 1)
+            for in_bin in [(position >= low) & (position < high)]
         ],
         "kl_by_domain": [
             {
                 "domain": domain,
-                "positions": sum(map(len, of_domain)),
-                "kl": mean(np.concatenate(of_domain)),
-                "interval": interval(of_domain, seed),
+                "positions": sum(map(len, domain_kl)),
+                "kl": mean(np.concatenate(domain_kl)),
+                "interval": bootstrap_interval(domain_kl, seed),
             }
             for domain in domains
-            for of_domain in [[record.kl for record in records if record.domain == domain]]
+            for domain_kl in [[record.kl for record in records if record.domain == domain]]
         ],
-        "top1": float(_joined(records, lambda record: record.top1).mean()),
-        "top5": float(_joined(records, lambda record: record.top5).mean()),
+        "top1": float(_concatenate(records, lambda record: record.top1).mean()),
+        "top5": float(_concatenate(records, lambda record: record.top5).mean()),
         "perplexity": {
-            "source": math.exp(mean(before)),
-            "output": math.exp(mean(after)),
-            "ratio": math.exp(mean(after - before)),
-            "interval": ratio and [math.exp(edge) for edge in ratio],
+            "source": math.exp(mean(source_nll)),
+            "output": math.exp(mean(output_nll)),
+            "ratio": math.exp(mean(output_nll - source_nll)),
+            "interval": nll_interval and [math.exp(edge) for edge in nll_interval],
         },
-        "rms_dp": math.sqrt(mean((np.exp(-after) - np.exp(-before)) ** 2)),
+        "rms_dp": math.sqrt(mean((np.exp(-output_nll) - np.exp(-source_nll)) ** 2)),
     }
 
 
-def histogram(records: Sequence[DocumentRecord]) -> list[float]:
-    """The share of positions whose KL lies between two neighbours of EDGES; what is beyond counts for the outermost."""
-    kl = np.clip(_joined(records, lambda record: record.kl), EDGES[0], np.nextafter(EDGES[-1], 0))
+def kl_histogram(records: Sequence[DocumentRecord]) -> list[float]:
+    """Return the share of positions in each bin between two neighbours of EDGES, len(EDGES) - 1 shares of 1.
+
+    Values beyond the edges count in the outermost bins.
+    """
+    kl = np.clip(_concatenate(records, lambda record: record.kl), EDGES[0], np.nextafter(EDGES[-1], 0))
     counts, _ = np.histogram(kl, EDGES)
     return [float(share) for share in counts / len(kl)]
 
 
-def interval(documents: Sequence[Figures], seed: int) -> list[float] | None:
-    """A 95 % interval of the mean over positions, bootstrapped over documents; None where there is one alone.
+def bootstrap_interval(documents: Sequence[Figures], seed: int) -> list[float] | None:
+    """Compute the 95 % interval of the mean over positions by a bootstrap over documents.
 
     Args:
-        documents: a figure of each position, by document.
-        seed: of the bootstrap.
+        documents: for each document a figure of each of its positions, float64 [positions].
+        seed: seed of the bootstrap.
+
+    Returns:
+        The lower and the upper bound; None for a single document.
     """
     if len(documents) < 2:
         return None
     sums = np.array([figures.sum() for figures in documents])
     counts = np.array([len(figures) for figures in documents], np.float64)
-    chance = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     means = np.empty(RESAMPLES)
     for number in range(RESAMPLES):
-        drawn = chance.integers(0, len(sums), len(sums))
-        means[number] = sums[drawn].sum() / counts[drawn].sum()
+        sample = generator.integers(0, len(sums), len(sums))
+        means[number] = sums[sample].sum() / counts[sample].sum()
     return [float(edge) for edge in np.quantile(means, [0.025, 0.975])]
 
 
 def mean(figures: npt.NDArray[Any]) -> float:
-    """Their mean; zero of none."""
+    """Return the mean of an array of any shape; 0 if it is empty."""
     return float(figures.mean()) if len(figures) else 0.0
 
 
-def _joined(records: Sequence[DocumentRecord], pick: Callable[[DocumentRecord], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def _concatenate(
+    records: Sequence[DocumentRecord], pick: Callable[[DocumentRecord], npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
     return np.concatenate([pick(record) for record in records])
 
 
-def _spans(length: int) -> list[tuple[int, int]]:
-    """[(0, 16), (16, 32), (32, 64), ...] up to `length`."""
+def _position_bins(length: int) -> list[tuple[int, int]]:
+    """Return bins of positions that double: [(0, 16), (16, 32), (32, 64), ...] up to `length`."""
     edges = [0, 16]
     while edges[-1] < length:
         edges.append(2 * edges[-1])

@@ -1,17 +1,16 @@
-"""The floor: what rounding alone changes. Each layer's output is rounded to bfloat16 once more, by chance.
+"""The noise floor: what bfloat16 rounding alone changes. The source runs again with rounding noise after each layer.
 
-Two programs that compute the same model in bfloat16 differ so: they add in another order, and where a result lies
-between two values they round it the other way. No figure of an output means anything below that of its source beside
-itself with this noise.
+Two programs that compute the same model in bfloat16 add in different orders, so their results are sometimes rounded to
+different neighbours. A difference between two models that is no larger than this noise means nothing.
 
-A layer gives bfloat16 already. Its value before rounding is taken to lie anywhere within half a step of that, and from
-there goes up or down with a chance that grows with how near it is: one value in eight goes a step up, one a step down.
+Each layer's output is in bfloat16 already. Its value before rounding is taken to lie anywhere within half a step of it,
+and is rounded stochastically: one value in eight moves a step up, one a step down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,52 +18,60 @@ from torch import Tensor, nn
 
 
 class RoundingNoise:
-    """Rounds what modules give, while it is on.
+    """Adds bfloat16 rounding noise to the outputs of modules, while a context of `seeded` is entered.
 
     Args:
-        modules: the decoder layers of a model.
+        modules: the decoder layers of a model. Their `forward` is replaced.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._chance: torch.Generator | None = None
+        self._generator: torch.Generator | None = None
         for module in modules:
-            # Not a hook: outputs must have the noise by the time they are compared.
+            # Not a hook: hidden states must have the noise before other hooks compare them.
             module.forward = self._noisy(module.forward)
 
-    def source(self, seed: int) -> Callable[[], Any]:
-        """What a pass computes in, as Pass.around: one seed, one noise, whatever else is computed in between."""
-        chance = torch.Generator().manual_seed(seed)
+    def seeded(self, seed: int) -> Callable[[], AbstractContextManager[None]]:
+        """Return a context for `ForwardPass.around`. The noise depends on the seed alone, not on other passes."""
+        generator = torch.Generator().manual_seed(seed)
 
         @contextmanager
         def on() -> Iterator[None]:
-            self._chance = chance
+            self._generator = generator
             try:
                 yield
             finally:
-                self._chance = None
+                self._generator = None
 
         return on
 
     def _noisy(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def noisy(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
-            if self._chance is None:
+            if self._generator is None:
                 return output
             if isinstance(output, tuple):
-                return (stochastic_round(output[0], self._chance), *output[1:])
-            return stochastic_round(output, self._chance)
+                return (stochastic_round(output[0], self._generator), *output[1:])
+            return stochastic_round(output, self._generator)
 
         return noisy
 
 
-def stochastic_round(values: Tensor, chance: torch.Generator) -> Tensor:
-    """Values rounded to bfloat16 by chance, of their shape and dtype; those of bfloat16 may go a step up or down."""
+def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round values stochastically to bfloat16.
+
+    Args:
+        values: any shape, any floating dtype. Those that are bfloat16 already may move one step up or down.
+        generator: CPU generator of the noise.
+
+    Returns:
+        The rounded values, with the shape and dtype of `values`.
+    """
     bits = values.float().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, generator=chance, dtype=torch.int32).to(bits.device)
+    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, dtype=torch.int32).to(bits.device)
     if values.dtype == torch.bfloat16:
-        within = torch.randint(-(1 << 15), 1 << 15, bits.shape, generator=chance, dtype=torch.int32)
-        noise += within.to(bits.device)
-    made = ((bits + noise) & -(1 << 16)).view(torch.float32)
-    # A step below zero would be NaN, and one above the largest value infinity.
-    sound = (values != 0) & made.isfinite()
-    return torch.where(sound, made, values.float()).to(values.dtype)
+        rounded_off = torch.randint(-(1 << 15), 1 << 15, bits.shape, generator=generator, dtype=torch.int32)
+        noise += rounded_off.to(bits.device)
+    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    # A step below zero would be NaN, and a step above the largest value infinity.
+    valid = (values != 0) & rounded.isfinite()
+    return torch.where(valid, rounded, values.float()).to(values.dtype)

@@ -1,6 +1,6 @@
-"""What an evaluation has found, as eval.json and `--json` have it; docs/evaluation.md says what the keys mean.
+"""Builds the results of an evaluation, as eval.json and `--json` have them; docs/evaluation.md explains the keys.
 
-results(findings, texts).outputs[0]["kl"]["mean"]      # 0.0031
+make_evaluation(findings, texts).outputs[0]["kl"]["mean"]      # 0.0031
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..data.corpus import Corpus
 from ..streaming.model import StreamedModel
 from ..version import __version__
 from .counters import HiddenStateDistances, RouteCounts
-from .kl import EDGES, DocumentRecord, histogram, summary
+from .kl import EDGES, DocumentRecord, kl_histogram, summarize
 from .types import Brief, NamedModel, OutputEvaluation
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest
 from .verdict import (
@@ -32,8 +32,8 @@ from .verdict import (
     verdict_word,
 )
 
-# Settings that say nothing of what a model computes; others of that kind are never taken from config.json.
-_TOLD = frozenset(
+# Settings of config.json that do not change what a model computes. Other such settings never come from config.json.
+_IRRELEVANT = frozenset(
     ("architectures", "model_type", "dtype", "use_cache", "initializer_range", "tokenizer_class", "bos_token_id",
      "eos_token_id", "pad_token_id", "attention_dropout", "chunk_size_feed_forward", "problem_type",
      "is_encoder_decoder", "max_position_embeddings", "finetuning_task")
@@ -42,13 +42,13 @@ _TOLD = frozenset(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found.
+    """The results of an evaluation.
 
     Attributes:
-        source: its name, digest and stamp.
-        floor: figures of the source beside itself with noise.
-        outputs: what was found of each, as its eval.json has it.
-        notes: what people should know of it.
+        source: name, digest and stamp of the source.
+        floor: figures of the noise floor: the source compared with itself plus rounding noise.
+        outputs: the eval.json of each output.
+        notes: remarks for the user, such as that prompts were not answered.
     """
 
     source: NamedModel
@@ -57,23 +57,23 @@ class Evaluation:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the dictionary that `--json` prints."""
         return {"source": self.source, "floor": self.floor, "outputs": self.outputs}
 
 
 @dataclass
 class Findings:
-    """What texts have told on their way through the models.
+    """Everything that is measured while the texts run through the models.
 
     Attributes:
         source: the source.
-        model: its model.
-        outputs: the outputs.
+        model: the source's model.
+        outputs: the outputs, with the differences of their weights.
         corpus: the texts.
-        settings: how they were evaluated.
-        records: of each pass but the source's own, by the document's number.
-        distances: of hidden states, by layer.
-        routes: which experts tokens went to.
+        settings: settings of the evaluation.
+        records: comparisons with the source's logits, by pass number and document number; pass 0 has none.
+        distances: distances of hidden states from the source's, by layer and pass.
+        routes: counts of tokens that are routed to other experts, by module and pass.
     """
 
     source: ModelUnderTest
@@ -86,7 +86,7 @@ class Findings:
     routes: RouteCounts = field(default_factory=RouteCounts)
 
     def counts(self) -> dict[str, Any]:
-        """What was counted of this process's documents."""
+        """Return the counters of this process's documents, as JSON can hold them."""
         return {
             "distances": self.distances.counts(),
             "routes": self.routes.counts(),
@@ -94,78 +94,91 @@ class Findings:
         }
 
     def add(self, records: Mapping[int, Mapping[int, DocumentRecord]], counts: Mapping[str, Any]) -> None:
-        """Add what another process found of its documents."""
-        for number, found in records.items():
-            self.records[number].update(found)
+        """Add the records and counters of another process's documents.
+
+        Args:
+            records: records by pass number and document number.
+            counts: what the other process's `counts` returned.
+        """
+        for number, by_document in records.items():
+            self.records[number].update(by_document)
         self.distances.add_counts(counts["distances"])
         self.routes.add_counts(counts["routes"])
         for output, clipped in zip(self.outputs, counts["clipped"], strict=True):
             output.served.clipped.add_counts(clipped)
 
     def of(self, number: int) -> list[DocumentRecord]:
-        """The records of a pass, in the order of the documents."""
-        found = self.records[number]
-        return [found[document] for document in sorted(found)]
+        """Return the records of a pass in the order of the documents."""
+        by_document = self.records[number]
+        return [by_document[document] for document in sorted(by_document)]
 
 
-def results(found: Findings, texts: Sequence[list[dict[str, Any]]], notes: Sequence[str] = ()) -> Evaluation:
-    """The figures of all outputs.
+def make_evaluation(findings: Findings, texts: Sequence[list[dict[str, Any]]], notes: Sequence[str] = ()) -> Evaluation:
+    """Compute the figures, suspects and verdict of all outputs.
 
     Args:
-        found: what they are made of, with the findings of all processes.
-        texts: of each output what it answers beside the source.
-        notes: what people should know beside what texts and models have to say.
+        findings: the measurements, those of all processes combined.
+        texts: for each output its answers beside the source's, as eval.json's `texts`.
+        notes: remarks for the user, in addition to those of the corpus and of the models.
+
+    Returns:
+        The evaluation, with an eval.json for each output.
     """
-    seed = found.settings.seed
-    floor = _brief(found.of(1), seed)
-    source = found.source.identity()
+    seed = findings.settings.seed
+    floor = _brief(findings.of(1), seed)
+    source = findings.source.identity()
     common = {
         "floor": floor,
-        "text": found.corpus.account,
+        "text": findings.corpus.account,
         "versions": _versions(),
         "seed": seed,
-        "device": found.settings.device,
+        "device": findings.settings.device,
         "source": source,
     }
     outputs = [
-        cast(OutputEvaluation, {**_result(found, output, floor), "texts": shown, **common})
-        for output, shown in zip(found.outputs, texts, strict=True)
+        cast(OutputEvaluation, {**_figures(findings, output, floor), "texts": answers, **common})
+        for output, answers in zip(findings.outputs, texts, strict=True)
     ]
-    said = [*found.corpus.notes, *(note for output in found.outputs for note in output.served.notes), *notes]
-    return Evaluation(source, floor, outputs, tuple(dict.fromkeys(said)))
+    model_notes = (note for output in findings.outputs for note in output.served.notes)
+    all_notes = dict.fromkeys([*findings.corpus.notes, *model_notes, *notes])
+    return Evaluation(source, floor, outputs, tuple(all_notes))
 
 
-def _result(found: Findings, output: OutputUnderTest, floor: Brief) -> dict[str, Any]:
-    weights, full = found.of(output.first), found.of(output.last)
-    seed = found.settings.seed
-    figures = summary(full, seed)
-    # Not those of towers, which no text goes through.
-    layers = [_layer(found, name, output) for name in found.distances.layers]
+def _figures(findings: Findings, output: OutputUnderTest, floor: Brief) -> dict[str, Any]:
+    weights_only, as_served = findings.of(output.first), findings.of(output.last)
+    seed = findings.settings.seed
+    figures = summarize(as_served, seed)
+    # Layers of vision towers are not among them, as no text runs through those.
+    layers = [_layer(findings, name, output) for name in findings.distances.layers]
     suspects = [
-        *_by_files(found, output),
-        *suspects_by_weights(output.changes, output.served.kept, output.by_gptq),
+        *_suspects_by_files(findings, output),
+        *suspects_by_weights(output.changes, output.served.quantized_kept, output.by_gptq),
         *suspects_by_layers(layers),
     ]
     verdict = verdict_word(figures["kl"]["mean"], floor["kl"])
-    if output.of.tokenizer:
+    if output.subject.tokenizer_differences:
         verdict = "broken"
     errors = [change.error for change in output.changes if change.quantized]
     return {
         **figures,
-        "kl_histogram": {"edges": list(EDGES), "output": histogram(full), "floor": histogram(found.of(1))},
-        "weights_only": _brief(weights, seed),
+        "kl_histogram": {
+            "edges": list(EDGES),
+            "output": kl_histogram(as_served),
+            "floor": kl_histogram(findings.of(1)),
+        },
+        "weights_only": _brief(weights_only, seed),
         "weight_error": statistics.median(errors) if errors else 0.0,
-        "kv_cache": "fp8" if output.served.cached else "auto",
+        "kv_cache": "fp8" if output.served.fp8_cache else "auto",
         "layers": [_layer_json(layer) for layer in layers],
         "verdict": verdict,
         "reasons": _reasons(figures, floor, suspects),
         "suspects": list(dict.fromkeys(suspect.layer for suspect in suspects)),
-        "sizes": {"source": found.source.nbytes, "output": output.of.nbytes},
-        "output": output.of.identity(),
+        "sizes": {"source": findings.source.nbytes, "output": output.subject.nbytes},
+        "output": output.subject.identity(),
     }
 
 
-def _layer(found: Findings, name: str, output: OutputUnderTest) -> LayerFigures:
+def _layer(findings: Findings, name: str, output: OutputUnderTest) -> LayerFigures:
     last = name.rpartition(".")[2]
 
     def inside(place: str | int) -> bool:
@@ -173,53 +186,56 @@ def _layer(found: Findings, name: str, output: OutputUnderTest) -> LayerFigures:
 
     return LayerFigures(
         name,
-        found.distances.of(name, output.last),
-        found.distances.of(name, 1),
-        found.routes.of(name, output.last),
+        findings.distances.of(name, output.last),
+        findings.distances.of(name, 1),
+        findings.routes.of(name, output.last),
         output.served.clipped.share(inside),
     )
 
 
-def _by_files(found: Findings, output: OutputUnderTest) -> list[Suspect]:
-    mine, theirs = (_config_of(model) for model in (found.model, output.served.model))
-    tokenizer = [Suspect("tokenizer", f"it has another answer for {what}") for what in output.of.tokenizer]
-    return [*tokenizer, *suspects_by_config(mine, theirs)]
+def _suspects_by_files(findings: Findings, output: OutputUnderTest) -> list[Suspect]:
+    source_config, output_config = (_flat_config(model) for model in (findings.model, output.served.model))
+    tokenizer = [
+        Suspect("tokenizer", f"it differs from the source's in {difference}")
+        for difference in output.subject.tokenizer_differences
+    ]
+    return [*tokenizer, *suspects_by_config(source_config, output_config)]
 
 
-def _config_of(model: StreamedModel) -> dict[str, Any]:
-    """What a model's configuration says of what it computes, flat: {"rope_parameters.rope_theta": 10000.0, ...}."""
-    found: dict[str, Any] = {}
+def _flat_config(model: StreamedModel) -> dict[str, Any]:
+    """Return the settings of config.json that change what is computed: {"rope_parameters.rope_theta": 10000.0, ...}."""
+    flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, dict):
             for key, inner in value.items():
-                if key not in _TOLD:
+                if key not in _IRRELEVANT:
                     walk(f"{prefix}.{key}" if prefix else str(key), inner)
         else:
-            found[prefix] = value
+            flat[prefix] = value
 
     walk("", model.model.config.to_dict())
-    return found
+    return flat
 
 
 def _brief(records: Sequence[DocumentRecord], seed: int) -> Brief:
-    """The figures of what stands beside others."""
-    found = summary(records, seed)
-    kl = dict(found["kl"])
-    figures = {
+    """Compute the short form of the figures, for the floor and for weights alone."""
+    figures = summarize(records, seed)
+    kl = dict(figures["kl"])
+    brief = {
         "kl": kl.pop("mean"),
         **kl,
-        "top1": found["top1"],
-        "top5": found["top5"],
-        "perplexity": found["perplexity"]["output"],
-        "rms_dp": found["rms_dp"],
+        "top1": figures["top1"],
+        "top5": figures["top5"],
+        "perplexity": figures["perplexity"]["output"],
+        "rms_dp": figures["rms_dp"],
     }
-    return cast(Brief, figures)
+    return cast(Brief, brief)
 
 
 def _layer_json(layer: LayerFigures) -> dict[str, Any]:
-    found = {"layer": layer.name, "distance": layer.distance, "floor": layer.floor}
-    return found if layer.routed_otherwise is None else {**found, "routed_otherwise": layer.routed_otherwise}
+    entry = {"layer": layer.name, "distance": layer.distance, "floor": layer.floor}
+    return entry if layer.routed_otherwise is None else {**entry, "routed_otherwise": layer.routed_otherwise}
 
 
 def _reasons(figures: Mapping[str, Any], floor: Brief, suspects: Sequence[Suspect]) -> list[str]:

@@ -1,8 +1,7 @@
-"""evaluate(): outputs held against their source, from opening them to writing what was found beside them.
+"""evaluate(): the verb that compares outputs with their source, from opening them to writing eval.json.
 
-Several processes share the texts; the first puts together what all have found, and writes it.
-
-transformers is imported by the modules that run models, and these when they are needed.
+Several processes share the texts; the first combines their results and writes them. Modules that import transformers
+are imported only once the options and checkpoints are checked.
 """
 
 from __future__ import annotations
@@ -58,22 +57,22 @@ def evaluate(
     remaining: Callable[[float], None] | None = None,
     ranks: Ranks | None = None,
 ) -> Evaluation:
-    """Hold outputs against their source: what they answer to texts, where it comes from, and a verdict in a word.
+    """Compare outputs with their source: how far their answers are apart, which layers cause it, and a verdict.
 
     Args:
-        begun: told in a line what is to be done, before it starts.
-        progress: told how many tokens are computed, and how many there are in all.
-        remaining: told about how many seconds are left, once the first layer is computed and as it goes on.
-        ranks: this process among several, as `Ranks.from_environment(os.environ)` finds it; each runs its share of the
+        begun: called once with a line that says what is to be done, before it starts.
+        progress: called with the number of tokens that are computed, and the number of all tokens.
+        remaining: called with the estimated seconds that are left, from the first layer on.
+        ranks: this process among several, as `Ranks.from_environment(os.environ)` gives it; each runs its share of the
             texts.
 
     Returns:
-        The figures, in every process; docs/evaluation.md says what they mean.
+        The figures, the same in every process; docs/evaluation.md says what they mean.
 
     Raises:
-        OpenQuantError: something the caller can fix.
+        OpenQuantError: something that the caller can fix.
     """
-    asked = Evaluate.parse(
+    options = Evaluate.parse(
         outputs=outputs,
         source=source,
         out=out,
@@ -90,27 +89,27 @@ def evaluate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _evaluated(asked, texts, ranks, begun, progress, remaining))
+        return in_all_ranks(ranks, lambda: _evaluate(options, texts, ranks, begun, progress, remaining))
 
 
-def _evaluated(
-    asked: Evaluate,
+def _evaluate(
+    options: Evaluate,
     texts: Texts,
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
     remaining: Callable[[float], None] | None,
 ) -> Evaluation:
-    """What all ranks have found; the first has written it."""
-    chosen = find_device(asked.device, ranks.local_rank)
-    sources = [find_source(os.fspath(name)) for name in (asked.source, *asked.outputs)]
-    if asked.stream and all(each.repo is None for each in sources):
+    """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
+    device = find_device(options.device, ranks.local_rank)
+    models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
+    if options.stream and all(model.repo is None for model in models):
         raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
-    checkpoints = [open_checkpoint(each.root, each.remote, each.absent) for each in sources]
-    targets = _targets(asked, texts, sources[1:]) if ranks.first else None
-    models = [(each.repo or each.name, checkpoint) for each, checkpoint in zip(sources, checkpoints, strict=True)]
-    memory_left(asked.max_memory, evaluation_steps(models, texts.length))
-    # Only now is transformers imported.
+    checkpoints = [open_checkpoint(model.root, model.remote, model.absent) for model in models]
+    destinations = _destinations(options, texts, models[1:]) if ranks.first else None
+    named = [(model.repo or model.name, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
+    memory_left(options.max_memory, evaluation_steps(named, texts.length))
+    # These import transformers.
     from ..data.corpus import read_corpus
     from .compare import compare_outputs
     from .under_test import EvaluationSettings, ModelUnderTest
@@ -121,100 +120,106 @@ def _evaluated(
             progress(done, total)
 
     with ExitStack() as stack:
-        tokenizers = [find_tokenizer(each, checkpoint) for each, checkpoint in zip(sources, checkpoints, strict=True)]
-        tokenizer = tokenizers[0]
-        corpus = read_corpus(texts, tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
-        seen = ranks.agree(None, [corpus.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]])
-        if any(other != seen[0] for other in seen):
+        tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
+        source_tokenizer = tokenizers[0]
+        corpus = read_corpus(texts, source_tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
+        inputs = ranks.agree(None, [corpus.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]])
+        if any(other != inputs[0] for other in inputs):
             raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
         subjects = [
             ModelUnderTest(
                 name,
                 checkpoint,
-                tokenizer.differences(own),
-                Fingerprint(checkpoint, each.remote, each.identity),
+                source_tokenizer.differences(tokenizer),
+                Fingerprint(checkpoint, model.remote, model.identity),
             )
-            for each, (name, checkpoint), own in zip(sources, models, tokenizers, strict=True)
+            for model, (name, checkpoint), tokenizer in zip(models, named, tokenizers, strict=True)
         ]
-        place = _place(asked, sources)
-        # The source twice, each output twice.
+        directory = _scratch_directory(options, models)
+        # Two passes through each model.
         tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
         hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
-        left = memory_left(asked.max_memory, evaluation_steps(models, corpus.length))
-        room = scratch_for(hidden, place, BUDGET if left is None else left, asked.scratch is not None)
+        left = memory_left(options.max_memory, evaluation_steps(named, corpus.length))
+        scratch_file = scratch_for(hidden, directory, BUDGET if left is None else left, options.scratch is not None)
 
         @contextmanager
         def supply(needs: Sequence[Needs]) -> Iterator[list[ShardProvider]]:
-            pairs = list(zip(sources, needs, strict=True))
-            more = hidden if room else 0
-            with supply_shards(pairs, asked.stream, place, more, ranks.local_size) as supplies:
+            pairs = list(zip(models, needs, strict=True))
+            scratch_bytes = hidden if scratch_file else 0
+            with supply_shards(pairs, options.stream, directory, scratch_bytes, ranks.local_size) as supplies:
                 yield [
-                    ArrivingShards(each, wanted, subject.name, subject.fingerprint, ranks)
-                    for each, wanted, subject in zip(supplies, needs, subjects, strict=True)
+                    ArrivingShards(supply, shards, subject.name, subject.fingerprint, ranks)
+                    for supply, shards, subject in zip(supplies, needs, subjects, strict=True)
                 ]
 
         settings = EvaluationSettings(
-            asked.seed,
-            asked.kv_cache,
-            chosen,
-            stack.enter_context(room) if room else None,
-            tokenizer,
-            asked.prompts,
+            options.seed,
+            options.kv_cache,
+            device,
+            stack.enter_context(scratch_file) if scratch_file else None,
+            source_tokenizer,
+            options.prompts,
             supply,
-            again=not asked.stream,
-            team=ranks if ranks.size > 1 else None,
-            answering=answer_memory(asked.max_memory),
+            can_reload=not options.stream,
+            ranks=ranks if ranks.size > 1 else None,
+            answer_memory=answer_memory(options.max_memory),
         )
-        found = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
+        evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
-    for target, value in targets(found) if targets is not None else ():
-        target.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
-    return found
+    for destination, value in destinations(evaluation) if destinations is not None else ():
+        destination.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
+    return evaluation
 
 
-def _place(asked: Evaluate, sources: Sequence[Source]) -> Path:
-    """The directory for what has no room in memory: that of the first output that does not lie in the Hub's cache."""
-    if asked.scratch is not None:
-        return Path(asked.scratch)
-    place = next((each.root.parent for each in sources[1:] if each.repo is None), Path())
-    if asked.stream and any(each.remote for each in sources):
+def _scratch_directory(options: Evaluate, models: Sequence[Source]) -> Path:
+    """Return the directory for scratch files: --scratch, or beside the first output that is a local directory."""
+    if options.scratch is not None:
+        return Path(options.scratch)
+    directory = next((output.root.parent for output in models[1:] if output.repo is None), Path())
+    if options.stream and any(model.remote for model in models):
         from ..streaming.offload import require_disk
 
-        require_disk(place, "shards")
-    return place
+        require_disk(directory, "shards")
+    return directory
 
 
-def _targets(
-    asked: Evaluate, texts: Texts, outputs: Sequence[Source]
+def _destinations(
+    options: Evaluate, texts: Texts, outputs: Sequence[Source]
 ) -> Callable[[Evaluation], Iterator[tuple[Destination, Mapping[str, object]]]]:
-    """Where what will be found goes, asked before anything is computed.
+    """Return a function that pairs an evaluation's results with the files that they go to.
+
+    The files are checked here, before anything is computed.
 
     Raises:
-        UsageError: nothing can be written there.
+        UsageError: a file cannot be written.
     """
     # Nothing is written into the Hub's cache.
-    ours = {each.root for each in outputs if each.repo is None and (each.root / JOURNAL_FILE).exists()}
-    protected = protected_by(asked, texts)
+    ours = {output.root for output in outputs if output.repo is None and (output.root / JOURNAL_FILE).exists()}
+    protected = protected_by(options, texts)
 
-    def place(path: Path, option: str, root: Path | None) -> Destination:
-        found = Destination(path, option, EVALUATION, protected, root, "name another file with --out")
-        found.require()
-        return found
+    def checked(path: Path, option: str, root: Path | None) -> Destination:
+        destination = Destination(path, option, EVALUATION, protected, root, "name another file with --out")
+        destination.require()
+        return destination
 
-    if asked.out is not None:
-        one = place(Path(asked.out), "--out", output_of(asked))
-        return lambda found: iter([(one, found.outputs[0] if len(found.outputs) == 1 else found.to_json())])
-    files = [place(each.root / EVAL_FILE, "", each.root) if each.root in ours else None for each in outputs]
-    return lambda found: ((file, value) for file, value in zip(files, found.outputs, strict=True) if file is not None)
-
-
-def protected_by(asked: Evaluate, texts: Texts) -> ProtectedPaths:
-    """What no file that an evaluation writes may replace."""
-    models = [model_folder(each) for each in (asked.source, *asked.outputs)]
-    return ProtectedPaths(models, files_read({**vars(asked), **vars(texts)}))
+    if options.out is not None:
+        file = checked(Path(options.out), "--out", output_of(options))
+        return lambda evaluation: iter(
+            [(file, evaluation.outputs[0] if len(evaluation.outputs) == 1 else evaluation.to_json())]
+        )
+    files = [checked(output.root / EVAL_FILE, "", output.root) if output.root in ours else None for output in outputs]
+    return lambda evaluation: (
+        (file, value) for file, value in zip(files, evaluation.outputs, strict=True) if file is not None
+    )
 
 
-def output_of(asked: Evaluate) -> Path | None:
-    """The directory that an evaluation can lie in: that of an output, if there is only one."""
-    return Path(asked.outputs[0]) if len(asked.outputs) == 1 and Path(asked.outputs[0]).is_dir() else None
+def protected_by(options: Evaluate, texts: Texts) -> ProtectedPaths:
+    """Return the paths that no file of an evaluation may replace: its models and all files that it reads."""
+    models = [model_folder(model) for model in (options.source, *options.outputs)]
+    return ProtectedPaths(models, files_read({**vars(options), **vars(texts)}))
+
+
+def output_of(options: Evaluate) -> Path | None:
+    """Return the output's directory if exactly one local output is evaluated; results may be written into it."""
+    return Path(options.outputs[0]) if len(options.outputs) == 1 and Path(options.outputs[0]).is_dir() else None

@@ -1,4 +1,4 @@
-"""The types of eval.json, for callers' type checkers: what each key holds; docs/evaluation.md says what it means."""
+"""Types of the keys of eval.json, for callers' type checkers. docs/evaluation.md says what each key means."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Divergence = TypedDict(
         "share_above_0.1": float,
     },
 )
-"""The KL divergence of positions, in nats."""
+"""Statistics of the positions' KL divergence, in nats; `interval` is the 95 % interval of the mean."""
 
 Bin = TypedDict("Bin", {"from": float, "to": float, "positions": int, "kl": float | None})
-"""The mean KL of the positions between two edges."""
+"""The mean KL in nats of the positions in one bin, `from` included and `to` not; None if it has none."""
 
 Brief = TypedDict(
     "Brief",
@@ -39,11 +39,11 @@ Brief = TypedDict(
         "rms_dp": float,
     },
 )
-"""The figures of the floor, and of weights alone."""
+"""Figures of the noise floor, or of the output with rounded weights alone."""
 
 
 class DomainFigures(TypedDict):
-    """The mean KL of one file or subset."""
+    """The mean KL in nats of the documents of one file or dataset subset."""
 
     domain: str
     positions: int
@@ -52,7 +52,7 @@ class DomainFigures(TypedDict):
 
 
 class Histogram(TypedDict):
-    """Shares of positions between edges."""
+    """Share of positions in each bin of KL, of the output and of the noise floor; the edges are in nats."""
 
     edges: list[float]
     output: list[float]
@@ -60,7 +60,7 @@ class Histogram(TypedDict):
 
 
 class Perplexity(TypedDict):
-    """The perplexity of the text."""
+    """Perplexity of the texts under both models; `interval` is the 95 % interval of the ratio."""
 
     source: float
     output: float
@@ -75,20 +75,20 @@ class _Distance(TypedDict):
 
 
 class LayerDistance(_Distance, total=False):
-    """How far hidden states are after a layer; `routed_otherwise` of experts alone."""
+    """Relative distance of hidden states after a decoder layer; `routed_otherwise` only if it has experts."""
 
     routed_otherwise: float
 
 
 class ModelSizes(TypedDict):
-    """Bytes of all tensors."""
+    """Sizes of all tensors, in bytes."""
 
     source: int
     output: int
 
 
 class NamedModel(TypedDict):
-    """A model; the digest of its weights and files, and the stamp, which is the same only where they are."""
+    """A model: its name, the SHA-256 of its files, and a stamp by which unchanged files are recognized unread."""
 
     name: str
     digest: str
@@ -103,7 +103,7 @@ class _Answer(TypedDict):
 
 
 class Answer(_Answer, total=False):
-    """What both models answer; `text` where both go along one instead."""
+    """Both models' answers to a prompt, or with `text` their teacher-forced predictions along that text."""
 
     text: str
 
@@ -116,7 +116,7 @@ class _Read(TypedDict):
 
 
 class TextRead(_Read, total=False):
-    """What was read, and where it comes from."""
+    """The texts that were read, and where they come from."""
 
     builtin: str
     files: list[str]
@@ -124,7 +124,7 @@ class TextRead(_Read, total=False):
 
 
 class OutputEvaluation(TypedDict):
-    """What was found of one output: its eval.json."""
+    """The evaluation of one output: the content of its eval.json."""
 
     kl: Divergence
     kl_by_confidence: list[Bin]

@@ -1,6 +1,6 @@
-"""What is evaluated, and how: checkpoints with their names, and the outputs among them as models.
+"""The models under test, and the settings of an evaluation.
 
-source, output = Subject("Qwen3-8B", checkpoint), Subject("Qwen3-8B-FP8", other)
+source, output = ModelUnderTest("Qwen3-8B", checkpoint), ModelUnderTest("Qwen3-8B-FP8", quantized_checkpoint)
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from .as_served import ServedModel
 from .types import NamedModel
 from .weight_changes import WeightChange
 
-# Of a model, the shards of each unit, in the order in which units are computed.
+# Names of the shards that each unit of a model is read from, by unit, in the order in which units are computed.
 Needs = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class ModelUnderTest:
-    """A checkpoint to be evaluated, or its source.
+    """A checkpoint of an evaluation: the source or an output.
 
     Attributes:
-        name: what it is called, for people.
-        checkpoint: what it holds.
-        tokenizer: in what its tokenizer does something else than the source's, such as "the chat template".
-        own_fingerprint: tells its checkpoint from every other one; that of its directory if None.
+        name: name for messages, such as "Qwen3-8B-FP8".
+        checkpoint: the opened checkpoint.
+        tokenizer_differences: behaviours in which its tokenizer differs from the source's, such as "the chat template".
+        given_fingerprint: fingerprint of a checkpoint whose shards are on the Hub; None for one in a directory.
     """
 
     name: str
     checkpoint: Checkpoint
-    tokenizer: tuple[str, ...] = ()
-    own_fingerprint: Fingerprint | None = None
+    tokenizer_differences: tuple[str, ...] = ()
+    given_fingerprint: Fingerprint | None = None
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Tells its checkpoint from every other one."""
-        return self.own_fingerprint or Fingerprint(self.checkpoint)
+        """Fingerprint of the checkpoint's files."""
+        return self.given_fingerprint or Fingerprint(self.checkpoint)
 
     @property
     def nbytes(self) -> int:
-        """Size of its tensors."""
+        """Size of all tensors in bytes."""
         return sum(info.nbytes for info in self.checkpoint.tensors.values())
 
     def identity(self) -> NamedModel:
-        """What eval.json has of it: name, and the digest and the stamp of its fingerprint.
+        """Return its name and the digest and stamp of its fingerprint, as eval.json has them.
 
         Raises:
             SourceError: a shard cannot be read.
@@ -67,20 +67,21 @@ class ModelUnderTest:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How to evaluate.
+    """Settings of `compare_outputs`.
 
     Attributes:
-        seed: of the noise and of the bootstrap.
-        kv_cache: "fp8", or "auto" for what an output's config says.
-        device: of torch.
-        scratch: where hidden states go beyond a budget; None for nowhere.
-        tokenizer: the source's, to show what models answer to prompts; None to have none.
-        prompts: a file of them; built-in ones if None.
-        supply: opens the ways by which shards come, the source's and each output's, given the shards of each unit in
-            order; if None they lie in the checkpoints' directories.
-        again: whether all weights can be had once more when texts are through, for models to answer.
-        team: the processes that share the documents; None for this one alone.
-        answering: bytes that the weights of a model which answers prompts may take; None where only the machine counts.
+        seed: seed of the rounding noise and of the bootstrap.
+        kv_cache: "fp8" to round every output's KV cache to FP8, "auto" for what its config says.
+        device: torch device that the models run on.
+        scratch: file for hidden states beyond its budget of memory; None to keep all in memory.
+        tokenizer: the source's tokenizer; None to leave out answers to prompts.
+        prompts: file of prompts; None for built-in ones.
+        supply: opens the shard providers of the source and of each output, in that order, given the shards that each
+            needs; None if all shards are in the checkpoints' directories.
+        can_reload: whether all weights can be read once more after the texts, to answer prompts.
+        ranks: the processes that share the documents; None if this is the only one.
+        answer_memory: bytes that the weights of a model which answers prompts may take; None for no limit but the
+            machine's memory.
     """
 
     seed: int = 0
@@ -90,66 +91,67 @@ class EvaluationSettings:
     tokenizer: Tokenizer | None = None
     prompts: str | os.PathLike[str] | None = None
     supply: Callable[[Sequence[Needs]], AbstractContextManager[Sequence[ShardProvider]]] | None = None
-    again: bool = True
-    team: DocumentRanks | None = None
-    answering: int | None = None
+    can_reload: bool = True
+    ranks: DocumentRanks | None = None
+    answer_memory: int | None = None
 
 
 @dataclass
 class OutputUnderTest:
-    """An output, and what is found of its weights as texts go through.
+    """An output during an evaluation.
 
     Attributes:
-        of: the checkpoint.
-        served: its model, as engines serve it.
-        first: the number of its first pass among those of all models, that with weights alone.
-        passes: how many it has, one or two.
-        changes: how its weights differ from the source's.
+        subject: the checkpoint and its name.
+        served: the model as engines serve it.
+        first: number of its first pass among those of all models; this pass rounds weights alone.
+        passes: number of its passes: 2 if engines round activations or the KV cache too, else 1.
+        changes: differences of its weights from the source's, added while the texts run.
     """
 
-    of: ModelUnderTest
+    subject: ModelUnderTest
     served: ServedModel
     first: int
     passes: int
     changes: list[WeightChange] = field(default_factory=list)
 
     @cached_property
-    def folded(self) -> bool:
-        """Whether its card says that inputs of layers are divided in norms, and weights multiplied by as much."""
-        return is_smoothed(card_of(self.of.checkpoint))
+    def smoothed(self) -> bool:
+        """Whether its model card says that AWQ or SmoothQuant moved factors between its weights."""
+        return is_smoothed(card_of(self.subject.checkpoint))
 
     @cached_property
     def by_gptq(self) -> bool:
-        """Whether its card says that GPTQ rounded its weights."""
-        return is_rounded_by_gptq(card_of(self.of.checkpoint))
+        """Whether its model card says that GPTQ rounded its weights."""
+        return is_rounded_by_gptq(card_of(self.subject.checkpoint))
 
     @property
     def needs(self) -> Needs:
-        """The shards of each unit of its model, those with scales of activations too."""
+        """Shards of each unit of its model, including those with scales of activations and KV cache."""
         return shards_by_unit(self.served.model, self.served.scales)
 
     @property
     def last(self) -> int:
-        """The number of the pass with all that engines round."""
+        """Number of its last pass, with everything that engines round."""
         return self.first + self.passes - 1
 
 
 def require_one_model(
-    source: ModelUnderTest, mine: StreamedModel, output: ModelUnderTest, theirs: StreamedModel
+    source: ModelUnderTest, source_model: StreamedModel, output: ModelUnderTest, output_model: StreamedModel
 ) -> None:
-    """Refuse what cannot be held against one another.
+    """Require that an output has the class, number of layers and vocabulary of its source.
 
     Raises:
-        UsageError: classes, layers or vocabularies differ.
+        UsageError: one of them differs.
     """
     facts = []
-    for model in (mine, theirs):
-        table = model.model.get_input_embeddings()
-        size = getattr(table, "num_embeddings", None)
+    for model in (source_model, output_model):
+        embedding = model.model.get_input_embeddings()
+        size = getattr(embedding, "num_embeddings", None)
         layers = sum(not isinstance(module, nn.Embedding) for module in model.units.values())
         facts.append((type(model.model).__name__, f"{size} tokens", f"{layers} layers"))
-    for before, after in zip(*facts, strict=True):
-        if before != after:
+    for source_fact, output_fact in zip(*facts, strict=True):
+        if source_fact != output_fact:
             raise UsageError(
-                f"{output.name} has {after}, {source.name} has {before}", "name the model that it was made from"
+                f"{output.name} has {output_fact}, {source.name} has {source_fact}",
+                "name the model that it was made from",
             )

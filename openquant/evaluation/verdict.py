@@ -1,7 +1,7 @@
-"""The verdict on an output in a word, and the layers that stand out. docs/evaluation.md has the limits.
+"""The verdict on an output, and the layers that are suspect. docs/evaluation.md has the limits.
 
-The word comes from the KL and its floor alone. A layer is suspect where it differs from what its format explains, and
-from its peers: what a maker did to all layers (a calibration that moves weights, say) singles none out.
+The verdict depends on the mean KL and the noise floor alone. A layer is suspect if it differs by more than rounding to
+its format explains, and by more than most other layers: a change to all layers, such as GPTQ, makes none suspect.
 """
 
 from __future__ import annotations
@@ -14,38 +14,40 @@ from itertools import pairwise
 
 from .weight_changes import ROUNDED, WeightChange
 
-# A mean KL of so many times the floor's is the floor's: another program's rounding could do it.
+# "same": mean KL up to this many times the floor's, which another program's rounding could cause.
 AT_FLOOR = 2.0
-# Beyond these, in nats. Of common 4-bit files of 8B models the best are at 0.05; at 0.5 texts turn out otherwise.
+# "close" and "changed": mean KL up to these, in nats. The best common 4-bit files of 8B models have 0.05; at 0.5
+# generated texts differ.
 CLOSE = 0.05
 BROKEN = 0.5
 
-# How many times what its format explains a layer's error may be, and how many times its peers'.
+# Limit of a layer's error relative to its format's rounding error, and relative to the median layer's ratio of the two.
 ERROR = 1.5
-# GPTQ moves weights farther than rounding to nearest does: where the median layer's error is more than so many times
-# what its format explains, or the card says GPTQ, layers are held against the median with another limit.
+# GPTQ moves weights farther than rounding to nearest does. Layers have the limit ERROR_MOVED if the median layer's
+# ratio is above MOVED, or if the model card says GPTQ.
 MOVED = 1.1
 ERROR_MOVED = 2.0
-# How many times its peers' what a layer adds to the distance may be, and at least; beside the floor's.
+# A layer is suspect if it adds JUMP times the median layer's distance and more than LEAST_JUMP, unless the floor grows
+# there as suddenly.
 JUMP = 8.0
 LEAST_JUMP = 0.05
-# Share of keys, values or static activations that may lie beyond the largest code: calibrations cut the last few off.
+# Share of keys, values or activations that a static scale may clip: calibrations clip the largest few on purpose.
 CLIPPED = 0.01
-# How many times its peers' the share of tokens routed otherwise may be, and at least.
+# Limits of the share of tokens routed to other experts: relative to the median layer's, and absolute.
 ROUTED = 4.0
 LEAST_ROUTED = 0.2
 
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """What a decoder layer does to the texts.
+    """What an output's decoder layer does to the texts, compared with the source's.
 
     Attributes:
-        name: the layer.
-        distance: relative distance of its output's hidden states from the source's, mean over tokens.
-        floor: that of the source with noise.
-        routed_otherwise: share of tokens that other experts were chosen for; None without experts.
-        clipped: share of its keys and values, or of the activations into it, beyond what the stored scale can hold.
+        name: name of the layer.
+        distance: relative distance of the hidden states after the layer from the source's, mean over tokens.
+        floor: the same distance of the source with rounding noise.
+        routed_otherwise: share of tokens that are routed to other experts; None without experts.
+        clipped: largest share of its activations, keys or values that a static scale clips.
     """
 
     name: str
@@ -57,11 +59,11 @@ class LayerFigures:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A part of an output that stands out.
+    """A part of an output that differs more than it should.
 
     Attributes:
-        layer: the layer or module, or the file.
-        why: what it differs in, with figures.
+        layer: name of the layer, module or file.
+        why: the reason, with figures.
     """
 
     layer: str
@@ -69,7 +71,12 @@ class Suspect:
 
 
 def verdict_word(kl: float, floor: float) -> str:
-    """The verdict on a mean KL, given the floor's: "same", "close", "changed" or "broken"."""
+    """Return the verdict: "same", "close", "changed" or "broken".
+
+    Args:
+        kl: mean KL divergence of the output, in nats.
+        floor: mean KL divergence of the noise floor, in nats.
+    """
     if kl <= AT_FLOOR * floor:
         return "same"
     if kl <= CLOSE:
@@ -78,88 +85,115 @@ def verdict_word(kl: float, floor: float) -> str:
 
 
 def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str], gptq: bool = False) -> list[Suspect]:
-    """Modules whose weights differ from the source's by more than their formats explain, worst first.
+    """Find modules whose weights differ from the source's by more than rounding to their formats explains.
 
     Args:
-        changes: of all weights.
-        routers: modules that no engine expects quantized weights of.
-        gptq: whether the card says that GPTQ rounded weights.
+        changes: changes of all weights, quantized or not.
+        routers: quantized modules that every engine expects unquantized, such as routers.
+        gptq: whether the model card says that GPTQ rounded the weights.
+
+    Returns:
+        The suspects: routers first, then the largest error relative to its limit first.
     """
     quantized = [change for change in changes if change.quantized]
-    plain = [change for change in changes if not change.quantized]
-    usual = statistics.median([_ratio(change) for change in quantized]) if quantized else 1.0
-    # Makers that move weights on purpose, to make up for one another, do so in most of their layers.
-    moves = bool(quantized) and (gptq or usual > MOVED or statistics.median([change.off for change in quantized]) > 0)
-    limit = (ERROR_MOVED if moves else ERROR) * max(1.0, usual)
-    found = []
+    unquantized = [change for change in changes if not change.quantized]
+    median_ratio = statistics.median([_error_ratio(change) for change in quantized]) if quantized else 1.0
+    # A method that compensates errors, as GPTQ does, moves weights in most layers.
+    compensated = bool(quantized) and (
+        gptq or median_ratio > MOVED or statistics.median([change.bad_groups for change in quantized]) > 0
+    )
+    limit = (ERROR_MOVED if compensated else ERROR) * max(1.0, median_ratio)
+    ranked = []
     for change in quantized:
-        ratio = _ratio(change)
+        ratio = _error_ratio(change)
         if ratio > limit:
-            why = f"its weights are {change.error:.3g} off, its format explains {change.explained:.3g}"
-        elif change.wrong_scales and moves:
+            why = (
+                f"relative error of its weights is {change.error:.3g}, its format explains {change.rounding_error:.3g}"
+            )
+        elif change.wrong_scales and compensated:
             why = f"{change.wrong_scales:.2g} of its scales or their weights are not those of the source"
-        elif change.off and not moves:
-            why = f"{change.off:.2g} of its scales or their weights are off by more than its format explains"
+        elif change.bad_groups and not compensated:
+            why = f"{change.bad_groups:.2g} of its scales or their weights are off by more than its format explains"
         else:
             continue
-        found.append((ratio, Suspect(change.name, why)))
-    changed = [change for change in plain if change.off]
-    if len(changed) <= len(plain) / 2:
-        found += [
-            (change.error / ROUNDED, Suspect(change.name, f"it is not quantized, and {change.error:.2g} off"))
+        ranked.append((ratio, Suspect(change.name, why)))
+    changed = [change for change in unquantized if change.bad_groups]
+    # Smoothing changes most norms on purpose.
+    if len(changed) <= len(unquantized) / 2:
+        ranked += [
+            (change.error / ROUNDED, Suspect(change.name, f"it is not quantized, but differs by {change.error:.2g}"))
             for change in changed
         ]
-    by_name = {change.name for change in quantized}
-    kept = [Suspect(name, "it chooses experts, and is quantized") for name in routers if name in by_name]
-    return [*kept, *(suspect for _, suspect in sorted(found, key=lambda each: -each[0]))]
+    quantized_names = {change.name for change in quantized}
+    quantized_routers = [
+        Suspect(name, "it is a router and must not be quantized") for name in routers if name in quantized_names
+    ]
+    return [*quantized_routers, *(suspect for _, suspect in sorted(ranked, key=lambda pair: -pair[0]))]
 
 
-def _ratio(change: WeightChange) -> float:
-    return change.error / max(change.explained, ROUNDED) if change.error else 1.0
+def _error_ratio(change: WeightChange) -> float:
+    """Return a weight's error relative to the rounding error of its format."""
+    return change.error / max(change.rounding_error, ROUNDED) if change.error else 1.0
 
 
 def suspects_by_layers(layers: Sequence[LayerFigures]) -> list[Suspect]:
-    """Decoder layers that what they do to the texts singles out, in their order."""
-    found = []
-    added = _added([layer.distance for layer in layers])
-    noise = _added([layer.floor for layer in layers])
-    # What goes into the first layer is small and without any error: it adds more than others in sound models too.
-    usual, own = (statistics.median(each[1:]) if len(layers) > 2 else math.inf for each in (added, noise))
+    """Find decoder layers in which hidden states, routing or static activation scales go wrong.
+
+    Args:
+        layers: figures of all decoder layers, in the order in which they run.
+
+    Returns:
+        The suspects, in the order of the layers, those by routing last.
+    """
+    suspects = []
+    added = _added_distances([layer.distance for layer in layers])
+    noise = _added_distances([layer.floor for layer in layers])
+    # The first layer's inputs are small and exact, so it adds more than others in good models too.
+    median_added, median_noise = (
+        statistics.median(values[1:]) if len(layers) > 2 else math.inf for values in (added, noise)
+    )
     for number, layer in enumerate(layers):
-        # Where the source's own noise grows as suddenly, a layer is no worse than others.
-        sudden = max(1.0, noise[number] / own) if own else 1.0
+        # A layer in which the source's own noise grows as suddenly is not suspect.
+        noise_growth = max(1.0, noise[number] / median_noise) if median_noise else 1.0
         before = layers[number - 1].distance if number else math.inf
-        # Where later layers take distance away, little is usual; sound layers still add less than all before them.
-        if added[number] > max(LEAST_JUMP, JUMP * usual * sudden, before):
+        # If later layers reduce the distance, the median is small. Good layers still add less than all before them.
+        if added[number] > max(LEAST_JUMP, JUMP * median_added * noise_growth, before):
             why = f"the distance from the source grows from {before:.3g} to {layer.distance:.3g} in it"
-            found.append(Suspect(layer.name, why))
+            suspects.append(Suspect(layer.name, why))
         if layer.clipped > CLIPPED:
-            why = f"{layer.clipped:.2g} of its activations lie beyond what their scale can hold"
-            found.append(Suspect(layer.name, why))
-    routed = [layer.routed_otherwise for layer in layers if layer.routed_otherwise is not None]
-    usual = statistics.median(routed) if len(routed) > 1 else 1.0
+            why = f"static scales clip {layer.clipped:.2g} of its activations"
+            suspects.append(Suspect(layer.name, why))
+    shares = [layer.routed_otherwise for layer in layers if layer.routed_otherwise is not None]
+    median_share = statistics.median(shares) if len(shares) > 1 else 1.0
     for layer in layers:
         share = layer.routed_otherwise
-        if share is not None and share > max(LEAST_ROUTED, ROUTED * usual):
-            found.append(Suspect(layer.name, f"{share:.2g} of its tokens go to other experts"))
-    return found
+        if share is not None and share > max(LEAST_ROUTED, ROUTED * median_share):
+            suspects.append(Suspect(layer.name, f"{share:.2g} of its tokens are routed to other experts"))
+    return suspects
 
 
-def _added(distances: Sequence[float]) -> list[float]:
-    """What each layer adds, as if errors of layers had nothing to do with one another: they add up as squares."""
+def _added_distances(distances: Sequence[float]) -> list[float]:
+    """Return the distance that each layer adds, if errors of layers are independent: then their squares add up."""
     squares = [0.0, *(distance**2 for distance in distances)]
     return [max(0.0, after - before) ** 0.5 for before, after in pairwise(squares)]
 
 
 def suspects_by_config(source: Mapping[str, object], output: Mapping[str, object]) -> list[Suspect]:
-    """Settings of config.json that change what a model computes, where the output's differ."""
+    """Find settings that differ.
+
+    Args:
+        source: the source's settings that change what a model computes, flat.
+        output: the output's.
+    """
     names = sorted(name for name in {*source, *output} if source.get(name) != output.get(name))
     return [
-        Suspect("config.json", f"{name} is {_shown(output.get(name))}, the source has {_shown(source.get(name))}")
+        Suspect(
+            "config.json", f"{name} is {_short_repr(output.get(name))}, the source has {_short_repr(source.get(name))}"
+        )
         for name in names
     ]
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:120]}..."

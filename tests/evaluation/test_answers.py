@@ -10,7 +10,7 @@ from conftest import EXAMPLE
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
 from openquant.evaluation import answers
-from openquant.evaluation.answers import UNASKED, fits_in_memory, prompts_to_answer
+from openquant.evaluation.answers import LARGEST_BY_DEFAULT, fits_in_memory, prompts_to_answer
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ from openquant.evaluation.answers import UNASKED, fits_in_memory, prompts_to_ans
         (500, 1000, True, True),
         (501, 1000, True, False),
         (501, 1000, False, False),
-        (UNASKED, 1 << 40, False, True),
-        (UNASKED + 1, 1 << 40, False, False),
-        (UNASKED + 1, 1 << 40, True, True),
+        (LARGEST_BY_DEFAULT, 1 << 40, False, True),
+        (LARGEST_BY_DEFAULT + 1, 1 << 40, False, False),
+        (LARGEST_BY_DEFAULT + 1, 1 << 40, True, True),
     ],
 )
 def test_models_answer_in_half_of_the_free_memory_and_large_ones_if_asked(
@@ -37,7 +37,7 @@ def test_prompts_of_the_users_own_are_all_answered(tmp_path: Path) -> None:
     file.write_text("".join(f"import number{number}\n" for number in range(6)))
     assert len(prompts_to_answer(file, tokenizer, 2048, 1000)) == 6
     assert len(prompts_to_answer(None, tokenizer, 2048, 1000)) == 4
-    assert prompts_to_answer(None, tokenizer, 2048, UNASKED + 1) == ()
+    assert prompts_to_answer(None, tokenizer, 2048, LARGEST_BY_DEFAULT + 1) == ()
 
 
 def test_a_file_of_prompts_is_read_even_where_no_model_has_room(

@@ -67,9 +67,7 @@ def test_a_static_scale_that_no_member_has_is_missed(tmp_path: Path) -> None:
     with (
         output.model.resident() as model,
         output.around(),
-        pytest.raises(
-            SourceError, match=f"^{LAYER}.mlp.down_proj has no stored scale of its activations, though config"
-        ),
+        pytest.raises(SourceError, match=f"^{LAYER}.mlp.down_proj has no static activation scale, though config"),
     ):
         model(input_ids=torch.arange(4)[None], use_cache=False)
 

@@ -23,7 +23,7 @@ from openquant.errors import OutputError, SourceError, UsageError
 from openquant.evaluation import answers
 from openquant.evaluation import compare as evaluating
 from openquant.evaluation import run as evaluation
-from openquant.evaluation.run import _place as place_of
+from openquant.evaluation.run import _scratch_directory
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import find_evaluation, read_evaluation
 from openquant.hub.source import Source
@@ -396,9 +396,9 @@ def test_the_place_of_what_comes_from_the_hub(tmp_path: Path) -> None:
     near = Source(tmp_path / "models" / "out", "out", None, None)
     far = Source(tmp_path / "hf" / "snapshots" / "0", "name", "org/name", "0" * 40)
     asked = Evaluate(["out"], "org/name")
-    assert place_of(asked, [far, far, near]) == tmp_path / "models"
-    assert place_of(asked, [near, far]) == Path()
-    assert place_of(Evaluate(["out"], "org/name", scratch="there"), [far, near]) == Path("there")
+    assert _scratch_directory(asked, [far, far, near]) == tmp_path / "models"
+    assert _scratch_directory(asked, [near, far]) == Path()
+    assert _scratch_directory(Evaluate(["out"], "org/name", scratch="there"), [far, near]) == Path("there")
 
 
 def test_shards_do_not_come_into_memory_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +406,7 @@ def test_shards_do_not_come_into_memory_unasked(tmp_path: Path, monkeypatch: pyt
     far = Source(tmp_path, "name", "org/name", "0" * 40, {"a": SimpleNamespace(size=1)})  # type: ignore[dict-item]
     near = Source(tmp_path / "out", "out", None, None)
     with pytest.raises(OutputError) as caught:
-        place_of(Evaluate(["out"], "org/name", stream=True), [far, near])
+        _scratch_directory(Evaluate(["out"], "org/name", stream=True), [far, near])
     assert caught.value.message == f"{tmp_path} is kept in memory, where there is no room for shards"
     for options in ({"stream": True, "scratch": tmp_path}, {}):
-        assert place_of(Evaluate(["out"], "org/name", **options), [far, near]) == tmp_path  # type: ignore[arg-type]
+        assert _scratch_directory(Evaluate(["out"], "org/name", **options), [far, near]) == tmp_path  # type: ignore[arg-type]

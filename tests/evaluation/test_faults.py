@@ -295,7 +295,7 @@ def test_a_fault_of_a_dense_model_is_found_and_placed(dense: dict[str, dict[str,
 
 def test_figures_say_how_far_a_fault_goes(dense: dict[str, dict[str, Any]]) -> None:
     told = dense["a scale 1.1 times too large, of a tensor"]["reasons"][-1]
-    assert told.endswith("its weights are 0.103 off, its format explains 0.0264")
+    assert told.endswith("relative error of its weights is 0.103, its format explains 0.0264")
     sound, small = dense["sound KV scales"], dense["KV scales fifty times too small"]
     assert small["kl"]["mean"] > 30 * sound["kl"]["mean"]
     assert (sound["kv_cache"], dense["channel"]["kv_cache"]) == ("fp8", "auto")
@@ -336,7 +336,7 @@ def test_two_tokens_that_are_swapped_are_found(tmp_path: Path) -> None:
         [tmp_path / "out"], EXAMPLE, samples=2, length=16, prompts=tmp_path / "prompts.txt"
     ).outputs[0]
     assert (found["verdict"], found["suspects"]) == ("broken", ["tokenizer"])
-    assert "tokenizer: it has another answer for 2 of 2048 tokens" in found["reasons"]
+    assert "tokenizer: it differs from the source's in 2 of 2048 tokens" in found["reasons"]
 
 
 def test_a_scale_under_another_name_is_named(tmp_path: Path) -> None:

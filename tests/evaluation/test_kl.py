@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from openquant.errors import SourceError
-from openquant.evaluation.kl import EDGES, DocumentRecord, ModelNames, compare_logits, histogram, interval, summary
+from openquant.evaluation.kl import (
+    EDGES,
+    DocumentRecord,
+    ModelNames,
+    bootstrap_interval,
+    compare_logits,
+    kl_histogram,
+    summarize,
+)
 
 MODELS = ModelNames("source", "output")
 VOCABULARY, LENGTH, DOCUMENTS = 500, 150, 6
@@ -48,7 +56,7 @@ def test_figures_are_those_of_a_plain_implementation() -> None:
             before.append(-math.log(p[ids[position + 1]]))
             after.append(-math.log(q[ids[position + 1]]))
             confidence.append(p.max())
-    found = summary(records(documents))
+    found = summarize(records(documents))
     assert found["kl"]["mean"] == pytest.approx(np.mean(kl), rel=1e-5)
     assert found["kl"]["max"] == pytest.approx(max(kl), rel=1e-5)
     for name, share in (("median", 50), ("p90", 90), ("p99", 99), ("p999", 99.9)):
@@ -109,20 +117,20 @@ def test_the_interval_is_that_of_documents_not_of_positions() -> None:
     chance = np.random.default_rng(2)
     # Positions of a document are alike, so that only their number counts.
     means = chance.normal(10, 1, 40)
-    low, high = interval(
+    low, high = bootstrap_interval(
         [np.full(size, mean) for size, mean in zip(chance.integers(50, 150, 40), means, strict=True)], seed=0
     )
     assert high - low == pytest.approx(2 * 1.96 * means.std() / math.sqrt(40), rel=0.25)
     assert low < means.mean() < high
-    assert interval([np.ones(3)], seed=0) is None
-    assert interval([np.ones(3), np.ones(4)], seed=0) == [1, 1]
+    assert bootstrap_interval([np.ones(3)], seed=0) is None
+    assert bootstrap_interval([np.ones(3), np.ones(4)], seed=0) == [1, 1]
 
 
 def test_nine_of_ten_intervals_hold_the_mean() -> None:
     held = 0
     for seed in range(100):
         documents = [np.full(10, value) for value in np.random.default_rng(seed).exponential(1, 40)]
-        low, high = interval(documents, seed)
+        low, high = bootstrap_interval(documents, seed)
         held += low <= 1 <= high
     assert 88 <= held <= 99
 
@@ -135,14 +143,14 @@ def test_the_ratio_of_perplexities_is_paired() -> None:
         nll = chance.normal(chance.uniform(1, 6), 1, 100)
         flags = np.ones(100, bool)
         made.append(DocumentRecord("", str(number), np.zeros(100), np.ones(100), nll, nll + 0.01, flags, flags))
-    found = summary(made)["perplexity"]
+    found = summarize(made)["perplexity"]
     assert found["ratio"] == pytest.approx(math.exp(0.01))
     assert found["interval"] == pytest.approx([math.exp(0.01)] * 2)
 
 
 def test_the_histogram_counts_every_position_once() -> None:
     one = records(logits(4))[0]
-    shares = histogram([one])
+    shares = kl_histogram([one])
     assert len(shares) == len(EDGES) - 1
     assert sum(shares) == pytest.approx(1)
     middle = float(np.median(one.kl))
@@ -150,20 +158,20 @@ def test_the_histogram_counts_every_position_once() -> None:
     assert shares[place] == np.mean((one.kl >= EDGES[place]) & (one.kl < EDGES[place + 1]))
     flags = np.ones(4, bool)
     beyond = DocumentRecord("", "", np.array([0, 1e-9, 50, 60]), np.ones(4), np.ones(4), np.ones(4), flags, flags)
-    shares = histogram([beyond])
+    shares = kl_histogram([beyond])
     assert (shares[0], shares[-1]) == (0.5, 0.5)
-    kl = summary([beyond])["kl"]
+    kl = summarize([beyond])["kl"]
     assert (kl["share_above_0.1"], kl["interval"]) == (0.5, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_figures_are_the_same_again_and_of_records_put_together(dtype: torch.dtype) -> None:
     documents = logits(5, dtype)
-    found = json.dumps(summary(records(documents), seed=7), allow_nan=False)
-    assert json.dumps(summary(records(documents), seed=7)) == found
+    found = json.dumps(summarize(records(documents), seed=7), allow_nan=False)
+    assert json.dumps(summarize(records(documents), seed=7)) == found
     # As ranks do it: each has documents of its own.
-    assert json.dumps(summary([*records(documents)[:2], *records(documents)[2:]], seed=7)) == found
-    assert json.dumps(summary(records(documents), seed=8)) != found
+    assert json.dumps(summarize([*records(documents)[:2], *records(documents)[2:]], seed=7)) == found
+    assert json.dumps(summarize(records(documents), seed=8)) != found
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -50,11 +50,11 @@ def test_modules_are_noisy_while_it_is_on_and_the_same_by_the_seed() -> None:
     assert torch.equal(one(x), x)
 
     def noisy(seed: int) -> list[torch.Tensor]:
-        source = noise.source(seed)
+        source = noise.seeded(seed)
         with source():
             first = one(x)
         # Something else is computed in between.
-        with noise.source(99)():
+        with noise.seeded(99)():
             one(x)
         with source():
             second, beside = pair(x)

@@ -68,7 +68,7 @@ def test_weights_beyond_what_their_format_explains_stand_out() -> None:
     assert names(suspects_by_weights([*SOUND, quantized("a", at * 0.999)], [])) == []
     found = suspects_by_weights([*SOUND, quantized("a", at * 1.001), quantized("b", 1.0)], [])
     assert names(found) == ["b", "a"]
-    assert found[0].why == "its weights are 1 off, its format explains 0.026"
+    assert found[0].why == "relative error of its weights is 1, its format explains 0.026"
 
 
 def test_a_single_group_that_is_off_stands_out() -> None:

@@ -46,8 +46,8 @@ def test_what_rounding_explains_is_no_more_than_that(scheme: Scheme) -> None:
     made = decode(codes, scale, scheme.format)
     found = compare_weights("up", weight, made.bfloat16(), scheme.format)
     error = float((made - weight.float()).norm() / weight.float().norm())
-    assert (found.name, found.quantized, found.off) == ("up", True, 0)
-    assert found.explained == pytest.approx(error, rel=1e-4)
+    assert (found.name, found.quantized, found.bad_groups) == ("up", True, 0)
+    assert found.rounding_error == pytest.approx(error, rel=1e-4)
     assert found.error == pytest.approx(error, rel=0.05)
 
 
@@ -57,8 +57,8 @@ def test_one_scale_too_large_is_off(scheme: Scheme) -> None:
     codes, scale = stored(weight, scheme.format)
     scale[-1, -1] *= 1.5
     found = compare_weights("up", weight, decode(codes, scale, scheme.format).bfloat16(), scheme.format)
-    assert found.off == 1 / scale.numel()
-    assert found.error > found.explained
+    assert found.bad_groups == 1 / scale.numel()
+    assert found.error > found.rounding_error
 
 
 @pytest.mark.parametrize("scheme", [CHANNEL, BLOCK, INT4_W4A16, NVFP4], ids=lambda scheme: scheme.name)
@@ -81,10 +81,10 @@ def test_rounding_with_zero_points_is_explained() -> None:
     made = decode(encode(weight, scale, INT4_SHIFTED_32.format, zero), scale, INT4_SHIFTED_32.format, zero)
     error = float((made - weight.float()).norm() / weight.float().norm())
     found = compare_weights("up", weight, made, INT4_SHIFTED_32.format)
-    assert (found.error, found.explained) == (pytest.approx(error, rel=1e-4), pytest.approx(error, rel=1e-4))
-    assert (found.off, found.wrong_scales) == (0, 0)
+    assert (found.error, found.rounding_error) == (pytest.approx(error, rel=1e-4), pytest.approx(error, rel=1e-4))
+    assert (found.bad_groups, found.wrong_scales) == (0, 0)
     even = replace(INT4_SHIFTED_32.format, zero_point=None)
-    assert compare_weights("up", weight, made, even).explained > 1.5 * error
+    assert compare_weights("up", weight, made, even).rounding_error > 1.5 * error
 
 
 def test_weights_in_another_place_have_wrong_scales() -> None:
@@ -121,8 +121,8 @@ def test_numbers_that_only_numpy_encodes_are_explained_too(number) -> None:
     scale = group_scale(group_absmax(weight, (1, 32)), form).repeat_interleave(32, 1)
     made = torch.from_numpy(number.decode(number.encode((weight / scale).numpy()))) * scale
     found = compare_weights("up", weight, made, form)
-    assert (found.error, found.off) == (pytest.approx(found.explained, rel=1e-5), 0)
-    assert 0.05 < found.explained < 0.3
+    assert (found.error, found.bad_groups) == (pytest.approx(found.rounding_error, rel=1e-5), 0)
+    assert 0.05 < found.rounding_error < 0.3
 
 
 def test_groups_at_the_edge_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,29 +133,29 @@ def test_groups_at_the_edge_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(weight_changes, "CHUNK", 1000)
     pieces = compare_weights("up", weight, weight * 1.02, BLOCK.format)
     assert pieces.error == pytest.approx(whole.error, rel=1e-6)
-    assert pieces.explained == pytest.approx(whole.explained, rel=1e-6)
+    assert pieces.rounding_error == pytest.approx(whole.rounding_error, rel=1e-6)
 
 
 def test_what_is_not_quantized_must_be_the_same() -> None:
     weight = weights()
     assert compare_weights("norm", weight, weight.clone(), None) == WeightChange("norm", False, 0, 0, 0)
     found = compare_weights("norm", weight, weight * 1.5, None)
-    assert (found.error, found.off) == (pytest.approx(0.5, rel=0.01), 1)
+    assert (found.error, found.bad_groups) == (pytest.approx(0.5, rel=0.01), 1)
     wide = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    assert compare_weights("norm", wide, wide.bfloat16().float(), None).off == 0
+    assert compare_weights("norm", wide, wide.bfloat16().float(), None).bad_groups == 0
     assert compare_weights("norm", weight * 0, weight, None).error == 1
 
 
 def test_nothing_left_of_a_weight_is_all_of_it() -> None:
     weight = weights()
     found = compare_weights("expert", weight, weight * 0, CHANNEL.format)
-    assert (found.error, found.off) == (1, 1)
+    assert (found.error, found.bad_groups) == (1, 1)
     assert compare_weights("expert", weight, weight * torch.nan, CHANNEL.format).error == 1
     # One NaN where no text comes by, such as in a row of an embedding table.
     damaged = weight.clone()
     damaged[0, 0] = torch.nan
     change = compare_weights("table", weight, damaged, None)
-    assert (change.error, change.off) == (1, 1)
+    assert (change.error, change.bad_groups) == (1, 1)
 
 
 def test_what_zeros_became_is_not_explained() -> None:

@@ -165,8 +165,8 @@ def test_what_no_step_takes_is_left() -> None:
 
 
 def test_models_without_room_answer_no_prompts() -> None:
-    assert fits_in_memory(1000, asked=True) and fits_in_memory(1000, asked=True, room=1000)
-    assert not fits_in_memory(1000, asked=True, room=999)
+    assert fits_in_memory(1000, requested=True) and fits_in_memory(1000, requested=True, room=1000)
+    assert not fits_in_memory(1000, requested=True, room=999)
 
 
 @pytest.mark.parametrize(
