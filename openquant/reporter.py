@@ -1,4 +1,4 @@
-"""Who is told of a run while it works: a terminal, a notebook, a service."""
+"""Callbacks that report a run's progress to a terminal, a notebook or a service."""
 
 from __future__ import annotations
 
@@ -12,34 +12,50 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Is told by compress() and dequantize() what they do, in this order; this one takes no notice.
+    """Callbacks of compress() and dequantize(), called in the order below. The methods of this class do nothing.
 
-    Override what is of interest. Calls may come from any thread, never from two at once; what they raise ends the run.
+    Override those that you need. They may be called from any thread, but never by two at once. An exception that one of
+    them raises ends the run.
     """
 
     def opened(self, source: Source, output: Path) -> None:
-        """The source is opened, and the output has a place; nothing is computed or written yet."""
+        """Called when the source is opened and the output directory is chosen, before anything is computed."""
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
-        """The plan is made; nothing is written yet. A second time where a calibration has changed it."""
+        """Called when the plan is made, before anything is written; once more if a calibration changes the plan."""
 
     def calibrating(self, about: str) -> None:
-        """A pass begins before the conversion: a line about it, such as on which texts."""
+        """Called when a calibration begins.
+
+        Args:
+            about: a line that describes it, such as its texts.
+        """
 
     def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
-        """Of that: tokens that are through all layers and how many there are, or layers; from 0 after `calibrating`."""
+        """Called as the calibration advances, from 0 on.
+
+        Args:
+            done: tokens or layers that are done.
+            total: all tokens or layers.
+            unit: "tokens" or "layers".
+        """
 
     def remaining(self, seconds: float) -> None:
-        """About so many seconds of that pass are left, told from its first layer on."""
+        """Called with the estimated seconds that are left of the calibration, from its first layer on."""
 
     def started(self, total: int, done: int) -> None:
-        """Conversion begins: bytes of source weights in all, and those an earlier run converted."""
+        """Called when the conversion begins.
+
+        Args:
+            total: bytes of all source weights.
+            done: bytes that an earlier run has converted.
+        """
 
     def advanced(self, nbytes: int) -> None:
-        """`nbytes` more bytes of the source are converted."""
+        """Called when `nbytes` more bytes of the source are converted."""
 
     def publishing(self, repo: str) -> None:
-        """All is converted; what is not uploaded yet goes to that repository."""
+        """Called when everything is converted and the rest of it is uploaded to the Hub repository `repo`."""
 
     def finished(self, result: Result, already_complete: bool) -> None:
-        """All is written; `already_complete` if an earlier run had left nothing to do."""
+        """Called when everything is written; `already_complete` if an earlier run had left nothing to do."""

@@ -1,4 +1,4 @@
-"""What a run did, as callers and `--json` get it."""
+"""The result of compress() and dequantize(), which is also what `--json` prints."""
 
 from __future__ import annotations
 
@@ -10,38 +10,37 @@ from .plan.serving import ServingFigures
 
 @dataclass(frozen=True)
 class Result:
-    """What a run did, or a dry run would do.
+    """What a run did, or what it would do with --dry-run.
 
     Attributes:
-        model: as it was asked for.
-        revision: the source's commit on the Hub, or None.
+        model: the source as the user named it.
+        revision: the source's commit on the Hub; None for a local directory.
         output: the output directory.
-        scheme: the name of the scheme, such as "tensor"; "bf16" for a run that dequantizes.
-        schemes: number of weights stored in each scheme: that one, and others that some layers have instead.
-        kv_cache: "fp8" where the output has scales for keys and values in FP8, "auto" where it has none.
-        folded: where inputs of layers are divided in the norms and projections before them, "SmoothQuant 0.5: inputs
-            divided by powers of two in 16 norms and projections"; None where they are not.
-        architecture: the registry's entry that the plan was made by.
+        scheme: name of the scheme, such as "tensor"; "bf16" for a run that dequantizes.
+        schemes: number of weights in each scheme: the one above, and those of single layers (--scheme-for).
+        kv_cache: "fp8" if the output has scales for an FP8 KV cache, else "auto".
+        folded: description of the smoothing by SmoothQuant or AWQ, "SmoothQuant 0.5: inputs divided by powers of two
+            in 16 norms and projections"; None without it.
+        architecture: name of the registry's entry that the plan follows.
         dry_run: whether nothing was written.
-        source_bytes: size of the source's tensors.
-        output_bytes: size of the output's tensors.
-        download_bytes: size of the shards and other files that are fetched from the Hub.
-        repository: the Hub repository that the output was published in; None if it was not.
-        pushed_to: address of the commit or pull request that published the output; None if it was not.
-        pushed_revision: the revision that holds it while a pull request is open, such as "refs/pr/1"; None for main.
-        quantized_tensors: number of weights that are stored as codes.
-        decoded_tensors: number of weights that are quantized in the source and stored unquantized.
-        ignored_layers: what quantization_config lists as left out.
+        source_bytes: size of the source's tensors in bytes.
+        output_bytes: size of the output's tensors in bytes.
+        download_bytes: bytes of the shards and other files that are fetched from the Hub.
+        repository: Hub repository that the output was published in; None if it was not published.
+        pushed_to: address of the commit or pull request that published the output; None if it was not published.
+        pushed_revision: revision of the output while a pull request is open, such as "refs/pr/1"; None for main.
+        quantized_tensors: number of weights that are stored quantized.
+        decoded_tensors: number of weights that are quantized in the source and unquantized in the output.
+        ignored_layers: the ignore list of quantization_config.
         shards: number of output shards.
-        tensor_parallel: the tensor-parallel sizes, of 1 to 16 and the one asked for, that can serve the result.
-        serving: what it takes to serve the source and the output, and what that assumes (docs/serving.md); None for a
-            run that dequantizes.
-        seconds: wall time.
-        peak_rss_bytes: largest resident memory of the process so far.
-        resumed: whether an earlier run's work was continued, or already complete.
-        not_finite: what tensors hold that stay unquantized and are not finite, by name, as the source has them:
-            {"model.norm.weight": "NaN (3 values)"}. Of an output that was complete already nothing was read.
-        unread_shards: number of shards not looked at for that, as an earlier run has moved them to the Hub.
+        tensor_parallel: tensor-parallel sizes that can serve the output, among 1 to 16 and --tensor-parallel.
+        serving: GPUs and memory to serve the source and the output (docs/serving.md); None for a run that dequantizes.
+        seconds: wall time in seconds.
+        peak_rss_bytes: peak resident memory of the process in bytes.
+        resumed: whether an earlier run was continued, or had completed the output.
+        not_finite: unquantized tensors that hold NaN or infinity, by their name in the source:
+            {"model.norm.weight": "NaN (3 values)"}. Empty if the output was complete already, as nothing is read then.
+        unread_shards: number of shards that were not checked for this, as an earlier run has moved them to the Hub.
     """
 
     model: str
@@ -72,5 +71,5 @@ class Result:
     unread_shards: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name, as `--json` prints them."""
+        """Return the fields by name, as `--json` prints them."""
         return asdict(self)

@@ -389,11 +389,11 @@ def _find_shown(given: Given, asked: Evaluate) -> tuple[Destination | None, Dest
     command = _command(given)
     if command.report is None and command.figure is None:
         return None, None
-    from ..evaluation.run import output_of, protected_by
+    from ..evaluation.run import local_output, protected_by
     from ..files.evaluation import EVALUATION
     from ..report.html import PAGE, PICTURE, require_tools
 
-    protected, beside = protected_by(asked, Texts(**values_for(Texts, given))), output_of(asked)
+    protected, beside = protected_by(asked, Texts(**values_for(Texts, given))), local_output(asked)
     kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
     names = zip(kinds, (asked.out, command.report, command.figure), strict=True)
     found = {

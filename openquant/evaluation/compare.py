@@ -38,7 +38,7 @@ from .gathering import pack_records, unpack_records
 from .generate import TOKENS, continue_prompts, teacher_forced
 from .kl import ModelNames, compare_logits
 from .noise_floor import RoundingNoise
-from .results import Evaluation, Findings, make_evaluation
+from .results import Evaluation, Measurements, make_evaluation
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .weight_changes import compare_weights
 
@@ -105,14 +105,14 @@ class _Comparison:
         ]
         self.local_documents = documents_of_rank(len(corpus.documents), settings.ranks)
         self.outputs: list[OutputUnderTest] = []
-        self.findings = Findings(source, self.model, self.outputs, corpus, settings)
-        self.findings.routes.watch(self.model.model)
+        self.measurements = Measurements(source, self.model, self.outputs, corpus, settings)
+        self.measurements.routes.watch(self.model.model)
         self.noise = RoundingNoise(self.model.units[name] for name in self.layers)
         for output in outputs:
             with naming(output.name):
                 model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
             require_one_model(source, self.model, output, model)
-            self.findings.routes.watch(model.model)
+            self.measurements.routes.watch(model.model)
             served = ServedModel(output.name, output.checkpoint, model, settings.kv_cache)
             self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
         # Units whose weights are compared already, by name and pass.
@@ -250,8 +250,8 @@ class _Comparison:
         ranks = self.settings.ranks
         if ranks is None:
             return self._evaluation()
-        for data in ranks.gather(pack_records(self.findings.records, self.findings.counts())):
-            self.findings.add(*unpack_records(data, self.corpus.documents))
+        for data in ranks.gather(pack_records(self.measurements.records, self.measurements.counts())):
+            self.measurements.add(*unpack_records(data, self.corpus.documents))
         evaluation = self._evaluation() if ranks.rank == 0 else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
         return evaluation or Evaluation(first["source"], first["floor"], first["outputs"], tuple(first["notes"]))
@@ -269,7 +269,7 @@ class _Comparison:
             for output in self.outputs
             if output.smoothed
         ]
-        return make_evaluation(self.findings, self._answers(), notes)
+        return make_evaluation(self.measurements, self._answers(), notes)
 
     def _answers(self) -> list[list[dict[str, Any]]]:
         """Return the `texts` of each output: answers to prompts, or else teacher-forced predictions along a text."""
@@ -308,18 +308,18 @@ class _Comparison:
     ) -> Callable[[], AbstractContextManager[Any]]:
         @contextmanager
         def around() -> Iterator[None]:
-            self.findings.routes.number = number
+            self.measurements.routes.number = number
             try:
                 with products_in_float32(self.settings.device), inner():
                     yield
             finally:
-                self.findings.routes.number = None
+                self.measurements.routes.number = None
 
         return around
 
     def _after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
         if unit in self.layers:
-            self.findings.distances.add(unit, number, hidden)
+            self.measurements.distances.add(unit, number, hidden)
         if self.local_documents[group] == 0:
             self._compare_weights(unit, number)
 
@@ -368,6 +368,6 @@ class _Comparison:
         names = ModelNames(self.source.name, output.subject.name if output else f"{self.source.name} with noise")
         ids = torch.tensor(document.ids)
         record = compare_logits(self.source_logits, pass_logits, ids, document.domain, document.name, names)
-        self.findings.records.setdefault(number, {})[index] = record
+        self.measurements.records.setdefault(number, {})[index] = record
         if number + 1 == self.passes:
             self.source_logits = None

@@ -31,7 +31,7 @@ def pack_records(records: Records, counts: Mapping[str, Any]) -> bytes:
 
     Args:
         records: records by pass number, then by document number; all documents have the same length.
-        counts: anything that JSON can hold, such as `Findings.counts()`.
+        counts: anything that JSON can hold, such as `Measurements.counts()`.
 
     Returns:
         A npz file, for `unpack_records`.

@@ -1,6 +1,6 @@
 """Builds the results of an evaluation, as eval.json and `--json` have them; docs/evaluation.md explains the keys.
 
-make_evaluation(findings, texts).outputs[0]["kl"]["mean"]      # 0.0031
+make_evaluation(measurements, texts).outputs[0]["kl"]["mean"]      # 0.0031
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Evaluation:
 
 
 @dataclass
-class Findings:
+class Measurements:
     """Everything that is measured while the texts run through the models.
 
     Attributes:
@@ -113,45 +113,47 @@ class Findings:
         return [by_document[document] for document in sorted(by_document)]
 
 
-def make_evaluation(findings: Findings, texts: Sequence[list[dict[str, Any]]], notes: Sequence[str] = ()) -> Evaluation:
+def make_evaluation(
+    measurements: Measurements, texts: Sequence[list[dict[str, Any]]], notes: Sequence[str] = ()
+) -> Evaluation:
     """Compute the figures, suspects and verdict of all outputs.
 
     Args:
-        findings: the measurements, those of all processes combined.
+        measurements: measurements of all processes combined.
         texts: for each output its answers beside the source's, as eval.json's `texts`.
         notes: remarks for the user, in addition to those of the corpus and of the models.
 
     Returns:
         The evaluation, with an eval.json for each output.
     """
-    seed = findings.settings.seed
-    floor = _brief(findings.of(1), seed)
-    source = findings.source.identity()
+    seed = measurements.settings.seed
+    floor = _brief(measurements.of(1), seed)
+    source = measurements.source.identity()
     common = {
         "floor": floor,
-        "text": findings.corpus.account,
+        "text": measurements.corpus.account,
         "versions": _versions(),
         "seed": seed,
-        "device": findings.settings.device,
+        "device": measurements.settings.device,
         "source": source,
     }
     outputs = [
-        cast(OutputEvaluation, {**_figures(findings, output, floor), "texts": answers, **common})
-        for output, answers in zip(findings.outputs, texts, strict=True)
+        cast(OutputEvaluation, {**_figures(measurements, output, floor), "texts": answers, **common})
+        for output, answers in zip(measurements.outputs, texts, strict=True)
     ]
-    model_notes = (note for output in findings.outputs for note in output.served.notes)
-    all_notes = dict.fromkeys([*findings.corpus.notes, *model_notes, *notes])
+    model_notes = (note for output in measurements.outputs for note in output.served.notes)
+    all_notes = dict.fromkeys([*measurements.corpus.notes, *model_notes, *notes])
     return Evaluation(source, floor, outputs, tuple(all_notes))
 
 
-def _figures(findings: Findings, output: OutputUnderTest, floor: Brief) -> dict[str, Any]:
-    weights_only, as_served = findings.of(output.first), findings.of(output.last)
-    seed = findings.settings.seed
+def _figures(measurements: Measurements, output: OutputUnderTest, floor: Brief) -> dict[str, Any]:
+    weights_only, as_served = measurements.of(output.first), measurements.of(output.last)
+    seed = measurements.settings.seed
     figures = summarize(as_served, seed)
     # Layers of vision towers are not among them, as no text runs through those.
-    layers = [_layer(findings, name, output) for name in findings.distances.layers]
+    layers = [_layer(measurements, name, output) for name in measurements.distances.layers]
     suspects = [
-        *_suspects_by_files(findings, output),
+        *_suspects_by_files(measurements, output),
         *suspects_by_weights(output.changes, output.served.quantized_kept, output.by_gptq),
         *suspects_by_layers(layers),
     ]
@@ -164,7 +166,7 @@ def _figures(findings: Findings, output: OutputUnderTest, floor: Brief) -> dict[
         "kl_histogram": {
             "edges": list(EDGES),
             "output": kl_histogram(as_served),
-            "floor": kl_histogram(findings.of(1)),
+            "floor": kl_histogram(measurements.of(1)),
         },
         "weights_only": _brief(weights_only, seed),
         "weight_error": statistics.median(errors) if errors else 0.0,
@@ -173,12 +175,12 @@ def _figures(findings: Findings, output: OutputUnderTest, floor: Brief) -> dict[
         "verdict": verdict,
         "reasons": _reasons(figures, floor, suspects),
         "suspects": list(dict.fromkeys(suspect.layer for suspect in suspects)),
-        "sizes": {"source": findings.source.nbytes, "output": output.subject.nbytes},
+        "sizes": {"source": measurements.source.nbytes, "output": output.subject.nbytes},
         "output": output.subject.identity(),
     }
 
 
-def _layer(findings: Findings, name: str, output: OutputUnderTest) -> LayerFigures:
+def _layer(measurements: Measurements, name: str, output: OutputUnderTest) -> LayerFigures:
     last = name.rpartition(".")[2]
 
     def inside(place: str | int) -> bool:
@@ -186,15 +188,15 @@ def _layer(findings: Findings, name: str, output: OutputUnderTest) -> LayerFigur
 
     return LayerFigures(
         name,
-        findings.distances.of(name, output.last),
-        findings.distances.of(name, 1),
-        findings.routes.of(name, output.last),
+        measurements.distances.of(name, output.last),
+        measurements.distances.of(name, 1),
+        measurements.routes.of(name, output.last),
         output.served.clipped.share(inside),
     )
 
 
-def _suspects_by_files(findings: Findings, output: OutputUnderTest) -> list[Suspect]:
-    source_config, output_config = (_flat_config(model) for model in (findings.model, output.served.model))
+def _suspects_by_files(measurements: Measurements, output: OutputUnderTest) -> list[Suspect]:
+    source_config, output_config = (_flat_config(model) for model in (measurements.model, output.served.model))
     tokenizer = [
         Suspect("tokenizer", f"it differs from the source's in {difference}")
         for difference in output.subject.tokenizer_differences

@@ -204,7 +204,7 @@ def _destinations(
         return destination
 
     if options.out is not None:
-        file = checked(Path(options.out), "--out", output_of(options))
+        file = checked(Path(options.out), "--out", local_output(options))
         return lambda evaluation: iter(
             [(file, evaluation.outputs[0] if len(evaluation.outputs) == 1 else evaluation.to_json())]
         )
@@ -220,6 +220,6 @@ def protected_by(options: Evaluate, texts: Texts) -> ProtectedPaths:
     return ProtectedPaths(models, files_read({**vars(options), **vars(texts)}))
 
 
-def output_of(options: Evaluate) -> Path | None:
+def local_output(options: Evaluate) -> Path | None:
     """Return the output's directory if exactly one local output is evaluated; results may be written into it."""
     return Path(options.outputs[0]) if len(options.outputs) == 1 and Path(options.outputs[0]).is_dir() else None

@@ -1,6 +1,6 @@
-"""README.md of an output: the base model's card, corrected where it would be wrong, and a section of our own.
+"""The model card (README.md) of an output: the source's card, corrected, with a section about the quantization.
 
-It holds what changes the bytes, and nothing about the machine that made them.
+It says what changes the output's bytes, and nothing about the machine that made them.
 """
 
 from __future__ import annotations
@@ -23,75 +23,83 @@ from ..recipes import recipe_command
 from ..version import SGLANG, __version__
 from .escape import join_lines, markdown
 
-# What may stand in a link.
+# Repository names that are safe in a Markdown link.
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 WEIGHED = "searched for by what goes into each column of {} layers"
 
 
 def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
-    """The output's README.md.
+    """Write the model card of an output.
 
     Args:
-        base: the source's README.md, None if it has none.
-        plan: what was done.
+        base: the source's README.md; None if it has none.
+        plan: the plan that made the output.
         name: the source's name.
-        repo: the source's Hub repository, None if unknown.
-        revision: the source's commit, None if unknown.
-        directory: the name of the output directory.
+        repo: the source's Hub repository; None if unknown.
+        revision: the source's commit on the Hub; None if unknown.
+        directory: name of the output directory, for the commands.
+
+    Returns:
+        The text of README.md, with YAML metadata.
     """
-    kept, entries, text = split_card(base or "")
+    kept, metadata, text = split_card(base or "")
     text = SECTION.sub("", text)
-    tags = entries.get("tags", [])
-    ours: dict[str, Any] = {}
+    tags = metadata.get("tags", [])
+    entries: dict[str, Any] = {}
     if repo is not None:
-        ours["base_model"] = repo
+        entries["base_model"] = repo
         if plan.quantization_config:
-            ours["base_model_relation"] = "quantized"
-    # What loads it; to transformers a per-tensor output is garbage.
-    ours["library_name"] = "vllm" if plan.quantization_config else "transformers"
+            entries["base_model_relation"] = "quantized"
+    # The library that loads it: transformers computes nonsense with per-tensor outputs.
+    entries["library_name"] = "vllm" if plan.quantization_config else "transformers"
     task = "image-text-to-text" if plan.model.text_config else "text-generation"
-    told = entries.get("pipeline_tag")
-    ours["pipeline_tag"] = told if told and isinstance(told, str) else task
-    # An entry without a value is no tag.
-    known = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
-    # Compressed-tensors directories are searched for by that tag.
+    pipeline_tag = metadata.get("pipeline_tag")
+    entries["pipeline_tag"] = pipeline_tag if pipeline_tag and isinstance(pipeline_tag, str) else task
+    # YAML entries without a value are None.
+    source_tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
+    # Users search for compressed-tensors directories by that tag.
     package = required_package(plan)
-    # What was true of a quantized source.
-    known = [
-        tag for tag in known if not re.match(r"fp8|mxfp|int[48]|w[48]a|quantized|compressed-tensors|[48]-bit", tag)
+    # Tags of a quantized source do not describe the output.
+    source_tags = [
+        tag
+        for tag in source_tags
+        if not re.match(r"fp8|mxfp|int[48]|w[48]a|quantized|compressed-tensors|[48]-bit", tag)
     ]
     schemes = [scheme.tag for scheme in plan.decisions.schemes]
     numbers = [scheme.format.number.title.lower() for scheme in plan.decisions.schemes]
     added = (
         [*numbers, "vllm", "quantized", *([package] if package else []), *schemes] if plan.quantization_config else []
     )
-    ours["tags"] = list(dict.fromkeys([*known, *added]))
-    plain = all(text.isprintable() for text in (repo or "", ours["pipeline_tag"], *ours["tags"]))
-    front = kept + yaml.safe_dump(ours, sort_keys=False, allow_unicode=plain)
+    entries["tags"] = list(dict.fromkeys([*source_tags, *added]))
+    printable = all(value.isprintable() for value in (repo or "", entries["pipeline_tag"], *entries["tags"]))
+    front = kept + yaml.safe_dump(entries, sort_keys=False, allow_unicode=printable)
     section = _section(plan, name, repo, revision, directory)
     body = f"{text.strip()}\n\n{section}" if text.strip() else section
     return f"---\n{front}---\n\n{body}"
 
 
 def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
-    """A card with the figures of an evaluation behind it.
+    """Append the figures of an evaluation to a model card.
 
     Args:
-        card: README.md as it is published.
-        repo: the repository.
-        evaluation: what an eval.json holds, checked.
+        card: the text of README.md.
+        repo: the Hub repository that the output is published in, for the command that repeats the evaluation.
+        evaluation: the checked content of an eval.json.
+
+    Returns:
+        The text of the new README.md.
     """
     kl, floor, perplexity = evaluation["kl"], evaluation["floor"], evaluation["perplexity"]
     text, source = evaluation["text"], evaluation["source"]["name"]
     rows = [
         ("verdict", f"{markdown(evaluation['verdict'])}: {markdown('; '.join(evaluation['reasons']))}"),
-        ("KL to the source, mean", f"{kl['mean']:.3g} nats{_between(kl['interval'])}"),
+        ("KL to the source, mean", f"{kl['mean']:.3g} nats{_interval(kl['interval'])}"),
         ("floor, bfloat16's own noise", f"{floor['kl']:.3g} nats"),
         ("same most probable token", f"{_percent(evaluation['top1'])} (floor {_percent(floor['top1'])})"),
         (
             "perplexity",
             f"{perplexity['source']:.4g} -> {perplexity['output']:.4g}, "
-            f"times {perplexity['ratio']:.4f}{_between(perplexity['interval'], '.4f')}",
+            f"times {perplexity['ratio']:.4f}{_interval(perplexity['interval'], '.4f')}",
         ),
         (
             "measured on",
@@ -101,48 +109,52 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
     lines = ["", "## Measured against the source", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows]
     if evaluation["texts"]:
-        lines += ["", *_told(evaluation["texts"][0])]
-    lines += ["", "Intervals are of 95 %, over texts. Again:", "", "```", _again(repo, source, text), "```", ""]
+        lines += ["", *_answer_table(evaluation["texts"][0])]
+    lines += ["", "Intervals are of 95 %, over texts. Again:", "", "```", _eval_command(repo, source, text), "```", ""]
     return card.rstrip("\n") + "\n" + join_lines(lines)
 
 
-# Letters of each text in a card.
-_TOLD = 400
+# Characters of each text in a card.
+_TEXT_LENGTH = 400
 
 
-def _told(text: Mapping[str, Any]) -> list[str]:
-    """One prompt and both answers."""
-    cells = [(name, markdown(shortened(text[name], _TOLD))) for name in SIDES if name in text]
-    said = difference_text(text)
+def _answer_table(text: Mapping[str, Any]) -> list[str]:
+    """Return a Markdown table of a prompt and both answers."""
+    cells = [(name, markdown(shortened(text[name], _TEXT_LENGTH))) for name in SIDES if name in text]
+    difference = difference_text(text)
     return [
         "| | |",
         "|---|---|",
         *[f"| {name} | {cell} |" for name, cell in cells],
         "",
-        f"{said[0].upper()}{said[1:]}.",
+        f"{difference[0].upper()}{difference[1:]}.",
     ]
 
 
-# What is shown of a text, in this order: `text` is what follows the prompt where models go along it.
+# Keys of eval.json's `texts` in the order in which they are shown. Only teacher-forced ones have `text`.
 SIDES = ("prompt", "text", "source", "output")
 
 
 def difference_text(text: Mapping[str, Any]) -> str:
-    """How the two sides of a text compare: "they differ from token 13 on"."""
+    """Say where both answers begin to differ: "they differ from token 13 on".
+
+    Args:
+        text: one of eval.json's `texts`.
+    """
     at = text["differs_at"]
     if "text" in text:
         same = "they are the same" if at is None else f"the first that differs is token {at + 1}"
-        return f"at each place of the text, the token that each finds most likely: {same}"
+        return f"the most probable token of each model at each position of the text: {same}"
     return "both answer alike" if at is None else f"they differ from token {at + 1} on"
 
 
 def shortened(text: str, most: int) -> str:
-    """The beginning of a text, with dots if there is more."""
+    """Return the first `most` characters of a text, with three dots if there are more."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def _again(repo: str, source: str, text: Mapping[str, Any]) -> str:
-    """The command that repeats an evaluation, on one line."""
+def _eval_command(repo: str, source: str, text: Mapping[str, Any]) -> str:
+    """Return the command that repeats an evaluation, on one line."""
     words = [("openquant eval", repo), ("--source", source)]
     words += [("--text", name) for name in text.get("files", ())]
     words += [("--dataset", text["dataset"])] if text.get("dataset") else []
@@ -154,12 +166,12 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def _between(interval: Sequence[float] | None, form: str = ".3g") -> str:
-    return f" [{', '.join(format(edge, form) for edge in interval)}]" if interval else ""
+def _interval(interval: Sequence[float] | None, format_spec: str = ".3g") -> str:
+    return f" [{', '.join(format(edge, format_spec) for edge in interval)}]" if interval else ""
 
 
 def gigabytes(nbytes: int) -> str:
-    """A size for people: "1.24 GB", "8.4 MB"."""
+    """Format a number of bytes: "1.24 GB", "8.4 MB"."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
@@ -167,7 +179,7 @@ def gigabytes(nbytes: int) -> str:
 
 
 def unquantized_lines(plan: Plan) -> list[str]:
-    """What stayed unquantized and why, a line for each reason."""
+    """List the matrices that stay unquantized, a line for each reason: "lm_head (output head)"."""
     reasons: dict[str, list[str]] = {}
     for line in plan.lines:
         if not line.quantized and len(line.shape) >= 2:
@@ -176,16 +188,16 @@ def unquantized_lines(plan: Plan) -> list[str]:
 
 
 def engines_that_read(plan: Plan) -> str:
-    """Which programs read this output right."""
+    """Say which engines load an output, and whether transformers loads it too, as one sentence or two."""
     engines = f"This output is for {' and '.join(summary.engines(plan))}"
     unread = sglang_refusal(plan.entry, plan.decisions)
     if unread is not None:
         engines += f" ({SGLANG} does not load it: {unread.why})"
-    of_experts = [scheme for weight, scheme in plan.decisions.kinds if plan.entry.experts(weight.module)]
+    expert_schemes = [scheme for weight, scheme in plan.decisions.kinds if plan.entry.experts(weight.module)]
     problems = [scheme.transformers for scheme in plan.decisions.schemes]
-    problems += [scheme.transformers_experts for scheme in of_experts]
+    problems += [scheme.transformers_experts for scheme in expert_schemes]
     problem = next(filter(None, problems), None)
-    split = of_experts and not all(experts.transformers for experts in plan.model.experts)
+    split = expert_schemes and not all(experts.transformers for experts in plan.model.experts)
     if problem is None and plan.scheme and (split or not plan.model.transformers_reads_blocks):
         problem = "does not find all of its weights under these names"
     if problem is not None:
@@ -195,7 +207,13 @@ def engines_that_read(plan: Plan) -> str:
 
 
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
-    """What starts each engine on an output directory, or on a revision of a repository (main if None)."""
+    """Return the command that starts each engine on an output.
+
+    Args:
+        plan: the plan that made the output.
+        output: the output's directory or Hub repository.
+        revision: revision of the repository; None for main.
+    """
     flags = {"vLLM": f" {FLAG}"} if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8" else {}
     return [
         f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags.get(engine, '')}"
@@ -204,7 +222,7 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
 
 
 def kv_cache_text(plan: Plan) -> str:
-    """The scales of an FP8 cache: "one scale for keys and one for values in each of 28 layers"."""
+    """Describe the scales of an FP8 KV cache: "one scale for keys and one for values in each of 28 layers"."""
     return f"one scale for keys and one for values in each of {summary.cache_layers(plan)} layers"
 
 
@@ -213,12 +231,12 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
     settings, transforms, recipe = plan.quantization_config, plan.options.transforms, plan.provenance.recipe
     activations = plan.scheme.activations if plan.scheme else ""
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
-    left = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized_lines(plan)], ""]
-    left = left if plan.scheme else []
-    # Neither may break the heading or the table it stands in.
-    name = re.sub(r"[<\[]", lambda found: f"&#{ord(found[0])};", " ".join(name.split()).replace("|", "\\|"))
+    unquantized = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized_lines(plan)], ""]
+    unquantized = unquantized if plan.scheme else []
+    # No character of the name may break the heading or the table.
+    name = re.sub(r"[<\[]", lambda match: f"&#{ord(match[0])};", " ".join(name.split()).replace("|", "\\|"))
     origin = f"[{repo}](https://huggingface.co/{repo})" if repo and _REPOSITORY.fullmatch(repo) else name
-    # Where codes pass through, or were made of decoded ones, the unquantized model does not make the same.
+    # If the source is quantized, quantizing the unquantized model does not give the same bytes.
     origin += QUANTIZED if settings and summary.has_quantized_source(plan) else ""
     lines = [
         f"# {name}: {summary.numbers(plan)} weights",
@@ -236,7 +254,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         f"| made with | openquant {__version__} |",
         *([f"| recipe | {markdown(recipe_command(recipe['options']))} |"] if recipe else []),
         "",
-        *left,
+        *unquantized,
         engines_that_read(plan),
         "",
         "```",
@@ -244,5 +262,5 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         "```",
         "",
     ]
-    # No value may end its line.
+    # join_lines escapes newlines in values.
     return join_lines(lines)

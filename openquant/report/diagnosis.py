@@ -1,4 +1,4 @@
-"""What diagnose found, as text for a terminal."""
+"""The result of diagnose, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from .card import gigabytes
 from .escape import join_lines, terminal
 from .text import not_finite_notes
 
-# Layers in a table, unless all are wanted.
+# Layers in a table, unless the user wants all; and most names in a line.
 WORST = 10
 
 
-def diagnosis_text(found: Diagnosis, every: bool) -> str:
-    """What diagnose found.
+def diagnosis_text(diagnosis: Diagnosis, every: bool) -> str:
+    """Format a diagnosis: two tables of layers, flags, and suggestions.
 
     Args:
-        found: that.
-        every: list every layer, in the order of the checkpoint; else the worst.
+        diagnosis: the result of diagnose.
+        every: whether to list every layer in the order of the checkpoint; else only the worst.
     """
-    layers = found.layers if every else found.worst[:WORST]
-    name = f"{found.model}@{found.revision}" if found.revision else found.model
+    layers = diagnosis.layers if every else diagnosis.worst[:WORST]
+    name = f"{diagnosis.model}@{diagnosis.revision}" if diagnosis.revision else diagnosis.model
     rows = (
         "all their rows"
-        if found.rows_read == 1
-        else f"{100 * found.rows_read:.2g} % of their rows, spread evenly; the largest weight and scales from all"
+        if diagnosis.rows_read == 1
+        else f"{100 * diagnosis.rows_read:.2g} % of their rows, spread evenly; the largest weight and scales from all"
     )
     lines = [
-        terminal(f"{name}: {found.architecture}, --scheme {found.scheme}"),
-        f"{len(found.layers)} layers, measured on {rows}",
+        terminal(f"{name}: {diagnosis.architecture}, --scheme {diagnosis.scheme}"),
+        f"{len(diagnosis.layers)} layers, measured on {rows}",
         "",
     ]
     shown = "layers" if every else f"{len(layers)} layers of the largest row error"
     lines += _table(
         (shown, "shape", "max", "mean", "std", "max/mean", "range", "to zero", "subnormal", "error", "flags"),
-        [_figures(layer, found.scheme) for layer in layers],
+        [_figures(layer, diagnosis.scheme) for layer in layers],
         ragged=True,
     )
     lines.append("")
@@ -46,7 +46,7 @@ def diagnosis_text(found: Diagnosis, every: bool) -> str:
         ("row error", *SCHEMES),
         [(layer.module, *(_percent(layer.row_errors[scheme]) for scheme in SCHEMES)) for layer in layers],
     )
-    lines += ["", *not_finite_notes(found.not_finite), *_flags(found.layers), *_advice(found)]
+    lines += ["", *not_finite_notes(diagnosis.not_finite), *_flags(diagnosis.layers), *_advice(diagnosis)]
     return join_lines(lines)
 
 
@@ -64,32 +64,32 @@ def _figures(layer: LayerDiagnosis, scheme: str) -> tuple[str, ...]:
 
 
 def _percent(share: float | None) -> str:
-    """A share for people: "2.64 %"; "-" of what cannot be stored."""
+    """Format a share: "2.64 %"; "-" for None, an error in a scheme that cannot store the layer."""
     return "-" if share is None else f"{100 * share:.3g} %"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], ragged: bool = False) -> list[str]:
-    """Columns, the first and with `ragged` the last of them to the left."""
+    """Align columns to the right, the first and with `ragged` also the last to the left."""
     cells = [[terminal(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
-        placed = [
+        aligned = [
             row[0].ljust(widths[0]),
             *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
         ]
         if ragged:
-            placed[-1] = row[-1]
-        lines.append("  ".join(placed).rstrip())
+            aligned[-1] = row[-1]
+        lines.append("  ".join(aligned).rstrip())
     return lines
 
 
 def _flags(layers: Sequence[LayerDiagnosis]) -> list[str]:
     lines = []
     for flag, meaning in FLAGS.items():
-        raised = [layer.module for layer in layers if flag in layer.flags]
-        if raised:
-            lines.append(f"{flag}: {len(raised)} of {len(layers)} layers: {meaning}: {_names(raised)}")
+        flagged = [layer.module for layer in layers if flag in layer.flags]
+        if flagged:
+            lines.append(f"{flag}: {len(flagged)} of {len(layers)} layers: {meaning}: {_names(flagged)}")
     return lines or ["no layer is out of the ordinary"]
 
 
@@ -99,30 +99,31 @@ def _names(modules: Sequence[str]) -> str:
     return terminal(", ".join(names[:WORST]) + more)
 
 
-def _advice(found: Diagnosis) -> list[str]:
-    notes = [f"note: {note}" for note in found.notes]
-    if not found.advice:
+def _advice(diagnosis: Diagnosis) -> list[str]:
+    notes = [f"note: {note}" for note in diagnosis.notes]
+    if not diagnosis.advice:
         return ["no other scheme that can be mixed in halves the error of a layer", *notes]
-    lines = [_remedy(one) for one in found.advice[:WORST]]
-    if len(found.advice) > WORST:
-        lines.append(f"and {len(found.advice) - WORST} more, see --json")
+    lines = [_advice_line(advice) for advice in diagnosis.advice[:WORST]]
+    if len(diagnosis.advice) > WORST:
+        lines.append(f"and {len(diagnosis.advice) - WORST} more, see --json")
+    change = _size_change(diagnosis.bytes_after - diagnosis.bytes_before)
     return [
         *lines,
         *notes,
         "",
-        f"all of it: {gigabytes(found.bytes_before)} {_grown(found.bytes_after - found.bytes_before)}",
+        f"all of it: {gigabytes(diagnosis.bytes_before)} {change}",
         "",
-        f"  {terminal(shlex.join(['openquant', 'compress', '-m', found.model, *found.options]))}",
+        f"  {terminal(shlex.join(['openquant', 'compress', '-m', diagnosis.model, *diagnosis.options]))}",
     ]
 
 
-def _remedy(one: Advice) -> str:
-    before = _percent(one.error_before) if one.error_before is not None else "cannot be stored"
+def _advice_line(advice: Advice) -> str:
+    before = _percent(advice.error_before) if advice.error_before is not None else "cannot be stored"
     return terminal(
-        f"{_names(one.layers)}: {before} -> {_percent(one.error_after) if one.scheme else 'as it is'}, "
-        f"{_grown(one.bytes)}: {one.option}"
+        f"{_names(advice.layers)}: {before} -> {_percent(advice.error_after) if advice.scheme else 'as it is'}, "
+        f"{_size_change(advice.bytes)}: {advice.option}"
     )
 
 
-def _grown(nbytes: int) -> str:
+def _size_change(nbytes: int) -> str:
     return f"{'-' if nbytes < 0 else '+'} {gigabytes(abs(nbytes))}"

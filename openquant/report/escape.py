@@ -1,6 +1,6 @@
-"""What others wrote (names, prompts, a model's answers) put where something would obey it instead of showing it.
+"""Escapes untrusted text (names, prompts, answers), so that a terminal or Markdown shows it and obeys nothing.
 
-One function for each such place. What cannot be seen is written out as Python does, in all of them:
+There is one function for each place. Invisible characters are written as Python's escapes:
 
     terminal("a\\x1b[31mb")              # "a\\\\x1b[31mb"
     markdown("a|b")                     # "a&#124;b"
@@ -12,58 +12,60 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-# What joins letters into one sign, as Persian and families of emoji need it: invisible, and it moves nothing.
+# Joiners of letters, which Persian and families of emoji need: invisible, but harmless.
 _JOINERS = "\u200c\u200d"
-# All but what every terminal shows: of a long text, few characters have to be looked at one by one.
+# Everything but printable ASCII. Only these characters are checked one by one.
 _UNCOMMON = re.compile(r"[^ -~]")
-# Whatever Markdown gives a meaning to inside of a line, GitHub's and the Hub's dialects too: links, emoji, formulas.
+# Characters with a meaning inside of a line of Markdown, also in GitHub's and the Hub's dialects (emoji, formulas).
 _MARKED = re.compile(r"[\\`*_{}\[\]<>()#!|~&:@$^\"']|(?<=www)\.", re.IGNORECASE)
-# What would open a list, a heading or a rule at the beginning of one.
+# Characters that open a list, a heading or a rule at the beginning of a line.
 _OPENING = re.compile(r"^(\d*)([-+=.])")
 
 
 def terminal(text: str, kept: str = "") -> str:
-    """The text with whatever a terminal obeys, or cannot show, as an escape: control characters, marks that turn the
-    direction of writing, halves of surrogate pairs, what no Unicode has assigned.
+    """Escape whatever a terminal obeys or cannot show.
+
+    These are control characters, marks that change the direction of writing, halves of surrogate pairs, and unassigned
+    code points.
 
     Args:
         text: any text.
-        kept: characters to leave as they are, such as a newline.
+        kept: characters that are not escaped, such as a newline.
     """
 
     def replacement(match: re.Match[str]) -> str:
-        letter = match[0]
-        return letter if _shown(letter) or letter in kept else _escape(letter)
+        character = match[0]
+        return character if _is_visible(character) or character in kept else _escape(character)
 
     return _UNCOMMON.sub(replacement, text)
 
 
 def join_lines(lines: Iterable[str]) -> str:
-    """A text of these lines as a terminal shows it: a newline that a line has, from a name say, is escaped too."""
+    """Join lines into a text that is safe for a terminal. Newlines inside of a line, such as in a name, are escaped."""
     return "\n".join(map(terminal, lines))
 
 
 def markdown(text: str) -> str:
-    """The text as one line of Markdown that says it and does nothing else, in a paragraph or in a cell of a table."""
+    """Escape a text for one line of Markdown, in a paragraph or in a cell of a table; newlines become `<br>`."""
     return "<br>".join(map(_markdown_line, terminal(text, kept="\n\t").split("\n")))
 
 
-def _shown(letter: str) -> bool:
-    return letter.isprintable() or letter in _JOINERS or unicodedata.category(letter) == "Zs"
+def _is_visible(character: str) -> bool:
+    return character.isprintable() or character in _JOINERS or unicodedata.category(character) == "Zs"
 
 
-def _escape(letter: str) -> str:
-    return letter.encode("unicode_escape").decode("ascii")
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def _markdown_line(line: str) -> str:
-    whole = line.expandtabs(4)
-    text = whole.lstrip()
-    indent = whole[: len(whole) - len(text)]
-    text = _OPENING.sub(lambda found: found[1] + _entity(found[2]), _MARKED.sub(lambda found: _entity(found[0]), text))
-    # Four spaces would make a block of code of it.
+    expanded = line.expandtabs(4)
+    text = expanded.lstrip()
+    indent = expanded[: len(expanded) - len(text)]
+    text = _OPENING.sub(lambda match: match[1] + _entity(match[2]), _MARKED.sub(lambda match: _entity(match[0]), text))
+    # Four plain spaces would begin a block of code.
     return indent.replace(" ", "&nbsp;") + text
 
 
-def _entity(letter: str) -> str:
-    return f"&#{ord(letter)};"
+def _entity(character: str) -> str:
+    return f"&#{ord(character)};"

@@ -1,4 +1,4 @@
-"""What an evaluation found, as text for a terminal."""
+"""The result of eval, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from typing import Any
 from .card import SIDES, difference_text, gigabytes
 from .escape import join_lines, terminal
 
-# Prompts whose answers are shown, and letters of each.
-SHOWN, LETTERS = 2, 300
+# Number of prompts whose answers are shown, and characters of each answer.
+SHOWN_PROMPTS, SHOWN_CHARACTERS = 2, 300
 
 
-def evaluation_text(found: Mapping[str, Any], notes: Sequence[str]) -> str:
-    """A table of all outputs, and of each what its verdict rests on.
+def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str]) -> str:
+    """Format an evaluation: a table of all outputs, then each one's verdict with its reasons and answers.
 
     Args:
-        found: as Evaluation.to_json has it.
-        notes: what the user should know.
+        evaluation: what Evaluation.to_json returns.
+        notes: remarks for the user.
     """
-    floor, outputs = found["floor"], found["outputs"]
-    source = f"{terminal(found['source']['name'])} (source)"
+    floor, outputs = evaluation["floor"], evaluation["outputs"]
+    source = f"{terminal(evaluation['source']['name'])} (source)"
     rows = [("", "size", "KL in nats", "95 %", "99th", "same token", "perplexity", "verdict")]
-    rows.append((source, gigabytes(outputs[0]["sizes"]["source"]), "", "", "", "", _number(_before(outputs)), ""))
+    size, perplexity = gigabytes(outputs[0]["sizes"]["source"]), _number(outputs[0]["perplexity"]["source"])
+    rows.append((source, size, "", "", "", "", perplexity, ""))
     rows.append(("  with noise: the floor", "", *_kl(floor), _percent(floor["top1"]), _number(floor["perplexity"]), ""))
     for output in outputs:
         kl = {"kl": output["kl"]["mean"], **output["kl"]}
         perplexity = _number(output["perplexity"]["output"])
         name, size = terminal(output["output"]["name"]), gigabytes(output["sizes"]["output"])
         rows.append((name, size, *_kl(kl), _percent(output["top1"]), perplexity, output["verdict"]))
-        alone = output["weights_only"]
-        if alone["kl"] != output["kl"]["mean"]:
-            cells = _percent(alone["top1"]), _number(alone["perplexity"])
-            rows.append(("  its weights alone", "", *_kl(alone), *cells, ""))
+        weights_only = output["weights_only"]
+        if weights_only["kl"] != output["kl"]["mean"]:
+            cells = _percent(weights_only["top1"]), _number(weights_only["perplexity"])
+            rows.append(("  its weights alone", "", *_kl(weights_only), *cells, ""))
     lines = _table(rows)
     for output in outputs:
         lines += ["", f"{terminal(output['output']['name'])}: {output['verdict']}"]
         lines += [f"  {terminal(reason)}" for reason in output["reasons"]]
         if output["verdict"] == "same":
-            lines.append("  so near the floor the KL does not rank outputs by what benchmarks find of them")
-        lines += [f"  {line}" for line in _where(output)]
-        for text in output["texts"][:SHOWN]:
+            lines.append("  so near the floor, KL does not predict which output does better in benchmarks")
+        lines += [f"  {line}" for line in _layer_lines(output)]
+        for text in output["texts"][:SHOWN_PROMPTS]:
             lines += ["", *_answers(text)]
     text = outputs[0]["text"]
     lines += ["", f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 {text['sha256'][:16]}"]
@@ -48,36 +49,32 @@ def evaluation_text(found: Mapping[str, Any], notes: Sequence[str]) -> str:
     return join_lines(lines)
 
 
-def _before(outputs: Sequence[Mapping[str, Any]]) -> float:
-    return float(outputs[0]["perplexity"]["source"])
-
-
-def _where(output: Mapping[str, Any]) -> list[str]:
-    """Where a difference comes from, in a line or two."""
+def _layer_lines(output: Mapping[str, Any]) -> list[str]:
+    """Summarize the distances of hidden states and the routing of tokens, in at most two lines."""
     layers = output["layers"]
     if not layers:
         return []
     first, last = layers[0], layers[-1]
     lines = [
-        f"hidden states are {first['distance']:.3g} off after {terminal(first['layer'])}, {last['distance']:.3g} after "
-        f"{terminal(last['layer'])} (floor {last['floor']:.3g})"
+        f"relative distance of hidden states: {first['distance']:.3g} after {terminal(first['layer'])}, "
+        f"{last['distance']:.3g} after {terminal(last['layer'])} (floor {last['floor']:.3g})"
     ]
     routed = [layer["routed_otherwise"] for layer in layers if "routed_otherwise" in layer]
     if routed:
-        lines.append(f"of its tokens {_percent(min(routed))} to {_percent(max(routed))} go to other experts, by layer")
+        lines.append(f"tokens routed to other experts: {_percent(min(routed))} to {_percent(max(routed))}, by layer")
     return lines
 
 
 def _answers(text: Mapping[str, Any]) -> list[str]:
-    """A prompt and both answers, a line each."""
-    rows = [(name, terminal(str(text[name])[:LETTERS])) for name in SIDES if name in text]
-    return [*(f"  {name:<7} {shown}" for name, shown in rows), f"  {difference_text(text)}"]
+    """Return a prompt and both answers, a line each, and a line that says where they differ."""
+    rows = [(name, terminal(str(text[name])[:SHOWN_CHARACTERS])) for name in SIDES if name in text]
+    return [*(f"  {name:<7} {line}" for name, line in rows), f"  {difference_text(text)}"]
 
 
 def _kl(figures: Mapping[str, Any]) -> tuple[str, str, str]:
     interval = figures["interval"]
-    between = f"[{', '.join(f'{edge:.3g}' for edge in interval)}]" if interval else ""
-    return f"{figures['kl']:.3g}", between, f"{figures['p99']:.3g}"
+    interval_text = f"[{', '.join(f'{edge:.3g}' for edge in interval)}]" if interval else ""
+    return f"{figures['kl']:.3g}", interval_text, f"{figures['p99']:.3g}"
 
 
 def _number(value: float) -> str:
@@ -90,8 +87,8 @@ def _percent(share: float) -> str:
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    made = []
+    lines = []
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        made.append("  ".join(cells).rstrip())
-    return made
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -1,4 +1,4 @@
-"""What becomes of a layer, as text for a terminal."""
+"""The result of explain, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .escape import join_lines
 _AXES = {"out": "rows (column parallel)", "in": "columns (row parallel)"}
 
 
-def explanation_text(found: Explanation) -> str:
-    """A paragraph for all layers that are alike: a heading, and a line for each thing that is known."""
-    return "\n\n".join(_paragraph(layer, found.architecture) for layer in found.layers)
+def explanation_text(explanation: Explanation) -> str:
+    """Format an explanation: for each group of layers that are alike a heading and a line for each fact."""
+    return "\n\n".join(_paragraph(layer, explanation.architecture) for layer in explanation.layers)
 
 
 def _paragraph(layer: ModuleExplanation, architecture: str) -> str:
@@ -27,11 +27,11 @@ def _paragraph(layer: ModuleExplanation, architecture: str) -> str:
         ("rule", rule),
         ("source", f"{_tensors(layer.source) or 'nothing'}, in {layer.shard}"),
         ("output", _tensors(layer.output)),
-        ("joined with", ", ".join(name for name in layer.joined if name != layer.module)),
+        ("fused with", ", ".join(name for name in layer.joined if name != layer.module)),
         ("experts", layer.experts or ""),
-        ("ranks", _divided(layer.ranks) if len(layer.shape) > 1 else ""),
+        ("ranks", _rank_text(layer.ranks) if len(layer.shape) > 1 else ""),
         *[(engine, ", ".join(names)) for engine, names in layer.engines.items()],
-        ("listed", f"as {layer.listed}, among what is not quantized" if layer.listed else "no"),
+        ("ignore list", f"as {layer.listed}" if layer.listed else "not in it"),
     ]
     heading = ", ".join(collapse(layer.modules))
     more = f" ({len(layer.modules)} alike; below {layer.module})" if len(layer.modules) > 1 else ""
@@ -39,14 +39,14 @@ def _paragraph(layer: ModuleExplanation, architecture: str) -> str:
 
 
 def _tensors(tensors: Iterable[Tensor]) -> str:
-    return ", ".join(f"{each.name} {each.dtype} {list(each.shape)}" for each in tensors)
+    return ", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
 
 
-def _divided(ranks: RankSplit | None) -> str:
+def _rank_text(ranks: RankSplit | None) -> str:
     if ranks is None:
         return "each has all of it"
-    copied = ", copied where they are fewer" if ranks.replicated else ""
+    copied = ", replicated if there are fewer heads than ranks" if ranks.replicated else ""
     heads = f", by heads ({ranks.heads}{copied})" if ranks.heads else ""
     sizes = ", ".join(map(str, ranks.sizes)) or "none"
     problem = next((f"; not {size}: {why}" for size, why in ranks.problems.items()), "")
-    return f"each has some of its {_AXES[ranks.axis]}{heads}; sizes {sizes}{problem}"
+    return f"each has a part of its {_AXES[ranks.axis]}{heads}; sizes {sizes}{problem}"

@@ -1,4 +1,4 @@
-"""The one picture for a card: what an evaluation found, legible at 800 pixels."""
+"""The picture of an evaluation for a model card."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from .charts import STYLE, chart_name, draw_distribution, quiet_fonts
 
 
 def draw_picture(evaluation: Mapping[str, Any], title: str, identity: str) -> bytes:
-    """The one picture for a card: a PNG, 1600 pixels wide, that is legible at 800.
+    """Draw an evaluation as a PNG, 1600 pixels wide and legible at 800.
 
     Args:
-        evaluation: what an eval.json holds, checked.
-        title: what it is of.
-        identity: what its metadata names the evaluation by.
+        evaluation: the checked content of an eval.json.
+        title: name of the output.
+        identity: digest of the evaluation, for the picture's metadata.
+
+    Returns:
+        The bytes of the PNG.
     """
     kl, sizes, perplexity = evaluation["kl"], evaluation["sizes"], evaluation["perplexity"]
     with matplotlib.rc_context({**STYLE, "font.size": 10.5}):

@@ -1,9 +1,9 @@
-"""The report: one HTML file that asks no network for anything.
+"""The HTML report: one file that loads nothing from the network.
 
-All that others wrote (names, prompts, answers) is escaped by the template, which has no way around that but for the
-charts and the marks that are made here. A Content-Security-Policy lets no script run but the page's own.
+The template escapes all text (names, prompts, answers) except the charts and the marks that are made here. A
+Content-Security-Policy lets no script run but the page's own.
 
-    page = render(Page("Qwen3-8B-FP8", evaluations=[evaluation]))
+    page = render_page(PageContent("Qwen3-8B-FP8", evaluations=[evaluation]))
     Destination(Path("report.html"), "--report", PAGE).write(page.encode())
 """
 
@@ -31,11 +31,11 @@ from .text import short
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-# Rows of a table of layers, texts, and letters of each; a page that is longer is read by nobody.
+# Most rows of a table of layers, most texts, and most characters of each text.
 MOST_LAYERS, MOST_TEXTS, MOST_LETTERS = 200, 50, 4000
-# The extra that brings them.
-_NEEDED = ("jinja2", "matplotlib")
-# What a page and a picture of ours begin with, within so many bytes.
+# Packages of the extra `report`.
+_PACKAGES = ("jinja2", "matplotlib")
+# Marks of pages and pictures that openquant wrote, which are in their first bytes.
 _BEGINNING = 1024
 _GENERATOR = b'<meta name="generator" content="openquant '
 _PNG, _SOFTWARE = b"\x89PNG\r\n\x1a\n", b"tEXtSoftware\0openquant "
@@ -55,19 +55,19 @@ PICTURE = FileKind("a picture", _is_picture, EVAL_PICTURE)
 
 
 @dataclass(frozen=True)
-class ReportPage:
-    """What a report shows; what is missing is left out.
+class PageContent:
+    """What an HTML report shows. Sections whose field is empty are left out.
 
     Attributes:
-        title: of what it is, "Qwen3-8B-FP8".
-        about: a line below.
-        evaluations: of outputs, each what an eval.json holds.
-        diagnosis: what diagnose prints as JSON.
-        verified: what verify prints as JSON.
-        lines: of a plan: objects with names, scheme, decoded, shape, bytes_before, bytes_after and why.
-        notes: of the plan.
-        serving: what it takes to serve, as compress prints it as JSON.
-        commands: to type next.
+        title: name of the model, such as "Qwen3-8B-FP8".
+        about: a line below the title.
+        evaluations: evaluations of outputs, each the content of an eval.json.
+        diagnosis: what `diagnose --json` prints.
+        verified: what `verify --json` prints.
+        lines: lines of a plan, with the keys names, scheme, decoded, shape, bytes_before, bytes_after and why.
+        notes: notes of the plan.
+        serving: GPUs and memory to serve the model, as `compress --json` prints them.
+        commands: commands that the user may type next.
     """
 
     title: str
@@ -82,29 +82,31 @@ class ReportPage:
 
 
 def require_tools(option: str) -> None:
-    """Refuse, before anything is done, what could not be drawn at the end.
+    """Require the packages that draw reports, before anything is computed.
 
     Args:
-        option: what asks for it, "--report".
+        option: the option that needs them, such as "--report", for the message.
 
     Raises:
-        UsageError: the extra is not installed.
+        UsageError: the extra `report` is not installed.
     """
     try:
-        for name in _NEEDED:
+        for name in _PACKAGES:
             import_module(name)
     except ImportError as error:
         raise UsageError(f"{option} needs {error.name}, which is not installed", install_hint("report")) from None
 
 
-def render_page(page: ReportPage) -> str:
-    """The report as HTML; the same page gives the same text."""
+def render_page(page: PageContent) -> str:
+    """Render a page as HTML. The same content gives the same text."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     from . import charts
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_visible, keep_trailing_newline=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, finalize=_escape_invisible, keep_trailing_newline=True
+    )
     filters: dict[str, Callable[..., Any]] = {
         "size": gigabytes,
         "short": short,
@@ -113,12 +115,12 @@ def render_page(page: ReportPage) -> str:
         "interval": lambda edges: " to ".join(map(_number, edges)) if edges else "",
         "collapsed": lambda names: shortened(", ".join(collapse(names)), 400),
         "cut": lambda text: shortened(text, MOST_LETTERS),
-        "compared": _compared,
+        "compared": _mark_differences,
         "drawn": Markup,
     }
     environment.filters.update(filters)
     script = _read("page.js")
-    worst, heat = ([], []) if page.diagnosis is None else (_worst(page.diagnosis), _heat(page.diagnosis))
+    worst, heat = ([], []) if page.diagnosis is None else (_worst_layers(page.diagnosis), _heat_maps(page.diagnosis))
     return environment.from_string(_read("page.html")).render(
         title=page.title,
         about=page.about,
@@ -145,8 +147,8 @@ def _read(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _visible(value: Any) -> Any:
-    """What a template puts into the page: of text that others wrote nothing that moves or hides other text."""
+def _escape_invisible(value: Any) -> Any:
+    """Escape characters that move or hide other text in a value that the template puts into the page."""
     return terminal(value, kept="\n\t") if type(value) is str else value
 
 
@@ -154,38 +156,38 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _compared(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
-    """The two answers to a prompt, with the words marked that only one of them has."""
+def _mark_differences(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
+    """Return the source's and the output's answer as HTML, with the words marked that only one of them has."""
     from markupsafe import Markup
 
     words = [
         re.findall(r"\s+|[^\s]+", terminal(shortened(text[name], MOST_LETTERS), kept="\n\t"))
         for name in ("source", "output")
     ]
-    found = (Markup(), Markup())
+    answers = (Markup(), Markup())
     marks = (Markup("<del>{}</del>"), Markup("<ins>{}</ins>"))
     same = Markup("{}")
     for kind, *spans in difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
         pieces = ("".join(words[0][spans[0] : spans[1]]), "".join(words[1][spans[2] : spans[3]]))
-        found = tuple(  # type: ignore[assignment]
+        answers = tuple(  # type: ignore[assignment]
             before + (same if kind == "equal" or not piece else mark).format(piece)
-            for before, mark, piece in zip(found, marks, pieces, strict=True)
+            for before, mark, piece in zip(answers, marks, pieces, strict=True)
         )
-    return found
+    return answers
 
 
-def _worst(diagnosis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The layers, the largest row error first; before all others those that the scheme cannot store."""
+def _worst_layers(diagnosis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the layers by row error, the largest first; layers that the scheme cannot store come before all others."""
 
     def error(layer: Mapping[str, Any]) -> float:
-        found = layer["row_errors"][diagnosis["scheme"]]
-        return float("inf") if found is None else float(found)
+        row_error = layer["row_errors"][diagnosis["scheme"]]
+        return float("inf") if row_error is None else float(row_error)
 
     return sorted(diagnosis["layers"], key=lambda layer: -error(layer))[:MOST_LAYERS]
 
 
-def _heat(diagnosis: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For each scheme a table of errors: a row for each decoder layer, a column for each of its modules."""
+def _heat_maps(diagnosis: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Make a heat map of errors for each scheme, with a row for each decoder layer and a column for each module."""
     from .charts import shades
 
     schemes = list(dict.fromkeys(scheme for layer in diagnosis["layers"] for scheme in layer["errors"]))
@@ -193,16 +195,16 @@ def _heat(diagnosis: Mapping[str, Any]) -> list[dict[str, Any]]:
     columns: dict[str, None] = {}
     errors: dict[tuple[str, str, str], float] = {}
     for layer in diagnosis["layers"]:
-        row, column = _place(layer["module"])
+        row, column = _row_and_column(layer["module"])
         rows[row] = columns[column] = None
         for scheme, error in layer["errors"].items():
             if error is not None:
                 key = scheme, row, column
                 errors[key] = max(error, errors.get(key, 0.0))
-    shown = dict(zip(errors, shades(list(errors.values())), strict=True))
+    colours = dict(zip(errors, shades(list(errors.values())), strict=True))
 
     def cell(key: tuple[str, str, str]) -> dict[str, Any] | None:
-        return None if key not in errors else {"text": f"{100 * errors[key]:.2f}", "shade": shown[key]}
+        return None if key not in errors else {"text": f"{100 * errors[key]:.2f}", "shade": colours[key]}
 
     return [
         {
@@ -214,8 +216,11 @@ def _heat(diagnosis: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _place(module: str) -> tuple[str, str]:
-    """Row and column of a module: ("3", "mlp.experts.*.up_proj") for "model.layers.3.mlp.experts.7.up_proj"."""
+def _row_and_column(module: str) -> tuple[str, str]:
+    """Return row and column of a module in a heat map.
+
+    For "model.layers.3.mlp.experts.7.up_proj" these are "3" and "mlp.experts.*.up_proj".
+    """
     parts = module.split(".")
     at = next((number for number, part in enumerate(parts) if part.isdecimal()), None)
     if at is None:

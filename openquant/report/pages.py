@@ -1,4 +1,4 @@
-"""What the report of each verb shows."""
+"""The content of each verb's HTML report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ from ..plan.serving import serving_to_json
 from ..result import Result
 from ..verification.outcome import Report
 from .card import serve_commands
-from .html import ReportPage, render_page
+from .html import PageContent, render_page
 
 
-def planned_page(plan: Plan, result: Result) -> ReportPage:
-    """Of compress: what became of the weights, what that saves, and what was found of it if it was evaluated before."""
+def planned_page(plan: Plan, result: Result) -> PageContent:
+    """Make the page of compress: what becomes of the weights, sizes, and an earlier evaluation of the output if any.
+
+    Args:
+        plan: the plan of the run.
+        result: what the run did.
+    """
     lines = [
         {
             "names": line.names,
@@ -35,7 +40,7 @@ def planned_page(plan: Plan, result: Result) -> ReportPage:
         }
         for line in plan.lines
     ]
-    return ReportPage(
+    return PageContent(
         Path(result.output).name,
         f"{plan.model.name}, {summary.description(plan)}, made of {result.model}",
         _evaluations(None if result.dry_run else Path(result.output)),
@@ -46,9 +51,14 @@ def planned_page(plan: Plan, result: Result) -> ReportPage:
     )
 
 
-def verified_page(report: Report, directory: Path) -> ReportPage:
-    """Of verify: what is wrong with a directory, and what was found of it if it was evaluated."""
-    return ReportPage(
+def verified_page(report: Report, directory: Path) -> PageContent:
+    """Make the page of verify: the problems of a directory, and its evaluation if it has one.
+
+    Args:
+        report: the result of verify.
+        directory: the directory that was verified.
+    """
+    return PageContent(
         directory.resolve().name,
         evaluations=_evaluations(directory),
         verified=report.to_json(),
@@ -62,16 +72,16 @@ def write_evaluated(
     page: Destination | None,
     figure: Destination | None,
 ) -> None:
-    """Write what eval found as a page, and the first output's as a picture.
+    """Write the HTML page of eval, and a picture of the first output.
 
     Args:
-        evaluations: of each output, what its eval.json holds.
-        models: the source, and each output; of directories the page says what it takes to serve them.
-        page: where to; None for nowhere.
-        figure: likewise.
+        evaluations: for each output the content of its eval.json.
+        models: the source and each output. For one local output of a local source, the page shows what serving takes.
+        page: file of the page; None to write none.
+        figure: file of the picture; None to write none.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: a file cannot be written.
     """
     if page is not None:
         page.write(render_page(evaluated_page(evaluations, [Path(model) for model in models])).encode())
@@ -82,47 +92,52 @@ def write_evaluated(
         figure.write(draw_picture(first, first["output"]["name"], evaluation_digest(first)))
 
 
-def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Path]) -> ReportPage:
-    """Of eval: what was found of outputs; arguments as of write_evaluated."""
+def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Path]) -> PageContent:
+    """Make the page of eval.
+
+    Args:
+        evaluations: for each output the content of its eval.json.
+        models: the source and each output.
+    """
     local = len(models) == 2 and all(model.is_dir() for model in models)
-    return ReportPage(
-        ", ".join(one["output"]["name"] for one in evaluations),
-        f"held against {evaluations[0]['source']['name']}",
+    return PageContent(
+        ", ".join(evaluation["output"]["name"] for evaluation in evaluations),
+        f"compared with {evaluations[0]['source']['name']}",
         evaluations,
         serving=_serving(models[1], models[0]) if local else None,
     )
 
 
-def diagnosed_page(found: Mapping[str, Any]) -> ReportPage:
-    """Of diagnose: what each scheme does to each layer.
+def diagnosed_page(diagnosis: Mapping[str, Any]) -> PageContent:
+    """Make the page of diagnose: the error of each layer in each scheme.
 
     Args:
-        found: what `--json` prints.
+        diagnosis: what `diagnose --json` prints.
     """
-    return ReportPage(found["model"], found["architecture"], diagnosis=found)
+    return PageContent(diagnosis["model"], diagnosis["architecture"], diagnosis=diagnosis)
 
 
 def _evaluations(directory: Path | None) -> list[Mapping[str, Any]]:
-    """The evaluation that lies beside a model; nothing where it is damaged, which verify says in a note."""
+    """Return the evaluation in an output's directory, if there is one. Verify reports a damaged one in a note."""
     if directory is None:
         return []
     try:
-        found = find_evaluation(open_checkpoint(directory))
+        stored = find_evaluation(open_checkpoint(directory))
     except SourceError:
         return []
-    return [found.evaluation] if found else []
+    return [stored.evaluation] if stored else []
 
 
 def _serving(output: Path, source: Path | None) -> Mapping[str, Any] | None:
     try:
-        return _both(open_checkpoint(source or output), open_checkpoint(output))
+        return _serving_figures(open_checkpoint(source or output), open_checkpoint(output))
     except SourceError:
         return None
 
 
-def _both(source: Checkpoint, output: Checkpoint) -> Mapping[str, Any] | None:
+def _serving_figures(source: Checkpoint, output: Checkpoint) -> Mapping[str, Any] | None:
     try:
         return serving_to_json(stored_serving(source), stored_serving(output))
     except OpenQuantError:
-        # Stored in a way that is not known.
+        # One of them has a format that openquant does not read.
         return None

@@ -1,4 +1,4 @@
-"""The plan, the summary and what verify found, as text for a terminal."""
+"""The plan, the summary of a run and the result of verify, as text for a terminal."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .escape import join_lines, terminal
 
 
 def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str]) -> str:
-    """What a run will do, a line for all layers that are alike.
+    """Format a plan: a table with a line for each group of layers that are alike, then sizes, serving and notes.
 
     Args:
         plan: the plan.
         model: the source's name.
         output: the output directory.
-        download: what comes from the Hub.
-        notes: about how it comes.
+        download: sizes of the files that are fetched from the Hub.
+        notes: notes on the download.
     """
     rows = [("", "layers", "shape", "before", "after", "")]
     rows += [_row(line) for line in plan.lines if line.quantized]
     rows += [_row(line) for line in plan.lines if line.decoded]
-    others = [line for line in plan.lines if not line.quantized and not line.decoded]
-    rows += [_row(line) for line in others if len(line.shape) >= 2]
-    rows += [("scale", *_row(line)[1:]) for line in others if line.why == CACHED]
-    small = [line for line in others if len(line.shape) < 2 and line.why != CACHED]
+    copied = [line for line in plan.lines if not line.quantized and not line.decoded]
+    rows += [_row(line) for line in copied if len(line.shape) >= 2]
+    rows += [("scale", *_row(line)[1:]) for line in copied if line.why == CACHED]
+    small = [line for line in copied if len(line.shape) < 2 and line.why != CACHED]
     if small:
         count = sum(len(line.names) for line in small)
         size = gigabytes(sum(line.bytes_before for line in small))
@@ -83,11 +83,11 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
         ),
     ]
     if download.nbytes:
-        others = (
+        other_files = (
             f" ({gigabytes(download.file_bytes)} in {_count(download.files, 'other file')})" if download.files else ""
         )
         streamed = f", or with --stream {gigabytes(download.streamed)} at a time" if download.streamed else ""
-        lines.append(f"download: {gigabytes(download.nbytes)}{others} to the Hub's cache{streamed}")
+        lines.append(f"download: {gigabytes(download.nbytes)}{other_files} to the Hub's cache{streamed}")
     if plan.quantization_config:
         sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")
@@ -102,26 +102,31 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
 
 
 def serving_lines(source: Serving, output: Serving) -> list[str]:
-    """How many GPUs serve the source and the output, and what context that leaves, as a small table."""
+    """Make a table of the fewest GPUs that serve source and output, and of the tokens of context that remain.
+
+    Args:
+        source: what it takes to serve the source.
+        output: what it takes to serve the output.
+    """
     cache = output.cache
-    kept = f"the fewest GPUs; tokens of context are not known: {output.unknown}"
+    legend = f"the fewest GPUs; tokens of context are not known: {output.unknown}"
     if cache is not None:
-        once = f" and {gigabytes(cache.per_sequence(False))} a sequence" if cache.per_sequence(False) else ""
+        sequence = f" and {gigabytes(cache.per_sequence(False))} a sequence" if cache.per_sequence(False) else ""
         token = gigabytes(cache.per_token(False))
-        kept = f"KV cache {token} a token{once}; the fewest GPUs: tokens of context, with that in FP8"
+        legend = f"KV cache {token} a token{sequence}; the fewest GPUs: tokens of context, with that in FP8"
     rows = [["", *(f"{size} GB" for size in GPU_GB)]]
-    for name, one in (("source", source), ("output", output)):
+    for name, serving in (("source", source), ("output", output)):
         rows.append([name])
-        for fit in one.fits:
+        for fit in serving.fits:
             tokens = [short(count) for count in (fit.tokens_bf16, fit.tokens_fp8) if count is not None]
             rows[-1].append("-" if fit.gpus is None else ": ".join(filter(None, (str(fit.gpus), ", ".join(tokens)))))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return [f"serving:  {kept}", *(f"  {line}" for line in table)]
+    return [f"serving:  {legend}", *(f"  {line}" for line in table)]
 
 
 def short(count: int) -> str:
-    """A count for people, never more than there is: "831", "16k", "1.2M"."""
+    """Format a count, rounded down: "831", "16k", "1.2M"."""
     for unit, size in (("M", 10**6), ("k", 1000)):
         if count >= size:
             return f"{count // size}{unit}" if count >= 10 * size else f"{count * 10 // size / 10:g}{unit}"
@@ -129,21 +134,27 @@ def short(count: int) -> str:
 
 
 def _share(plan: Plan) -> str:
-    """How much of the source a run quantizes: "84.2 % of the bytes quantized"."""
+    """Say how much of the source a run quantizes: "84.2 % of the bytes quantized"."""
     if plan.scheme is None:
         return f"all {summary.title(plan)}" if plan.quantization_config else "all weights in bfloat16"
     return f"{100 * summary.quantized_bytes(plan) / summary.source_bytes(plan):.1f} % of the bytes quantized"
 
 
 def details_text(plan: Plan) -> str:
-    """For -v: every layer that stays unquantized, and every other file."""
+    """List every layer that stays unquantized and every copied file, for -v."""
     lines = [f"not quantized: {name}" for name in ignored_layers(plan)]
     return join_lines(lines + [f"copied: {name}" for name in plan.files])
 
 
 def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
-    """What a run did, and the commands to type next."""
-    done = (
+    """Summarize a finished run, with the commands that serve its output.
+
+    Args:
+        plan: the plan of the run.
+        result: what the run did.
+        already_complete: whether an earlier run had left nothing to do.
+    """
+    headline = (
         f"{result.output} is already complete; nothing was written"
         if already_complete
         else f"{result.output}: {gigabytes(result.source_bytes)} -> {gigabytes(result.output_bytes)}, "
@@ -154,7 +165,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
     return join_lines(
         [
-            done,
+            headline,
             *published,
             *not_finite_notes(result.not_finite, result.unread_shards),
             engines_that_read(plan),
@@ -164,21 +175,21 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
     )
 
 
-# Tensors that a note names.
+# Most tensors that a note names.
 NAMED = 3
 
 
-def not_finite_notes(found: Mapping[str, str], unread: int = 0) -> list[str]:
-    """Notes on tensors that stay unquantized and hold NaN or infinity.
+def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str]:
+    """Write notes on unquantized tensors that hold NaN or infinity.
 
     Args:
-        found: what each holds, by name.
-        unread: number of shards that were not looked at.
+        not_finite: what each such tensor holds, by name, such as "NaN (3 values)".
+        unread: number of shards that were not checked.
     """
     notes = []
-    if found:
-        names = [f"{name} holds {held}" for name, held in list(found.items())[:NAMED]]
-        more = f" and {len(found) - NAMED} more hold NaN or infinity" if len(found) > NAMED else ""
+    if not_finite:
+        names = [f"{name} holds {values}" for name, values in list(not_finite.items())[:NAMED]]
+        more = f" and {len(not_finite) - NAMED} more hold NaN or infinity" if len(not_finite) > NAMED else ""
         notes.append(
             f"note: of the tensors that are not quantized {', '.join(names)}{more}: with NaN, or infinity in a weight, "
             "a model answers NaN"
@@ -191,7 +202,7 @@ def not_finite_notes(found: Mapping[str, str], unread: int = 0) -> list[str]:
 
 
 def verification_text(report: Report) -> str:
-    """What verify found."""
+    """Format the result of verify."""
     lines = [f"{report.directory}: {report.architecture or 'a model'}, {report.format}"]
     if report.architecture is not None:
         lines.append(
@@ -207,8 +218,8 @@ def verification_text(report: Report) -> str:
         lines += ["", *_errors_table(report), ""]
     lines += [f"note: {note}" for note in report.notes]
     lines += [f"problem: {problem}" for problem in report.problems]
-    found = _count(len(report.problems), "problem") if report.problems else "no problems"
-    lines.append(f"{found}, {report.seconds:.1f} s")
+    problems = _count(len(report.problems), "problem") if report.problems else "no problems"
+    lines.append(f"{problems}, {report.seconds:.1f} s")
     return join_lines(lines)
 
 
@@ -242,9 +253,9 @@ def _errors_table(report: Report) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    """A share for people: "97.1 %"; never "100 %" of what is not all."""
+    """Format a share: "97.1 %"; "100 %" only for exactly 1."""
     return "100 %" if share == 1 else f"{min(100 * share, 99.99):.4g} %"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -260,8 +260,8 @@ def test_only_what_is_at_the_floor_is_said_to_be_near_it(made: Path, tmp_path: P
     assert (far["verdict"], near["verdict"]) == ("close", "same")
     told = evaluation_text(found.to_json(), found.notes).partition("\ntiny-FP8: close\n")[2]
     of_far, _, of_near = told.partition("\ntiny-INT8: same\n")
-    assert "does not rank outputs" not in of_far
-    assert "\n  so near the floor the KL does not rank outputs by what benchmarks find of them\n" in of_near
+    assert "does not predict which output" not in of_far
+    assert "\n  so near the floor, KL does not predict which output does better in benchmarks\n" in of_near
 
 
 @pytest.mark.parametrize("text", ["", "\x00\n"])
@@ -283,7 +283,7 @@ def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, mon
     assert [text["along"] for text in found.outputs[0]["texts"]] == [True]
     told = evaluation_text(found.to_json(), found.notes)
     assert re.search(
-        r"(?m)^  text    .*\n  source  .*\n  output  .*\n  at each place of the text, the token that each", told
+        r"(?m)^  text    .*\n  source  .*\n  output  .*\n  the most probable token of each model at each position", told
     )
     assert [note for note in found.notes if note.startswith("--prompts were not answered")]
     assert not [

@@ -16,7 +16,7 @@ from openquant.errors import UsageError
 from openquant.files.destination import Destination, FileKind, ProtectedPaths, require_all
 from openquant.files.evaluation import EVALUATION
 from openquant.report.figure import draw_picture
-from openquant.report.html import PAGE, PICTURE, ReportPage, render_page
+from openquant.report.html import PAGE, PICTURE, PageContent, render_page
 from openquant.weights.statistics import Calibration, calibrations
 from support.evaluation_files import evaluation
 
@@ -156,7 +156,7 @@ def test_what_openquant_writes_is_recognized_as_its_kind_alone(tmp_path: Path) -
         "calibration": (calibrations(), Calibration((), "0" * 64, {}).to_bytes()),
         "evaluation": (EVALUATION, json.dumps(found).encode()),
         "several": (EVALUATION, json.dumps(several, indent=1).encode()),
-        "page": (PAGE, render_page(ReportPage("x" * 5000, evaluations=[found] * 9)).encode()),
+        "page": (PAGE, render_page(PageContent("x" * 5000, evaluations=[found] * 9)).encode()),
         "picture": (PICTURE, draw_picture(found, "x", "y")),
     }
     for name, (_, data) in kinds.items():

@@ -13,7 +13,7 @@ from openquant.formats.schemes import TENSOR
 from openquant.plan import summary
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import serving_to_json
-from openquant.report.html import ReportPage, render_page
+from openquant.report.html import PageContent, render_page
 from support.browser import CHROMIUM, Browser
 from support.evaluation_files import diagnosis, evaluation, hostile
 from support.published_checkpoints import published
@@ -25,10 +25,10 @@ LAYERS = "[...document.querySelector('table.sorts tbody').rows].map(row => row.c
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 
 
-def page(of: dict[str, Any]) -> ReportPage:
+def page(of: dict[str, Any]) -> PageContent:
     plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
     assert summary.serving(plan) is not None
-    return ReportPage(
+    return PageContent(
         of["output"]["name"],
         "about",
         [of],

@@ -377,8 +377,8 @@ def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
 def test_what_models_find_along_a_text_is_no_answer() -> None:
     found = evaluation()
     found["texts"] = found["texts"][2:]
-    told = "\n| prompt | It |\n| text | &nbsp;was so. |\n| source | &nbsp;is so. |\n| output | &nbsp;was so. |\n\nAt each place of the text, "
-    told += "the token that each finds most likely: "
+    told = "\n| prompt | It |\n| text | &nbsp;was so. |\n| source | &nbsp;is so. |\n| output | &nbsp;was so. |\n\nThe most "
+    told += "probable token of each model at each position of the text: "
     assert f"{told}the first that differs is token 1.\n" in evaluated_card("", "user/name", found)
     found["texts"][0]["differs_at"] = None
     assert f"{told}they are the same.\n" in evaluated_card("", "user/name", found)

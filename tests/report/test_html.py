@@ -21,7 +21,7 @@ from openquant.files.evaluation import evaluation_digest, find_evaluation
 from openquant.formats.schemes import SCHEMES
 from openquant.report.charts import by_depth, by_domain, distribution, shades
 from openquant.report.figure import draw_picture
-from openquant.report.html import ReportPage, render_page
+from openquant.report.html import PageContent, render_page
 from openquant.report.pages import diagnosed_page, evaluated_page
 from support import small_checkpoints
 from support.evaluation_files import EVIL, diagnosis, evaluate, evaluation, hostile
@@ -51,8 +51,8 @@ class Seen(html.parser.HTMLParser):
         self.text.append(data)
 
 
-def everything(of: dict[str, object]) -> ReportPage:
-    return ReportPage("a title", "about", [of], diagnosis(), commands=["vllm serve x"])
+def everything(of: dict[str, object]) -> PageContent:
+    return PageContent("a title", "about", [of], diagnosis(), commands=["vllm serve x"])
 
 
 def test_the_same_figures_give_the_same_bytes() -> None:
@@ -71,7 +71,7 @@ def test_nothing_that_others_wrote_is_markup() -> None:
     ]  # fmt: skip
     verified = {"problems": [EVIL], "notes": [EVIL], "format": EVIL, "tensors": 1, "nbytes": 1, "shards": 1,
                 "decoded": {"worst": [{"module": EVIL, "relative": 0.1}]}}  # fmt: skip
-    text = render_page(ReportPage(EVIL, EVIL, [hostile(), hostile()], evil, verified, lines, [EVIL], None, [EVIL]))
+    text = render_page(PageContent(EVIL, EVIL, [hostile(), hostile()], evil, verified, lines, [EVIL], None, [EVIL]))
     seen = Seen(text)
     assert seen.tags <= ALLOWED
     assert not {name for name in seen.attributes if name.startswith("on")} | (
@@ -113,7 +113,7 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
         found[name] = []
     found["kl"]["interval"] = found["perplexity"]["interval"] = None
     found["kl_histogram"] = {"edges": [1e-8, 1.0], "output": [0.0], "floor": [0.0]}
-    text = render_page(ReportPage("x", evaluations=[found]))
+    text = render_page(PageContent("x", evaluations=[found]))
     assert text.count("<svg") == 5
     assert "Texts side by side" not in text
     assert "Stand out" not in text
@@ -121,7 +121,7 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
 
 
 def test_words_that_only_one_answer_has_are_marked() -> None:
-    text = render_page(ReportPage("x", evaluations=[evaluation()]))
+    text = render_page(PageContent("x", evaluations=[evaluation()]))
     assert "there was a fox that <del>lived</del>" in text
     assert "there was a fox that <ins>slept</ins>" in text
     assert "output, another from token 7 on" in text
@@ -129,7 +129,7 @@ def test_words_that_only_one_answer_has_are_marked() -> None:
 
 
 def test_what_models_find_along_a_text_is_no_answer() -> None:
-    text = render_page(ReportPage("x", evaluations=[evaluation()]))
+    text = render_page(PageContent("x", evaluations=[evaluation()]))
     assert "output, token 1 is the first that differs" in text
     assert text.count("How the text goes on, and below it the token that each model finds most likely") == 1
     assert "<pre> was so.</pre>" in text
@@ -168,11 +168,11 @@ def test_a_picture_names_the_evaluation_it_shows() -> None:
     found = draw_picture(evaluation(), "tiny $x$ \u6a21\u578b", name)
     assert found.startswith(b"\x89PNG")
     assert name.encode() in found
-    assert name in render_page(ReportPage("x", evaluations=[evaluation()]))
+    assert name in render_page(PageContent("x", evaluations=[evaluation()]))
 
 
 def test_a_page_ends_as_it_should() -> None:
-    assert render_page(ReportPage("x")).endswith("</html>\n")
+    assert render_page(PageContent("x")).endswith("</html>\n")
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
