@@ -33,7 +33,7 @@ class Result:
         decoded_tensors: number of weights that are quantized in the source and unquantized in the output.
         ignored_layers: the ignore list of quantization_config.
         shards: number of output shards.
-        tensor_parallel: tensor-parallel sizes that can serve the output, among 1 to 16 and --tensor-parallel.
+        tensor_parallel: tensor-parallel sizes that can serve the output, among 1 to 16 and --tp.
         serving: GPUs and memory to serve the source and the output (docs/serving.md); None for a run that dequantizes.
         seconds: wall time in seconds.
         peak_rss_bytes: peak resident memory of the process in bytes.

@@ -142,10 +142,10 @@ from openquant.data.corpus import Corpus, Document
 
 ids = [(3,) * 32, tuple(7 * at * at % 500 for at in range(32))]
 corpus = Corpus(tuple(Document(f"domain {at}", f"text {at}", each) for at, each in enumerate(ids)), "", {})
-source, output = (Subject(Path(path).name, open_checkpoint(Path(path))) for path in sys.argv[1:3])
+source, output = (ModelUnderTest(Path(path).name, open_checkpoint(Path(path))) for path in sys.argv[1:3])
 with Ranks.from_environment(os.environ) as ranks:
-    settings = Settings(kv_cache="fp8", ranks=ranks if ranks.size > 1 else None)
-    found = evaluate(source, [output], corpus, settings)
+    settings = EvaluationSettings(kv_cache="fp8", ranks=ranks if ranks.size > 1 else None)
+    found = compare_outputs(source, [output], corpus, settings)
     ranks.agree(None)
 print(json.dumps([found.to_json(), found.notes]))
 sys.exit()
@@ -174,20 +174,20 @@ def test_more_ranks_than_texts_count_experts_and_what_is_clipped(job: Job, tmp_p
 
 BUSY = """
 import time
-from openquant.evaluation import evaluate
+from openquant.evaluation import compare
 def busy(source, outputs, corpus, settings, begun, progress, remaining):
     print("busy", flush=True)
     while True:
         progress(1, 2)
         time.sleep(0.01)
-evaluate.evaluate = busy
+compare.compare_outputs = busy
 """
 FAILS = """
 from openquant.errors import SourceError
-from openquant.evaluation import evaluate
+from openquant.evaluation import compare
 def fails(*_):
     raise SourceError("a weight is damaged", "download it again")
-evaluate.compare = fails
+compare.compare_logits = fails
 """
 AGAIN = "hint: run the same command again\n"
 

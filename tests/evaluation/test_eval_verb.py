@@ -89,15 +89,15 @@ def test_the_time_of_answers_is_measured_as_they_are_computed(output: Path, monk
     served: list[tuple[str, object]] = []
 
     def recorded(part: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def continued(streamed: object, *args: Any, around: object = None, cache: object = None, **options: Any) -> Any:
+        def recording(streamed: object, *args: Any, around: object = None, cache: object = None, **options: Any) -> Any:
             # Methods of the output, or none.
             served.append((part, (getattr(around, "__name__", ""), getattr(cache, "__name__", ""))))
             return inner(streamed, *args, around=around, cache=cache or (lambda: None), **options)
 
-        return continued
+        return recording
 
     for module in (answers, evaluating):
-        monkeypatch.setattr(module, "continued", recorded(module.__name__, module.continued))
+        monkeypatch.setattr(module, "continue_prompts", recorded(module.__name__, module.continue_prompts))
     evaluate([output], EXAMPLE, **SMALL, remaining=lambda _: None)
     measured, answered = ([how for part, how in served if part == each.__name__] for each in (evaluating, answers))
     assert measured[1:] == answered[1:] == [("around", "cache")]
@@ -351,13 +351,13 @@ def test_a_disk_without_room_is_told_before_layers_are_computed(
 MIDDLE = """
 import sys
 from openquant.streaming.offload import OffloadFile
-read = Scratch.read
+read = OffloadFile.read
 def reading(*given):
     print("busy", flush=True)
     read(*given)
-Scratch.read = reading
-from openquant import evaluation
-evaluation.BUDGET = 1
+OffloadFile.read = reading
+from openquant.evaluation import run
+run.BUDGET = 1
 from openquant.cli.commands import main
 sys.exit(main(sys.argv[1:]))
 """
