@@ -25,6 +25,7 @@ from .escape import join_lines, markdown
 
 # Repository names that are safe in a Markdown link.
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+# Rows of the card are bytes of an output, which stay as they are.
 WEIGHED = "searched for by what goes into each column of {} layers"
 
 

@@ -116,7 +116,7 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
     text = render_page(PageContent("x", evaluations=[found]))
     assert text.count("<svg") == 5
     assert "Texts side by side" not in text
-    assert "Stand out" not in text
+    assert "Suspects" not in text
     assert draw_picture(found, "x", "y")
 
 
@@ -131,7 +131,7 @@ def test_words_that_only_one_answer_has_are_marked() -> None:
 def test_what_models_find_along_a_text_is_no_answer() -> None:
     text = render_page(PageContent("x", evaluations=[evaluation()]))
     assert "output, token 1 is the first that differs" in text
-    assert text.count("How the text goes on, and below it the token that each model finds most likely") == 1
+    assert text.count("The text that follows, and below it the most probable token of each model") == 1
     assert "<pre> was so.</pre>" in text
 
 
