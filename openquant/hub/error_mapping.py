@@ -22,9 +22,9 @@ _XML = re.compile(
 )
 # Characters of a reason. Enough for every field of a model card that can be wrong.
 _LONGEST = 1000
-_LOG_IN = "log in with a token that may: hf auth login"
-USE_A_TOKEN = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
-MEND_THE_CARD = "correct these entries at the top of README.md, of the source if the model is still to be converted"
+_LOG_IN_HINT = "log in with a token that may: hf auth login"
+WRITE_TOKEN_HINT = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
+CARD_HINT = "correct these entries at the top of README.md, of the source if the model is still to be converted"
 
 # Hints by the words of the server's reason, whatever the status. The first match counts.
 _ADVICE = tuple(
@@ -42,11 +42,11 @@ _ADVICE = tuple(
         (
             r"read[- ]?only token|token.{0,40}read[- ]?only|write token|token.{0,80}(permission|scope)|"
             r"(required|necessary|sufficient) permissions",
-            USE_A_TOKEN,
+            WRITE_TOKEN_HINT,
         ),
         (
             r"metadata.{0,40}README|README.{0,40}metadata",
-            MEND_THE_CARD,
+            CARD_HINT,
         ),
     )
 )
@@ -239,7 +239,7 @@ def push_errors(repo: str) -> Iterator[None]:
     except HFValidationError as error:
         raise UsageError(f"{repo} is no repository id: {error_reason(error)}", "write org/name") from None
     except LocalTokenNotFoundError:
-        raise PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN) from None
+        raise PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT) from None
     except OfflineModeIsEnabled:
         raise PushError(f"{repo} cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE") from None
     except Exception as error:
@@ -248,7 +248,7 @@ def push_errors(repo: str) -> Iterator[None]:
         if isinstance(cause, RepositoryNotFoundError) or status in (401, 402, 403):
             raise PushError(
                 f"the Hub does not let you write to {repo}: {error_reason(cause)}",
-                advice(cause, _LOG_IN),
+                advice(cause, _LOG_IN_HINT),
             ) from None
         if status == 400:
             raise PushError(

@@ -43,7 +43,7 @@ STREAM_MEMORY = (AHEAD + AT_ONCE) * UNIT + CONNECTIONS * UNIT
 # The client collects pieces of 10 MiB and joins them (huggingface_hub 2.4, file_download.py: http_get).
 CACHED_PIECE, COPIES = 10 << 20, 4
 
-_AGAIN = "run the same command again"
+_AGAIN_HINT = "run the same command again"
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class ShardSupply:
                     if not is_expired_address(error):
                         raise
                     # The next try gets a new address from the Hub.
-                    raise Unreachable(f"{name}: the address that the Hub gave for it expired", _AGAIN) from None
+                    raise Unreachable(f"{name}: the address that the Hub gave for it expired", _AGAIN_HINT) from None
 
         for _ in range(2):
             path = with_retries(download, sleep=self._sleep)

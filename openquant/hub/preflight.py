@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import SourceError
 from ..files.names import INDEX_FILE, SINGLE_FILE
 from ..files.tensors import MAX_HEADER, TensorInfo, read_header
-from .error_mapping import MEND_THE_CARD, USE_A_TOKEN, PushError, error_reason, status_of
+from .error_mapping import CARD_HINT, WRITE_TOKEN_HINT, PushError, error_reason, status_of
 from .source import HubFile, with_retries
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 # Dtypes of unquantized matrices; I64 and BOOL are those of positions and masks.
 UNQUANTIZED = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
-ANOTHER_PLACE = "push to another repository, open a pull request with --create-pr, or insist with --replace-weights"
+OTHER_REPOSITORY_HINT = (
+    "push to another repository, open a pull request with --create-pr, or insist with --replace-weights"
+)
 
 
 def user_name(repo: str) -> str:
@@ -36,7 +38,7 @@ def user_name(repo: str) -> str:
     user = with_retries(HfApi().whoami)
     token = (user.get("auth") or {}).get("accessToken") or {}
     if token.get("role") == "read":
-        raise PushError(f"{repo} cannot be written to: the token of {user['name']} is read-only", USE_A_TOKEN)
+        raise PushError(f"{repo} cannot be written to: the token of {user['name']} is read-only", WRITE_TOKEN_HINT)
     return str(user["name"])
 
 
@@ -75,7 +77,7 @@ def require_permission(repo: str, write: bool) -> None:
     with_retries(lambda: HfApi().auth_check(repo, write=write))
 
 
-def require_valid(repo: str, card: str) -> None:
+def require_valid_card(repo: str, card: str) -> None:
     """Have the Hub check the metadata of a model card, as it does before it accepts a commit.
 
     Args:
@@ -98,10 +100,10 @@ def require_valid(repo: str, card: str) -> None:
     try:
         with_retries(validate)
     except BadRequestError as error:
-        raise PushError(f"{repo} refuses the model card: {error_reason(error)}", MEND_THE_CARD) from None
+        raise PushError(f"{repo} refuses the model card: {error_reason(error)}", CARD_HINT) from None
 
 
-def refuse_mixture(repository: ModelInfo, shards: Sequence[str]) -> None:
+def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None:
     """Refuse a repository in which weight files of another model would stay beside the pushed shards.
 
     Args:
@@ -146,7 +148,9 @@ def refuse_source(repository: ModelInfo, names: Iterable[str], downloaded: str |
             if status_of(error) not in (400, 404):
                 raise
     if is_source:
-        raise PushError(f"{repository.id} is what the model is made from, and would be replaced by it", ANOTHER_PLACE)
+        raise PushError(
+            f"{repository.id} is what the model is made from, and would be replaced by it", OTHER_REPOSITORY_HINT
+        )
 
 
 def _present_name(name: str) -> str:
@@ -189,7 +193,7 @@ def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Ca
         if not is_ours(file.name, file.digest):
             raise PushError(
                 f"{repository.id} holds unquantized weights ({file.name}), which this model would replace",
-                ANOTHER_PLACE,
+                OTHER_REPOSITORY_HINT,
             )
 
 

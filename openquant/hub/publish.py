@@ -32,11 +32,11 @@ from .error_mapping import PushError, error_reason, is_transient, push_errors, s
 from .preflight import (
     find_repository,
     make_repository,
-    refuse_mixture,
+    refuse_foreign_weights,
     refuse_source,
     refuse_unquantized,
     require_permission,
-    require_valid,
+    require_valid_card,
     user_name,
 )
 from .source import interruptible, with_retries
@@ -116,7 +116,7 @@ class Publisher:
             # The current name, if it was renamed or has other capital letters.
             self.repo = name if repository is None else repository.id
         with push_errors(self.repo):
-            require_valid(self.repo, published_card(text, self.repo, None))
+            require_valid_card(self.repo, published_card(text, self.repo, None))
             if repository is None:
                 self.repo = make_repository(self.repo, self.push.private)
             require_permission(self.repo, write=not self.push.create_pr)
@@ -124,7 +124,7 @@ class Publisher:
                 # This fails if discussions, and so pull requests, are disabled.
                 with_retries(self._find_request)
             if repository is not None:
-                refuse_mixture(repository, self.shards)
+                refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
                     refuse_source(repository, base_models(text), downloaded)
                     refuse_unquantized(repository, self.shards, self._is_ours)

@@ -958,14 +958,14 @@ def test_an_interrupt_exits_130(ours: tuple[Path, Path]) -> None:
     _, out = ours
     code = (
         "import os, signal, sys\n"
-        "from openquant import cli\nfrom openquant.formats import kernels\n"
+        "from openquant.cli import commands\nfrom openquant.formats import kernels\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "found = kernels.first_unsound\n"
         "def interrupted(*codes):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    return found(*codes)\n"
         "kernels.first_unsound = interrupted\n"
-        "sys.exit(cli.main(['verify', sys.argv[1]]))"
+        "sys.exit(commands.main(['verify', sys.argv[1]]))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (130, "")
