@@ -34,7 +34,7 @@ from .job import (
     in_all_ranks,
     open_model,
     open_source,
-    output_of,
+    output_directory,
     prepare,
     prepare_alike,
     without_collector,
@@ -313,7 +313,7 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
                 f"{recipe.calibration or calibration.file} is a calibration of another model than {run.model}",
                 "make one of this model: openquant calibrate MODEL -o FILE",
             )
-        entry = request.architecture.entry(checkpoint, None if run.overwrite else output_of(run, source, suffix))
+        entry = request.architecture.entry(checkpoint, None if run.overwrite else output_directory(run, source, suffix))
         if scheme is None:
             plan = make_unchanged_plan(checkpoint, options, source.identity, entry)
         else:
@@ -323,7 +323,9 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
         return prepare(run, opened, plan, ranks, refuse=False)
     if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
         raise UsageError("texts are given, and nothing is calibrated", "give --calibrate too, or leave them out")
-    steps = texts_steps(run, texts.length, source, checkpoint, plan, output_of(run, source, summary.suffix(plan)))
+    steps = texts_steps(
+        run, texts.length, source, checkpoint, plan, output_directory(run, source, summary.suffix(plan))
+    )
     return prepare(run, opened, plan, ranks, steps)
 
 

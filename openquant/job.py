@@ -162,7 +162,7 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
         return source, open_checkpoint(source.root, source.remote, source.absent)
 
 
-def output_of(run: Run, source: Source, suffix: str) -> Path:
+def output_directory(run: Run, source: Source, suffix: str) -> Path:
     """Return the output directory of a run; without -o, the model's name and a suffix such as "Qwen3-8B-FP8"."""
     if run.output is not None:
         return Path(run.output)
@@ -186,7 +186,7 @@ def prepare(
         UsageError: output and source overlap, or --max-memory is too little for one worker or an earlier step.
     """
     source, device = opened.source, opened.device
-    target = output_of(run, source, summary.suffix(plan))
+    target = output_directory(run, source, summary.suffix(plan))
     refuse_overlap(source.root, target)
     limit = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
     workers = run.workers or min(limit, max(1, available_cpus() // ranks.local_size))

@@ -134,7 +134,7 @@ class PackedLinear(nn.Module):
             bits = weight.float().cpu().contiguous().numpy().view(np.uint32)
             scale = torch.from_numpy(choose_scales(chosen, bits, "F32", absmax.cpu().numpy()).scale).to(weight.device)
         else:
-            scale, _ = reference.choose_scales(weight, fmt, absmax, global_scale)
+            scale, _ = reference.choose_unsearched_scales(weight, fmt, absmax, global_scale)
         codes = reference.encode(weight, scale, fmt)
         stored = reference.stored_scale(scale, fmt, shape, global_scale)
         bias = None if linear.bias is None else linear.bias.detach()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats.format import Format, Group, grid_of
-from ..formats.reference import choose_scales, decode, encode, group_absmax, group_global_scale
+from ..formats.reference import choose_unsearched_scales, decode, encode, group_absmax, group_global_scale
 from ..formats.schemes import SCHEMES
 
 # Elements that are converted to float32 at a time.
@@ -159,7 +159,7 @@ def _group_energies(source: Tensor, output: Tensor, fmt: Format) -> Iterator[tup
         group: Group = (height if height else len(weight), width if width else weight.shape[1])
         weight, output_weight = _padded(weight, group), _padded(output_weight, group)
         piece_fmt = replace(fmt, group=group)
-        scale, zero_point = choose_scales(weight, piece_fmt, largest if fmt.shared else None, divisor)
+        scale, zero_point = choose_unsearched_scales(weight, piece_fmt, largest if fmt.shared else None, divisor)
         rounded = _round_trip(weight, scale, zero_point, piece_fmt)
         error, rounding_error = output_weight - weight, rounded - weight
         yield (

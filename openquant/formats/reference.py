@@ -104,7 +104,7 @@ def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return group_scale(half, format), zero_point
 
 
-def choose_scales(
+def choose_unsearched_scales(
     weight: Tensor, format: Format, absmax: Tensor | None = None, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Choose the scale of each group, and its zero point if the format has them, without a search for clip ratios.

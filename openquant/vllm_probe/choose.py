@@ -1,9 +1,9 @@
-"""Who decides about a class without an entry, where `--architecture auto` asks for it; what an output keeps of that.
+"""Choose the registry entry of a class that has none, for `--architecture auto`.
 
-Deciding("auto").entry(checkpoint, Path("out"))     # of out's journal, else of the engine, else GENERIC
+ArchitectureChoice("auto").entry(checkpoint, Path("out"))   # from out's journal, else from vLLM, else GENERIC
 
-An output keeps the entry that it was made by, so that a run is continued by it, and the output planned again, wherever
-that is and whatever engine is there then.
+An output's journal has the entry with which it was made. So a run can be resumed, and an output planned again, on
+another machine and without that engine.
 """
 
 from __future__ import annotations
@@ -34,49 +34,49 @@ from ..registry.architecture import (
 from .build import build_architecture
 from .client import EngineFailed
 
-# Of an entry in a journal, which may be anybody's.
-MOST, MAX_LETTERS = 10_000, 1_000
+# Limits for an entry in a journal, which anybody may have written.
+MAX_ITEMS, MAX_LETTERS = 10_000, 1_000
 ALONE = "decided from names and shapes alone, as {}: look at the plan, and at what the engine makes of it"
 NOBODY = "no vLLM is here to be asked (OPENQUANT_VLLM names a Python that has it)"
 
 
 class ArchitectureChoice:
-    """Finds the entry of what has none, once.
+    """Finds the registry entry of a run, and remembers one that is not from the registry.
 
     Args:
-        asked: as `--architecture` says it.
+        option: the value of `--architecture`.
     """
 
-    def __init__(self, asked: str | None) -> None:
-        self.asked = asked
-        self.found: Architecture | None = None
+    def __init__(self, option: str | None) -> None:
+        self.option = option
+        self.chosen: Architecture | None = None
 
     def entry(self, checkpoint: Checkpoint, target: Path | None = None) -> Architecture | str | None:
-        """What find_model is to be asked for.
+        """Return the entry, or the name of one, to plan by.
 
         Args:
             checkpoint: the opened source.
-            target: an output that may have been begun.
+            target: the output directory, which an earlier run may have begun.
 
         Raises:
-            PlanError: the engine would quantize what has to stay as it is.
+            PlanError: vLLM would quantize layers that must stay as they are.
         """
-        if self.asked != AUTO or checkpoint.architecture in MODELS:
-            return self.asked
-        if self.found is None:
-            places = [place for place in (target, checkpoint.root) if place is not None]
-            held = (_held(place, checkpoint.architecture) for place in places)
-            self.found = next((entry for entry in held if entry is not None), None) or _decide(checkpoint)
-        return self.found
+        if self.option != AUTO or checkpoint.architecture in MODELS:
+            return self.option
+        if self.chosen is None:
+            directories = [directory for directory in (target, checkpoint.root) if directory is not None]
+            entries = (_read_entry(directory, checkpoint.architecture) for directory in directories)
+            self.chosen = next((entry for entry in entries if entry is not None), None) or _decide(checkpoint)
+        return self.chosen
 
     @property
     def kept(self) -> dict[str, Any] | None:
-        """What an output keeps of it; None where the registry decided."""
-        return None if self.found is None else architecture_to_json(self.found)
+        """The entry for the output's journal; None if it is from the registry."""
+        return None if self.chosen is None else architecture_to_json(self.chosen)
 
 
 def find_engine() -> Path | None:
-    """A Python that has vLLM: the one that OPENQUANT_VLLM names, or this; None if neither."""
+    """Return a Python that has vLLM: the one that OPENQUANT_VLLM names, or this one; None if there is none."""
     named = os.environ.get("OPENQUANT_VLLM")
     if named:
         return Path(named)
@@ -94,25 +94,25 @@ def _decide(checkpoint: Checkpoint) -> Architecture:
 
 
 def _line(error: EngineFailed) -> str:
-    """Its first line, and its last, which names the reason of a traceback; but for where pydantic has more to read."""
+    """Return the first and last line of an error's message, which for a traceback is its reason; no pydantic links."""
     lines = [line.strip() for line in error.message.splitlines() if "For further information" not in line]
     first, last = lines[0], next(filter(None, reversed(lines)), "")
     text = first.rstrip(":") if last == first else f"{first.rstrip(':')}: {last}"
     return "".join(letter if letter.isprintable() else " " for letter in text)[:400].strip()
 
 
-def _held(directory: Path, architecture: str) -> Architecture | None:
-    """The entry that an output was made by; None if there is none that can be read."""
+def _read_entry(directory: Path, architecture: str) -> Architecture | None:
+    """Return the entry in an output's journal; None if there is none that can be read."""
     try:
         journal = read_journal(directory) if directory.is_dir() else None
     except OpenQuantError:
-        # Whoever writes there says so.
+        # Claiming the directory will report it.
         return None
     return None if journal is None else architecture_from_json(journal.get("entry"), architecture)
 
 
 def architecture_to_json(entry: Architecture) -> dict[str, Any]:
-    """An entry as a journal has it: what `architecture_from_json` makes the same of."""
+    """Convert an entry to JSON for a journal; `architecture_from_json` reads it."""
     if entry.name == GENERIC.name:
         return {"name": entry.name, "decided": entry.decided}
     return {
@@ -137,24 +137,32 @@ def architecture_to_json(entry: Architecture) -> dict[str, Any]:
     }
 
 
-def architecture_from_json(held: Any, architecture: str) -> Architecture | None:
-    """An entry of a journal, which may be anybody's; None if it is none of that class."""
-    if not isinstance(held, Mapping):
+def architecture_from_json(entry: Any, architecture: str) -> Architecture | None:
+    """Read an entry of a journal, which is not trusted.
+
+    Args:
+        entry: JSON value, as `architecture_to_json` makes it.
+        architecture: the class that the entry must be for.
+
+    Returns:
+        The entry; None if it is invalid or for another class.
+    """
+    if not isinstance(entry, Mapping):
         return None
     try:
-        if held["name"] == GENERIC.name:
-            return replace(GENERIC, decided=_text(held["decided"]))
-        found = Architecture(
-            name=_text(held["name"]),
-            decided=_text(held["decided"]),
-            layers=_pattern(held["layers"]),
-            compress=tuple(map(_pattern, _list(held["compress"]))),
-            keep=tuple(Keep(_pattern(one), _text(why), divided is True) for one, why, divided in _list(held["keep"])),
-            fused=tuple(FusedLayers(_pattern(one), _maybe(listed)) for one, listed in _list(held["joined"])),
+        if entry["name"] == GENERIC.name:
+            return replace(GENERIC, decided=_text(entry["decided"]))
+        parsed = Architecture(
+            name=_text(entry["name"]),
+            decided=_text(entry["decided"]),
+            layers=_pattern(entry["layers"]),
+            compress=tuple(map(_pattern, _list(entry["compress"]))),
+            keep=tuple(Keep(_pattern(one), _text(why), divided is True) for one, why, divided in _list(entry["keep"])),
+            fused=tuple(FusedLayers(_pattern(one), _maybe(listed)) for one, listed in _list(entry["joined"])),
             splits=tuple(
                 ParallelSplit(_pattern(one), "in" if axis == "in" else "out", _maybe(heads), copied is True,
                       tuple(map(_maybe, _list(parts))))
-                for one, axis, heads, copied, parts in _list(held["splits"])
+                for one, axis, heads, copied, parts in _list(entry["splits"])
             ),
             experts=tuple(
                 ExpertLayout(
@@ -165,23 +173,23 @@ def architecture_from_json(held: Any, architecture: str) -> Architecture | None:
                     ),
                     beside is True,
                 )
-                for path, stacks, beside in _list(held["experts"])
+                for path, stacks, beside in _list(entry["experts"])
             ),
-            cached=tuple(CachedRows(_pattern(one), _maybe(heads)) for one, heads in _list(held["cached"])),
-            text_config=_maybe(held["text_config"]),
-            draft_layers=_maybe(held["draft_layers"]),
-            spellings=tuple(tuple(map(_text, _list(group))) for group in _list(held["spellings"])),
-            renames=tuple((_text(old), _text(new)) for old, new in _list(held["renames"])),
-            rest=_maybe(held["rest"]),
-            head_refused=_maybe(held["head_refused"]),
+            cached=tuple(CachedRows(_pattern(one), _maybe(heads)) for one, heads in _list(entry["cached"])),
+            text_config=_maybe(entry["text_config"]),
+            draft_layers=_maybe(entry["draft_layers"]),
+            spellings=tuple(tuple(map(_text, _list(group))) for group in _list(entry["spellings"])),
+            renames=tuple((_text(old), _text(new)) for old, new in _list(entry["renames"])),
+            rest=_maybe(entry["rest"]),
+            head_refused=_maybe(entry["head_refused"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, OpenQuantError):
         return None
-    return found if found.name == architecture else None
+    return parsed if parsed.name == architecture else None
 
 
 def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list) or len(value) > MOST:
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
         raise TypeError(value)
     return value
 

@@ -1,6 +1,6 @@
-"""What an engine says of an architecture: vLLM, in an interpreter of its own, builds the class and is watched.
+"""Ask vLLM, in a process of its own, how it builds models.
 
-The engine is no part of this program, and its answers are held to be hostile: bounded, and checked before use.
+The process is not trusted: its time and its output have limits, and answers are checked before use.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ AXES = {"ColumnParallelLinear": "out", "RowParallelLinear": "in"}
 
 @dataclass(frozen=True)
 class Question:
-    """What an engine is asked about.
+    """A model that an engine shall build.
 
     Attributes:
-        config: config.json, of a small model if there are shapes.
-        shapes: of every tensor of its checkpoint; empty if they are not known.
-        listed: modules that its quantization_config lists.
+        config: the model's config.json.
+        shapes: shape of every tensor of its checkpoint, by name; empty if they are not known, and nothing is loaded.
+        listed: module names in the ignore list of its quantization_config.
     """
 
     config: Mapping[str, Any]
@@ -44,20 +44,20 @@ class Question:
 
 @dataclass(frozen=True)
 class EngineLayer:
-    """One layer of vLLM that may be quantized.
+    """A layer that vLLM builds and that could be quantized.
 
     Attributes:
-        path: where the model has it.
-        kinds: its class, and those it is derived from.
-        prefix: its name as it asks for a quantization.
-        asked: whether it asks for one.
-        skipped: whether what is listed leaves it as it is; None where some of its parts are listed only.
-        divided: whether ranks have a part of it each.
-        experts: how many experts it holds; 0 if none.
-        sizes: rows of each of its parts; one number where it has none.
-        own: whether a list that names the modules of all that is loaded into it has it.
-        named: whether one does that names its prefix too.
-        holds: what is loaded into its weights, in its order: a tensor, its first row there, and how many of its rows.
+        path: path of the layer in vLLM's model.
+        kinds: names of its class and base classes in vLLM.
+        prefix: name under which it asks for a quantization method and is looked up in ignore lists.
+        asked: whether it asks for a quantization method.
+        skipped: whether Question.listed leaves it unquantized; None where vLLM fails, since only some parts are listed.
+        divided: whether tensor parallelism divides it.
+        experts: number of its experts; 0 if it has none.
+        sizes: output rows of each of its parts; a single number if it has no parts.
+        own: whether an ignore list with the checkpoint's modules that are loaded into it leaves it unquantized.
+        named: whether such a list that also has `prefix` does.
+        holds: what is loaded into its weights, in order: tensor, first row of the tensor, number of rows.
     """
 
     path: str
@@ -74,25 +74,25 @@ class EngineLayer:
 
     @property
     def axis(self) -> str | None:
-        """How tensor parallelism divides it, as Split.axis says; None if it does not."""
+        """The axis along which tensor parallelism divides it, "out" or "in"; None if it does not."""
         return next((AXES[kind] for kind in self.kinds if kind in AXES), None) if self.divided else None
 
     @property
     def linear(self) -> bool:
-        """Whether it is quantized where nothing else is said: a linear layer or experts, no embedding and no head."""
+        """Whether vLLM quantizes it by default: linear layers and experts, not the embedding or the head."""
         return self.asked and (self.experts > 0 or "LinearBase" in self.kinds)
 
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """What an engine says of one model.
+    """How an engine builds one model.
 
     Attributes:
-        layers: all it builds.
-        unread: tensors that it loads into nothing.
-        packed: members of its merged layers, by their names, as far as the class says so.
-        renamed: names of modules that it changes.
-        version: of vLLM.
+        layers: all layers that could be quantized.
+        unread: names of tensors that it does not load.
+        packed: the class's packed_modules_mapping: members of each fused layer by its name.
+        renamed: the engine's names of modules that it renames, by the checkpoint's names.
+        version: version of vLLM.
     """
 
     layers: tuple[EngineLayer, ...]
@@ -102,7 +102,7 @@ class EngineAnswer:
     version: str
 
     def by_module(self) -> dict[str, EngineLayer]:
-        """The layer that each module of the checkpoint is loaded into; the last, of a weight that several have."""
+        """Return the layer into which each module of the checkpoint is loaded; of several layers the last."""
         return {name.removesuffix(".weight"): layer for layer in self.layers for name, _, _ in layer.holds}
 
 
@@ -113,16 +113,19 @@ class EngineFailed(PlanError):
 def ask_engine(
     questions: Sequence[Question], interpreter: Path, *paths: Path, seconds: float = SECONDS
 ) -> list[EngineAnswer | EngineFailed]:
-    """What vLLM says of each model: all are asked of one process, which imports vLLM once.
+    """Ask vLLM how it builds models, all in one process, which imports vLLM once.
 
     Args:
         questions: the models.
         interpreter: a Python that has vLLM.
         paths: directories for its import path.
-        seconds: that it may take.
+        seconds: time limit for all questions together.
+
+    Returns:
+        For each question the answer, or why vLLM cannot build that model.
 
     Raises:
-        EngineFailed: it has no vLLM, or did not end.
+        EngineFailed: the interpreter has no vLLM, or did not end in time.
     """
     with tempfile.TemporaryDirectory(prefix="openquant-asked-") as place:
         root, output = Path(place), Path(place, "answers")
@@ -148,15 +151,15 @@ def ask_engine(
                 ) from error
             if status:
                 messages.seek(max(0, messages.tell() - 2000))
-                said = messages.read().decode(errors="replace").strip()
+                output_text = messages.read().decode(errors="replace").strip()
                 raise EngineFailed(
-                    f"{interpreter} does not say what vLLM builds:\n{said}", "it must be a Python with vLLM"
+                    f"{interpreter} does not say what vLLM builds:\n{output_text}", "it must be a Python with vLLM"
                 )
         return [_read(output / str(number)) for number in range(len(questions))]
 
 
 def _run(command: list[str], root: Path, environment: Mapping[str, str], messages: BinaryIO, seconds: float) -> int:
-    """Run it; when the time is over, or its messages are too long, it ends with all that it has started."""
+    """Run a command. If its time is over or its messages are too long, it and its children are killed."""
     with subprocess.Popen(
         command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=messages, stderr=messages,
         start_new_session=True,
@@ -181,7 +184,7 @@ def _read(path: Path) -> EngineAnswer | EngineFailed:
     hint = "vLLM's own message says what it lacks"
     failed = path.with_suffix(".error")
     if failed.exists():
-        # A line may list all classes that vLLM has, after what is wrong.
+        # After the reason, a line may list all classes of vLLM.
         lines = [line[:400] for line in failed.read_text(errors="replace")[-MAX_TEXT:].splitlines()[-40:]]
         return EngineFailed("\n".join(["vLLM cannot build it:", *lines]), hint)
     try:
@@ -196,7 +199,7 @@ def _read(path: Path) -> EngineAnswer | EngineFailed:
         return EngineFailed(f"vLLM died, or its answer cannot be read: {error!r}", hint)
 
 
-def _parse(found: Any) -> EngineAnswer:
+def _parse(answer: Any) -> EngineAnswer:
     layers = [
         EngineLayer(
             path=_text(path),
@@ -216,14 +219,14 @@ def _parse(found: Any) -> EngineAnswer:
                 for name, row, rows in runs
             ),
         )
-        for path, layer in found["layers"].items()
+        for path, layer in answer["layers"].items()
     ]
     return EngineAnswer(
         layers=tuple(layers),
-        unread=tuple(map(_text, found["unread"])),
-        packed={_text(name): tuple(map(_text, members)) for name, members in found["packed"].items()},
-        renamed={name: None if other is None else _text(other) for name, other in found["mapper"].items()},
-        version=_text(found["version"])[:100],
+        unread=tuple(map(_text, answer["unread"])),
+        packed={_text(name): tuple(map(_text, members)) for name, members in answer["packed"].items()},
+        renamed={name: None if other is None else _text(other) for name, other in answer["mapper"].items()},
+        version=_text(answer["version"])[:100],
     )
 
 

@@ -1,4 +1,4 @@
-"""What an engine says of a model by layer, told by the checkpoint's modules, as entries of the registry name them."""
+"""Turn an engine's answer, which is by layer, into one by modules of the checkpoint, as the registry names them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ UNKNOWN = "the engine builds no quantized layer of it"
 
 
 class EngineModule(NamedTuple):
-    """What an engine says of one module of a checkpoint.
+    """What an engine makes of one module of a checkpoint.
 
     Attributes:
-        layer: what it is loaded into; None if that is no layer that could be quantized.
-        fused: all modules that are loaded into the same, itself included, in the engine's order; empty if none.
-        reordered: whether its rows come there in another order.
-        read: whether it is loaded at all. Draft layers are not: they are a class of their own.
-        merged: the engine's name for what it is joined into, as Joined.listed_as says; None where it derives that.
+        layer: layer into which it is loaded; None if that layer cannot be quantized.
+        fused: all modules that are loaded into the same layer, this one included, in the engine's order; empty if the
+            module has the layer to itself.
+        reordered: whether the engine loads its rows in another order.
+        read: whether it is loaded at all. MTP layers are not: they have a class of their own.
+        merged: the engine's name of the fused layer, as FusedLayers.listed_as; None where the engine derives it.
     """
 
     layer: EngineLayer | None
@@ -33,11 +34,16 @@ class EngineModule(NamedTuple):
     merged: str | None
 
 
-def engine_modules(asked: EngineAnswer, shapes: Mapping[str, Sequence[int]]) -> dict[str, EngineModule]:
-    """What an engine says of each module with a weight of two or more axes."""
-    by_module = asked.by_module()
-    unread = {name.removesuffix(".weight") for name in asked.unread}
-    found = {}
+def engine_modules(answer: EngineAnswer, shapes: Mapping[str, Sequence[int]]) -> dict[str, EngineModule]:
+    """Return what an engine makes of each module that has a weight of two or more axes.
+
+    Args:
+        answer: the engine's answer.
+        shapes: shape of each tensor of the checkpoint, by name.
+    """
+    by_module = answer.by_module()
+    unread = {name.removesuffix(".weight") for name in answer.unread}
+    modules = {}
     for name, shape in shapes.items():
         if len(shape) < 2:
             continue
@@ -51,51 +57,51 @@ def engine_modules(asked: EngineAnswer, shapes: Mapping[str, Sequence[int]]) -> 
                 weights = dict.fromkeys(tensor.removesuffix(".weight") for tensor, _, _ in layer.holds)
                 fused = tuple(weights) if len(weights) > 1 else ()
         reordered = layer is not None and not layer.experts and (len(starts) > 1 or starts[:1] != [0])
-        merged = _merged(layer, fused, asked) if layer is not None and fused else None
-        found[module] = EngineModule(layer, fused, reordered, module not in unread, merged)
-    return found
+        merged = _merged(layer, fused, answer) if layer is not None and fused else None
+        modules[module] = EngineModule(layer, fused, reordered, module not in unread, merged)
+    return modules
 
 
 def tensor_of(module: str, shapes: Mapping[str, Sequence[int]]) -> str:
-    """The name of a module's weight: that of the module itself for a stack of experts."""
+    """Return the name of a module's weight; for a stack of experts it is that of the module."""
     return module if module in shapes else f"{module}.weight"
 
 
-def decoder_layer_pattern(told: Mapping[str, EngineModule]) -> str:
-    """The pattern of a decoder layer: what most layers that may be quantized begin with, up to their first number."""
-    found = Counter(
+def decoder_layer_pattern(modules: Mapping[str, EngineModule]) -> str:
+    """Return the pattern of a decoder layer: the most common beginning of quantizable modules, up to their number."""
+    prefixes = Counter(
         template(module).partition(".*")[0]
-        for module, one in told.items()
-        if one.layer is not None and one.layer.linear and ".*" in template(module) and not is_tower(module)
+        for module, engine in modules.items()
+        if engine.layer is not None and engine.layer.linear and ".*" in template(module) and not is_tower(module)
     )
-    return f"{found.most_common(1)[0][0]}.*" if found else "model.layers.*"
+    return f"{prefixes.most_common(1)[0][0]}.*" if prefixes else "model.layers.*"
 
 
 def is_tower(module: str) -> bool:
-    """Whether a module's name says that it sees or hears."""
+    """Return whether a module's name says that it belongs to a vision or audio tower."""
     return any(word in module for word in ("vision", "visual", "audio", "image", "speech"))
 
 
-def _merged(layer: EngineLayer, fused: Sequence[str], asked: EngineAnswer) -> str | None:
-    """What Joined.listed_as is: None where packed_modules_mapping has the members, as the engine names them."""
+def _merged(layer: EngineLayer, fused: Sequence[str], answer: EngineAnswer) -> str | None:
+    """Return FusedLayers.listed_as: None if packed_modules_mapping has the members under the engine's names."""
     name = layer.prefix.rpartition(".")[2]
-    members = {(asked.renamed.get(module) or module).rpartition(".")[2] for module in fused}
-    return None if {*asked.packed.get(name, ())} == members else name
+    members = {(answer.renamed.get(module) or module).rpartition(".")[2] for module in fused}
+    return None if {*answer.packed.get(name, ())} == members else name
 
 
 Linear = dict[str, tuple[str, EngineModule]]
 
 
 def parent_of(name: str) -> str:
-    """The name without its last part."""
+    """Return a name without its last part."""
     return name.rpartition(".")[0]
 
 
 def call_text(function: str, *arguments: str, **named: str | None) -> str:
-    """A function call as Python source: `routed(".mlp.experts", listed_as="experts")`."""
-    more = [f'{key}="{value}"' for key, value in named.items() if value is not None]
-    given = [f'"{text}"' for text in arguments]
-    return f"{function}({', '.join([*given, *more])})"
+    """Return a function call as Python source: `routed(".mlp.experts", listed_as="experts")`."""
+    keywords = [f'{key}="{value}"' for key, value in named.items() if value is not None]
+    positional = [f'"{text}"' for text in arguments]
+    return f"{function}({', '.join([*positional, *keywords])})"
 
 
 def take(left: Linear, *names: str) -> None:
@@ -105,60 +111,65 @@ def take(left: Linear, *names: str) -> None:
 
 
 def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int) -> dict[str, LayerPart]:
-    """The routed experts among linear layers, which are taken out, by what Python says of them.
+    """Take the routed experts out of linear layers.
 
     Args:
-        left: by template, each with one of its modules and what is said of that.
-        shapes: of the checkpoint.
-        hidden: hidden_size, which tells the axes of stacks apart. Stacks of which none tells them are left out.
+        left: by name template, one of its modules and what the engine makes of it. Experts are removed.
+        shapes: shape of each tensor of the checkpoint, by name.
+        hidden: hidden_size, which tells the axes of stacks apart. Stacks whose axes it does not tell are left out.
+
+    Returns:
+        The registry's part for each kind of experts, by the Python source that makes it.
     """
-    found: dict[str, LayerPart] = {}
-    experts = {name: (module, one) for name, (module, one) in left.items() if one.layer and one.layer.experts}
+    parts_by_source: dict[str, LayerPart] = {}
+    experts = {
+        name: (module, engine) for name, (module, engine) in left.items() if engine.layer and engine.layer.experts
+    }
     paths: dict[str, list[str]] = {}
     for name, (module, _) in experts.items():
         stacked = len(shapes[tensor_of(module, shapes)]) > 2
         paths.setdefault(parent_of(name) if stacked else parent_of(parent_of(name)), []).append(name)
     for path, names in list(paths.items()):
         take(left, *names)
-        module, one = experts[names[0]]
-        assert one.layer is not None
+        module, engine = experts[names[0]]
+        assert engine.layer is not None
         order = list(
-            dict.fromkeys(tensor.removesuffix(".weight").rpartition(".")[2] for tensor, _, _ in one.layer.holds)
+            dict.fromkeys(tensor.removesuffix(".weight").rpartition(".")[2] for tensor, _, _ in engine.layer.holds)
         )
         if len(shapes[tensor_of(module, shapes)]) > 2:
             stacks, texts = [], []
-            told = {
+            layouts = {
                 shape[1 if name.rpartition(".")[2] != order[-1] else 2] == hidden
                 for name in names
                 if (shape := shapes[tensor_of(experts[name][0], shapes)])[1:].count(hidden) == 1
             }
-            if len(told) != 1:
+            if len(layouts) != 1:
                 continue
-            (transposed,) = told
+            (transposed,) = layouts
             for name in sorted(names, key=lambda name: order.index(name.rpartition(".")[2])):
                 last = name.rpartition(".")[2]
                 first = last != order[-1]
                 parts: tuple[str, ...] = ("gate_proj", "up_proj") if first else ("down_proj",)
                 if len(order) == 3:
-                    # Gate and up are stacks of their own.
+                    # Gate and up have separate stacks.
                     parts = (("gate_proj", "up_proj", "down_proj")[order.index(last)],)
                 stacks.append(StackedExperts(last, parts, transposed))
                 texts.append(f'StackedExperts("{last}", {parts}{", transposed=True" if transposed else ""})')
-            # Where the engine's name for the experts is none of the tensors' parents, these lie beside it.
-            last = one.layer.prefix.rpartition(".")[2]
+            # If the engine's name for the experts is no parent of the tensors, the stacks are siblings of the experts.
+            last = engine.layer.prefix.rpartition(".")[2]
             beside = last != path.rpartition(".")[2]
             path = f"{path}.{last}" if beside else path
             more = ", beside=True" if beside else ""
             text = f'routed("{path}", experts=ExpertLayout("{path}", stacked=({", ".join(texts)},){more}))'
-            found[text] = routed(path, experts=ExpertLayout(path, stacked=tuple(stacks), beside=beside))
+            parts_by_source[text] = routed(path, experts=ExpertLayout(path, stacked=tuple(stacks), beside=beside))
         elif len(order) == 3:
             down = order[-1]
             gate, up = order[:2]
             usual = (gate, up, down) == ("gate_proj", "up_proj", "down_proj")
-            found[call_text("routed", path, *(() if usual else (gate, up, down)))] = routed(path, gate, up, down)
+            text = call_text("routed", path, *(() if usual else (gate, up, down)))
+            parts_by_source[text] = routed(path, gate, up, down)
         else:
             compress = (f"{path}.*.{{{','.join(order)}}}",)
-            found[f'LayerPart({compress!r}, experts=(ExpertLayout("{path}"),))'] = LayerPart(
-                compress, experts=(ExpertLayout(path),)
-            )
-    return found
+            text = f'LayerPart({compress!r}, experts=(ExpertLayout("{path}"),))'
+            parts_by_source[text] = LayerPart(compress, experts=(ExpertLayout(path),))
+    return parts_by_source
