@@ -731,7 +731,7 @@ class BlockSize:
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class RendezvousOptions:
     """How ranks meet."""
 
     rendezvous_timeout: float = option(
@@ -792,7 +792,7 @@ class ReportFigure:
 
 
 @dataclass(frozen=True)
-class Command(ReportFigure, ReportPage, ProgressLines, JsonOutput, Verbosity, Rendezvous, BlockSize):
+class Command(ReportFigure, ReportPage, ProgressLines, JsonOutput, Verbosity, RendezvousOptions, BlockSize):
     """What the commands themselves take."""
 
 

@@ -24,7 +24,7 @@ from ..options import (
     ProgressLines,
     Push,
     Recipe,
-    Rendezvous,
+    RendezvousOptions,
     Repeat,
     ReportFigure,
     ReportPage,
@@ -157,7 +157,7 @@ CONVERSION = (
     Run,
     Push,
     CalibrationTexts,
-    Rendezvous,
+    RendezvousOptions,
     Verbosity,
     JsonOutput,
     ProgressLines,
@@ -208,7 +208,7 @@ def verb_parser() -> Parser:
         "Qwen3-32B-FP8",
         "deepseek-ai/DeepSeek-V3 --stream -o DeepSeek-V3-BF16",
     ).add_options(
-        *(Run, Push, Rendezvous, Verbosity, JsonOutput, ProgressLines),
+        *(Run, Push, RendezvousOptions, Verbosity, JsonOutput, ProgressLines),
         positional=("model",),
         without=("device",),
         output="Output directory (default: ./NAME-BF16).",
@@ -246,7 +246,7 @@ def verb_parser() -> Parser:
         "MODEL [-o FILE] [options]",
         "Qwen/Qwen3-8B --stream",
         "Qwen3-8B --text mine.jsonl --samples 64",
-    ).add_options(Calibrate, CalibrationTexts, Rendezvous, JsonOutput, ProgressLines, positional=("model",))
+    ).add_options(Calibrate, CalibrationTexts, RendezvousOptions, JsonOutput, ProgressLines, positional=("model",))
     add(
         "eval",
         "Compare quantized checkpoints with their source on texts.",
@@ -255,7 +255,7 @@ def verb_parser() -> Parser:
         "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
         "you/Qwen3-8B-FP8 --source Qwen/Qwen3-8B --stream",
     ).add_options(
-        Evaluate, Texts, Rendezvous, JsonOutput, ProgressLines, ReportPage, ReportFigure, positional=("outputs",)
+        Evaluate, Texts, RendezvousOptions, JsonOutput, ProgressLines, ReportPage, ReportFigure, positional=("outputs",)
     )
     add(
         "verify",
