@@ -106,13 +106,13 @@ class _Comparison:
         self.local_documents = documents_of_rank(len(corpus.documents), settings.ranks)
         self.outputs: list[OutputUnderTest] = []
         self.measurements = Measurements(source, self.model, self.outputs, corpus, settings)
-        self.measurements.routes.watch(self.model.model)
+        self.measurements.routes.register_hooks(self.model.model)
         self.noise = RoundingNoise(self.model.units[name] for name in self.layers)
         for output in outputs:
             with naming(output.name):
                 model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
             require_one_model(source, self.model, output, model)
-            self.measurements.routes.watch(model.model)
+            self.measurements.routes.register_hooks(model.model)
             served = ServedModel(output.name, output.checkpoint, model, settings.kv_cache)
             self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
         # Units whose weights are compared already, by name and pass.
@@ -308,12 +308,12 @@ class _Comparison:
     ) -> Callable[[], AbstractContextManager[Any]]:
         @contextmanager
         def around() -> Iterator[None]:
-            self.measurements.routes.number = number
+            self.measurements.routes.pass_number = number
             try:
                 with products_in_float32(self.settings.device), inner():
                     yield
             finally:
-                self.measurements.routes.number = None
+                self.measurements.routes.pass_number = None
 
         return around
 

@@ -56,7 +56,7 @@ class HiddenStateDistances:
         self._sums.setdefault((layer, number), []).extend(sums)
         self._tokens[layer, number] = self._tokens.get((layer, number), 0) + tokens
 
-    def of(self, layer: str, number: int) -> float:
+    def mean(self, layer: str, number: int) -> float:
         """Return the mean relative distance after a layer in a pass."""
         return math.fsum(self._sums[layer, number]) / self._tokens[layer, number]
 
@@ -88,16 +88,16 @@ class RouteCounts:
     """Counts tokens that are routed to other experts than in the source, by module and pass.
 
     Attributes:
-        number: number of the pass that runs now, set by the caller. Pass 0 is the source's and must come first. None
-            if nothing is to be counted, such as while prompts are answered.
+        pass_number: number of the pass that runs now, set by the caller. Pass 0 is the source's and must come first.
+            None if nothing is to be counted, such as while prompts are answered.
     """
 
     def __init__(self) -> None:
-        self.number: int | None = None
+        self.pass_number: int | None = None
         self._source: dict[str, Tensor] = {}
         self._counts: dict[tuple[str, int], list[int]] = {}
 
-    def watch(self, model: nn.Module) -> None:
+    def register_hooks(self, model: nn.Module) -> None:
         """Register hooks on all modules of stacked experts of a model."""
         for name, module in model.named_modules():
             if holds_experts(module):
@@ -105,13 +105,13 @@ class RouteCounts:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.number is None:
+            if self.pass_number is None:
                 return
             experts = _expert_choice(module, *args, **kwargs)
-            if self.number == 0:
+            if self.pass_number == 0:
                 self._source[name] = experts
                 return
-            self._add(name, self.number, int((experts != self._source[name]).any(-1).sum()), len(experts))
+            self._add(name, self.pass_number, int((experts != self._source[name]).any(-1).sum()), len(experts))
 
         return before
 
@@ -120,7 +120,7 @@ class RouteCounts:
         counts[0] += rerouted
         counts[1] += tokens
 
-    def of(self, layer: str, number: int) -> float | None:
+    def share(self, layer: str, number: int) -> float | None:
         """Return the share of tokens of a pass that a layer routes to other experts; None if it has no experts."""
         shares = [
             rerouted / total

@@ -107,7 +107,7 @@ class Measurements:
         for output, clipped in zip(self.outputs, counts["clipped"], strict=True):
             output.served.clipped.add_counts(clipped)
 
-    def of(self, number: int) -> list[DocumentRecord]:
+    def records_of_pass(self, number: int) -> list[DocumentRecord]:
         """Return the records of a pass in the order of the documents."""
         by_document = self.records[number]
         return [by_document[document] for document in sorted(by_document)]
@@ -127,7 +127,7 @@ def make_evaluation(
         The evaluation, with an eval.json for each output.
     """
     seed = measurements.settings.seed
-    floor = _brief(measurements.of(1), seed)
+    floor = _brief(measurements.records_of_pass(1), seed)
     source = measurements.source.identity()
     common = {
         "floor": floor,
@@ -147,7 +147,7 @@ def make_evaluation(
 
 
 def _figures(measurements: Measurements, output: OutputUnderTest, floor: Brief) -> dict[str, Any]:
-    weights_only, as_served = measurements.of(output.first), measurements.of(output.last)
+    weights_only, as_served = measurements.records_of_pass(output.first), measurements.records_of_pass(output.last)
     seed = measurements.settings.seed
     figures = summarize(as_served, seed)
     # Layers of vision towers are not among them, as no text runs through those.
@@ -166,7 +166,7 @@ def _figures(measurements: Measurements, output: OutputUnderTest, floor: Brief) 
         "kl_histogram": {
             "edges": list(EDGES),
             "output": kl_histogram(as_served),
-            "floor": kl_histogram(measurements.of(1)),
+            "floor": kl_histogram(measurements.records_of_pass(1)),
         },
         "weights_only": _brief(weights_only, seed),
         "weight_error": statistics.median(errors) if errors else 0.0,
@@ -188,9 +188,9 @@ def _layer(measurements: Measurements, name: str, output: OutputUnderTest) -> La
 
     return LayerFigures(
         name,
-        measurements.distances.of(name, output.last),
-        measurements.distances.of(name, 1),
-        measurements.routes.of(name, output.last),
+        measurements.distances.mean(name, output.last),
+        measurements.distances.mean(name, 1),
+        measurements.routes.share(name, output.last),
         output.served.clipped.share(inside),
     )
 

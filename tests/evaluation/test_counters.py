@@ -21,7 +21,7 @@ from support import small_checkpoints
 def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: str, tmp_path: Path) -> None:
     streamed = StreamedModel(open_checkpoint(small_checkpoints.write(tmp_path / "source", architecture)))
     routes = RouteCounts()
-    routes.watch(streamed.model)
+    routes.register_hooks(streamed.model)
     ids = torch.randint(0, 500, (1, 40), generator=torch.Generator().manual_seed(0))
     chosen: list[list[list[int]]] = []
 
@@ -34,7 +34,7 @@ def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: 
         gate = model.get_submodule(f"model.layers.1.{router}")
         gate.register_forward_hook(note)
         for number in range(3):
-            routes.number = number
+            routes.pass_number = number
             model(input_ids=ids, use_cache=False)
             # The second pass goes as the first did, the third otherwise.
             if number == 1:
@@ -42,11 +42,11 @@ def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: 
     before, same, after = chosen
     expected = sum(mine != theirs for mine, theirs in zip(before, after, strict=True)) / 40
     assert (before == same, expected > 0.2) == (True, True)
-    assert [routes.of("model.layers.1", number) for number in (1, 2)] == [0, expected]
-    assert routes.of("model.layers.0", 1) is None
+    assert [routes.share("model.layers.1", number) for number in (1, 2)] == [0, expected]
+    assert routes.share("model.layers.0", 1) is None
     # As another process that counted the same adds it.
     routes.add_counts(routes.counts())
-    assert routes.of("model.layers.1", 2) == expected
+    assert routes.share("model.layers.1", 2) == expected
 
 
 def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:
@@ -58,14 +58,14 @@ def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:
         mine.add("layers.0", number, hidden)
     for number, hidden in ((0, source[:, :1]), (1, source[:, :1] * 3), (2, source[:, :1])):
         other.add("layers.0", number, hidden)
-    assert mine.of("layers.0", 1) == pytest.approx(1.2 / 3)
-    assert other.of("layers.0", 1) == 2
+    assert mine.mean("layers.0", 1) == pytest.approx(1.2 / 3)
+    assert other.mean("layers.0", 1) == 2
     mine.add_counts(other.counts())
-    assert mine.of("layers.0", 1) == pytest.approx(3.2 / 4)
-    assert mine.of("layers.0", 2) == 0
+    assert mine.mean("layers.0", 1) == pytest.approx(3.2 / 4)
+    assert mine.mean("layers.0", 2) == 0
     mine.add("layers.0", 0, source)
     mine.add("layers.0", 1, source)
-    assert mine.of("layers.0", 1) == pytest.approx(3.2 / 7)
+    assert mine.mean("layers.0", 1) == pytest.approx(3.2 / 7)
     assert list(mine.layers) == ["layers.0"]
 
 
@@ -73,4 +73,4 @@ def test_what_is_far_from_nothing_is_finite() -> None:
     distances = HiddenStateDistances()
     distances.add("layers.0", 0, torch.zeros(1, 1, 2))
     distances.add("layers.0", 1, torch.zeros(1, 1, 2))
-    assert distances.of("layers.0", 1) == 0
+    assert distances.mean("layers.0", 1) == 0
