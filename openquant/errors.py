@@ -1,6 +1,6 @@
-"""Errors the user can act on: what is wrong, and what to do next.
+"""Errors that the user can fix: each says what is wrong and what to do next.
 
-Everything else that is raised is a bug of ours and keeps its traceback.
+Any other exception is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 
 class OpenQuantError(Exception):
-    """A problem the user can fix.
+    """A problem that the user can fix.
 
     Args:
-        message: names the file or tensor, what was found and what was expected.
+        message: what is wrong: the file or tensor, its value and the expected one.
         hint: what to do next.
     """
 
@@ -28,11 +28,11 @@ class UsageError(OpenQuantError):
 
 
 class SourceError(OpenQuantError):
-    """The source is missing, broken, or nothing we can compress."""
+    """The source is missing or damaged, or we cannot quantize it."""
 
 
 class PlanError(OpenQuantError):
-    """The source is sound, and no rule says what to do with a part of it."""
+    """The source is sound, but no rule says what to do with a part of it."""
 
 
 class OutputError(OpenQuantError):

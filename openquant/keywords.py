@@ -1,6 +1,6 @@
-"""Errors in words of Python: what messages call `--max-memory 2GB` is max_memory="2GB" to who calls a function.
+"""Rewrite error messages for callers of Python functions: `--max-memory 2GB` becomes max_memory="2GB".
 
-Messages name options as the command line does; errors of the functions that `openquant` exports are rewritten here.
+Messages name options as the command line does. Those of errors from exported functions are rewritten here.
 
     in_python("give --kv-cache fp8 too, or leave --gptq out")   # 'give kv_cache="fp8" too, or leave gptq out'
 """
@@ -32,7 +32,7 @@ from .options import (
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
-# Verbs that are functions of another name, and what only the command line has.
+# Verbs whose function has another name, and options that only the command line has.
 _FUNCTIONS = {"eval": "evaluate"}
 _OTHERS = {"-w 128": 'scheme="block"', "--rendezvous-timeout": "`patience` of its Ranks"}
 _VERBS = "compress|dequantize|calibrate|diagnose|eval|explain|push|verify"
@@ -47,7 +47,7 @@ _VALUE = r"(?: (?P<value>'[^']*'|[^\s,;:)]*[^\s,;:).]))?"
 
 
 def python_errors(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """A function whose errors name options as its callers do."""
+    """Wrap a function so that its errors name keywords instead of command-line options."""
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)
@@ -59,32 +59,35 @@ def python_errors(function: Callable[Arguments, Returned]) -> Callable[Arguments
             error.args = (error.message,)
             raise
 
-    # Where pickle finds it.
+    # pickle looks the function up by this name.
     called.__module__ = __package__ or ""
     return called
 
 
 def in_python(text: str, parameters: Collection[str] = ()) -> str:
-    """A message or hint with keywords in place of flags.
+    """Replace command-line options in a message or hint by keywords.
 
     Args:
-        text: it names options as the command line does.
-        parameters: of the function that is called, which decide where two options have one flag, such as -o.
+        text: the message, which names options as the command line does.
+        parameters: parameters of the called function; they decide between options that share a flag, such as -o.
+
+    Returns:
+        The message with keywords.
     """
     options = _options(parameters)
-    known = "|".join(re.escape(flag) for flag in sorted([*options, *_OTHERS], key=len, reverse=True))
-    flags = re.compile(rf"(?<![\w-])(?P<flag>{known})(?![\w-]){_VALUE}")
+    alternatives = "|".join(re.escape(flag) for flag in sorted([*options, *_OTHERS], key=len, reverse=True))
+    flags = re.compile(rf"(?<![\w-])(?P<flag>{alternatives})(?![\w-]){_VALUE}")
 
     def command(match: re.Match[str]) -> str:
         verb = match["verb"] or match["bare"]
         words = re.findall(rf"{_FLAG}(?: {_PLACEHOLDER})?|{_PLACEHOLDER}", match["words"] or match["flags"] or "")
         options = _options(("out",) if verb in ("calibrate", "eval") else ("output",))
-        given = [
+        arguments = [
             flags.sub(functools.partial(keyword, options), word)
             for word in words
             if not word.startswith("-") or flags.match(word)
         ]
-        return f"openquant.{_FUNCTIONS.get(verb, verb)}({', '.join(given)})"
+        return f"openquant.{_FUNCTIONS.get(verb, verb)}({', '.join(arguments)})"
 
     def keyword(options: Mapping[str, tuple[str, Option]], match: re.Match[str]) -> str:
         flag, value = match["flag"], match["value"]
@@ -95,25 +98,25 @@ def in_python(text: str, parameters: Collection[str] = ()) -> str:
         if option.value is None:
             left_out = match.string[match.end("flag") :].startswith(" out")
             return (name if left_out else f"{name}=True") + rest
-        told = None if value is None else _literal(option, value)
-        return f"{name}{rest}" if told is None else f"{name}={told}"
+        literal = None if value is None else _literal(option, value)
+        return f"{name}{rest}" if literal is None else f"{name}={literal}"
 
     return flags.sub(functools.partial(keyword, options), _COMMAND.sub(command, text))
 
 
 def _options(parameters: Collection[str]) -> dict[str, tuple[str, Option]]:
-    """Keywords and options by flag; those among the parameters before others."""
-    found: dict[str, tuple[str, Option]] = {}
+    """Return keyword and option by flag; an option among the parameters wins over others with the same flag."""
+    by_flag: dict[str, tuple[str, Option]] = {}
     for kind in (Push, Check, Diagnose, Evaluate, Calibrate, CalibrationTexts, Recipe, Run):
         for name, option in options_of(kind).items():
             for flag in flags_of(name, option):
-                if flag.startswith("-") and (name in parameters or found.get(flag, ("",))[0] not in parameters):
-                    found[flag] = name, option
-    return found
+                if flag.startswith("-") and (name in parameters or by_flag.get(flag, ("",))[0] not in parameters):
+                    by_flag[flag] = name, option
+    return by_flag
 
 
 def _literal(option: Option, value: str) -> str | None:
-    """How a value of an option is written in Python; None if it is the next word of the sentence."""
+    """Return an option's value as a Python literal; None if it is only the next word of the sentence."""
     if option.read is pattern_and_scheme:
         pattern, equals, scheme = value.rpartition("=")
         return f'{{"{pattern}": "{scheme}"}}' if equals else None
@@ -123,7 +126,7 @@ def _literal(option: Option, value: str) -> str | None:
         return value
     if option.choices:
         return f'"{value}"' if value in option.choices else None
-    # A name, pattern or path, by what no English word has.
+    # Names, patterns and paths have characters that no English word has.
     if value in ("auto", "generic", "cpu", "cuda") or re.search(r"[\d/*._~'=]", value):
         return '"' + value.strip("'") + '"'
     return None

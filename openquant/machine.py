@@ -1,4 +1,4 @@
-"""What this process may use of the machine, and has used."""
+"""CPUs, memory and devices that this process may use, and the memory that it has used."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from pathlib import Path
 
 from .errors import OpenQuantError, UsageError
 
-# How many CPUs' worth of time a container may use (Linux, Documentation/admin-guide/cgroup-v2.rst).
+# The CPU time that a container may use (Linux, Documentation/admin-guide/cgroup-v2.rst).
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
-# Control groups, which limit the memory of what is in them: where they lie, and which ones this process is in.
+# Control groups, which limit memory: their directory, and the file that names those of this process.
 _GROUPS, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Of both versions of them (admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst): a group's limit, and what counts as held.
+# The files with a group's limit and the statistic of its used memory, in both versions of control groups
+# (admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst).
 _LIMITS = {"": ("memory.max", "anon"), "memory": ("memory.limit_in_bytes", "total_rss")}
 
-# glibc's malloc.h: parameters of mallopt, and what they are set to. An array from 4 MB on has memory of its own, which
-# the system clears before and takes back after; smaller ones share what is kept, of which 32 MB may be free. With the
-# defaults numpy's and torch's pieces of a megabyte came and went: INT4's scales were searched for in a fifth more time,
-# its output verified in twice the time, a layer computed in a quarter more. With 16 MB for 4, hidden states that wait
-# lay scattered among what layers computed with, and 8B shapes took 0.2 GB more.
+# Parameters of mallopt (glibc's malloc.h) and their values. Arrays of 4 MB or more get memory from the system, which
+# clears it and takes it back; smaller ones reuse freed memory, of which up to 32 MB is kept. With the defaults, memory
+# for arrays of a megabyte went back and forth: the search for INT4 scales took a fifth longer, verifying twice as long,
+# a decoder layer a quarter longer. With 16 MB instead of 4, offloaded hidden states fragmented the heap, and 8B shapes
+# took 0.2 GB more.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _KEPT = ((_TRIM_THRESHOLD, 1 << 25), (_MMAP_THRESHOLD, 1 << 22))
 
-# Address space that numpy takes as it is loaded.
+# Address space that importing numpy takes.
 NUMPY_MEMORY = 96 << 20
 
 
 def require_room() -> None:
-    """Refuse to load numpy without the memory for it: its library would end the process in words of its own.
+    """Check that there is memory to import numpy; without it OpenBLAS would end the process with its own message.
 
     Raises:
-        OSError: there is none.
+        OSError: there is too little memory.
     """
     mmap.mmap(-1, NUMPY_MEMORY).close()
 
 
 def available_cpus(quota: Path = _QUOTA) -> int:
-    """CPUs this process may use."""
+    """Return the number of CPUs that this process may use, by its affinity and its container's quota."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         time, period = quota.read_text().split()
@@ -54,7 +55,7 @@ def available_cpus(quota: Path = _QUOTA) -> int:
 
 
 def available_memory(groups: Path = _GROUPS, mine: Path = _MINE) -> int:
-    """Bytes of memory that this process could have without others giving theirs back to a disk."""
+    """Return the bytes of memory that this process could allocate without swapping, within its control groups."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -63,32 +64,35 @@ def available_memory(groups: Path = _GROUPS, mine: Path = _MINE) -> int:
 
 
 def _left_in_groups(groups: Path, mine: Path) -> Iterator[int]:
-    """What the limit of each group leaves. Pages of files count for a limit too, but make room when there is none."""
+    """Yield the bytes left below each group's limit. File pages count too, but the system drops them when needed."""
     try:
         lines = mine.read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        # "0::/user.slice" of the second version, "4:memory:/user.slice" of the first.
+        # Lines are "0::/user.slice" in version 2, "4:memory:/user.slice" in version 1.
         _, controller, path = line.split(":", 2)
         if controller not in _LIMITS:
             continue
-        limit, held = _LIMITS[controller]
+        limit, used = _LIMITS[controller]
         for parent in [Path(path), *Path(path).parents]:
             group = groups / controller / parent.relative_to("/")
-            # Nothing, or "max", where there is no limit; and in a container no group of its host's.
+            # Without a limit the file is missing or says "max"; a container does not see the groups of its host.
             with suppress(OSError, ValueError):
                 size = int((group / limit).read_text())
-                counts = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
-                yield size - int(counts.get(held, 0))
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                yield size - int(statistics.get(used, 0))
 
 
 def find_device(name: str, number: int) -> str:
-    """The torch device that a name means, or "cpu".
+    """Return the device for the value of --device.
 
     Args:
         name: "auto", "cpu", "cuda" or "cuda:N".
-        number: of this process on this machine, which tells one of several GPUs.
+        number: number of this process on this machine (local rank), which selects a GPU for "auto" and "cuda".
+
+    Returns:
+        "cpu", or a torch device such as "cuda:1".
 
     Raises:
         UsageError: there is no such GPU, or it cannot be used.
@@ -104,7 +108,7 @@ def find_device(name: str, number: int) -> str:
     chosen = int(name[5:]) if name.startswith("cuda:") else number % max(1, count)
     if chosen < count:
         try:
-            # What the driver takes of this process's memory, it takes now.
+            # Makes the driver allocate its host memory now, before memory is measured.
             torch.zeros(1, device=f"cuda:{chosen}")
         except RuntimeError as error:
             raise UsageError(f"cuda:{chosen} cannot be used: {first_line(error)}", "use --device cpu") from None
@@ -115,25 +119,25 @@ def find_device(name: str, number: int) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What a torch error says, without the advice that follows."""
+    """Return the first line of an error's message; torch adds advice below it."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def resident() -> int:
-    """Resident memory of this process in bytes: now, or on systems that do not report that its peak."""
+    """Return the resident memory of this process in bytes; its peak on systems that do not report the current one."""
     return _status("VmRSS") or peak_rss()
 
 
 def peak_rss() -> int:
-    """Largest resident memory of this process so far, in bytes."""
-    # ru_maxrss begins at the parent's size; this does not.
-    if (found := _status("VmHWM")) is not None:
-        return found
+    """Return the largest resident memory of this process so far, in bytes."""
+    # Unlike VmHWM, ru_maxrss starts at the parent's size.
+    if (peak := _status("VmHWM")) is not None:
+        return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _status(name: str) -> int | None:
-    """What Linux says of this process's memory, in bytes; None elsewhere."""
+    """Return a value of /proc/self/status in bytes; None on systems without that file."""
     with suppress(FileNotFoundError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith(f"{name}:"):
@@ -143,27 +147,27 @@ def _status(name: str) -> int | None:
 
 @contextmanager
 def memory_used_again() -> Iterator[None]:
-    """Meanwhile what is freed is used again, whichever thread frees it: the system clears memory that is new.
+    """Make glibc reuse freed memory across threads inside the context; new memory costs time, as the system clears it.
 
-    With an arena for each thread, arrays of many sizes that are made on one thread and freed on another would leave
-    holes that grow with every layer. How large arrays have memory of their own stays as it was set, since glibc chooses
-    no more by itself once it was told. Nothing changes where the C library is not glibc.
+    With an arena for each thread, arrays that one thread allocates and another frees would leave holes that grow with
+    every layer. The thresholds stay set afterwards, since glibc does not adapt them once they were set. Other C libraries
+    are not changed.
     """
-    tell = _mallopt()
-    if tell is None:
+    mallopt = _mallopt()
+    if mallopt is None:
         yield
         return
-    for number, value in _KEPT:
-        tell(number, value)
-    tell(_ARENA_MAX, 1)
+    for parameter, value in _KEPT:
+        mallopt(parameter, value)
+    mallopt(_ARENA_MAX, 1)
     try:
         yield
     finally:
-        tell(_ARENA_MAX, 0)
+        mallopt(_ARENA_MAX, 0)
 
 
 def _mallopt() -> Callable[[int, int], int] | None:
-    """glibc's function; None without glibc."""
+    """Return glibc's mallopt; None with another C library."""
     import ctypes
 
     try:
@@ -174,7 +178,7 @@ def _mallopt() -> Callable[[int, int], int] | None:
 
 
 def give_memory_back() -> None:
-    """Have the C library give back what was freed and it keeps; glibc's keeps much where many threads allocate."""
+    """Make glibc return freed memory to the system; it keeps much of it if many threads allocate."""
     import ctypes
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -183,19 +187,26 @@ def give_memory_back() -> None:
 
 
 def reached_limit(error: BaseException) -> OpenQuantError | None:
-    """An error that names the limit of this process, such as `ulimit -n`, that caused another; None if none did."""
+    """Return an error that names the limit of this process, such as `ulimit -n`, which caused another error.
+
+    Args:
+        error: the error; its causes are looked at too.
+
+    Returns:
+        The error with message and hint; None if no limit caused it.
+    """
     for cause in _causes(error):
-        found = _limit_behind(cause)
-        if found is not None:
-            what, hint = found
+        explanation = _limit_behind(cause)
+        if explanation is not None:
+            message, hint = explanation
             if isinstance(error, OpenQuantError):
-                what = f"{error.message} ({what})"
-            return OpenQuantError(what, hint)
+                message = f"{error.message} ({message})"
+            return OpenQuantError(message, hint)
     return None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it was raised from, or while handling which."""
+    """Yield an error and the errors from which, or while handling which, it was raised."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -204,6 +215,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _limit_behind(error: BaseException) -> tuple[str, str] | None:
+    """Return message and hint for an error that a limit caused; None if none did."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error).lower()
     if number in (errno.EMFILE, errno.ENFILE):
@@ -216,7 +228,7 @@ def _limit_behind(error: BaseException) -> tuple[str, str] | None:
             f"no thread can be started: {_limits(processes=True, memory=True)}",
             "raise that limit (in a container also its limit on processes), then run the same command again",
         )
-    # What the system's loader says of a library that does not fit has no number.
+    # The system's loader gives no error number for a library that does not fit into memory.
     unloaded = isinstance(error, (ImportError, OSError)) and ("failed to map" in text or "cannot allocate" in text)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or unloaded:
         return f"memory ran out: {_limits(memory=True)}", "raise that limit, or use fewer --workers"
@@ -224,17 +236,17 @@ def _limit_behind(error: BaseException) -> tuple[str, str] | None:
 
 
 def _limits(files: bool = False, processes: bool = False, memory: bool = False) -> str:
-    """The limits that are set, as a shell names them: 'ulimit -v is 500000'."""
+    """Return the limits that are set, as a shell names them: 'ulimit -v is 500000'."""
     kinds = [
         (files, "RLIMIT_NOFILE", "-n", 1),
         (processes, "RLIMIT_NPROC", "-u", 1),
         (memory, "RLIMIT_AS", "-v", 1024),
         (memory, "RLIMIT_DATA", "-d", 1024),
     ]
-    found = []
-    for asked, name, option, unit in kinds:
-        # Not every system has all of them.
-        value = resource.getrlimit(getattr(resource, name))[0] if asked and hasattr(resource, name) else -1
+    limits = []
+    for is_wanted, name, option, unit in kinds:
+        # Not every system has all limits.
+        value = resource.getrlimit(getattr(resource, name))[0] if is_wanted and hasattr(resource, name) else -1
         if value not in (-1, resource.RLIM_INFINITY):
-            found.append(f"ulimit {option} is {value // unit}")
-    return ", ".join(found) or "no limit is set with ulimit, so it is the machine's or the container's"
+            limits.append(f"ulimit {option} is {value // unit}")
+    return ", ".join(limits) or "no limit is set with ulimit, so it is the machine's or the container's"

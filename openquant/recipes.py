@@ -1,12 +1,12 @@
-"""Recipes: what a run was asked for, as its output has it, to be asked for again of another model.
+"""Recipes: the options of a run, saved with its output, so that another model can be quantized in the same way.
 
-Options that say how weights come out, by their names in Python, without those that have their default:
+A recipe has the options that decide how weights are quantized, by their names in Python, without defaults:
 
-    written(Recipe("int4", gptq=True), CalibrationTexts(samples=64))["options"]
+    recipe_of(Recipe("int4", gptq=True), CalibrationTexts(samples=64))["options"]
     # {"scheme": "int4", "gptq": True, "samples": 64}
 
-Nothing of the machine is in one: of files only their names, and for a calibration that one was used. One that is read
-may be anybody's.
+It has nothing of the machine: only names of text files, and instead of a calibration file that there was a calibration.
+A recipe that is read is not trusted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .files.small_files import parse_json, read_small, short_repr
 from .options import CalibrationTexts, Option, Recipe, flags_of, options_of
 from .version import __version__
 
-# Of what is written here; a greater one is a later version's.
+# Version of the recipes that are written here; later versions of openquant may have a greater one.
 FORMAT = 1
-# Bytes: it may stand in a journal, which names every file of a large output.
+# Bytes. A recipe may be in a journal, which names every file of a large output.
 MAX_RECIPE = 64 << 20
 MAX_OPTIONS, MAX_LETTERS = 10_000, 10_000
 _KINDS = (Recipe, CalibrationTexts)
@@ -34,13 +34,18 @@ _MEND = "give the .openquant.json of an output, or leave --recipe out"
 
 
 def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
-    """What an output has of the options it was made with."""
+    """Return the recipe of a run, as JSON for the output's journal.
+
+    Args:
+        recipe: options that decide how weights are quantized.
+        texts: options of the calibration texts.
+    """
     options: dict[str, Any] = {}
-    for given in (recipe, texts):
-        for each in fields(given):
-            value = getattr(given, each.name)
-            if value and value != each.default:
-                options[each.name] = dict(value) if isinstance(value, Mapping) else value
+    for group in (recipe, texts):
+        for field in fields(group):
+            value = getattr(group, field.name)
+            if value and value != field.default:
+                options[field.name] = dict(value) if isinstance(value, Mapping) else value
     if options.pop("calibration", None) is not None:
         options["calibrate"] = True
     if "ignore" in options:
@@ -54,68 +59,71 @@ def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
 
 
 def option_words(options: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Options as a command takes them: [("--scheme", "int4"), ("--gptq", None)]."""
-    known = _known()
-    found: list[tuple[str, str | None]] = []
+    """Convert options of a recipe to flags and values of the command line: [("--scheme", "int4"), ("--gptq", None)]."""
+    allowed = _allowed_options()
+    words: list[tuple[str, str | None]] = []
     for name, value in options.items():
-        flag = flags_of(name, known[name])[-1]
+        flag = flags_of(name, allowed[name])[-1]
         if value is True:
-            found.append((flag, None))
+            words.append((flag, None))
         elif isinstance(value, Mapping):
-            found += [(flag, f"{pattern}={scheme}") for pattern, scheme in value.items()]
+            words += [(flag, f"{pattern}={scheme}") for pattern, scheme in value.items()]
         else:
-            found += [(flag, str(each)) for each in (value if isinstance(value, list) else [value])]
-    return found
+            words += [(flag, str(item)) for item in (value if isinstance(value, list) else [value])]
+    return words
 
 
 def recipe_command(options: Mapping[str, Any]) -> str:
-    """The same on one line, as a shell takes it: "--scheme int4 --ignore '**.down_proj'"."""
+    """Convert options of a recipe to a line for a shell: "--scheme int4 --ignore '**.down_proj'"."""
     return shlex.join(word for pair in option_words(options) for word in pair if word is not None)
 
 
 def read_recipe(path: Path) -> list[str]:
-    """The words of a command that ask again for what a recipe says: ["--scheme=int4", "--gptq"].
+    """Read a recipe.
 
     Args:
-        path: `.openquant.json` of an output, the output itself, or a file with the recipe alone.
+        path: an output directory, its `.openquant.json`, or a file with the recipe alone.
+
+    Returns:
+        Arguments for the command line: ["--scheme=int4", "--gptq"].
 
     Raises:
-        UsageError: there is none, a later version wrote it, or it has what is no option of compress.
-        SourceError: it is no JSON, or too large.
+        UsageError: there is no recipe, a later version wrote it, or it has something that is no option of compress.
+        SourceError: the file is no JSON or too large.
     """
     file = path / JOURNAL_FILE if path.is_dir() else path
     with readable():
         data = read_small(file, str(file), MAX_RECIPE)
-    held = parse_json(data, str(file))
-    found = held.get("recipe", held) if isinstance(held, dict) else None
-    options = found.get("options") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or not isinstance(options, dict) or not isinstance(found.get("format"), int):
+    content = parse_json(data, str(file))
+    recipe = content.get("recipe", content) if isinstance(content, dict) else None
+    options = recipe.get("options") if isinstance(recipe, dict) else None
+    if not isinstance(recipe, dict) or not isinstance(options, dict) or not isinstance(recipe.get("format"), int):
         raise UsageError(f"{file} holds no recipe", _MEND)
-    if found["format"] != FORMAT:
+    if recipe["format"] != FORMAT:
         raise UsageError(
-            f"{file} is a recipe of format {short_repr(found['format'])}, this openquant reads {FORMAT}",
-            f"use the openquant that wrote it: {short_repr(found.get('openquant'))}",
+            f"{file} is a recipe of format {short_repr(recipe['format'])}, this openquant reads {FORMAT}",
+            f"use the openquant that wrote it: {short_repr(recipe.get('openquant'))}",
         )
-    known = _known()
-    strange = sorted(options.keys() - known.keys())
-    if strange:
+    allowed = _allowed_options()
+    unknown = sorted(options.keys() - allowed.keys())
+    if unknown:
         raise UsageError(
-            f"{file} has {short_repr(strange[0])}, which is no option of compress that a recipe has", _MEND
+            f"{file} has {short_repr(unknown[0])}, which is no option of compress that a recipe has", _MEND
         )
     for name, value in options.items():
-        if not _fits(value, known[name], name):
-            flag = flags_of(name, known[name])[-1]
+        if not _fits(value, allowed[name], name):
+            flag = flags_of(name, allowed[name])[-1]
             raise UsageError(f"{file}: {name} is {short_repr(value)}, which {flag} does not take", _MEND)
     return [flag if value is None else f"{flag}={value}" for flag, value in option_words(options)]
 
 
-def _known() -> dict[str, Option]:
-    """What a recipe may have: all but a file of a calibration, which fits one model only."""
+def _allowed_options() -> dict[str, Option]:
+    """Return the options that a recipe may have: all but a calibration file, which fits one model only."""
     return {name: option for kind in _KINDS for name, option in options_of(kind).items() if name != "calibration"}
 
 
 def _fits(value: object, option: Option, name: str) -> bool:
-    """Whether a value is of an option's type; what it may be the command itself knows."""
+    """Return whether a value has the option's type. The command checks the value itself."""
     if option.value is None:
         return value is True
     if option.repeated:

@@ -1,7 +1,7 @@
-"""Work on several threads while the main thread waits and hears signals.
+"""Work on several threads while the main thread waits and can handle signals.
 
-Futures are those of concurrent.futures. Its pool of threads is used by `Helpers` alone: Python does not exit before the
-threads of a pool have ended, and a request to the Hub may never end.
+Futures are those of concurrent.futures. Only `Helpers` uses its thread pool: Python does not exit before the threads of
+a pool have ended, and a request to the Hub may never end.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import TypeVar
 from .machine import memory_used_again
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+Output = TypeVar("Output")
 
 
 class FirstFailure:
-    """What first went wrong in one of several threads, to be raised in the one that waits for them.
+    """Keeps the first error of several threads, and raises it in the thread that waits for them.
 
         failure = FirstFailure(stopped.set)
         with failure.kept():        # in each thread
             work()
-        failure.check()             # in the one that waits
+        failure.check()             # in the thread that waits
 
     Args:
-        tell: called, in the thread that failed, each time something is kept.
+        tell: called in the thread that failed, for each error.
     """
 
     def __init__(self, tell: Callable[[], None]) -> None:
@@ -41,24 +41,24 @@ class FirstFailure:
         return self._error is not None
 
     def keep(self, error: BaseException) -> None:
-        """Remember an error, unless there was one before."""
+        """Keep an error, unless there was one before."""
         with self._lock:
             self._error = self._error or error
         self._tell()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep whatever is raised inside."""
+        """Keep any exception that is raised inside the context."""
         try:
             yield
         except BaseException as error:
             self.keep(error)
 
     def check(self) -> None:
-        """Raise what was kept, if anything was.
+        """Raise the kept error, if there is one.
 
         Raises:
-            BaseException: the first.
+            BaseException: the first error.
         """
         if self._error is not None:
             raise self._error
@@ -68,12 +68,12 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
     """Call `work` on several threads at once and wait until all calls have returned.
 
     Args:
-        work: returns soon once `stopped` is set.
-        count: number of threads; fewer where the system starts no more, and the caller's own where it starts none.
-        stopped: set when the wait is over, also when an interrupt or an error ends it.
+        work: function that returns soon once `stopped` is set.
+        count: number of threads. If the system starts fewer, those work; if it starts none, the calling thread does.
+        stopped: is set when the wait is over, also if an interrupt or an error ends it.
 
     Raises:
-        BaseException: the first that `work` raised.
+        BaseException: the first error that `work` raised.
     """
     futures: list[Future[None]] = [Future() for _ in range(count)]
     running: set[Future[None]] = set()
@@ -86,41 +86,41 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
             if not running:
                 work()
             while running:
-                # With a timeout, so that the main thread gets to see signals.
+                # The timeout lets the main thread handle signals.
                 done, running = wait(running, 0.2, FIRST_COMPLETED)
                 for future in done:
                     future.result()
     finally:
         stopped.set()
-        # Also for a thread that was started by a call that an interrupt came out of.
+        # An interrupt may have come after a thread was started and before it was noted.
         wait([future for future in futures if not future.cancel()])
 
 
-def in_parallel(make: Callable[[Item], Made], items: Sequence[Item], count: int) -> Generator[Made, None, None]:
-    """Yield `make(item)` for each item, in their order, made on up to `count` threads ahead of the caller.
+def in_parallel(make: Callable[[Item], Output], items: Sequence[Item], count: int) -> Generator[Output, None, None]:
+    """Yield `make(item)` for each item in order, computed on up to `count` threads ahead of the caller.
 
-    The first failure is raised at once. Neither it nor an interrupt waits for what the other threads are doing, which
-    may be a request that nobody answers.
+    The first error is raised at once. Neither it nor an interrupt waits for the other threads, which may be waiting for
+    an answer that never comes.
     """
-    left = deque(items)
-    coming: deque[Future[Made]] = deque()
-    while left or coming:
-        running = [future for future in coming if not future.done()]
-        if left and len(running) < count and len(coming) < 2 * count:
-            coming.append(in_thread(partial(make, left.popleft())))
+    waiting = deque(items)
+    futures: deque[Future[Output]] = deque()
+    while waiting or futures:
+        running = [future for future in futures if not future.done()]
+        if waiting and len(running) < count and len(futures) < 2 * count:
+            futures.append(in_thread(partial(make, waiting.popleft())))
             continue
-        for future in coming:
+        for future in futures:
             if future.done():
                 future.result()
-        if coming[0].done():
-            yield coming.popleft().result()
+        if futures[0].done():
+            yield futures.popleft().result()
         else:
             wait(running, 0.2, FIRST_COMPLETED)
 
 
-def in_thread(do: Callable[[], Made]) -> Future[Made]:
-    """Call `do` on a thread that Python's exit does not wait for; right here where no thread can be started."""
-    future: Future[Made] = Future()
+def in_thread(do: Callable[[], Output]) -> Future[Output]:
+    """Call `do` on a thread for which Python's exit does not wait; on this thread if none can be started."""
+    future: Future[Output] = Future()
     call = _call_once(do, future)
     if not _started(call, "openquant"):
         call()
@@ -128,13 +128,13 @@ def in_thread(do: Callable[[], Made]) -> Future[Made]:
 
 
 class Helpers:
-    """A pool of threads whose callers do the work themselves where no thread can be started; a context manager.
+    """A thread pool whose callers do the work themselves if no thread can be started; a context manager.
 
-    Leaving it waits for all calls that were submitted.
+    Leaving the context waits for all submitted calls.
 
     Args:
-        count: number of threads at most.
-        name: the beginning of their names.
+        count: largest number of threads.
+        name: beginning of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -147,35 +147,35 @@ class Helpers:
         self._pool.shutdown()
 
     def submit(self, do: Callable[[], None]) -> Future[None]:
-        """Have `do` called."""
+        """Call `do` on a thread of the pool. Returns the future of the call."""
         future: Future[None] = Future()
         call = _call_once(do, future)
         try:
             self._pool.submit(call)
         except (RuntimeError, MemoryError):
-            # No further thread could be started. Those of the pool may still make the call.
+            # No thread could be started. One of the pool may still make the call, so it is made once only.
             call()
         return future
 
 
-def _call_once(do: Callable[[], Made], future: Future[Made]) -> Callable[[], None]:
-    """A function that calls `do` when it is first called, unless the future is cancelled, and puts the result there."""
+def _call_once(do: Callable[[], Output], future: Future[Output]) -> Callable[[], None]:
+    """Return a function whose first call calls `do`, unless the future is cancelled, and sets the future's result."""
     first = threading.Lock()
 
     def call() -> None:
         if first.acquire(blocking=False) and future.set_running_or_notify_cancel():
             try:
-                made = do()
+                result = do()
             except BaseException as error:
                 future.set_exception(error)
             else:
-                future.set_result(made)
+                future.set_result(result)
 
     return call
 
 
 def _started(do: Callable[[], None], name: str) -> bool:
-    """Start a thread; False where the system has no more of them, or no memory for its stack."""
+    """Start a thread. Returns False if the system allows no more threads, or has no memory for its stack."""
     try:
         threading.Thread(target=do, name=name, daemon=True).start()
     except (RuntimeError, MemoryError):

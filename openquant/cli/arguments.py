@@ -40,7 +40,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Help with an option and what it does on one line, "-o, --output DIR  directory to write", where both fit."""
+    """Formats an option and its help on one line if both fit: "-o, --output DIR  directory to write"."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
@@ -52,20 +52,20 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
     def _format_action(self, action: argparse.Action) -> str:
         if isinstance(action, argparse._SubParsersAction):
-            # Not under a line of their own that says VERB.
+            # argparse would print a line with VERB above them.
             return "".join(map(super()._format_action, action._get_subactions()))
         return super()._format_action(action)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with our errors and our help.
+    """An argument parser with our errors and our help.
 
     Args:
         prog: the command, such as "openquant compress" or "compress_fp8.py".
-        usage: what comes after it.
-        examples: what may come after it.
+        usage: usage text after the command, such as "MODEL [options]".
+        examples: arguments of example commands.
         version: whether it has --version.
-        settings: for argparse.
+        settings: other arguments of argparse.ArgumentParser.
     """
 
     def __init__(
@@ -85,31 +85,31 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # Older releases of argparse let it out; who flushes the stream is told of it again, and says so.
+        # Older releases of argparse raise. The error comes again when the stream is flushed, and is reported then.
         with suppress(OSError):
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        """Raise as a UsageError what argparse would print."""
+        """Raise a UsageError, where argparse would print and exit."""
         raise UsageError(message, f"see {self.prog} --help")
 
     def add_options(
         self, *kinds: type, positional: Sequence[str] = (), without: Collection[str] = (), **helps: str
     ) -> None:
-        """Add the options of classes of options.py, under its titles.
+        """Add the options of classes of options.py, grouped under its titles.
 
-        The namespace lacks options that are not given, so that only options.py has defaults.
+        Options that the user does not give are absent from the namespace, so that only options.py has defaults.
 
         Args:
-            kinds: the classes.
-            positional: options that are given without a flag.
-            without: options that are left out.
-            helps: other texts for single options.
+            kinds: classes of options.py.
+            positional: names of options that are positional arguments.
+            without: names of options to leave out.
+            helps: help texts that replace those of options.py, by option name.
         """
         options = {name: option for kind in kinds for name, option in options_of(kind).items() if name not in without}
         for name, text in helps.items():
             options[name] = options[name]._replace(help=text)
-        # Those without a flag come first, then those that have a letter.
+        # Positional arguments come first, then options with a letter.
         names = sorted(options, key=lambda name: 0 if name in positional else 3 - len(flags_of(name, options[name])))
         for title in GROUPS:
             group = self.add_argument_group(title)
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
         self.add_information(group)
 
     def add_information(self, group: argparse._ArgumentGroup) -> None:
-        """Add `--help`, and `--version` where there is one, to a group of options."""
+        """Add `--help`, and `--version` if the parser has it, to a group of options."""
         group.add_argument("-h", "--help", action="help", help="Show this help")
         if self.version:
             group.add_argument(
@@ -149,7 +149,7 @@ EXAMPLES = (
     "-m Qwen/Qwen3-32B -w 128 --dry-run",
     "-m Qwen/Qwen3-32B --stream --push-to-hub you/Qwen3-32B-FP8 --push-only",
 )
-# What compress takes.
+# The classes of options of compress.
 CONVERSION = (
     Recipe,
     Repeat,
@@ -170,7 +170,7 @@ COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
 
 
 def compress_parser(prog: str) -> Parser:
-    """The arguments of `compress-fp8` and `python compress_fp8.py`."""
+    """Return the parser of `compress-fp8` and `python compress_fp8.py`."""
     parser = Parser(prog, MODEL, EXAMPLES, version=True, description=COMPRESS)
     parser.add_options(*CONVERSION)
     parser.set_defaults(verb="compress")
@@ -178,14 +178,14 @@ def compress_parser(prog: str) -> Parser:
 
 
 def recipe_parser() -> Parser:
-    """The arguments that a recipe may have."""
+    """Return the parser of the options that a recipe may have."""
     parser = Parser("openquant compress", "[options]")
     parser.add_options(Recipe, CalibrationTexts)
     return parser
 
 
 def verb_parser() -> Parser:
-    """The arguments of `openquant`."""
+    """Return the parser of `openquant`, with a subparser for each verb."""
     parser = Parser(
         "openquant",
         "VERB [options]",

@@ -1,4 +1,4 @@
-"""The command line: what each verb does with its arguments."""
+"""One function for each verb of the command line, and what they share: errors, ranks, interrupts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .console import (
     fail,
     mend_streams,
     print_json,
-    require_told,
+    require_printed,
     say,
     say_lines,
 )
@@ -53,18 +53,18 @@ if TYPE_CHECKING:
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
 
-# What a verb is given: values of options by their names, and `ranks`.
+# Values of the options that the user gave, by option name, and `ranks`.
 Given = Mapping[str, Any]
 
 
 def compress_main(arguments: Sequence[str] | None = None) -> int:
-    """`compress-fp8` and `python compress_fp8.py`. Returns the exit code."""
+    """Run `compress-fp8` or `python compress_fp8.py`. Returns the exit code."""
     prog = Path(sys.argv[0]).name or "compress-fp8"
     return _run(compress_parser(prog), sys.argv[1:] if arguments is None else arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`openquant VERB`. Returns the exit code."""
+    """Run `openquant VERB`. Returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     return _run(verb_parser(), words or ["--help"])
 
@@ -90,18 +90,18 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
         try:
             return do()
         except Exception as error:
-            # What an interrupt broke is no news.
+            # After an interrupt, other errors follow from it.
             interrupts.check()
-            told = reached_limit(error) or error
-            if not isinstance(told, OpenQuantError):
+            cause = reached_limit(error) or error
+            if not isinstance(cause, OpenQuantError):
                 raise
             if ranks.speaks:
-                fail(told.message, told.hint, as_json and not interrupts.told)
+                fail(cause.message, cause.hint, as_json and not interrupts.result_printed)
             return EXIT_USER
 
     def explain() -> None:
         if ranks.speaks:
-            fail(MESSAGE, hint(given["verb"]), as_json and not interrupts.told)
+            fail(MESSAGE, hint(given["verb"]), as_json and not interrupts.result_printed)
 
     with escaped_libraries(), Interrupts(explain) as interrupts:
         try:
@@ -111,7 +111,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
             interrupts.finish(code)
             return code
         except KeyboardInterrupt:
-            # All is let go of. Python would wait for what huggingface_hub's pools still do.
+            # Nothing is left to clean up, and Python would wait for the thread pools of huggingface_hub.
             interrupts.end()
 
 
@@ -119,16 +119,16 @@ def _parsed(parser: Parser, words: Sequence[str]) -> dict[str, Any]:
     try:
         return vars(parser.parse_args(words))
     except SystemExit:
-        # --help or --version, which argparse prints itself; it is still in the stream's buffer.
-        require_told(say("", sys.stdout, end=""))
+        # argparse printed --help or --version, which is still in the stream's buffer.
+        require_printed(say("", sys.stdout, end=""))
         raise
 
 
 def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:
-    """This process among several, of which only the first talks to the user; and what keeps that from being known.
+    """Return the ranks of this process, and the error if their environment variables are wrong.
 
     Args:
-        shared: whether they have a job in common; else each is on its own.
+        shared: whether the ranks share the job of the verb; otherwise each process works alone.
     """
     from ..distributed import Ranks
 
@@ -145,15 +145,15 @@ def _command(given: Given) -> Command:
 def _page(
     given: Given, models: Sequence[str | os.PathLike[str] | None], outputs: Sequence[Path] = ()
 ) -> Destination | None:
-    """The page of `--report`, which may be written; None for none.
+    """Return the page of `--report` after checking that it can be written; None without --report.
 
     Args:
-        given: what is given.
-        models: those that the run reads; None for none.
-        outputs: what it writes besides.
+        given: the given options.
+        models: models that the command reads, which the page must not overwrite; None entries are ignored.
+        outputs: other files that the command writes.
 
     Raises:
-        UsageError: it must not, or cannot, be written.
+        UsageError: the page cannot be written, or would overwrite something.
     """
     name = _command(given).report
     if name is None:
@@ -169,7 +169,7 @@ def _page(
 
 
 def _scheme(given: Given) -> dict[str, str]:
-    """The scheme, as -w or --scheme says it; empty where neither does."""
+    """Return the scheme of -w or --scheme as a keyword; empty if neither is given."""
     size, scheme = _command(given).block_size, given.get("scheme")
     if size is None:
         return {"scheme": scheme} if scheme else {}
@@ -181,10 +181,10 @@ def _scheme(given: Given) -> dict[str, str]:
 
 
 def _find_push(given: Given) -> Push | None:
-    """Where to push, None for nowhere.
+    """Return the options of publishing; None without --push-to-hub.
 
     Raises:
-        UsageError: it is said how, but not where; or in two ways.
+        UsageError: an option needs --push-to-hub, or two options exclude each other.
     """
     values = values_for(Push, given)
     if "name" not in values:
@@ -208,23 +208,23 @@ def _push(given: Given, interrupts: Interrupts) -> int:
     if _command(given).json:
         print_json({"output": given["directory"], "pushed_to": address}, interrupts)
     else:
-        require_told(say_lines([f"pushed to {address}"], sys.stdout))
+        require_printed(say_lines([f"pushed to {address}"], sys.stdout))
     return 0
 
 
 def _recipe(given: Given) -> dict[str, Any]:
-    """What is to be made: as a recipe has it, but for what else is given."""
-    said = {**values_for(Recipe, given), **_scheme(given), **values_for(CalibrationTexts, given)}
-    repeated: dict[str, Any] = {}
+    """Return the options of the output: those of --recipe, replaced by those that are given."""
+    options = {**values_for(Recipe, given), **_scheme(given), **values_for(CalibrationTexts, given)}
+    from_recipe: dict[str, Any] = {}
     if given.get("recipe") is not None:
         from ..recipes import read_recipe
 
-        repeated = vars(recipe_parser().parse_args(read_recipe(Path(given["recipe"]))))
+        from_recipe = vars(recipe_parser().parse_args(read_recipe(Path(given["recipe"]))))
         for names in (("calibration", "calibrate"), ("text", "dataset")):
-            # Of two that exclude each other, the one that is given.
-            if any(name in said for name in names):
-                repeated = {name: value for name, value in repeated.items() if name not in names}
-    return {**repeated, **said}
+            # Of two options that exclude each other, a given one replaces the recipe's.
+            if any(name in options for name in names):
+                from_recipe = {name: value for name, value in from_recipe.items() if name not in names}
+    return {**from_recipe, **options}
 
 
 def _compress(given: Given, interrupts: Interrupts) -> int:
@@ -241,11 +241,11 @@ def _dequantize(given: Given, interrupts: Interrupts) -> int:
 
 
 def _ranks(given: Given, command: Command) -> Ranks:
-    """This process among several that share a job, as it is to wait for the others."""
+    """Return the ranks with the options that say how they wait for each other."""
     ranks: Ranks = given["ranks"]
     ranks.patience = command.rendezvous_timeout
     if ranks.size > 1:
-        # What torch's store has to say of a lost connection is pages long, and ours in one line.
+        # torch's store logs pages about a lost connection; our message is one line.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
         if not command.quiet:
             ranks.say = partial(say, stream=sys.stderr)
@@ -253,7 +253,7 @@ def _ranks(given: Given, command: Command) -> Ranks:
 
 
 def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Interrupts) -> int:
-    """Call `work` with what is given of a Run, and show what it does."""
+    """Call compress() or dequantize() with the options of a Run, and print plan, progress and result."""
     command = _command(given)
     if command.quiet:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
@@ -281,7 +281,7 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
         result = work(**values_for(Run, given), push=_find_push(given), ranks=ranks, reporter=reporter)
     finally:
         reporter.close()
-    require_told(reporter.untold)
+    require_printed(reporter.failure)
     if report is not None:
         from ..report.html import render_page
         from ..report.pages import planned_page
@@ -299,31 +299,31 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     command = _command(given)
     page = _page(given, [given["model"]])
     with _bar(interrupts, command, "diagnosing", "diagnosed") as bar:
-        found = diagnose(**values_for(Diagnose, given), progress=bar.advanced)
+        diagnosis = diagnose(**values_for(Diagnose, given), progress=bar.advanced)
     if page is not None:
         from ..report.html import render_page
         from ..report.pages import diagnosed_page
 
-        page.write(render_page(diagnosed_page(found.to_json())).encode())
+        page.write(render_page(diagnosed_page(diagnosis.to_json())).encode())
     if command.json:
-        print_json(found.to_json(), interrupts)
+        print_json(diagnosis.to_json(), interrupts)
     else:
         from ..report.diagnosis import diagnosis_text
 
-        require_told(say(diagnosis_text(found, command.verbose), sys.stdout))
+        require_printed(say(diagnosis_text(diagnosis, command.verbose), sys.stdout))
     return 0
 
 
 def _explain(given: Given, interrupts: Interrupts) -> int:
     from ..api import explain
 
-    found = explain(**_recipe(given), **values_for(Run, given), **values_for(Explain, given))
+    explanation = explain(**_recipe(given), **values_for(Run, given), **values_for(Explain, given))
     if _command(given).json:
-        print_json(found.to_json(), interrupts)
+        print_json(explanation.to_json(), interrupts)
     else:
         from ..report.explained import explanation_text
 
-        require_told(say(explanation_text(found), sys.stdout))
+        require_printed(say(explanation_text(explanation), sys.stdout))
     return 0
 
 
@@ -343,17 +343,17 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
     if ranks.first and command.json:
         print_json({"calibration": str(written)}, interrupts)
     elif ranks.first:
-        require_told(say_lines([f"wrote {written}"], sys.stdout))
+        require_printed(say_lines([f"wrote {written}"], sys.stdout))
     return 0
 
 
 def _eval(given: Given, interrupts: Interrupts) -> int:
     from ..evaluation.run import evaluate
 
-    command, asked = _command(given), Evaluate(**values_for(Evaluate, given))
+    command, options = _command(given), Evaluate(**values_for(Evaluate, given))
     ranks = _ranks(given, command)
     silent = command.json or not ranks.first
-    page, figure = _find_shown(given, asked)
+    page, figure = _find_page_and_figure(given, options)
 
     def begun(about: str) -> None:
         if not silent:
@@ -361,30 +361,31 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
 
     with _bar(interrupts, command, "evaluating", "evaluated", ranks.first, "tokens") as bar:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}
-        found = evaluate(**values, begun=begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
-    limit = asked.fail_above
-    code = EXIT_PROBLEMS if limit is not None and any(each["kl"]["mean"] > limit for each in found.outputs) else 0
+        evaluation = evaluate(**values, begun=begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
+    limit = options.fail_above
+    is_above = limit is not None and any(output["kl"]["mean"] > limit for output in evaluation.outputs)
+    code = EXIT_PROBLEMS if is_above else 0
     if not ranks.first:
         return code
     if command.json:
-        print_json(found.to_json(), interrupts)
+        print_json(evaluation.to_json(), interrupts)
     else:
         from ..report.evaluation import evaluation_text
 
-        require_told(say(evaluation_text(found.to_json(), found.notes), sys.stdout))
-    # Last, so that what hours have found is told even where a disk is full.
+        require_printed(say(evaluation_text(evaluation.to_json(), evaluation.notes), sys.stdout))
+    # The files come last, so that hours of work are printed even if a disk is full.
     if page is not None or figure is not None:
         from ..report.pages import write_evaluated
 
-        write_evaluated(found.outputs, (asked.source, *asked.outputs), page, figure)
+        write_evaluated(evaluation.outputs, (options.source, *options.outputs), page, figure)
     return code
 
 
-def _find_shown(given: Given, asked: Evaluate) -> tuple[Destination | None, Destination | None]:
-    """The page and the picture that eval is to write; None for none.
+def _find_page_and_figure(given: Given, options: Evaluate) -> tuple[Destination | None, Destination | None]:
+    """Return the page and the figure of eval after checking that they can be written; None if not asked for.
 
     Raises:
-        UsageError: one must not, or cannot, be written.
+        UsageError: one cannot be written, or would overwrite something.
     """
     command = _command(given)
     if command.report is None and command.figure is None:
@@ -393,27 +394,27 @@ def _find_shown(given: Given, asked: Evaluate) -> tuple[Destination | None, Dest
     from ..files.evaluation import EVALUATION
     from ..report.html import PAGE, PICTURE, require_tools
 
-    protected, beside = protected_by(asked, Texts(**values_for(Texts, given))), local_output(asked)
+    protected, beside = protected_by(options, Texts(**values_for(Texts, given))), local_output(options)
     kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
-    names = zip(kinds, (asked.out, command.report, command.figure), strict=True)
-    found = {
+    names = zip(kinds, (options.out, command.report, command.figure), strict=True)
+    destinations = {
         option: Destination(Path(name), option, kinds[option], protected, beside)
         for option, name in names
         if name is not None
     }
     for option in ("--report", "--figure"):
-        if option in found:
+        if option in destinations:
             require_tools(option)
-    require_all(list(found.values()))
-    return found.get("--report"), found.get("--figure")
+    require_all(list(destinations.values()))
+    return destinations.get("--report"), destinations.get("--figure")
 
 
 class _Bar:
-    """Shows how far a verb is, and how long the rest takes.
+    """Shows the progress of a verb, and the seconds that are left.
 
     Args:
-        interrupts: asked between pieces of work.
-        make: makes what is drawn, given the total; None where nobody looks at this process.
+        interrupts: is checked between pieces of work.
+        make: makes the progress from the total; None to show nothing.
     """
 
     def __init__(self, interrupts: Interrupts, make: Callable[[int], Progress] | None) -> None:
@@ -421,19 +422,23 @@ class _Bar:
         self._progress: Progress | None = None
 
     def advanced(self, done: int, total: int) -> None:
-        """So much is done, of so much in all; raise KeyboardInterrupt if one was asked for."""
+        """Show that `done` of `total` units are done.
+
+        Raises:
+            KeyboardInterrupt: a signal came.
+        """
         self._interrupts.check()
         if self._make is not None:
             self._progress = self._progress or self._make(total)
             self._progress.advance(done - self._progress.done)
 
     def remaining(self, seconds: float) -> None:
-        """About so many seconds are left."""
+        """Show the estimated seconds that are left."""
         if self._progress is not None:
             self._progress.expect(seconds)
 
     def close(self) -> None:
-        """Take it off the terminal."""
+        """Remove the bar."""
         if self._progress is not None:
             self._progress.close()
 
@@ -442,7 +447,7 @@ class _Bar:
 def _bar(
     interrupts: Interrupts, command: Command, doing: str, did: str, first: bool = True, unit: str = "bytes"
 ) -> Iterator[_Bar]:
-    """A bar over bytes or tokens, or lines for a program; nothing where nobody looks at this process."""
+    """Show the progress of a verb as a bar, or with --progress json as lines; nothing in ranks other than the first."""
     lines = command.progress == "json"
 
     def make(total: int) -> Progress:
@@ -472,7 +477,7 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
     else:
         from ..report.text import verification_text
 
-        require_told(say(verification_text(report), sys.stdout))
+        require_printed(say(verification_text(report), sys.stdout))
     return EXIT_PROBLEMS if report.problems else 0
 
 
@@ -486,7 +491,7 @@ def _completion(given: Given, interrupts: Interrupts) -> int:
     if _command(given).json:
         print_json({"shell": given["shell"], "script": "\n".join(scripts)}, interrupts)
     else:
-        require_told(say("\n".join(scripts), sys.stdout))
+        require_printed(say("\n".join(scripts), sys.stdout))
     return 0
 
 
@@ -501,5 +506,5 @@ VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
     "verify": _verify,
     "completion": _completion,
 }
-# Jobs that several processes share.
+# Verbs whose job several ranks share.
 SHARED = ("compress", "dequantize", "calibrate", "eval")

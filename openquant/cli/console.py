@@ -1,4 +1,4 @@
-"""The terminal: what is said on which stream, progress, interrupts. Nothing else prints."""
+"""The terminal: printing, progress and interrupts. No other module prints."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     from ..result import Result
 
 
-# Seconds that a process which is to end at once waits while its message is printed.
+# Seconds for which a process that must end at once waits until its message is printed.
 TIME_TO_PRINT = 0.5
 
 
 class Interrupts:
-    """SIGINT and SIGTERM. The first raises KeyboardInterrupt, the second ends the process at once.
+    """Handles SIGINT and SIGTERM: the first raises KeyboardInterrupt, the second ends the process at once.
 
-    Before `catching` is set the first ends the process too. After `finish` a signal ends it with the command's own exit
+    Before `catching` is set the first ends the process too. After `finish` a signal ends it with the command's exit
     code.
 
-    Python drops an exception that a handler raises at certain moments (in the import lock's own callbacks, for one),
-    so the request is also remembered, for whoever asks.
+    Python drops exceptions that a handler raises at certain moments, such as in callbacks of the import lock. So
+    `requested` remembers the signal, and `check` raises again.
 
-    Python runs handlers in the main thread, between bytecodes; a matrix product or a read from a dead disk may keep it
-    from there for minutes. So a thread counts signals too, and ends the process at the second.
+    Python runs handlers in the main thread between bytecodes, which a matrix product or a read from a dead disk may
+    delay for minutes. So a thread counts signals too, and ends the process at the second.
 
     Attributes:
-        requested: whether one came.
-        catching: whether KeyboardInterrupt is caught by now.
-        told: whether a result was printed, after which nothing else is on stdout.
+        requested: whether a signal came.
+        catching: whether the caller catches KeyboardInterrupt by now.
+        result_printed: whether a result was printed as JSON, after which nothing else may be on stdout.
         explain: prints that the command was interrupted.
     """
 
     def __init__(self, explain: Callable[[], None] = lambda: None) -> None:
         self.requested = False
         self.catching = False
-        self.told = False
+        self.result_printed = False
         self.explain = explain
         self.previous: dict[int, Any] = {}
         self._code: int | None = None
@@ -65,7 +65,7 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
             self.previous[number] = signal.getsignal(number)
-            # A shell has its background jobs ignore SIGINT, and so it stays.
+            # A shell makes its background jobs ignore SIGINT, which must stay so.
             if self.previous[number] is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
         sys.unraisablehook = self._unraisable
@@ -75,10 +75,10 @@ class Interrupts:
     def __exit__(self, *exception: object) -> None:
         if self._ends is not None:
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-            # The thread reads the end of the pipe, and closes the other side.
+            # The thread then reads the end of the pipe and closes the other side.
             os.close(self._ends[1])
         for number, handler in self.previous.items():
-            # Where the process ends now, `_handle` stays: Python may wait long for threads of libraries.
+            # If the process ends now, `_handle` stays: Python may wait long for threads of libraries.
             if handler is not leave or self._code is None:
                 signal.signal(number, handler)
         sys.unraisablehook = sys.__unraisablehook__
@@ -97,10 +97,10 @@ class Interrupts:
         try:
             read, write = self._ends = os.pipe()
         except OSError:
-            return  # no more files may be open: the handler alone has to do
+            return  # too many open files: only the handler is left
         os.set_blocking(write, False)
         thread = threading.Thread(target=self._count, args=(read,), name="openquant-signals", daemon=True)
-        # Little is done there, and memory may be limited.
+        # The thread needs little stack, and memory may be limited.
         size = threading.stack_size(1 << 18)
         try:
             thread.start()
@@ -124,9 +124,9 @@ class Interrupts:
         os.close(read)
 
     def end(self) -> NoReturn:
-        """Say that the command was interrupted, unless that is said already, and end the process."""
+        """Print once that the command was interrupted, and end the process."""
         try:
-            # It is never released: of main thread and counting thread the second gives the first time to print.
+            # The lock is never released: of the two threads that may come here, the second lets the first print.
             if self._explaining.acquire(blocking=False):
                 self.explain()
             else:
@@ -136,26 +136,26 @@ class Interrupts:
 
     @staticmethod
     def _unraisable(what: sys.UnraisableHookArgs) -> None:
-        # That it was dropped is remembered, and no news to the user.
+        # `requested` remembers a dropped KeyboardInterrupt, so the user need not see it.
         if what.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(what)
 
     def finish(self, code: int) -> None:
-        """The command is done: from now on a signal ends the process with this exit code."""
+        """Note that the command is done: from now on a signal ends the process with this exit code."""
         self._code = code
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if one was asked for."""
+        """Raise KeyboardInterrupt if a signal came."""
         if self.requested:
             raise KeyboardInterrupt
 
 
 def mend_streams() -> None:
-    """Open what Python was started without of its three streams; characters a stream cannot encode are escaped."""
+    """Open standard streams that were closed at the start, and escape characters that a stream cannot encode."""
     for name, way, mode in (("stdin", os.O_RDONLY, "r"), ("stdout", os.O_RDONLY, "w"), ("stderr", os.O_WRONLY, "w")):
-        # Python has None where the process was started with the stream closed; its number must not go to a file.
+        # A stream that was closed at the start is None. No file that is opened later may get its number.
         if getattr(sys, name) is None:
-            # What is printed on such a stdout fails as it does in other programs: it reaches nobody.
+            # Printing to such a stdout fails, as in other programs.
             setattr(sys, name, os.fdopen(os.open(os.devnull, way), mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -164,14 +164,14 @@ def mend_streams() -> None:
 
 @contextmanager
 def escaped_libraries() -> Iterator[None]:
-    """What libraries warn of and log, which may quote a model's files, is escaped as what is said here is."""
+    """Escape control characters in warnings and logs of libraries, which may quote a model's files."""
     from ..report.escape import terminal
 
     make_record = logging.getLogRecordFactory()
 
     def make(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = make_record(*arguments, **options)
-        # What cannot be formatted is reported by whoever prints it.
+        # The logging handler reports records that cannot be formatted.
         with suppress(TypeError, ValueError, KeyError):
             record.msg, record.args = terminal(record.getMessage(), kept="\n\t"), ()
         return record
@@ -196,34 +196,43 @@ def escaped_libraries() -> Iterator[None]:
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
-    """Print, and return the error that prevented it, None if none did: the work goes on (`| head`, a full disk).
+    """Print text. An error of the stream (`| head`, a full disk) is returned, so that the work can go on.
 
-    Control characters are escaped, but for tabs and the newlines of a layout. What others wrote is escaped line by line
-    before it comes here (`escape.joined`).
+    Args:
+        text: text whose control characters are escaped, but for tabs and newlines. Text from others must be escaped
+            line by line before (`escape.join_lines`).
+        stream: stdout or stderr.
+        end: what is printed after the text.
+
+    Returns:
+        The error that prevented printing; None if it succeeded.
     """
     from ..report.escape import terminal
 
     try:
         print(terminal(text, kept="\n\t"), end=end, file=stream, flush=True)
     except OSError as error:
-        # What the stream still holds would fail again at exit.
+        # The buffered text would fail again at exit.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return error
     return None
 
 
-def require_told(failure: OSError | None) -> None:
-    """Refuse to call a run done of which text on stdout was lost; not where nobody wants it (`| head`, `>&-`).
+def require_printed(failure: OSError | None) -> None:
+    """Check that text was printed on stdout; it may be lost if nobody reads it (`| head`, `>&-`).
+
+    Args:
+        failure: the result of `say`.
 
     Raises:
-        OutputError: it was lost.
+        OutputError: the text was lost.
     """
     if failure is not None and failure.errno not in (errno.EPIPE, errno.EBADF):
-        raise _untold(failure)
+        raise _stdout_error(failure)
 
 
-def _untold(failure: OSError) -> OutputError:
+def _stdout_error(failure: OSError) -> OutputError:
     return OutputError(
         f"stdout cannot be written: {failure.strerror}",
         "run the same command again where it can; what is converted is not converted twice",
@@ -231,49 +240,49 @@ def _untold(failure: OSError) -> OutputError:
 
 
 def fail(message: str, hint: str, as_json: bool) -> None:
-    """Print an error as its two lines on stderr, and as an object on stdout if a program asked for one."""
+    """Print an error as two lines on stderr, and with --json as an object on stdout too."""
     if as_json:
         say(_json({"error": message, "hint": hint}), sys.stdout)
     say_lines([f"error: {message}", f"hint: {hint}"], sys.stderr)
 
 
 def say_lines(lines: Iterable[str], stream: TextIO) -> OSError | None:
-    """Print lines that may quote what others wrote, a library's words too: newlines in them are escaped."""
+    """Print lines that may quote text from others, whose newlines are escaped. Returns the error of `say`."""
     from ..report.escape import join_lines
 
     return say(join_lines(lines), stream)
 
 
 def _json(value: object) -> str:
-    # The one control character that JSON leaves as it is.
+    # JSON leaves this control character unescaped.
     return json.dumps(value).replace("\x7f", "\\u007f")
 
 
 def print_json(value: dict[str, Any], interrupts: Interrupts) -> None:
-    """Print a result for a program, which must not take silence for one, nor read two.
+    """Print the result of a command with --json. A program must get exactly one, or an error.
 
     Raises:
-        OutputError: it reached nobody.
+        OutputError: stdout cannot be written.
     """
-    interrupts.told = True
+    interrupts.result_printed = True
     failure = say(_json(value), sys.stdout)
     if failure is not None:
-        raise _untold(failure)
+        raise _stdout_error(failure)
 
 
 class Terminal(Reporter):
-    """Plan and summary on stdout, progress on stderr.
+    """Prints plan and summary on stdout, and progress on stderr.
 
     Args:
-        interrupts: asked between pieces of work.
-        quiet: no plan and no summary.
-        silent: no progress either.
-        verbose: more of the plan.
-        lines: whether progress is lines of JSON.
-        opened: called with the source and the output once these are known, before any work.
+        interrupts: is checked between pieces of work.
+        quiet: print no plan and no summary.
+        silent: print no progress either.
+        verbose: print details of the plan.
+        lines: print progress as lines of JSON.
+        opened: called with source and output directory once they are known, before any work.
 
     Attributes:
-        untold: what first prevented something from being printed on stdout, None if nothing did.
+        failure: the first error of printing on stdout; None if there was none.
     """
 
     def __init__(
@@ -294,48 +303,52 @@ class Terminal(Reporter):
         self.progress: Progress | None = None
         self.plan: Plan | None = None
         self.planned_lines: frozenset[str] = frozenset()
-        self.untold: OSError | None = None
+        self.failure: OSError | None = None
 
     def _print(self, text: str) -> None:
         failure = say(text, sys.stdout)
-        self.untold = self.untold or failure
+        self.failure = self.failure or failure
 
     def opened(self, source: Source, output: Path) -> None:
-        """Call what the command is to do before any work."""
+        """Call the function that the command gave."""
         self._opened(source, output)
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
-        """Print the plan, or beside a program's result its notes; of a plan that has changed, the lines that have."""
+        """Print the plan, or only its notes if `quiet`. Of a second plan, print the lines that changed."""
         self.close()
         before, self.plan = self.plan, plan
         if self.quiet:
-            known = () if before is None else before.notes
+            printed_notes = () if before is None else before.notes
             notes = plan.notes if before is not None else (*plan.notes, *source.notes)
             for note in () if self.silent else notes:
-                if note not in known:
+                if note not in printed_notes:
                     say_lines([f"note: {note}"], sys.stderr)
             return
         from ..job import expected_download
         from ..report.text import details_text, plan_text
 
-        known_lines = self.planned_lines
+        printed_lines = self.planned_lines
         name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
         text = plan_text(plan, name, output, expected_download(source, plan), source.notes)
         if self.verbose:
             text += f"\n{details_text(plan)}"
         lines, self.planned_lines = text.split("\n"), frozenset(text.split("\n"))
-        new = [line for line in lines if line not in known_lines]
-        if new:
-            self._print("\n".join(new if known_lines else lines))
+        new_lines = [line for line in lines if line not in printed_lines]
+        if new_lines:
+            self._print("\n".join(new_lines if printed_lines else lines))
 
     def calibrating(self, about: str) -> None:
-        """Say on which texts, and where what they show is kept."""
+        """Print which texts are used, and into which file the calibration goes."""
         self.close()
         if not self.silent:
             say_lines([about], sys.stderr)
 
     def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
-        """Show progress, which is at an end once all is done; raise KeyboardInterrupt if one was asked for."""
+        """Show the progress of a calibration.
+
+        Raises:
+            KeyboardInterrupt: a signal came.
+        """
         self.interrupts.check()
         if not self.silent:
             self.progress = self.progress or Progress(
@@ -344,24 +357,28 @@ class Terminal(Reporter):
             self.progress.advance(done - self.progress.done)
 
     def remaining(self, seconds: float) -> None:
-        """Say once how long the pass takes, and show it beside the progress."""
+        """Show the estimated seconds that are left."""
         if self.progress is not None:
             self.progress.expect(seconds)
 
     def started(self, total: int, done: int) -> None:
-        """Begin to show progress."""
+        """Begin to show the progress of a conversion."""
         self.close()
         if not self.silent:
             self.progress = Progress(total, done, sys.stderr, lines=self.lines)
 
     def advanced(self, nbytes: int) -> None:
-        """Show progress; raise KeyboardInterrupt if one was asked for."""
+        """Show the progress of a conversion.
+
+        Raises:
+            KeyboardInterrupt: a signal came.
+        """
         self.interrupts.check()
         if self.progress is not None:
             self.progress.advance(nbytes)
 
     def publishing(self, repo: str) -> None:
-        """Say where the rest goes now."""
+        """Print to which repository the remaining files are uploaded."""
         self.close()
         if not self.silent:
             say_lines([f"converted; uploading the rest to {repo}"], sys.stderr)
@@ -375,25 +392,25 @@ class Terminal(Reporter):
             self._print("\n" + summary_text(self.plan, result, already_complete))
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove the progress bar."""
         if self.progress is not None:
             self.progress.close()
             self.progress = None
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere: "42 % converted"; or for a program an object on each line:
+    """Progress as a bar on a terminal, elsewhere as a line now and then ("42 % converted"), or as lines of JSON:
     {"stage": "compressing", "done": 42, "total": 100, "unit": "bytes", "seconds": 1.5, "seconds_left": 2.1}.
 
     Args:
-        total: what there is to do in all.
-        done: what an earlier run did.
-        stream: where to draw.
-        doing: what stands before the bar.
-        did: what stands in a line.
-        lines: whether a program reads it.
-        unit: what is counted: "bytes", "tokens" or "layers".
-        clock: seconds.
+        total: number of units to do in all.
+        done: number of units that an earlier run did.
+        stream: stream to print on.
+        doing: text before the bar: "compressing".
+        did: word in a line: "converted".
+        lines: whether to print JSON.
+        unit: "bytes", "tokens" or "layers".
+        clock: returns the time in seconds.
     """
 
     SECONDS_BETWEEN_LINES = 10.0
@@ -420,27 +437,27 @@ class Progress:
         self.lines = lines
         self.unit = unit
         self.clock = clock
-        # When the work is expected to end, where somebody estimates it.
+        # The estimated time of the end; None without an estimate.
         self.end: float | None = None
-        self.begun = clock()
+        self.start = clock()
         self.between = self.SECONDS_BETWEEN_OBJECTS if lines else self.SECONDS_BETWEEN_LINES
-        self.next_line = self.begun + self.between
+        self.next_line = self.start + self.between
         if lines:
             self._object()
         elif stream.isatty():
             from tqdm import tqdm
 
-            counted: dict[str, Any] = {"unit": "B", "unit_scale": True}
+            settings: dict[str, Any] = {"unit": "B", "unit_scale": True}
             if unit != "bytes":
-                # Not the time that tqdm expects: it takes all that is counted to be equally long.
-                form = "{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}{postfix}]"
-                counted = {"unit": unit, "bar_format": form}
-            self.bar = tqdm(total=total, initial=done, desc=doing, file=stream, leave=False, **counted)
+                # Without tqdm's estimate, which takes all units to be equally long.
+                bar_format = "{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}{postfix}]"
+                settings = {"unit": unit, "bar_format": bar_format}
+            self.bar = tqdm(total=total, initial=done, desc=doing, file=stream, leave=False, **settings)
         elif done:
             say(f"continuing: {100 * done / total:.0f} % is already {did}", stream)
 
     def expect(self, seconds: float) -> None:
-        """About so many seconds are left, which is said the first time and then shown."""
+        """Set the estimated seconds that are left. The first estimate is printed, later ones show in the bar."""
         if self.end is None and not self.lines:
             text = f"{self.doing}: about {spoken(seconds)} left"
             if self.bar is not None:
@@ -453,13 +470,13 @@ class Progress:
             self.bar.set_postfix_str(f"about {spoken(seconds)} left", refresh=False)
 
     def advance(self, count: int) -> None:
-        """Add to what is done, and draw that now and then."""
+        """Add to the units that are done, and draw or print now and then."""
         self.done += count
         if self.bar is not None:
             try:
                 self.bar.update(count)
             except OSError:
-                self.bar = None  # nobody looks any more
+                self.bar = None  # the terminal is gone
         elif self.clock() >= self.next_line:
             self.next_line = self.clock() + self.between
             if self.lines:
@@ -469,28 +486,28 @@ class Progress:
                 say(f"{100 * self.done / self.total:.0f} % {self.did}{left}", self.stream)
 
     def _seconds_left(self) -> float | None:
-        """As somebody estimates it; of bytes, which take equally long, by those that are done."""
+        """Return the estimate of `expect`, or for bytes one from their speed so far; None without either."""
         if self.end is not None:
             return max(0.0, self.end - self.clock())
         done = self.done - self.before
         if self.unit != "bytes" or not done:
             return None
-        return (self.clock() - self.begun) / done * max(0, self.total - self.done)
+        return (self.clock() - self.start) / done * max(0, self.total - self.done)
 
     def _object(self) -> None:
         left = self._seconds_left()
-        told = {
+        progress = {
             "stage": self.doing,
             "done": self.done,
             "total": self.total,
             "unit": self.unit,
-            "seconds": round(self.clock() - self.begun, 3),
+            "seconds": round(self.clock() - self.start, 3),
             "seconds_left": None if left is None else round(left, 3),
         }
-        say(json.dumps(told), self.stream)
+        say(json.dumps(progress), self.stream)
 
     def close(self) -> None:
-        """Take the bar off the terminal, or say how far all came."""
+        """Remove the bar, or print the last line of JSON."""
         if self.lines:
             self._object()
         if self.bar is not None:

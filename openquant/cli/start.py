@@ -1,13 +1,13 @@
-"""The first lines of every command: signals are heard from here on, before anything large is imported.
+"""Entry points of the commands. They handle signals before anything large is imported.
 
-Until commands.py takes over nothing has been begun, so a signal simply ends the process.
+Until commands.py takes over nothing has begun, so a signal simply ends the process.
 """
 
 from .interrupts import listen
 
 
 def compress_main() -> int:
-    """`compress-fp8` and `python compress_fp8.py`. Returns the exit code."""
+    """Run `compress-fp8` or `python compress_fp8.py`. Returns the exit code."""
     listen()
     from .commands import compress_main as run
 
@@ -15,7 +15,7 @@ def compress_main() -> int:
 
 
 def main() -> int:
-    """`openquant VERB`. Returns the exit code."""
+    """Run `openquant VERB`. Returns the exit code."""
     listen()
     from .commands import main as run
 
