@@ -150,8 +150,8 @@ def memory_used_again() -> Iterator[None]:
     """Make glibc reuse freed memory across threads inside the context; new memory costs time, as the system clears it.
 
     With an arena for each thread, arrays that one thread allocates and another frees would leave holes that grow with
-    every layer. The thresholds stay set afterwards, since glibc does not adapt them once they were set. Other C libraries
-    are not changed.
+    every layer. The thresholds stay set afterwards, since glibc does not adapt them once they were set. Other C
+    libraries are not changed.
     """
     mallopt = _mallopt()
     if mallopt is None:
