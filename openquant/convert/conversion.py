@@ -455,7 +455,7 @@ class _Worker:
         keeps_scale = not job.fused or self.reader.keeps_shared_scale(job.fused, job.scheme)
         shared_absmax = None if keeps_scale else self._shared_absmax(job)
         for piece in job.pieces:
-            if piece.passes and keeps_scale:
+            if piece.keeps_codes and keeps_scale:
                 self._copy_codes(piece, job.scheme, file)
             else:
                 self._quantize(piece, job.scheme, shared_absmax, file)

@@ -145,7 +145,7 @@ class Decisions:
         fused: for each module that engines fuse with others, all members of its group, itself included.
         overrides: decisions about the weights that do not have the plan's own scheme, by module.
         input_absmax: largest magnitude of each layer's input activations, by module, where a calibration has it.
-        rounded: where the tensors lie that GPTQ has already rounded, by name.
+        rounded: where the tensors lie that GPTQ has already rounded, by name; None before GPTQ has run.
     """
 
     scheme: Scheme | None
@@ -154,7 +154,7 @@ class Decisions:
     fused: dict[str, tuple[str, ...]]
     overrides: dict[str, Decision]
     input_absmax: Mapping[str, float] = field(default_factory=dict)
-    rounded: Mapping[str, TensorPlace] = field(default_factory=dict)
+    rounded: Mapping[str, TensorPlace] | None = None
 
     def of(self, module: str) -> Decision:
         """Return the decision about a weight that may be quantized."""

@@ -136,7 +136,7 @@ class WeightPlace:
         weight: the weight.
         target: position of its codes.
         scale_target: position of its scales.
-        passes: whether the source's codes are in the scheme's format already and are copied.
+        keeps_codes: whether the source's codes are in the scheme's format already and are copied.
         tied_target: position of the scale that fused layers share; None if the scheme has none.
         zero_target: position of its zero points; None if the scheme has none.
     """
@@ -144,7 +144,7 @@ class WeightPlace:
     weight: Weight
     target: int
     scale_target: int
-    passes: bool
+    keeps_codes: bool
     tied_target: int | None = None
     zero_target: int | None = None
 
@@ -376,6 +376,7 @@ def _jobs(
         for number, matrix in enumerate(item.weight.matrices):
             size = TensorInfo("", info.dtype, matrix.shape).nbytes
             yield Decode(matrix, target + number * size)
+    rounded = decisions.rounded or {}
     for weight in weights_of_tensor(item):
         scheme, name = decisions.of(weight.module).scheme, f"{weight.module}.weight"
         if scheme is None and weight.format is None and weight.smoothed:
@@ -386,10 +387,10 @@ def _jobs(
         elif scheme is None:
             job_type = Unstack if weight.format is None else Decode
             yield job_type(weight, targets[name])
-        elif f"{weight.module}.{scheme.format.codes}" in decisions.rounded:
+        elif f"{weight.module}.{scheme.format.codes}" in rounded:
             stored = weight.stored_nbytes
             for info in output_tensors(weight, scheme):
-                if file := decisions.rounded.get(info.name):
+                if file := rounded.get(info.name):
                     yield CopyRounded(info.name, file.path, file.offset, info.nbytes, targets[info.name], stored)
                     stored = 0
         elif weight.module not in done:

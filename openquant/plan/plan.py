@@ -91,7 +91,7 @@ class Plan:
     @property
     def lacks(self) -> frozenset[Lack]:
         """What a calibration must still find before the plan can be carried out."""
-        return self.options.lacks - {"Hessians"} if self.decisions.rounded else self.options.lacks
+        return self.options.lacks if self.decisions.rounded is None else self.options.lacks - {"Hessians"}
 
     @property
     def layers(self) -> dict[str, Weight]:

@@ -24,7 +24,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.files.layer_store import LayerStore
 from openquant.formats import kernels
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
-from openquant.job import fused, open_source, prepare
+from openquant.job import connected, open_source, prepare
 from openquant.options import Run
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.gptq import rounded_tensors
@@ -46,7 +46,7 @@ WANTED = [SCHEMES[name] for name in ("int4", "int8", "int8-weights", "nvfp4", "t
 def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, transforms: WeightTransforms | None = None) -> Plan:
     """What compress() does, by GPTQ with the texts above or not; the plan, for what it says."""
     run, options = Run(root, out), PlanOptions(transforms=transforms, gptq=CORPUS.account if gptq else None)
-    with fused(None) as ranks:
+    with connected(None) as ranks:
         opened = open_source(run, ranks)
         plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity)
         carry_out(prepare(run, opened, plan, ranks), ranks, Reporter(), CORPUS if gptq else None)

@@ -12,7 +12,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import encode, group_absmax
 from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import SCHEMES, TENSOR, Scheme, find_scheme
-from openquant.job import fused, open_source, prepare
+from openquant.job import connected, open_source, prepare
 from openquant.options import Run
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
@@ -30,7 +30,7 @@ RANDOM = np.random.default_rng(5)
 def carried_out(root: Path, out: Path, scheme: Scheme, options: PlanOptions) -> Plan:
     """What compress() does with a plan of these options."""
     run = Run(root, out, workers=2)
-    with fused(None) as ranks:
+    with connected(None) as ranks:
         opened = open_source(run, ranks)
         plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity)
         carry_out(prepare(run, opened, plan, ranks), ranks, Reporter())
