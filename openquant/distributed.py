@@ -314,7 +314,7 @@ class _StatusExchange:
         begin = time.monotonic()
         # As the other ranks read it, so that all get the same.
         value = json.loads(json.dumps(value))
-        said = ""
+        printed = ""
         with self._lock:
             self._status = replace(self._status, values=[*self._status.values, value])
             self._wake_thread(0.0)
@@ -331,9 +331,9 @@ class _StatusExchange:
                     )
                 cause_known = some_missing and (self._exchanges > 0 or self._unreachable is not None)
                 due = waited > SAY_MISSING if cause_known else self.rank == 0 and waited > SAY_SLOW
-                if due and self.ranks.say and text != said:
+                if due and self.ranks.say and text != printed:
                     self.ranks.say(text)
-                    said = text
+                    printed = text
                 self._wait_for_exchange(waited)
             self._pause = HEARTBEAT
             number = len(self._status.values) - 1

@@ -89,7 +89,7 @@ def option(default: Any, help: str, group: str = "", value: str | None = None, *
 
 def options_of(kind: type) -> dict[str, Option]:
     """The options of a class, by the names of its fields."""
-    return {each.name: each.metadata["option"] for each in fields(kind)}
+    return {entry.name: entry.metadata["option"] for entry in fields(kind)}
 
 
 def flags_of(name: str, option: Option) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class OptionGroup:
             if option.repeated and isinstance(given, (str, os.PathLike)):
                 read: Any = (_read(name, option, given),)
             elif option.repeated and isinstance(given, Sequence):
-                read = tuple(_read(name, option, each) for each in given)
+                read = tuple(_read(name, option, item) for item in given)
             else:
                 read = _read(name, option, given)
             object.__setattr__(self, name, read)
@@ -501,17 +501,17 @@ class Recipe(OptionGroup):
 
     def _require_unchanged(self) -> None:
         """Refuse options that say how weights are stored: with this scheme they stay as they are."""
-        for each in fields(self):
-            given = getattr(self, each.name) or each.default
-            if each.name not in _OF_UNCHANGED and given != each.default:
-                flag = flags_of(each.name, each.metadata["option"])[0]
+        for option_field in fields(self):
+            given = getattr(self, option_field.name) or option_field.default
+            if option_field.name not in _OF_UNCHANGED and given != option_field.default:
+                flag = flags_of(option_field.name, option_field.metadata["option"])[0]
                 raise UsageError(
                     f"--scheme {UNCHANGED} leaves weights as they are, and {flag} is given", "leave one of them out"
                 )
         if self.kv_cache == "auto":
             raise UsageError(
                 f"--scheme {UNCHANGED} leaves weights as they are, and nothing else is asked for",
-                "give --kv-cache fp8 too, for scales of keys and values, or choose another scheme",
+                "give --kv-cache fp8 too, for KV-cache scales, or choose another scheme",
             )
 
 
@@ -793,18 +793,18 @@ class ReportFigure:
 
 @dataclass(frozen=True)
 class Command(ReportFigure, ReportPage, ProgressLines, JsonOutput, Verbosity, RendezvousOptions, BlockSize):
-    """What the commands themselves take."""
+    """Options that the command line handles itself, not the functions of api.py."""
 
 
 # How options are read and shown.
 
 
 def values_for(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of these values that are options of a class, as arguments for it."""
+    """Select the values that are options of a class, as keyword arguments for it."""
     return {name: values[name] for name in options_of(kind) if name in values}
 
 
-# Options that name files which a run reads, and what messages call these.
+# Options that name input files, and what messages call those files.
 _READ = {
     "text": "a text",
     "prompts": "the prompts",
@@ -815,38 +815,42 @@ _READ = {
 
 
 def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """The files that options name as something to read, each with what it is: [(Path("wiki.txt"), "a text")]."""
-    found = []
+    """Return the input files that options name, each with its name in messages: [(Path("wiki.txt"), "a text")]."""
+    files = []
     for name, what in _READ.items():
         value = values.get(name)
         paths = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         # The subset and split of a dataset follow its name.
-        found += [(Path(str(path).partition(":")[0] if name == "dataset" else path), what) for path in paths]
-    return found
+        files += [(Path(str(path).partition(":")[0] if name == "dataset" else path), what) for path in paths]
+    return files
 
 
 def documented(*kinds: type) -> Callable[[Target], Target]:
-    """A decorator that adds the texts of options to the `Args:` of a function's docstring.
+    """Return a decorator that adds the help of options to the `Args:` of a function's docstring.
 
     Args:
         kinds: the classes that have the options. Parameters that the docstring names itself stay as they are.
     """
-    known = {name: option for kind in kinds for name, option in options_of(kind).items()}
+    documented_options = {name: option for kind in kinds for name, option in options_of(kind).items()}
 
     def complete(function: Target) -> Target:
         assert callable(function)
-        # Python 3.13 takes the indentation away, so it is always gone here.
+        # Python 3.13 removes the indentation of docstrings; cleandoc does it in all versions.
         text = inspect.cleandoc(function.__doc__ or "")
         named = re.findall(r"^    (\w+): ", text, re.MULTILINE)
-        names = [name for name in inspect.signature(function).parameters if name in known and name not in named]
-        function.__doc__ = text.replace("Args:\n", "Args:\n" + _described({name: known[name] for name in names}), 1)
+        missing = {
+            name: documented_options[name]
+            for name in inspect.signature(function).parameters
+            if name in documented_options and name not in named
+        }
+        function.__doc__ = text.replace("Args:\n", "Args:\n" + _described(missing), 1)
         return function
 
     return complete
 
 
 def _described(options: Mapping[str, Option]) -> str:
-    """Lines of a docstring, such as "    dry_run: Print the plan and write nothing."."""
+    """Return lines of a docstring, such as "    dry_run: Print the plan and write nothing."."""
     wrap = textwrap.TextWrapper(116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
     return "".join(wrap.fill(f"{name}: {option.help}") + "\n" for name, option in options.items())
 

@@ -28,9 +28,9 @@ def read_awq(config: dict[str, Any]) -> Format:
     Raises:
         UsageError: openquant does not know this layout.
     """
-    known = "known is the GEMM layout of AutoAWQ, of 4 bits with zero points"
-    _require(config, "version", ("gemm", "GEMM", None), known)
-    _require(config, "zero_point", (True, None), known)
+    hint = "known is the GEMM layout of AutoAWQ, of 4 bits with zero points"
+    _require(config, "version", ("gemm", "GEMM", None), hint)
+    _require(config, "zero_point", (True, None), hint)
     # AutoAWQ's own quant_config.json has other names for both.
     number = _number(config.get("bits", config.get("w_bit")), (4,))
     group = _group(config.get("group_size", config.get("q_group_size")), number)

@@ -65,7 +65,7 @@ APART = "the engine joins it with what lies elsewhere"
 SQUARE = "a stack of experts whose sizes do not tell which axis is which"
 STACKED = "a stack of experts that the engine does not load one by one"
 BESIDE = "not one of the decoder's layers"
-ADD = "add an entry to openquant/architectures (README: Adding an architecture)"
+ADD = "add an entry to openquant/registry (docs/adding-an-architecture.md)"
 UNREAD = "the engine loads it into nothing"
 
 

@@ -220,7 +220,7 @@ STUCK = """
 import ctypes, sys, time
 from openquant.cli.interrupts import listen
 listen()
-from openquant import cli
+from openquant.cli import commands
 
 def stuck(given, interrupts):
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
@@ -234,8 +234,8 @@ def stuck(given, interrupts):
             time.sleep(300)
         library.pthread_mutex_lock(mutex)
 
-cli.VERBS["verify"] = stuck
-sys.exit(cli.main(["verify", "x", "--json"]))
+commands.VERBS["verify"] = stuck
+sys.exit(commands.main(["verify", "x", "--json"]))
 """
 
 
@@ -268,9 +268,9 @@ def test_a_signal_after_the_result_ends_a_command_that_python_waits_for() -> Non
         "import sys, threading, time\n"
         "from openquant.cli.interrupts import listen\n"
         "listen()\n"
-        "from openquant import cli\n"
-        "cli.VERBS['verify'] = lambda *_: 1\n"
-        "code = cli.main(['verify', 'x'])\n"
+        "from openquant.cli import commands\n"
+        "commands.VERBS['verify'] = lambda *_: 1\n"
+        "code = commands.main(['verify', 'x'])\n"
         "threading.Thread(target=time.sleep, args=(300,)).start()\n"
         "print('done', flush=True)\n"
         "sys.exit(code)\n"

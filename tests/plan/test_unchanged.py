@@ -116,7 +116,7 @@ def test_alone_it_says_what_to_do() -> None:
     with pytest.raises(UsageError) as caught:
         compress("anything", None, "none")
     assert caught.value.message == 'scheme="none" leaves weights as they are, and nothing else is asked for'
-    assert caught.value.hint == 'give kv_cache="fp8" too, for scales of keys and values, or choose another scheme'
+    assert caught.value.hint == 'give kv_cache="fp8" too, for KV-cache scales, or choose another scheme'
 
 
 def test_a_size_that_heads_do_not_divide_by_is_refused(tmp_path: Path) -> None:
