@@ -1,12 +1,17 @@
 """Compares quantized models with their source: KL divergence of the logits, weights, answers, and a verdict.
 
-evaluate           the verb: opens source and outputs, compares them, writes eval.json
-compare_outputs    runs source and outputs layer by layer over the same texts
-DocumentRecord     KL divergence and other figures at each position of a document; summarize makes eval.json's figures
-RoundingNoise      the noise floor: the source again, with bfloat16 rounding noise
-ServedModel        an output as engines serve it: decoded weights, rounded activations, FP8 KV cache
-WeightChange       how one weight differs from the source's, and how much of that its format explains
-verdict_word       "same", "close", "changed" or "broken"
+run                  evaluate(): opens source and outputs, compares them, writes eval.json
+compare              runs source and outputs unit by unit over the same texts
+kl                   KL divergence and other figures at each position of a document, and their means and intervals
+noise_floor          the noise floor: the source again, with rounding noise of bfloat16
+as_served            an output as engines serve it: decoded weights, rounded activations, FP8 KV cache
+activation_rounding  rounds activations, keys and values as engines do
+weight_changes       how one weight differs from the source's, and how much of that its format explains
+generate, answers    greedy continuations of prompts by source and output, and where they differ
+counters, gathering  distances of hidden states and routes of tokens; figures of several ranks put together
+under_test           the checkpoints that are compared, with their settings
+verdict              "same", "close", "changed" or "broken", and the layers that stand out
+results, types       eval.json, and the types of its keys
 
 evaluation = evaluate("Qwen3-8B-FP8", "Qwen/Qwen3-8B")
 evaluation.outputs[0]["kl"]["mean"]      # 0.0031

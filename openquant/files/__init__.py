@@ -1,12 +1,19 @@
 """Bytes on disk: safetensors files, model directories, the output. This room knows no number format and no model.
 
-TensorInfo       name, dtype and shape of a tensor, as a safetensors header has them
-Location         shard and offset of a tensor's bytes
-Checkpoint       an opened model directory: config, tensors, where they lie, other files
-SourceFile       a shard that is read at offsets; ShardFile is one that is written at offsets
-Claim            one run's claim on its output directory: the lock, the journal, what is finished
-OutputDirectory  the output directory, held open; gives files their final names
-LayerStore       layers that GPTQ has quantized, stored beside the output until the conversion
+tensors                     a safetensors header: name, dtype and shape of each tensor (TensorInfo), and where its
+                            bytes lie (Location)
+checkpoint                  opens a model directory: config, tensors, where they lie, other files
+shardfile                   reads shards at offsets, and writes them at offsets
+claim                       one run's claim on its output directory: the lock, the journal, what is finished, and so
+                            what is resumed
+output                      the output directory, held open; gives files their final names
+journal                     `.openquant.json`, which records how an output was made
+layer_store                 layers that GPTQ has quantized, stored beside the output until the conversion copies them
+destination, atomic, space  where other files may go and what they must not replace; whole or not at all; room on disk
+fingerprint                 what identifies a checkpoint: a digest of all bytes, and a stamp that is cheap to compare
+evaluation, cards           eval.json and README.md, read with distrust
+folder, small_files, names  a directory that is reached through no link; configs and indexes; names of files in a
+                            model
 
 checkpoint = open_checkpoint(Path("Qwen3-8B"))
 info = checkpoint.tensors["lm_head.weight"]          # TensorInfo("lm_head.weight", "BF16", (151936, 4096))

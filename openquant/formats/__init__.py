@@ -1,11 +1,18 @@
 """How a weight is stored: numeric format, what shares a scale, names of its tensors, and the config that says so.
 
-Number        a numeric format, the values that codes stand for: E4M3, INT8, INT4, E2M1
-Format        how one weight is stored, whichever tool wrote it: a Number, what shares a scale, names of its tensors
-Scheme        a Format that the user can ask for ("tensor", "int8"), its config, and what engines do with it
-Quantization  a `quantization_config` that was read
-kernels       weights to codes and back, with numpy; `compiled` does the same with numba, `reference` with torch
-scales        the scale and zero point of each group of weights
+numbers                a Number is a numeric format, the values that codes stand for: E4M3, INT8, INT4, E2M1
+format                 a Format is how one weight is stored, whichever tool wrote it: a Number, what shares a scale,
+                       tensor names
+schemes, names         a Scheme is a Format that the user can ask for ("tensor", "int8"), its config, what engines do
+                       with it, and the clip ratios that its search tries
+scales                 chooses the scale and zero point of each group of weights, by a search where the scheme has one
+kernels                weights to codes and back, with numpy; `compiled` does the same with numba, `reference` with
+                       torch
+quantization           reads a `quantization_config`, whichever tool wrote it; `awq_gptq` those of AutoAWQ and GPTQ
+ignored, settings      ignore lists that are read, matched as engines match them; values in a config that nothing
+                       reads
+activations, kv_cache  how a config quantizes activations, and the KV cache
+finite                 NaN and infinity in the bytes of a tensor
 
 scheme = find_scheme("block")
 scheme.format.parts("model.layers.0.mlp.up_proj", (12288, 4096))

@@ -1,4 +1,4 @@
-"""Ignore lists of a `quantization_config`, matched as engines match them."""
+"""Ignore lists of a `quantization_config` that is read, matched as engines do; plan/ignore_list.py makes ours."""
 
 from __future__ import annotations
 

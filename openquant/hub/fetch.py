@@ -2,7 +2,8 @@
 
 Downloads use several connections at once. Into the cache, huggingface_hub downloads one shard over each connection.
 Into the scratch directory, all connections download parts of the next shards, so that the first is complete soon.
-Every shard's size and digest are compared with those that the Hub states, before any of it is used.
+An interrupted download is resumed: in the scratch directory from the units that a .partial file records, in the cache
+by huggingface_hub. Every shard's size and digest are compared with those that the Hub states before it is used.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ dense, fused, experts, latent, hybrid, mixed, multimodal    the entries, by kind
 smoothing       smoothing rules: norms or projections whose channels can be rescaled, and the layers that read them
 rules           ModuleRules: what an entry says of each module of a checkpoint
 
+A router of experts stays bfloat16 by a `Keep` with the reason ROUTER (parts.routed, or an entry's `keep`). What is in
+architecture.NEVER_QUANTIZED stays even if the source has it quantized; plan/sort.py applies both.
+
 The entry of a model that resembles another is one line (docs/adding-an-architecture.md):
 
 replace(ARCEE, name="ApertusForCausalLM")    # models.MODELS has it under that name

@@ -2,14 +2,20 @@
 
 A unit is the part of the model that is loaded at once: an embedding table, a decoder layer or the output head.
 
-StreamedModel        a model on placeholders, made from config.json and the shards' headers; loads and frees units
-ForwardPass          one forward pass through it
-run_interleaved      runs forward passes unit by unit, and reads every weight once
-ModuleHooks          observes or replaces the inputs of layers
-OffloadFile          a file for hidden states that do not fit into memory
-PassCheckpoint       a file that forward passes are saved to, so that a stopped run continues
-ShardProvider        downloads or finds the shards that a unit needs
-products_in_float32  fast products of bfloat16 matrices on CPUs without instructions for them
+model                       a StreamedModel loads and frees the units of a model; `meta_model` makes it without
+                            weights from headers
+interleaved                 runs forward passes unit by unit, and reads every weight once
+hooks                       observes or replaces the inputs of layers
+lazy_tensors                tensors as transformers loads them, read or decoded when they are indexed; `expert_stacks`
+                            stacks experts
+offload                     a file for hidden states that do not fit into memory
+pass_checkpoint             a file that forward passes are saved to, so that a stopped run continues
+shard_provider, session     downloads or finds the shards that a unit needs; tokenizer, scratch space and shards of a
+                            run
+memory, forecast, progress  memory that each step takes, known before; the time that is left
+documents                   documents divided among ranks
+matmul, torch_threads       products of bfloat16 on CPUs without instructions for them; how many threads torch uses
+transformers_internals      everything that is used of transformers beyond its documentation
 
 streamed = StreamedModel(open_checkpoint(path))
 run_interleaved([[ForwardPass(streamed, lambda: streamed.model(input_ids=ids, use_cache=False).logits)]], finished=show)

@@ -1,11 +1,15 @@
 """The weights of a checkpoint, plain or quantized: which there are, where they lie, and how to read them by rows.
 
-Weight           one matrix: a tensor of its own, one expert of a stack, or codes with their scales
-decoded_view     a checkpoint as if it were unquantized, and its quantized weights by their unquantized names
-Reader           yields the rows of any Weight in pieces of bounded size, decoded where they are codes
-WeightTransform  what a calibration changes about a Weight before it is quantized, such as smoothing factors
-Calibration      statistics of the inputs of each layer
-ErrorSum         quantization error of a layer, summed over pieces
+weight                    a Weight is one matrix: a tensor of its own, one expert of a stack, or codes with their
+                          scales
+find                      which tensors are codes and which their scales; a checkpoint as if it were unquantized
+reading                   a Reader yields the rows of any Weight in pieces of bounded size, decoded where they are
+                          codes
+packed_columns, per_rank  codes that lie in columns (AutoAWQ, GPTQ); several projections in one tensor, a part for
+                          each rank
+statistics                a calibration file: statistics of the inputs of each layer
+transform                 what a calibration changes about a weight before it is quantized, such as smoothing factors
+quant_error               quantization error of a layer, summed over pieces
 
 view, weights = decoded_view(checkpoint)     # view.tensors["model.layers.0.mlp.up_proj.weight"] is BF16
 reader = Reader(view.where, path, memory)
