@@ -25,7 +25,7 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
 
     Args:
         path: the shard.
-        layout: what the plan says of it.
+        layout: file name, header and tensors that the plan has for it.
 
     Raises:
         RuntimeError: the file is not what was planned: a fault of this program or of the disk. The message names all
@@ -58,7 +58,11 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
 
 
 def is_scale_tensor(info: TensorInfo) -> bool:
-    """Return whether a tensor of a quantized layer holds scales of weights or activations, going by its name."""
+    """Return whether a tensor holds scales of weights or activations, going by its name alone.
+
+    Args:
+        info: name, dtype and shape of a tensor of a quantized layer.
+    """
     return info.name.rpartition(".")[2].startswith(_SCALE_NAMES)
 
 
@@ -67,7 +71,7 @@ def has_sound_scales(path: Path, offset: int, info: TensorInfo) -> bool:
 
     Args:
         path: the file that contains the tensor.
-        offset: byte offset of the tensor in that file.
+        offset: bytes from the start of the file to the tensor.
         info: the tensor's name, dtype (any in which scales are stored) and shape.
     """
     return all(map(_is_sound, _read_pieces(path, offset, info)))

@@ -98,7 +98,11 @@ def worker_memory(plan: Plan, device: str) -> int:
 
 
 def worth_compiling(plan: Plan) -> bool:
-    """Return whether compiled loops save more time than loading them takes; False if numba is not installed."""
+    """Return whether compiled loops save more time than loading them takes; False if numba is not installed.
+
+    Args:
+        plan: the plan to be carried out, whose number of weights decides.
+    """
     searches = any(scheme.searches_scales for scheme in plan.decisions.schemes)
     passthrough = (kept.weight for kept in plan.decisions.passthrough if kept.weight is not None)
     num_weights = sum(weight.shape[0] * weight.shape[1] for weight in (*plan.layers.values(), *passthrough))
@@ -137,19 +141,20 @@ def convert(
     """Write output shards of a plan, or compare finished ones with what would be written now.
 
     Args:
-        plan: the plan.
-        shards: output shards to write or compare.
+        plan: what becomes of each tensor of the source.
+        shards: file name of each output shard to write or compare, and the size of its tensors in bytes.
         transfer: provides the source shards.
-        output: the claimed output directory.
+        output: the output directory, which this run has claimed.
         workers: number of threads that compute; as many more write.
         device: "cpu" or a torch device such as "cuda:0", which computes the codes.
         progress: called with the number of source bytes done since the last call, from any thread, one at a time.
-        against: if given, nothing is written: each shard is compared with its source. By name of the shard, the
-            source files that changed since, for the error message.
+        against: if given, nothing is written: each shard is compared with its source. By file name of the shard, the
+            source files that changed since, as text for the error message: {"model.safetensors": "config.json"}.
         fast: use compiled loops if numba can be imported. They make the same bytes.
 
     Returns:
-        By name, how many NaN and infinities each unquantized tensor has. Such tensors are copied as they are.
+        By tensor name, the numbers of NaN and of infinite elements in unquantized tensors, which are copied as they
+        are; tensors without any are left out.
 
     Raises:
         SourceError: a weight to be quantized has NaN or infinity, a source cannot be read, or a compared shard was not
@@ -165,10 +170,10 @@ def check_copied(path: Path, layout: ShardLayout) -> dict[str, NonFinite]:
 
     Args:
         path: the shard.
-        layout: what the plan says of it.
+        layout: file name, header and tensors that the plan has for it.
 
     Returns:
-        The counts by tensor name; tensors without any are left out.
+        By tensor name, the numbers of NaN and of infinite elements; tensors without any are left out.
 
     Raises:
         SourceError: the shard cannot be read.

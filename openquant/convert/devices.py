@@ -20,7 +20,11 @@ from ..machine import first_line
 def loops(fast: bool) -> Loops:
     """Return the numpy loops of formats/kernels.py, or if `fast` the compiled ones of formats/compiled.py.
 
-    Where numba cannot be imported, `fast` gives the numpy loops too.
+    Args:
+        fast: whether to use numba; where it cannot be imported, the numpy loops are returned all the same.
+
+    Returns:
+        The module, whose functions choose scales, encode and decode.
     """
     if fast:
         # numba may be installed and yet too old for this numpy.

@@ -60,8 +60,11 @@ _NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_siz
 def read_activation_quantization(activations: Mapping[str, Any] | None) -> ActivationQuantization | None:
     """Read the `input_activations` of a compressed-tensors config group.
 
+    Args:
+        activations: the parsed JSON object; None if the group has none, which leaves activations unquantized.
+
     Returns:
-        How activations are quantized; None if they are not.
+        Numeric format and group of the activations, and which scales are stored; None if they are not quantized.
 
     Raises:
         UsageError: openquant does not know this way of quantizing activations.

@@ -25,6 +25,12 @@ _ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 def read_awq(config: dict[str, Any]) -> Format:
     """Return the format of the layers from a quantization_config of the method "awq".
 
+    Args:
+        config: the quantization_config of config.json.
+
+    Returns:
+        Numeric format, group, and tensor names and layout of every quantized layer.
+
     Raises:
         UsageError: openquant does not know this layout.
     """
@@ -39,6 +45,12 @@ def read_awq(config: dict[str, Any]) -> Format:
 
 def read_gptq(config: dict[str, Any]) -> Format:
     """Return the format of the layers from a quantization_config of the method "gptq".
+
+    Args:
+        config: the quantization_config of config.json.
+
+    Returns:
+        Numeric format, group, and tensor names and layout of every quantized layer.
 
     Raises:
         UsageError: openquant does not know this layout.

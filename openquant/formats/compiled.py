@@ -66,12 +66,12 @@ def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
-    """Compute the largest absolute weight of each group, as kernels.absmax does.
+    """Compute the largest absolute weight of each group in compiled loops.
 
     Args:
         bits: bits of the weights, uint16 or uint32 [rows, cols] of whole groups.
         dtype: dtype of the weights: "BF16", "F16" or "F32".
-        group: height and width of a group.
+        group: (height, width) of a group; None is the whole axis.
 
     Returns:
         float32 [rows / height, cols / width].
@@ -84,15 +84,17 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
 
 
 def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
-    """Compute the scale of each group from its largest absolute weight, as kernels.scales does.
+    """Compute the scale of each group from its largest absolute weight in compiled loops.
 
     Args:
         fmt: how the weights are stored.
         absmax: float32 of any shape, the largest absolute weight of each group.
-        global_scale: float32 of one element; computed from `absmax` if None and the format has one.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; computed from
+            `absmax` if None and the format has one.
 
     Returns:
-        float32 of the shape of `absmax`, divided by the global scale.
+        float32 of the shape of `absmax`: weight = code value * scale. Where there is a global scale, it is the stored
+        scale divided by the global scale.
     """
     if fmt.global_scale is not None and global_scale is None:
         global_scale = fmt.choose_global_scale(absmax.max(keepdims=True))
@@ -116,13 +118,14 @@ def encode_stored(
     global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
-    """Quantize weights and write their codes to `out` as they are stored, as kernels.encode_stored does.
+    """Quantize weights and write their codes to `out` as they are stored, two per byte if they have four bits.
 
     Args:
         bits: bits of finite weights, uint16 or uint32 [rows, cols].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
-        scale: float32 [rows / height, cols / width].
-        group: height and width of a group.
+        scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
+            already divided out.
+        group: (height, width) of a group; None is the whole axis.
         out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
         number: numeric format of the codes.
         global_scale: ignored; numpy's tables need it.
@@ -145,12 +148,13 @@ def encode_stored(
 
 
 def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Encode scales as they are stored, as kernels.stored does.
+    """Encode scales as they are stored, in compiled loops.
 
     Args:
         fmt: how the weights are stored.
-        scale: float32 of any shape, as `scales` returns them.
-        global_scale: float32 of one element, if the format has one.
+        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
+            has none.
 
     Returns:
         float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`.
@@ -165,14 +169,14 @@ def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> St
 def decode_rows(
     codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
 ) -> None:
-    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on, as kernels.decode_rows does.
+    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
 
     Args:
         codes: uint8 [rows, cols / codes per byte].
         number: numeric format of the codes.
-        scale: float32 [groups along these rows, ceil(cols / width)].
-        group: height and width of a group; groups at the matrix's edges may be smaller.
-        low: number of the first row, which tells where in a group it lies.
+        scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
+        group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
+        low: index in the matrix of the first of these rows, which tells where in a group it lies.
         out: float32 [rows, cols], contiguous; is overwritten.
         zero_point: float32 of the shape of `scale`; None if zero points are 0.
     """
@@ -188,7 +192,15 @@ def decode_rows(
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
-    """Return the position of the first NaN among codes, uint8 of any shape; None if there is none."""
+    """Find the first code that is NaN.
+
+    Args:
+        codes: stored bytes, uint8 of any shape.
+        number: numeric format of the codes.
+
+    Returns:
+        The index of its byte in the flattened `codes`; None if no code is NaN.
+    """
     sound = number == E4M3 and _largest_magnitude(codes.reshape(-1)) < 0x7F
     return None if sound else kernels.first_unsound(codes, number)
 
@@ -196,12 +208,12 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
 def best_scales(
     bits: Bits, dtype: str, unclipped: Floats, scales: Floats, number: Number, importance: Floats | None = None
 ) -> Floats:
-    """Choose the scale of each group with the least squared error, as kernels.best_scales does.
+    """Choose the scale of each group with the least squared error; of equally good ones the first.
 
     Args:
         bits: bits of finite weights, uint16 or uint32 [groups, width].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
-        unclipped: float32 [groups], the scales made from each group's largest weight.
+        unclipped: float32 [groups], the scales made from each group's largest weight: weight = code value * scale.
         scales: float32 [clip ratios, groups], the candidates.
         number: numeric format of the codes.
         importance: float32 [n, width], at most 1: weights of the squared errors; group i uses row i modulo n. All are
@@ -224,7 +236,12 @@ def best_scales(
 
 
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
-    """Round finite float32 values [rows, cols] to bfloat16, ties to even, and write their bits to `out`, uint16."""
+    """Round finite values to bfloat16, ties to even.
+
+    Args:
+        values: float32 [rows, cols].
+        out: uint16 [rows, cols], overwritten with the bits.
+    """
     _to_bfloat16(values.reshape(-1).view(u32), out.reshape(-1))
 
 

@@ -68,7 +68,7 @@ _FNUZ = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
 def can_be_non_finite(dtype: str) -> bool:
-    """Return whether a dtype, named as in safetensors, has NaN or infinity at all."""
+    """Return whether a dtype, named as in safetensors, ("BF16") has NaN or infinity at all."""
     return dtype in _LAYOUTS or dtype in _FNUZ
 
 
@@ -76,11 +76,11 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
     """Count the elements that are NaN or infinite.
 
     Args:
-        data: uint8 [nbytes], the bytes of whole elements.
+        data: uint8 [nbytes], the bytes of whole elements, in little-endian order as in safetensors.
         dtype: dtype of the elements, named as in safetensors.
 
     Returns:
-        Both counts; zero for dtypes without NaN and infinity.
+        Number of elements that are NaN, and of those that are infinite; both 0 for dtypes without either.
     """
     if dtype in _FNUZ:
         return NonFinite(nan=int(np.count_nonzero(data == 0x80)))

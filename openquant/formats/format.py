@@ -30,11 +30,11 @@ def grid_of(group: Group, shape: tuple[int, ...]) -> tuple[int, int]:
     """Count the groups of a matrix along each axis; groups at its edges may be smaller.
 
     Args:
-        group: height and width of a group.
+        group: (height, width) of a group; None is the whole axis.
         shape: (out, in).
 
     Returns:
-        The shape of the grid of scales, (ceil(out / height), ceil(in / width)).
+        The shape of the grid of scales, one per group: (ceil(out / height), ceil(in / width)).
     """
     (rows, cols), (height, width) = shape, group
     return -(-rows // (height or rows)), -(-cols // (width or cols))

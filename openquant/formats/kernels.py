@@ -142,11 +142,12 @@ def scale_values(stored: Codes, dtype: str) -> Floats:
     """Decode stored scales.
 
     Args:
-        stored: uint8 [nbytes], the bytes of the scales.
-        dtype: "F64", "F32", "BF16", "F16" or "F8_E4M3"; or "F8_E8M0" or "U8" for exponents, of which 255 is NaN.
+        stored: uint8 [nbytes], the little-endian bytes of the scales.
+        dtype: dtype of the stored scales: "F64", "F32", "BF16", "F16" or "F8_E4M3"; or "F8_E8M0" or "U8" for powers
+            of two stored as exponent + 127, of which 255 is NaN.
 
     Returns:
-        float32 [scales].
+        float32 [number of scales]; scales under a global scale are not divided by it.
     """
     if dtype in BITS_TYPE:
         return to_float32(stored.view(BITS_TYPE[dtype]), dtype)
@@ -170,7 +171,7 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     Args:
         bits: bits of the weights, uint16 or uint32 [rows, cols] of whole groups.
         dtype: dtype of the weights: "BF16", "F16" or "F32".
-        group: height and width of a group.
+        group: (height, width) of a group; None is the whole axis.
 
     Returns:
         float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
@@ -192,21 +193,24 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     Args:
         fmt: how the weights are stored.
         absmax: float32 of any shape, the largest absolute weight of each group.
-        global_scale: float32 of one element; computed from `absmax` if None and the format has one.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; computed from
+            `absmax` if None and the format has one.
 
     Returns:
-        float32 of the shape of `absmax`, divided by the global scale.
+        float32 of the shape of `absmax`: weight = code value * scale. Where there is a global scale, it is the stored
+        scale divided by the global scale.
     """
     return fmt.scales(absmax, global_scale)
 
 
 def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Encode scales as they are stored, by Format.stored.
+    """Encode scales as they are stored.
 
     Args:
         fmt: how the weights are stored.
-        scale: float32 of any shape, as `scales` returns them.
-        global_scale: float32 of one element, if the format has one.
+        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
+            has none.
 
     Returns:
         float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`.
@@ -229,11 +233,12 @@ def encode(
     Args:
         bits: bits of finite weights, uint16 or uint32 [rows, cols].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
-        scale: float32 [rows / height, cols / width].
-        group: height and width of a group.
+        scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
+            already divided out.
+        group: (height, width) of a group; None is the whole axis.
         out: uint8 [rows, cols], contiguous; is overwritten.
         number: numeric format of the codes.
-        global_scale: float32 [1, 1], by which `scale` is divided; None without one.
+        global_scale: float32 [1, 1]: `scale` is the stored scale divided by it; None without one.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
     if zero_point is not None:
@@ -278,11 +283,12 @@ def encode_stored(
     Args:
         bits: bits of finite weights, uint16 or uint32 [rows, cols].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
-        scale: float32 [rows / height, cols / width].
-        group: height and width of a group.
+        scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
+            already divided out.
+        group: (height, width) of a group; None is the whole axis.
         out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
         number: numeric format of the codes.
-        global_scale: float32 [1, 1], by which `scale` is divided; None without one.
+        global_scale: float32 [1, 1]: `scale` is the stored scale divided by it; None without one.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
     if number.per_byte == 1:
@@ -362,7 +368,7 @@ def best_scales(
     Args:
         bits: bits of finite weights, uint16 or uint32 [groups, width].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
-        unclipped: float32 [groups], the scales made from each group's largest weight.
+        unclipped: float32 [groups], the scales made from each group's largest weight: weight = code value * scale.
         scales: float32 [clip ratios, groups], the candidates.
         number: numeric format of the codes.
         importance: float32 [n, width], at most 1: weights of the squared errors; group i uses row i modulo n. All are
@@ -422,7 +428,7 @@ def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point:
 
     Args:
         codes: uint8 [rows, cols / codes per byte].
-        scale: float32 of any shape that broadcasts over [rows, cols].
+        scale: float32 of any shape that broadcasts over [rows, cols], with any global scale divided out.
         out: float32 [rows, cols], contiguous; is overwritten.
         number: numeric format of the codes.
         zero_point: float32 of the shape of `scale`; None if zero points are 0.
@@ -443,9 +449,9 @@ def decode_rows(
     Args:
         codes: uint8 [rows, cols / codes per byte].
         number: numeric format of the codes.
-        scale: float32 [groups along these rows, ceil(cols / width)].
-        group: height and width of a group; groups at the matrix's edges may be smaller.
-        low: number of the first row, which tells where in a group it lies.
+        scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
+        group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
+        low: index in the matrix of the first of these rows, which tells where in a group it lies.
         out: float32 [rows, cols], contiguous; is overwritten.
         zero_point: float32 of the shape of `scale`; None if zero points are 0.
     """
@@ -487,7 +493,7 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
         number: numeric format of the codes.
 
     Returns:
-        Its position in the flattened bytes; None if no code is NaN.
+        The index of its byte in the flattened `codes`; None if no code is NaN.
     """
     flat = codes.reshape(-1)
     for low in range(0, flat.size, CHUNK):
@@ -500,6 +506,9 @@ def first_unsound(codes: Codes, number: Number) -> int | None:
 @cache
 def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex64]:
     """Return the value of every stored byte.
+
+    Args:
+        number: numeric format of the codes.
 
     Returns:
         float32 [256]; or complex64 [256] where a byte has two codes, with the low half's value as the real part.
@@ -601,7 +610,7 @@ def encode_float32(values: Floats, scale: Floats, number: Number, zero_point: Fl
 
     Args:
         values: float32 [rows, cols].
-        scale: float32 of any shape that broadcasts over [rows, cols].
+        scale: float32 of any shape that broadcasts over [rows, cols]: weight = (code value - zero point) * scale.
         number: numeric format of the codes.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
 

@@ -45,19 +45,22 @@ _SCALE = re.compile(
 
 
 def with_fp8_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a `quantization_config` that also asks for a KV cache in FP8."""
+    """Return a copy of `settings`, the quantization_config of a config.json, that also asks for a KV cache in FP8."""
     key, value = _SETTINGS[settings["quant_method"]]
     return {**settings, key: value}
 
 
 def without_fp8_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a `quantization_config` without the setting that `with_fp8_cache` adds."""
+    """Return a copy of `settings`, the quantization_config of a config.json, that does not ask for an FP8 KV cache."""
     key, value = _SETTINGS.get(str(settings.get("quant_method")), ("", None))
     return {name: setting for name, setting in settings.items() if name != key or setting != value}
 
 
 def says_fp8_cache(config: Mapping[str, Any]) -> bool:
     """Return whether a `quantization_config` asks for a KV cache in FP8, so that engines need no option for it.
+
+    Args:
+        config: the quantization_config of a config.json.
 
     Raises:
         UsageError: it asks for another numeric format.
@@ -87,8 +90,8 @@ def cache_scales(names: Iterable[str]) -> dict[int, tuple[str | None, str | None
         names: names of all tensors of a checkpoint.
 
     Returns:
-        By layer number, the tensors with the scale of keys and of values; the same tensor twice if they share a scale,
-        None where there is none.
+        By number of the decoder layer, the names of the tensors with the scale of keys and of values; the same name
+        twice if they share a scale, None where there is none. Layers without either are missing.
     """
     scales: dict[int, list[str | None]] = {}
     for name in sorted(names):
@@ -109,6 +112,6 @@ def scale_for(largest: float) -> float:
     Other scales are no more exact, and in vLLM's CPU kernel a little less.
 
     Args:
-        largest: largest absolute key or value.
+        largest: largest absolute key or value; the scale is 1 if it is 0.
     """
     return 1.0 if largest <= 0 else 2.0 ** math.ceil(math.log2(max(2.0**-64, largest / E4M3.largest)))

@@ -214,7 +214,7 @@ def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint32]:
         values: float32 of any shape.
 
     Returns:
-        The 16 bits of each as uint32 of the same shape.
+        The 16 bits of each in the low half of a uint32, of the same shape.
     """
     bits = values.view(np.uint32)
     rounded: npt.NDArray[np.uint32] = bits >> np.uint32(16)

@@ -139,6 +139,10 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
     Args:
         config: the parsed config.json.
 
+    Returns:
+        Targets and format of each group of layers, the ignore list, the settings as they are in config.json, and
+        problems with them.
+
     Raises:
         UsageError: it has none, or one of a kind that openquant does not know.
     """
@@ -157,7 +161,14 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
 
 
 def find_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the quantization_config of a config.json under any key where engines find it; None if it has none."""
+    """Return a copy of the quantization_config of a config.json, under any key where engines find it.
+
+    Args:
+        config: the parsed config.json.
+
+    Returns:
+        Its settings; None if there are none.
+    """
     for place, key in quantization_places(config):
         if isinstance(place[key], dict):
             return dict(place[key])
@@ -165,7 +176,15 @@ def find_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def quantization_places(config: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return each dictionary and key of a config.json under which it has a quantization_config."""
+    """Find where a config.json has a quantization_config.
+
+    Args:
+        config: the parsed config.json.
+
+    Returns:
+        Pairs of a dictionary, `config` itself or its "text_config", and the key in it under which the settings lie:
+        "quantization_config" or "compression_config".
+    """
     text = config.get("text_config")
     return [
         (place, key)

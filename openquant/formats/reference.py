@@ -16,7 +16,7 @@ def group_absmax(weight: Tensor, group: Group) -> Tensor:
 
     Args:
         weight: [out, in] of whole groups, of any floating dtype.
-        group: height and width of a group.
+        group: (height, width) of a group; None is the whole axis.
 
     Returns:
         float32 [out / height, in / width].
@@ -25,28 +25,31 @@ def group_absmax(weight: Tensor, group: Group) -> Tensor:
 
 
 def group_global_scale(largest: Tensor, format: Format) -> Tensor:
-    """Compute the global scale, by Format.choose_global_scale.
+    """Compute the global scale of NVFP4, by which the scales of groups are multiplied before they are stored.
 
     Args:
         largest: float32 of any shape, the largest absolute weight of the fused layers.
         format: how the weights are stored.
 
     Returns:
-        float32 of the same shape, on the same device.
+        float32 of the same shape and on the same device: 2688 / largest for NVFP4, at most 2^125; 1 where all weights
+        are zero or the format has no global scale.
     """
     return torch.from_numpy(format.choose_global_scale(largest.cpu().numpy())).to(largest.device)
 
 
 def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = None) -> Tensor:
-    """Compute the scale of each group from its largest absolute weight, as Format.scales does.
+    """Compute the scale of each group from its largest absolute weight.
 
     Args:
         absmax: float32 of any shape, the largest absolute weight of each group.
         format: how the weights are stored.
-        global_scale: float32 of one element; computed from `absmax` if None and the format has one.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; computed from
+            `absmax` if None and the format has one.
 
     Returns:
-        float32 of the shape of `absmax`, divided by the global scale.
+        float32 of the shape of `absmax`: weight = code value * scale. Where there is a global scale, it is the stored
+        scale divided by the global scale.
     """
     # The divisor is a tensor: on a GPU torch would multiply by the reciprocal of a number, which rounds differently.
     scale = absmax / absmax.new_tensor(format.scale.clip_limit or format.number.span)
@@ -65,16 +68,18 @@ def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = No
 
 
 def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], global_scale: Tensor | None = None) -> Tensor:
-    """Encode scales as they are stored, as Format.stored does.
+    """Encode scales as they are stored.
 
     Args:
-        scale: float32 [out / height, in / width], as `group_scale` returns them.
+        scale: float32 [out / height, in / width], not multiplied by the global scale, as `group_scale` returns them.
         format: how the weight is stored.
-        shape: (out, in).
-        global_scale: float32 of one element, if the format has one.
+        shape: (out, in) of the weight.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
+            has none.
 
     Returns:
-        float32, bfloat16, float8_e4m3fn or uint8 (E8M0), of the shape `format.scale_shape(shape)`.
+        float32, bfloat16, float8_e4m3fn or uint8 (E8M0); [out / height, in / width], or [out / height] where the format
+        stores scales with one axis, and one element [1] or [] per tensor.
     """
     scale = scale.reshape(format.scale_shape(shape))
     if format.scale.dtype == "F8_E4M3":
@@ -86,14 +91,14 @@ def stored_scale(scale: Tensor, format: Format, shape: tuple[int, int], global_s
 
 
 def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Compute the scale and zero point of each group from its range, as Format.ranges does.
+    """Compute the scale and zero point of each group from its smallest and largest weight.
 
     Args:
         weight: [out, in] of whole groups, of any floating dtype.
         format: a format with zero points.
 
     Returns:
-        Scales and zero points, both float32 [out / height, in / width].
+        Scales and zero points, both float32 [out / height, in / width]: weight = (code value - zero point) * scale.
     """
     grouped = _grouped(weight.float(), format.group)
     low, high = grouped.amin((1, 3)).clamp(max=0), grouped.amax((1, 3)).clamp(min=0)
@@ -113,11 +118,13 @@ def choose_unsearched_scales(
         weight: [out, in] of whole groups, of any floating dtype.
         format: how the weight is stored.
         absmax: float32 [out / height, in / width], the largest absolute weight of each group; computed if None.
-        global_scale: float32 of one element; computed from `absmax` if None and the format has one.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; computed from
+            `absmax` if None and the format has one.
 
     Returns:
-        Scales (divided by the global scale) and zero points, both float32 [out / height, in / width]; None in place of
-        zero points if the format has none.
+        Scales and zero points, both float32 [out / height, in / width]: weight = (code value - zero point) * scale.
+        With a global scale, scales are the stored ones divided by it. None in place of zero points if the format has
+        none.
     """
     if format.zero_point is not None:
         return group_ranges(weight, format)
@@ -129,7 +136,8 @@ def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | N
 
     Args:
         weight: [out, in] of whole groups, of any floating dtype.
-        scale: float32 [out / height, in / width].
+        scale: float32 [out / height, in / width]: weight = (code value - zero point) * scale, so any global scale is
+            already divided out.
         format: how the weight is stored.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
 
@@ -149,7 +157,7 @@ def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | No
 
     Args:
         codes: [out, in / codes per element], as `encode` returns them.
-        scale: float32 [out / height, in / width] divided by the global scale; or as stored, without one.
+        scale: float32 [out / height, in / width], any global scale divided out; without a global scale also as stored.
         format: how the weight is stored.
         zero_point: float32 of the shape of `scale`; None if zero points are 0.
 
@@ -178,10 +186,10 @@ def _spread(scale: Tensor, weight: Tensor, group: Group) -> Tensor:
 
 
 def nearest(quotient: Tensor, number: Number) -> Tensor:
-    """Round finite values to the nearest values of codes, clamped, ties to even, as Number.nearest does.
+    """Round finite values to the nearest values of codes, clamped, ties to even.
 
     Args:
-        quotient: float32 of any shape.
+        quotient: float32 of any shape, weights divided by their scales (plus zero points).
         number: numeric format of the codes.
 
     Returns:

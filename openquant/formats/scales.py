@@ -57,13 +57,15 @@ def choose_scales(
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         absmax: float32 [rows / height, cols / width], the largest absolute weight of each group, which may include
             rows outside `bits`. Computed from `bits` if None.
-        global_scale: float32 of one element, that of the fused layers; computed from `absmax` if None. Schemes without
-            a global scale ignore it.
+        global_scale: float32 of one element, that of the fused layers, by which scales are multiplied before they are
+            stored; computed from `absmax` if None. Schemes without a global scale ignore it.
         importance: float32 [cols], weights of the squared errors of each column; all are equal if None.
-        loops: kernels.py or compiled.py.
+        loops: the module that computes: formats.kernels (numpy) or formats.compiled (numba).
 
     Returns:
-        The scale of each group, finite and above zero (divided by the global scale), and its zero point.
+        `scale`, finite and above zero, and `zero_point`, each float32 [rows / height, cols / width]: weight = (code
+        value - zero point) * scale. With a global scale, `scale` is the stored scale divided by it. `zero_point` is
+        None for schemes without zero points.
     """
     fmt = scheme.format
     clip_ratios = scheme.clip_ratios if scheme.searches_scales else (1.0,)
@@ -86,7 +88,8 @@ def choose_shared_scale(fmt: Format, absmax: Floats) -> Floats:
         absmax: float32 of any shape, the largest absolute weight of the fused layers.
 
     Returns:
-        float32 of the same shape.
+        float32 of the same shape: the per-tensor scale, with weight = code value * scale; or the global scale, by which
+        the scales of groups are multiplied before they are stored.
     """
     return fmt.scales(absmax) if fmt.shared else fmt.choose_global_scale(absmax)
 

@@ -482,12 +482,15 @@ def find_scheme(
     """Find the scheme that options ask for.
 
     Args:
-        name: a key of SCHEMES.
+        name: name of the scheme, as for `--scheme`: "tensor", "block", "nvfp4".
         format: "fp8" or "compressed-tensors"; the scheme's default if None.
-        scale_format: "float" or "ue8m0"; the scheme's default if None.
-        activation_scheme: "dynamic" or "static".
-        group_size: "32", "64", "128" or "channel"; the scheme's default if None.
+        scale_format: "float" or "ue8m0" (powers of two); the scheme's default if None.
+        activation_scheme: "dynamic" or "static": whether engines compute the scale of activations or it is stored.
+        group_size: inputs that share a scale: "32", "64", "128" or "channel" for all; the scheme's default if None.
         asymmetric: whether groups have zero points.
+
+    Returns:
+        The scheme: the format of weights, and what config.json says of it.
 
     Raises:
         UsageError: no scheme has these options.
@@ -553,12 +556,13 @@ def find_others(
 
     Args:
         scheme: the scheme of all other layers.
-        scheme_for: by pattern over module names, the name of a scheme.
+        scheme_for: by pattern over full module names (openquant/patterns.py), the name of a scheme:
+            {"model.layers.{0,3}.mlp.down_proj": "channel"}.
         group_size: "32", "64", "128" or "channel" for schemes whose group size can be chosen; their default if None.
         asymmetric: whether schemes that can have zero points have them.
 
     Returns:
-        The scheme of each pattern, in the given order.
+        Pairs of a pattern and its scheme, in the order of `scheme_for`.
 
     Raises:
         UsageError: there is no scheme of that name, or one config cannot mix the schemes.
@@ -606,7 +610,7 @@ def _alike(group: Any, scheme: Scheme) -> bool:
 
 
 def without_targets(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a `quantization_config` without the targets of its groups."""
+    """Return a copy of `settings`, the quantization_config of a config.json, without the targets of its groups."""
     groups = settings.get("config_groups")
     if not isinstance(groups, dict):
         return dict(settings)

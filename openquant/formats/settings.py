@@ -91,6 +91,9 @@ _COMPRESSED: _Allowed = {
 def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Check the values of a quantization_config.
 
+    Args:
+        settings: the quantization_config of a config.json.
+
     Returns:
         Problems with values, such as 'fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'; and the keys that
         no engine reads, such as "config_groups.group_0.more".
@@ -173,7 +176,7 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def setting_repr(value: Any) -> str:
-    """Return a value of a config as JSON for a message, shortened if it is long."""
+    """Return `value`, anything that config.json may hold, as JSON for a message, shortened if it is long."""
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 

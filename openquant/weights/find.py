@@ -119,8 +119,12 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
     """Yield all codes of a checkpoint with their scales. Only this function decides which tensor is what.
 
     Args:
-        tensors: all tensors of the checkpoint, by name.
-        quantization: what its config says.
+        tensors: name, dtype and shape of all tensors of the checkpoint, by tensor name.
+        quantization: its quantization_config, which gives the format of each layer.
+
+    Yields:
+        For each tensor of codes: the weight's unquantized name, and name, dtype and shape of its codes, scales, zero
+        points and other tensors.
     """
     for info in tensors.values():
         name = _unquantized(info)
@@ -149,8 +153,11 @@ def stored_twice(
     """Yield packed codes of weights that the checkpoint also has unquantized or as other codes, each with a message.
 
     Args:
-        tensors: all tensors of the checkpoint, by name.
-        all_pairs: its codes.
+        tensors: name, dtype and shape of all tensors of the checkpoint, by tensor name.
+        all_pairs: its codes with their scales, from `pairs`.
+
+    Yields:
+        Name, dtype and shape of the tensor of codes, and a message that names it and the other tensor.
     """
     codes_names: dict[str, str] = {}
     for pair in all_pairs:
@@ -184,8 +191,11 @@ def unread_tensors(tensors: Mapping[str, TensorInfo], weights: Iterable[Weight])
     """Return the names of tensors beside quantized weights that engines refuse to load.
 
     Args:
-        tensors: all tensors of a checkpoint, by name.
+        tensors: name, dtype and shape of all tensors of a checkpoint, by tensor name.
         weights: its quantized weights.
+
+    Returns:
+        Full tensor names, in the order of `tensors`.
     """
     leftovers = [name for name in tensors if name.endswith(_LEFTOVERS) and not _CACHE_SCALE.fullmatch(name)]
     # Zero points that the format of the weight has are read.
@@ -201,7 +211,7 @@ def tool_config_file(config: dict[str, Any], root: Path) -> str | None:
     """Return the name of the tool's file that says how weights are quantized; None if config.json says it, or no file.
 
     Args:
-        config: config.json.
+        config: the parsed config.json.
         root: the checkpoint's directory.
     """
     if quantization_places(config):
@@ -213,7 +223,7 @@ def with_tool_config(config: dict[str, Any], root: Path) -> dict[str, Any]:
     """Return config.json with a quantization_config, taken from a tool's file if config.json has none.
 
     Args:
-        config: config.json.
+        config: the parsed config.json.
         root: the checkpoint's directory.
 
     Raises:
@@ -231,11 +241,15 @@ def with_tool_config(config: dict[str, Any], root: Path) -> dict[str, Any]:
 
 
 def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]:
-    """Show a checkpoint as if it were unquantized.
+    """Show a checkpoint as if it were unquantized. Only headers are changed; nothing is decoded.
+
+    Args:
+        checkpoint: config.json, file sizes and safetensors headers.
 
     Returns:
         The checkpoint with one BF16 tensor for each quantized weight and without quantization_config; and the
-        quantized weights, by the name of that tensor. An unquantized checkpoint is returned as it is.
+        quantized weights, by the full name of that tensor, with the tensors that they are stored in. An unquantized
+        checkpoint is returned as it is, with {}.
 
     Raises:
         PlanError: its quantization is not supported, or config.json does not describe it.
@@ -280,7 +294,14 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
 
 
 def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint without scales of the KV cache, which engines load only into quantized models."""
+    """Remove the scales of the KV cache, which engines load only into quantized models.
+
+    Args:
+        checkpoint: config.json, file sizes and safetensors headers.
+
+    Returns:
+        A copy whose headers lack these tensors.
+    """
     tensors = {
         name: info
         for name, info in checkpoint.tensors.items()

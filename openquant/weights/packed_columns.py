@@ -34,16 +34,17 @@ _DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 def packed_columns(
     module: str, codes: TensorInfo, fmt: Format, find: Callable[[str], TensorInfo | None]
 ) -> tuple[tuple[int, int], tuple[TensorInfo, ...]]:
-    """Find and check the tensors of a weight.
+    """Find and check the tensors of a weight that AutoAWQ or GPTQ stored transposed.
 
     Args:
-        module: the module that owns it.
-        codes: its qweight.
+        module: full name of the module that owns it: "model.layers.0.mlp.up_proj".
+        codes: name, dtype and shape of its qweight.
         fmt: its format, with `columns`.
-        find: returns a tensor by its name, or None.
+        find: returns name, dtype and shape of the tensor with a full name; None if the checkpoint has none.
 
     Returns:
-        The shape (out, in); and the tensors: codes, scales, zero points and perhaps the group index.
+        The shape (out, in); and the tensors: codes, scales [groups, out], zero points [groups, out / codes per word]
+        and perhaps the group index [in].
 
     Raises:
         SourceError: one is missing, or has another shape or dtype than it must.

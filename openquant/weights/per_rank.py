@@ -24,11 +24,11 @@ def per_rank_projections(
 
     Args:
         module: module of the tensor, such as "model.layers.0.self_attn.qkv_proj".
-        codes: the tensor of codes, [ranks * rows, in].
-        scale: the tensor of scales, [ranks * rows of blocks, columns of blocks].
+        codes: name, dtype and shape of the codes, FP8 [ranks * rows, in].
+        scale: name, dtype and shape of the scales, [ranks * rows of blocks, columns of blocks].
         fmt: the format of the codes.
-        tensor: the registry's description of the tensor.
-        config: config.json, which holds numbers and sizes of heads.
+        tensor: the registry's description of the tensor: its projections, and where config.json has their sizes.
+        config: the parsed config.json, which holds numbers and sizes of heads.
 
     Returns:
         One weight for each projection, with `rank_rows`.

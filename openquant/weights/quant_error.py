@@ -230,13 +230,13 @@ def relative_error(signal: float, noise: float) -> float:
         noise: sum of squares of the errors.
 
     Returns:
-        The root of their ratio. If all weights are zero: 1.0 with any error, else 0.0.
+        sqrt(noise / signal). If all weights are zero: 1.0 with any error, else 0.0.
     """
     return math.sqrt(noise / signal) if signal else float(noise > 0)
 
 
 def energy(values: Floats) -> float:
-    """Return the sum of squares of a float32 array [n, in]."""
+    """Return the sum of squares of `values`, float32 [n, in]."""
     with np.errstate(over="ignore"):
         # numpy vectorizes sums over the rows.
         total = float(np.einsum("ij,ij->j", values, values).sum(dtype=np.float64))
@@ -246,7 +246,7 @@ def energy(values: Floats) -> float:
 
 
 def row_energies(values: Floats) -> npt.NDArray[np.float64]:
-    """Return the sum of squares of each row of a float32 array [n, in], as float64 [n]."""
+    """Return the sum of squares of each row of `values`, float32 [n, in], as float64 [n]."""
     with np.errstate(over="ignore"):
         sums: npt.NDArray[np.float64] = np.einsum("ij,ij->i", values, values).astype(np.float64)
     if not np.all((sums > 1e-30) & (sums < math.inf)):

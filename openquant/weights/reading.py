@@ -34,7 +34,7 @@ def rows_at_once(weight: Weight, multiple: int) -> int:
 
     Args:
         weight: the weight [out, in].
-        multiple: the number is a multiple of this, unless the weight has fewer rows.
+        multiple: the returned number of rows is a multiple of this, unless the weight has fewer rows.
     """
     rows, cols = weight.shape
     fmt = weight.format
@@ -52,10 +52,10 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
 
     Args:
         weight: the weight [out, in].
-        multiple: the `multiple` of `Reader.rows`.
+        multiple: the number of rows read at a time is a multiple of this, as in `Reader.rows`.
 
     Returns:
-        Bytes of the buffer that rows are read into, and bytes of what lies beside it meanwhile.
+        Bytes of the buffer that rows are read into, and bytes of the other arrays that exist meanwhile.
     """
     buffer = rows_at_once(weight, multiple) * weight.shape[1] * BITS_TYPE[weight.dtype].itemsize
     if weight.format is None:
@@ -73,7 +73,7 @@ class Reader:
     """Reads weights of a checkpoint into one buffer. Each thread has a Reader of its own.
 
     Args:
-        where: shard and offset of each tensor, by name.
+        where: shard file name and byte offset of each tensor, by full tensor name.
         path: returns the path of a shard.
         memory: allocates a buffer, uint8, of the given number of bytes.
         loops: the kernels that decode.
@@ -414,8 +414,8 @@ def check_scales(scale: Floats, name: str, shard: str, least: float) -> None:
     """Refuse scales that are not finite, or too small.
 
     Args:
-        scale: float32 of any shape.
-        name: name of the tensor, for the message.
+        scale: float32 of any shape, decoded from a tensor of scales.
+        name: full name of the tensor, for the message.
         shard: file name of its shard, for the message.
         least: smallest scale allowed.
 
@@ -435,9 +435,9 @@ def require_in_range(weight: Weight, absmax: Floats, scheme: Scheme, where: Mapp
 
     Args:
         weight: the weight, for the message.
-        absmax: float32 of any shape, the largest magnitude of each group.
-        scheme: the scheme that it is quantized with.
-        where: shard and offset of each tensor, by name.
+        absmax: float32 of any shape, the largest absolute weight of each group; NaN or infinite if one is.
+        scheme: the scheme that it is to be quantized with.
+        where: shard file name and byte offset of each tensor, by full tensor name.
 
     Raises:
         SourceError: a value is NaN or infinite.
@@ -460,8 +460,8 @@ def require_finite(weight: Weight, absmax: Floats, where: Mapping[str, Location]
 
     Args:
         weight: the weight, for the message.
-        absmax: float32 of any shape, the largest magnitude of each group.
-        where: shard and offset of each tensor, by name.
+        absmax: float32 of any shape, the largest absolute weight of each group; NaN or infinite if one is.
+        where: shard file name and byte offset of each tensor, by full tensor name.
 
     Raises:
         SourceError: a value is NaN or infinite.
@@ -475,7 +475,7 @@ def require_finite(weight: Weight, absmax: Floats, where: Mapping[str, Location]
 
 
 def row_bytes(weight: Weight, rows: int) -> int:
-    """Return the bytes that so many rows of a weight take in the source, without scales."""
+    """Return the bytes that `rows`, a number of rows of `weight`, take in the source, without scales."""
     if weight.format is None:
         return rows * weight.shape[1] * BITS_TYPE[weight.source.dtype].itemsize
     return rows * weight.row_bytes

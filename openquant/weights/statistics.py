@@ -134,8 +134,11 @@ def calibrations(matches: Callable[[str, str], bool] | None = None) -> FileKind:
     """Return the kind of file that `openquant calibrate` writes.
 
     Args:
-        matches: returns whether a digest and a stamp are those of the model, such as `Fingerprint.matches`. With it,
-            a calibration of another model is not replaced.
+        matches: returns whether a checkpoint's digest and stamp (files/fingerprint.py) are those of the model, such as
+            `Fingerprint.matches`. With it, `recognizes` raises UsageError for a calibration of another model.
+
+    Returns:
+        Its name in messages, and the function that recognizes an open file of the kind.
     """
 
     def recognizes(file: BinaryIO) -> bool:
@@ -165,7 +168,7 @@ def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) ->
     """Return a calibration in which every weight and every KV cache has statistics of one, to plan before calibrating.
 
     Args:
-        tensors: names of the weights.
+        tensors: full tensor names of the weights.
         texts: size of the calibration texts: {"documents": 128, "length": 512}.
     """
     ones, names = np.ones(1, np.float32), tuple(tensors)
@@ -177,6 +180,12 @@ def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) ->
 
 def read_calibration(path: Path) -> Calibration:
     """Read a calibration file, and check it: anybody may have changed it.
+
+    Args:
+        path: a file that `openquant calibrate` wrote.
+
+    Returns:
+        Input statistics of the layers, with digest of the model and description of the texts.
 
     Raises:
         SourceError: it cannot be read, is another kind of file, or has impossible values.

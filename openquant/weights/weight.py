@@ -175,7 +175,7 @@ class Weight(NamedTuple):
         """Return where its elements, or its codes, lie.
 
         Args:
-            where: shard and offset of each tensor, by name.
+            where: shard file name and byte offset of each tensor, by full tensor name.
         """
         info, rows = self.parts[0] if self.format else self.source, self.shape[0]
         location = where[info.name]
@@ -192,7 +192,7 @@ class Weight(NamedTuple):
         column.
 
         Args:
-            where: shard and offset of each tensor, by name.
+            where: shard file name and byte offset of each tensor, by full tensor name.
         """
         assert self.format is not None
         info = self.parts[1]
