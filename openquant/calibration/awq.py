@@ -89,13 +89,14 @@ def awq_scale(mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration
     """Choose AWQ's scale for a mapping.
 
     Args:
-        mapping: the smoothing mapping.
-        plan: the plan, without smoothing.
-        reader: reads the source.
-        calibration: input statistics of the layers.
+        mapping: a smooth_layer and its balance_layers.
+        plan: what becomes of each tensor, without smoothing.
+        reader: reads weights and tensors of the source checkpoint.
+        calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
 
     Returns:
-        float32 [channels] of powers of two; or for a note, why the mapping is not used.
+        float32 [channels] of powers of two, by which the outputs of the smooth_layer are divided; or a text for a note
+        that says why the mapping is not used.
 
     Raises:
         SourceError: a weight cannot be read, or the calibration is not of these layers.
@@ -123,12 +124,16 @@ def awq_scale(mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration
 
 
 def rows_per_layer(layers: int) -> int:
-    """Return the largest number of rows to sample of each of a mapping's balance_layers."""
+    """Return the largest number of rows to sample of each of a mapping's balance_layers.
+
+    Args:
+        layers: number of balance_layers.
+    """
     return max(16, min(ROWS, ALL_ROWS // max(1, layers)))
 
 
 def search_memory(plan: Plan) -> int:
-    """Return the bytes that one thread needs to choose AWQ's scale for the largest mapping of a plan."""
+    """Return the bytes that one thread needs to choose AWQ's scale for the largest mapping of `plan`."""
     largest = 0
     for mapping in usable_mappings(plan).mappings:
         weights = [plan.layers[module] for module in mapping.balance_layers if module in plan.layers]
@@ -140,7 +145,15 @@ def search_memory(plan: Plan) -> int:
 
 
 def sample_rows(weight: Weight, reader: Reader, max_rows: int) -> Floats:
-    """Read at most `max_rows` rows of a weight, evenly spaced, float32 [n, in].
+    """Read evenly spaced rows of a weight.
+
+    Args:
+        weight: the weight [out, in].
+        reader: reads it from the source checkpoint.
+        max_rows: largest number of rows to return; all rows if the weight has no more.
+
+    Returns:
+        float32 [n, in], dequantized and smoothed as the weight is.
 
     Raises:
         SourceError: it cannot be read.
@@ -156,15 +169,16 @@ def sample_rows(weight: Weight, reader: Reader, max_rows: int) -> Floats:
 
 
 def search_scale(mapping: SmoothingMapping, samples: Sequence[SampledRows], mean: Floats) -> Floats | None:
-    """Search the exponent whose scale has the lowest estimated error.
+    """Search the exponent of AWQ whose scale has the lowest estimated error of the outputs of balance_layers.
 
     Args:
-        mapping: the smoothing mapping.
-        samples: sampled rows of each balance_layer.
-        mean: float32 [in], mean magnitude of each input.
+        mapping: a smooth_layer and its balance_layers.
+        samples: for each balance_layer: sampled rows float32 [n, in], mean squares of inputs, and scheme.
+        mean: float32 [in], mean magnitude of each input of the balance_layers.
 
     Returns:
-        float32 [channels] of powers of two; None if no scale is better than none.
+        float32 [channels] of powers of two, by which the outputs of the smooth_layer are divided; None if no scale is
+        better than none.
     """
 
     def channel_means(values: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
@@ -194,6 +208,14 @@ def with_importance(transforms: WeightTransforms, plan: Plan, calibration: Calib
 
     That is the mean square of the column's inputs after smoothing. Queries and keys are left out, as in AWQ's clipping:
     attention multiplies their outputs with each other.
+
+    Args:
+        transforms: what smoothing changes, with the column factors of each layer.
+        plan: what becomes of each tensor; its INT4 layers are given an importance.
+        calibration: statistics of the inputs of layers, with mean squares.
+
+    Returns:
+        A copy of `transforms` with `importance`, float32 [in], for these layers, and a note more.
 
     Raises:
         SourceError: the calibration is not of these layers.

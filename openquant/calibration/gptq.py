@@ -52,8 +52,12 @@ def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) 
     more if rounding in the Hessian itself leaves it not positive definite.
 
     Args:
-        hessian: float32 or float64 [in, in], symmetric and finite.
+        hessian: X'X of the layer's inputs X [tokens, in], float32 or float64 [in, in], symmetric and finite.
         dtype: dtype of the coefficients.
+
+    Returns:
+        `order`, int64 [in], columns in the order in which they are rounded; and `coefficients` [in, in] of `dtype`,
+        upper triangular in that order: row k has what the error of column k adds to each later column.
     """
     diagonal = hessian.diagonal().double()
     nonzero = diagonal > 0
@@ -85,9 +89,10 @@ def round_columns(
     """Run GPTQ on a weight with given scales.
 
     Args:
-        weight: [out, in], in the dtype of the computation.
-        scale: float32 [out / group height, in / group width].
-        propagation: act-order and coefficients of the layer's inputs.
+        weight: [out, in], float32 or float64 as the coefficients; the computation runs in that dtype.
+        scale: float32 [out / group height, in / group width]: weight = (code value - zero_point) * scale, with any
+            global scale divided out.
+        propagation: act-order and coefficients, as `find_error_propagation` returns them for the layer's inputs.
         fmt: the format that the weight is stored in.
         zero_point: float32, shaped as `scale`; None for symmetric formats.
 

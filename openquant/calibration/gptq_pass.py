@@ -66,13 +66,13 @@ def round_layers(
     """Round the weights that a plan gives to GPTQ: Linears of decoder layers, and experts whose inputs are observed.
 
     Args:
-        model: the source model.
+        model: the source model, whose weights are loaded one decoder layer at a time.
         plan: says which weights are rounded, and in which schemes.
-        corpus: the calibration texts.
+        corpus: the calibration texts, as tokens.
         store: where rounded layers are written; a layer that is there already is not rounded again.
-        loops: the kernels that choose scales.
-        max_hessian_bytes: memory for Hessians and the tensors rounded with them; texts run several times through
-            a layer whose Hessians take more.
+        loops: the module that chooses scales: formats.kernels (numpy) or formats.compiled (numba).
+        max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; texts run several times
+            through a layer whose Hessians take more.
         scratch: file to which hidden states are offloaded; None to keep them in memory.
         progress: called with the tokens that are through all layers, and their total number.
         remaining: called with the estimated seconds left, after the first layer and from then on.
@@ -80,7 +80,8 @@ def round_layers(
         note: called with a line for the user if few tokens were routed to some experts.
 
     Returns:
-        Where each rounded tensor lies, by tensor name.
+        Path of a file and byte offset in it of each rounded tensor (codes, scales, zero points), by the tensor's
+        full name in the output.
 
     Raises:
         SourceError: a weight cannot be read, activations are not finite, or a file of the store is damaged.

@@ -37,8 +37,8 @@ def apply_gptq(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Repor
     The first rank does it. All others wait, and use what it has written.
 
     Args:
-        prepared: the run and its plan.
-        corpus: the calibration texts.
+        prepared: options of the run, source checkpoint, plan and output directory.
+        corpus: the calibration texts, as tokens.
         ranks: the processes of this run, all of which call this together.
         reporter: receives notes and progress.
 
@@ -56,7 +56,11 @@ def apply_gptq(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Repor
 
 
 def missing_bytes(prepared: Prepared) -> int:
-    """Return the bytes of disk that rounded layers will still take, in addition to those that are there."""
+    """Return the bytes of disk that rounded layers will still take, in addition to those that are there.
+
+    Args:
+        prepared: options of the run, source checkpoint, plan and output directory.
+    """
     return max(0, rounded_bytes(prepared.plan.gptq_rounded) - rounded_layer_store(prepared.target).nbytes)
 
 
@@ -124,11 +128,15 @@ def rounded_layer_store(target: Path, digest: str = "") -> LayerStore:
 
     Args:
         target: the output directory.
-        digest: what the layers of this run are known by; "" to count or remove those of any run.
+        digest: SHA-256 in hexadecimal of what decides about the layers, by which a run knows its own; "" to count or
+            remove those of any run.
+
+    Returns:
+        The store in the directory `OUTPUT.rounded`, with one file for each decoder layer; nothing is read yet.
     """
     return LayerStore(rounded_layers_path(target), digest)
 
 
 def rounded_layers_path(target: Path) -> Path:
-    """Return the directory of that store: `OUTPUT.rounded`."""
+    """Return the directory of rounded layers for `target`, the output directory: `OUTPUT.rounded` beside it."""
     return target.with_name(f"{target.name}.rounded")

@@ -137,7 +137,15 @@ class LayerHessians:
 
 
 def in_memory_parts(hessians: Sequence[Hessian], max_bytes: int) -> list[list[Hessian]]:
-    """Divide Hessians into consecutive parts that take at most `max_bytes` with their output tensors, or have one."""
+    """Divide Hessians into consecutive parts that fit in memory, so that texts run through the layer once for each.
+
+    Args:
+        hessians: Hessians of one decoder layer, each with the weights that are rounded with it.
+        max_bytes: bytes that the matrices and output tensors of a part may take; a larger Hessian is a part alone.
+
+    Returns:
+        The parts, in the order of `hessians`.
+    """
     parts: list[list[Hessian]] = []
     nbytes = max_bytes
     for hessian in hessians:
@@ -192,7 +200,8 @@ def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
         plan: says which weights GPTQ rounds, and which layers are fused.
 
     Returns:
-        The Hessians of each decoder layer that has any, by name, in the order in which layers are computed.
+        The Hessians of each decoder layer that has any, by its full module name ("model.layers.0"), in the order in
+        which layers are computed.
     """
     rounded: dict[str, list[tuple[Weight, Scheme]]] = {}
     for weight, scheme in plan.gptq_rounded:
@@ -244,7 +253,12 @@ def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
 
 
 def expert_index(weight: Weight, entry: ModuleRules) -> int:
-    """Return the index of the expert that a weight belongs to: 7 for "model.layers.0.mlp.experts.7.up_proj"."""
+    """Return the index of the expert that a weight belongs to: 7 for "model.layers.0.mlp.experts.7.up_proj".
+
+    Args:
+        weight: a weight of an expert.
+        entry: rules of the architecture, which name its modules of experts.
+    """
     if weight.expert >= 0:
         return weight.expert
     path = entry.experts(weight.module)

@@ -60,9 +60,12 @@ def find_smoothing_mappings(
     """Find all smoothing mappings of a checkpoint, except those whose modules are missing or have unexpected shapes.
 
     Args:
-        model: the registry's entry, which has the rules.
-        shapes: shape of each module's weight by module name, embeddings and norms included.
-        config: the language model's part of config.json.
+        model: the architecture's entry in the registry, which has the rules.
+        shapes: shape of each module's weight by full module name, embeddings and norms included.
+        config: the language model's part of the parsed config.json.
+
+    Returns:
+        Each smooth_layer with its balance_layers, by full module name, and number of channels.
     """
     mappings = []
     for rule in model.smoothing:

@@ -169,8 +169,8 @@ def observe_inputs(
     """Run texts through a model, and record the inputs of its decoder layers' Linears and experts.
 
     Args:
-        model: the model.
-        corpus: the calibration texts.
+        model: the source model, whose weights are loaded one decoder layer at a time.
+        corpus: the calibration texts, as tokens.
         scratch: file to which hidden states are offloaded; None to keep them in memory.
         ranks: the processes that share the documents; None for this one alone. Only the first gets the statistics of
             all.
@@ -179,8 +179,9 @@ def observe_inputs(
         pass_checkpoint: file from which an interrupted pass continues; None for none.
 
     Returns:
-        The input statistics, those of layers with the same inputs in one; and the largest magnitudes of keys and of
-        values, by index of each decoder layer that has a KV cache of its own.
+        The input statistics (absmax, mean magnitude and mean square of each channel), those of layers with the same
+        inputs in one; and the largest magnitudes of keys and of values, by index of each decoder layer that has a KV
+        cache of its own.
 
     Raises:
         SourceError: a weight cannot be read, activations are not finite, or the model runs its layers several times.
@@ -283,7 +284,7 @@ def _merge_same_inputs(inputs: Iterable[InputStatistics]) -> tuple[InputStatisti
 
 
 def decoder_layers(model: StreamedModel) -> list[str]:
-    """Return the names of a model's decoder layers, in the order in which they are computed."""
+    """Return the full module names of the decoder layers of `model` ("model.layers.0"), in the order of computation."""
     head = transformers_internals.output_head(model.model)
     return [
         unit
@@ -297,8 +298,13 @@ def find_hook_points(
 ) -> tuple[dict[str, RunningStatistics], dict[str, ExpertWeights[RunningStatistics]]]:
     """Find the modules whose inputs observers can record, with empty statistics for each.
 
+    Args:
+        model: the source model; its weights are not loaded.
+
     Returns:
-        The Linears of decoder layers, and their modules of stacked experts, by module name.
+        Statistics of the input of each Linear of decoder layers, by full module name; and for each module of stacked
+        experts, by full module name, statistics of the inputs of gate and up (`first`) and of down, None where it has
+        no such weights.
     """
     linears: dict[str, RunningStatistics] = {}
     experts: dict[str, ExpertWeights[RunningStatistics]] = {}

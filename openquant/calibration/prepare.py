@@ -58,7 +58,12 @@ ChooseScale = Callable[[SmoothingMapping, Plan, Reader], Floats | str]
 
 
 def calibration_path(source: Source, output: Path) -> Path:
-    """Return the path, beside the output, of the calibration file that a run of compress() makes."""
+    """Return the path of the calibration file that a run of compress() makes: NAME.calibration.safetensors.
+
+    Args:
+        source: where the model comes from, which gives NAME.
+        output: the output directory, beside which the file lies.
+    """
     return output.parent / f"{source.name}{SUFFIX}"
 
 
@@ -68,15 +73,15 @@ def texts_steps(
     """Estimate the memory of each step of the calibration that a plan needs.
 
     Args:
-        run: options of the run.
+        run: options of the run: memory, device, offloading.
         length: tokens of each text.
-        source: where the model comes from.
+        source: where the model comes from: a directory or a repository on the Hub.
         checkpoint: the model's config, files and headers.
-        plan: the plan; what it lacks says which steps there are.
+        plan: the plan; what it lacks (statistics, rounded layers) says which steps there are.
         target: the output directory.
 
     Returns:
-        The steps in order; none if the plan lacks nothing.
+        Name and bytes of memory of each step, in order; none if the plan lacks nothing.
     """
     steps: list[MemoryStep] = []
     if "activations" in plan.lacks:
@@ -95,9 +100,9 @@ def run_texts(
     """Run texts through the model to find what a plan lacks.
 
     Args:
-        prepared: the run and its plan.
+        prepared: options of the run, source checkpoint, plan and output directory.
         recipe: options that say how the output is quantized.
-        texts: which texts.
+        texts: options that say which texts, how many and how long.
         options: the options that the plan was made with.
         ranks: the processes of this run, all of which call this together.
         reporter: receives notes and progress.
@@ -159,14 +164,15 @@ def smoothquant_transforms(
     """Choose SmoothQuant's scales for a model.
 
     Args:
-        prepared: the run, with a plan without smoothing.
-        calibration: input statistics of the layers.
+        prepared: options of the run, source checkpoint, output directory, and a plan without smoothing.
+        calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
         exponent: migration strength, 0 to 1: how much of the difficulty moves from activations to weights.
-        ranks: the processes of this run, each of which finds the same.
+        ranks: the processes of this run, all of which call this together and get the same.
         reporter: receives notes and progress.
 
     Returns:
-        What changes about weights and norms, with notes.
+        Factors of rows and columns of weights by full module name, new bytes of norms and biases by tensor name, and
+        notes.
 
     Raises:
         PlanError: the source is quantized.
@@ -189,13 +195,14 @@ def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, r
     """Choose AWQ's scales for a model, and by how much the search for quantization scales weighs errors.
 
     Args:
-        prepared: the run, with a plan without smoothing.
-        calibration: input statistics of the layers.
-        ranks: the processes of this run, each of which finds the same.
+        prepared: options of the run, source checkpoint, output directory, and a plan without smoothing.
+        calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
+        ranks: the processes of this run, all of which call this together and get the same.
         reporter: receives notes and progress.
 
     Returns:
-        What changes about weights and norms, and the importance of columns, with notes.
+        Factors of rows and columns and importance of columns of weights by full module name, new bytes of norms and
+        biases by tensor name, and notes.
 
     Raises:
         SourceError: a weight cannot be read, or the calibration is not of these layers.
@@ -213,14 +220,16 @@ def smoothing_transforms(
     """Choose a scale for each usable smoothing mapping of a plan, in threads.
 
     Args:
-        prepared: the run, with a plan without smoothing.
-        name: name of the method, such as "SmoothQuant 0.5".
-        choose: chooses a mapping's scale, or says why there is none; called from several threads at once.
-        ranks: the processes of this run, each of which finds the same.
+        prepared: options of the run, source checkpoint, output directory, and a plan without smoothing.
+        name: name of the method, for notes and the model card, such as "SmoothQuant 0.5".
+        choose: called with a mapping, the plan and a reader of the source, from several threads at once; returns the
+            mapping's scale, float32 [channels], or a text that says why there is none.
+        ranks: the processes of this run, all of which call this together and get the same.
         reporter: receives notes and progress.
 
     Returns:
-        What changes about weights and norms, with notes that say which mappings are not used, and why.
+        Factors of rows and columns of weights by full module name, new bytes of norms and biases by tensor name, and
+        notes that say which mappings are not used, and why.
     """
     plan = prepared.plan
     usable = usable_mappings(plan)

@@ -128,9 +128,9 @@ def calibration_destination(
         elsewhere: hint that says how to choose another path.
         source: where the model comes from.
         checkpoint: the model's config, files and headers.
-        options: options of the calibration.
-        texts: the texts, whose files are not overwritten.
-        outputs: other paths that the run writes.
+        options: options of the calibration; with `overwrite`, calibrations of other models are replaced too.
+        texts: options that say which texts; their files are not overwritten.
+        outputs: other paths that the run writes, none of which may be `path`.
 
     Returns:
         The destination; nothing is checked or written yet.
@@ -157,12 +157,12 @@ def find_calibration(
         checkpoint: the model's config, files and headers.
         target: the calibration file.
         options: options of the calibration; `overwrite` replaces a file of another model or with other texts.
-        texts: which texts.
+        texts: options that say which texts, how many and how long.
         ranks: the processes of this run, all of which call this together.
         reporter: receives notes and progress.
 
     Returns:
-        The calibration, the same in all ranks.
+        The calibration, with statistics of the inputs of layers; the same in all ranks.
 
     Raises:
         UsageError: the file is of another model or with other texts.
@@ -202,6 +202,15 @@ def find_calibration(
 
 def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, ranks: Ranks) -> Corpus:
     """Read the calibration texts, and require that all ranks have read the same.
+
+    Args:
+        source: where the model comes from, for its tokenizer.
+        checkpoint: the model's config, files and headers.
+        texts: options that say which texts, how many and how long.
+        ranks: the processes of this run, all of which call this together.
+
+    Returns:
+        The documents as tokens, with a digest of them.
 
     Raises:
         SourceError: a text or the tokenizer cannot be read, or ranks have other texts or checkpoints.

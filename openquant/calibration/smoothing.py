@@ -65,6 +65,13 @@ def usable_mappings(plan: Plan) -> UsableMappings:
     """Find the smoothing mappings of a plan whose balance_layers are all quantized, or may change as routers may.
 
     Mappings through values are not usable with an FP8 KV cache: its scales belong to the values as they were.
+
+    Args:
+        plan: what becomes of each tensor, without smoothing.
+
+    Returns:
+        The usable mappings, in the order of the checkpoint's shards; and the smooth_layers of the others, by
+        the reason.
     """
     headers, decisions = plan.decoded, plan.decisions
     shapes = {info.module: info.shape for info in headers.tensors.values() if info.name != info.module and info.shape}
@@ -106,7 +113,15 @@ def usable_mappings(plan: Plan) -> UsableMappings:
 
 
 def mapping_shards(mapping: SmoothingMapping, plan: Plan) -> list[str]:
-    """Return the names of the source's shards that hold the tensors of a mapping, sorted."""
+    """Find the shards that hold the tensors of a mapping.
+
+    Args:
+        mapping: a smooth_layer and its balance_layers.
+        plan: the plan that the mapping was found for.
+
+    Returns:
+        File names of shards of the source, sorted.
+    """
     names = _vectors(mapping.smooth_layer, plan)
     for module in (mapping.smooth_layer, *mapping.balance_layers):
         weight = plan.layers.get(module)
@@ -127,6 +142,13 @@ def _vectors(module: str, plan: Plan) -> list[str]:
 
 def statistics_of(weight: Weight, calibration: Calibration) -> InputStatistics | None:
     """Return the input statistics of a weight's layer, with mean squares; None if no token went into the layer.
+
+    Args:
+        weight: the weight [out, in], by whose tensor name they are found.
+        calibration: statistics of the inputs of layers.
+
+    Returns:
+        absmax, mean magnitude and mean square of each input, float32 [in], and the number of tokens.
 
     Raises:
         SourceError: the calibration has no mean squares, or another number of inputs.
@@ -158,15 +180,18 @@ def nearest_powers_of_two(ideal: Floats) -> Floats:
 
 
 def without_zero_rows(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader: Reader) -> Floats:
-    """Return the scale with 1 for channels whose row in the smooth_layer is all zeros.
+    """Return a copy of `scale` with 1 for channels whose row in the smooth_layer is all zeros.
 
     `verify` recognizes scales by the sizes of rows in the output, which says nothing of a row of zeros.
 
     Args:
-        mapping: the mapping; nothing changes if its smooth_layer is a norm.
-        scale: float32 [channels].
-        plan: the plan.
-        reader: reads the source.
+        mapping: a smooth_layer and its balance_layers; nothing changes if the smooth_layer is a norm.
+        scale: float32 [channels], by which the outputs of the smooth_layer are divided.
+        plan: the plan that the mapping was found for.
+        reader: reads weights and tensors of the source checkpoint.
+
+    Returns:
+        float32 [channels].
     """
     weight = plan.layers.get(mapping.smooth_layer)
     if weight is None:
@@ -176,10 +201,17 @@ def without_zero_rows(mapping: SmoothingMapping, scale: Floats, plan: Plan, read
 
 
 def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader: Reader) -> MappingTransforms:
-    """Divide the norm or bias of a smooth_layer by a scale, float32 [channels] of powers of two.
+    """Divide the norm or bias of a smooth_layer by a scale.
 
-    The result has the scale by which the columns of balance_layers are to be multiplied: that of a rounded norm may
-    differ a little.
+    Args:
+        mapping: a smooth_layer and its balance_layers.
+        scale: float32 [channels] of powers of two.
+        plan: the plan that the mapping was found for.
+        reader: reads weights and tensors of the source checkpoint.
+
+    Returns:
+        The mapping; the scale by which columns of balance_layers are to be multiplied, float32 [channels], which for a
+        rounded norm may differ a little from `scale`; and the new bytes of the norm or bias by full tensor name.
 
     Raises:
         SourceError: the norm or the bias cannot be read.
@@ -200,7 +232,14 @@ def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader
 
 
 def read_vector(info: TensorInfo, reader: Reader) -> Floats:
-    """Read a norm or a bias, float32 [n].
+    """Read a norm or a bias.
+
+    Args:
+        info: name, dtype ("BF16", "F16" or "F32") and shape [n] of the tensor.
+        reader: reads weights and tensors of the source checkpoint.
+
+    Returns:
+        float32 [n].
 
     Raises:
         SourceError: it cannot be read.
@@ -215,7 +254,7 @@ def divide_norm(weight: Floats, scale: Floats, offset: float, dtype: str) -> tup
 
     Args:
         weight: float32 [channels].
-        scale: float32 [channels].
+        scale: float32 [channels], the divisors.
         offset: what the model adds to the weight: its factors are weight + offset.
         dtype: dtype of the checkpoint: "BF16", "F16" or "F32".
 
@@ -234,7 +273,15 @@ def divide_norm(weight: Floats, scale: Floats, offset: float, dtype: str) -> tup
 
 
 def combine_transforms(parts: Iterable[MappingTransforms], plan: Plan) -> WeightTransforms:
-    """Combine what several mappings change: columns of balance_layers are multiplied, rows of smooth_layers divided."""
+    """Combine what several mappings change: columns of balance_layers are multiplied, rows of smooth_layers divided.
+
+    Args:
+        parts: scale and changed tensors of each mapping, as `apply_smoothing` returns them.
+        plan: the plan that the mappings were found for.
+
+    Returns:
+        Factors of rows and columns of weights by full module name, and new bytes of norms and biases by tensor name.
+    """
     columns: dict[str, Floats] = {}
     rows: dict[str, Floats] = {}
     tensors: dict[str, bytes] = {}

@@ -64,14 +64,15 @@ def smoothquant_scale(
     """Choose SmoothQuant's scale for a mapping.
 
     Args:
-        mapping: the smoothing mapping.
-        plan: the plan, without smoothing.
-        reader: reads the source.
-        calibration: input statistics of the layers.
+        mapping: a smooth_layer and its balance_layers.
+        plan: what becomes of each tensor, without smoothing.
+        reader: reads weights and tensors of the source checkpoint.
+        calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
         exponent: migration strength, 0 to 1: how much of the difficulty moves from activations to weights.
 
     Returns:
-        float32 [channels] of powers of two; or for a note, why the mapping is not used.
+        float32 [channels] of powers of two, by which the outputs of the smooth_layer are divided; or a text for a note
+        that says why the mapping is not used.
 
     Raises:
         SourceError: a weight cannot be read, or the calibration is not of these layers.

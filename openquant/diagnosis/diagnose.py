@@ -44,9 +44,12 @@ Progress = Callable[[int, int], None]
 
 
 def sample_step(shape: tuple[int, int]) -> int:
-    """Return the distance between sampled rows of a layer [out, in]: 65 for 2048 x 2048, 1 (all rows) for 256 x 1024.
+    """Return the distance in rows between sampled rows: 65 for a layer of 2048 x 2048, 1 (all rows) for 256 x 1024.
 
     It is odd, since heads have 64 or 128 rows: a step that divides these would sample the same rows of every head.
+
+    Args:
+        shape: (out, in) of the layer.
     """
     count = shape[0] * shape[1]
     return 1 if count <= MAX_UNSAMPLED else min(count // SAMPLE_WEIGHTS, shape[0] // SAMPLE_ROWS) | 1
@@ -69,9 +72,14 @@ Task = tuple[Weight, ...] | TensorInfo
 
 
 def shards_to_read(plan: Plan) -> dict[str, list[str]]:
-    """Return the shards that a diagnosis reads, and for each the shards that must be there when it is read.
+    """Find the shards that a diagnosis reads.
 
-    Those are the shard itself, and shards with layers that are fused with its layers.
+    Args:
+        plan: the plan, which says what is measured.
+
+    Returns:
+        By file name of each shard: sorted file names of the shards that must be there when it is read, which are itself
+        and those with layers that are fused with its layers.
     """
     where = plan.decoded.where
     needs: dict[str, set[str]] = {}
@@ -90,10 +98,14 @@ def diagnose_layers(
 
     Args:
         plan: the plan; its scheme decides about the flag "large".
-        provider: provides the shards of `shards_to_read`.
+        provider: makes the shards of `shards_to_read` available as local files.
         workers: number of threads.
-        full: whether all rows are measured.
+        full: whether all rows of each layer are measured, not a sample.
         progress: called with the bytes read so far and their total, never from two threads at once.
+
+    Returns:
+        Statistics and errors of each layer, in the order of the checkpoint; and by tensor name, the numbers of NaN and
+        of infinite elements in tensors that stay unquantized.
 
     Raises:
         SourceError: NaN or infinity in a weight to be quantized, or a source that cannot be read.

@@ -244,10 +244,14 @@ def layer_diagnosis(
     """Make the diagnosis of a layer from its sums.
 
     Args:
-        totals: statistics over all weights.
-        sums: statistics of the sampled rows.
-        losses: loss in each scheme that can store the layer, by the scheme's name.
-        requested: the scheme in which the layer is to be stored.
+        totals: statistics over all weights: sums and the largest magnitude.
+        sums: statistics before quantization, estimated from sampled rows.
+        losses: for each scheme that can store the layer, by the scheme's name ("nvfp4"): sums of squares of errors, and
+            numbers of zero and subnormal codes.
+        requested: the scheme in which the layer is to be stored, which decides about the flag "large".
+
+    Returns:
+        Means and ratios, flags, and the relative errors in each scheme.
     """
     weight, largest = totals.weight, float(totals.absmax.item())
     count = weight.shape[0] * weight.shape[1]

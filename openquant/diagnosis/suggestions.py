@@ -72,7 +72,7 @@ def with_advice(diagnosis: Diagnosis, plan: Plan, ignore: Sequence[str]) -> Diag
     Args:
         diagnosis: the diagnosis of all layers, without advice.
         plan: the plan that it was made of.
-        ignore: the patterns of --ignore.
+        ignore: the patterns of --ignore, over full module names.
 
     Returns:
         The diagnosis with advice, options, sizes and notes. If no plan is possible, a note says why.
