@@ -69,7 +69,7 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     """Compute the largest absolute weight of each group in compiled loops.
 
     Args:
-        bits: bits of the weights, uint16 or uint32 [rows, cols] of whole groups.
+        bits: bits of the weights, uint16 (uint32 for F32) [rows, cols] of whole groups.
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         group: (height, width) of a group; None is the whole axis.
 
@@ -121,14 +121,14 @@ def encode_stored(
     """Quantize weights and write their codes to `out` as they are stored, two per byte if they have four bits.
 
     Args:
-        bits: bits of finite weights, uint16 or uint32 [rows, cols].
+        bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
             already divided out.
         group: (height, width) of a group; None is the whole axis.
         out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
         number: numeric format of the codes.
-        global_scale: ignored; numpy's tables need it.
+        global_scale: float32 [1, 1] or None; ignored, only kernels.encode_stored needs it.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
     del global_scale
@@ -211,7 +211,7 @@ def best_scales(
     """Choose the scale of each group with the least squared error; of equally good ones the first.
 
     Args:
-        bits: bits of finite weights, uint16 or uint32 [groups, width].
+        bits: bits of finite weights, uint16 (uint32 for F32) [groups, width].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         unclipped: float32 [groups], the scales made from each group's largest weight: weight = code value * scale.
         scales: float32 [clip ratios, groups], the candidates.

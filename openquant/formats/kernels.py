@@ -107,7 +107,7 @@ def to_float32(bits: Bits, dtype: str) -> Floats:
     """Convert the bits of weights to float32, which is exact.
 
     Args:
-        bits: uint16 or uint32 of any shape.
+        bits: uint16 (uint32 for F32) of any shape.
         dtype: dtype of the weights: "BF16", "F16" or "F32".
 
     Returns:
@@ -128,7 +128,7 @@ def from_float32(values: Floats, dtype: str) -> Bits:
         dtype: "BF16", "F16" or "F32".
 
     Returns:
-        The bits of the rounded values, uint16 or uint32 of the same shape.
+        The bits of the rounded values, uint16 (uint32 for F32) of the same shape.
     """
     if dtype == "BF16":
         return nearest_bfloat16(values).astype(np.uint16)
@@ -169,7 +169,7 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     """Compute the largest absolute weight of each group.
 
     Args:
-        bits: bits of the weights, uint16 or uint32 [rows, cols] of whole groups.
+        bits: bits of the weights, uint16 (uint32 for F32) [rows, cols] of whole groups.
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         group: (height, width) of a group; None is the whole axis.
 
@@ -188,7 +188,7 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
 
 
 def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
-    """Compute the scale of each group from its largest absolute weight, by Format.scales.
+    """Compute the scale of each group from its largest absolute weight.
 
     Args:
         fmt: how the weights are stored.
@@ -231,7 +231,7 @@ def encode(
     """Quantize weights and write their codes to `out`, one per byte.
 
     Args:
-        bits: bits of finite weights, uint16 or uint32 [rows, cols].
+        bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
             already divided out.
@@ -281,7 +281,7 @@ def encode_stored(
     """Quantize weights and write their codes to `out` as they are stored, two per byte if they have four bits.
 
     Args:
-        bits: bits of finite weights, uint16 or uint32 [rows, cols].
+        bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
             already divided out.
@@ -366,7 +366,7 @@ def best_scales(
     Sums add in the order of the weights, so the result is the same on every CPU.
 
     Args:
-        bits: bits of finite weights, uint16 or uint32 [groups, width].
+        bits: bits of finite weights, uint16 (uint32 for F32) [groups, width].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         unclipped: float32 [groups], the scales made from each group's largest weight: weight = code value * scale.
         scales: float32 [clip ratios, groups], the candidates.

@@ -52,8 +52,8 @@ def choose_scales(
 
     Args:
         scheme: how the weights are stored.
-        bits: bits of finite weights, uint16 or uint32 [rows, cols] of whole groups; only read if the scheme searches or
-            has zero points, or `absmax` is None.
+        bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols] of whole groups; only read if the scheme
+            searches or has zero points, or `absmax` is None.
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         absmax: float32 [rows / height, cols / width], the largest absolute weight of each group, which may include
             rows outside `bits`. Computed from `bits` if None.
