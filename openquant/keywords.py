@@ -122,7 +122,7 @@ def _literal(option: Option, value: str) -> str | None:
         return f'{{"{pattern}": "{scheme}"}}' if equals else None
     if re.fullmatch(_PLACEHOLDER, value):
         return value
-    if re.fullmatch(r"[\d.]+", value):
+    if re.fullmatch(r"-?[\d.]+", value):
         return value
     if option.choices:
         return f'"{value}"' if value in option.choices else None

@@ -40,6 +40,7 @@ VERBS = ["calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain
         ("say --ignore '**' if", 'say ignore="**" if'),
         ("--scheme-for **.q=block matches", 'scheme_for={"**.q": "block"} matches'),
         ("give --text FILE or --dataset NAME", "give text=FILE or dataset=NAME"),
+        ("--tp -2 is no number", "tp=-2 is no number"),
         ("leave it as it is with --ignore", "leave it as it is with ignore"),
         ("--architecture auto asks vLLM", 'architecture="auto" asks vLLM'),
         ("make it again: openquant calibrate MODEL -o FILE", "make it again: openquant.calibrate(MODEL, out=FILE)"),

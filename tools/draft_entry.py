@@ -89,7 +89,7 @@ def shrunk(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def small_model(architecture: str, config: Mapping[str, Any] | None) -> Small:
-    """The small model of zoo.py; a draft of one where there is none.
+    """The model of tiny_architectures.py; a draft of one where there is none.
 
     Raises:
         UsageError: transformers does not have the class.

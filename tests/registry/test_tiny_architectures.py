@@ -1,4 +1,4 @@
-"""The small models of zoo.py convert: what is quantized stands for its source, all else is the source's."""
+"""The tiny architectures convert: what is quantized stands for its source, all else is the source's."""
 
 from __future__ import annotations
 

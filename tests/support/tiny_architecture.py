@@ -1,4 +1,4 @@
-"""What small models of architectures are made from: the type of an entry in zoo.py, and sizes that several share."""
+"""The type of an entry in tiny_architectures.py, and sizes that several of them share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Small:
 
     Attributes:
         model_type: as in config.json.
-        config: what config.json says beside or instead of tiny.COMMON; where it has a text_config, that does.
-        without: what of tiny.COMMON it does not say.
+        config: what config.json says beside or instead of small_checkpoints.COMMON; where it has a text_config, that does.
+        without: what of small_checkpoints.COMMON it does not say.
         also: keys that say what another does.
         vision: its vision_config, for wrappers.
         beside: what config.json of a wrapper says beside these two, such as an audio_config.

@@ -1,6 +1,6 @@
 """Small models of the architectures that transformers can make, as data: their names and shapes are what it saves.
 
-A few lines each: config.json beyond tiny.COMMON, and what published files hold that transformers does not.
+A few lines each: config.json beyond small_checkpoints.COMMON, and what published files hold that transformers does not.
 """
 
 from __future__ import annotations
