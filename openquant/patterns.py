@@ -12,7 +12,13 @@ _TOKEN = re.compile(r"\*\*|\*|\{([^{}]*)\}|[^*{}]+|.", re.DOTALL)
 
 
 def translate(pattern: str) -> str:
-    """Translate a pattern to a regular expression; each `*` and `**` is a capturing group, alternatives are not.
+    """Translate a pattern to a regular expression.
+
+    Args:
+        pattern: a pattern of module names: "model.layers.*.self_attn.{q,k,v}_proj".
+
+    Returns:
+        A regular expression for `fullmatch`, in which each `*` and `**` is a capturing group, alternatives are not.
 
     Raises:
         UsageError: the pattern is empty, has an unmatched brace, or more than two stars in a row.
@@ -48,12 +54,29 @@ def translate(pattern: str) -> str:
 
 @cache
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile one pattern; use the result with `fullmatch`."""
+    """Compile a pattern of module names, such as "model.layers.*.self_attn.{q,k,v}_proj".
+
+    Returns:
+        A regular expression for `fullmatch`; each `*` and `**` is a group.
+
+    Raises:
+        UsageError: the pattern is malformed.
+    """
     return re.compile(translate(pattern))
 
 
 def compile_any(patterns: Iterable[str]) -> re.Pattern[str]:
-    """Compile one expression that matches what any of the patterns matches; use it with `fullmatch`."""
+    """Compile one expression that matches what any of the patterns matches.
+
+    Args:
+        patterns: patterns of module names; without any, the expression matches nothing.
+
+    Returns:
+        A regular expression for `fullmatch`.
+
+    Raises:
+        UsageError: a pattern is malformed.
+    """
     return re.compile("|".join(f"(?:{translate(pattern)})" for pattern in patterns) or r"(?!)")
 
 
@@ -63,14 +86,26 @@ _NUMBER = re.compile(rf"(?<=\.)\d{{1,{MAX_DIGITS}}}(?=\.|$)")
 
 
 def template(name: str) -> str:
-    """Replace the numbers of a name by `*`, so that all layers give the same: "model.layers.*.mlp.up_proj"."""
+    """Replace the numbers of a module's or tensor's name by `*`, so that all layers give the same.
+
+    Args:
+        name: a name: "model.layers.7.mlp.up_proj".
+
+    Returns:
+        Its name template: "model.layers.*.mlp.up_proj".
+    """
     return _NUMBER.sub("*", name)
 
 
 def collapse(names: Iterable[str]) -> list[str]:
-    """Write names that differ in numbers only as one, with ranges: `model.layers.{0..3}.mlp.up_proj`.
+    """Write names that differ in numbers only as one, with ranges.
 
-    Names that differ in several numbers show the range of each.
+    Args:
+        names: names of modules or tensors: "model.layers.0.mlp.up_proj".
+
+    Returns:
+        One text for each name template, for people: "model.layers.{0..3}.mlp.up_proj". Names that differ in several
+        numbers show the range of each.
     """
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for name in names:
@@ -87,9 +122,15 @@ def collapse(names: Iterable[str]) -> list[str]:
 
 
 def patterns_of(names: Iterable[str]) -> list[str]:
-    """Return patterns that match these names and no others of their template: ["model.layers.{0,3}.mlp.up_proj"].
+    """Return patterns that match these names and no others of their template.
 
     If names differ in several numbers, there is one pattern for all names that differ in the first number only.
+
+    Args:
+        names: full names of modules: "model.layers.0.mlp.up_proj".
+
+    Returns:
+        The patterns: ["model.layers.{0,3}.mlp.up_proj"].
     """
     groups: dict[tuple[str, ...], dict[str, None]] = {}
     for name in names:

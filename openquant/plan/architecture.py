@@ -25,8 +25,12 @@ def find_architecture(checkpoint: Checkpoint, requested: str | Architecture | No
 
     Args:
         checkpoint: the opened source.
-        requested: a class that has an entry, "auto" or "generic"; None for the checkpoint's own class. An Architecture
-            is returned as it is.
+        requested: a class that has an entry ("Qwen3ForCausalLM"), "auto" or "generic"; None for the checkpoint's own
+            class. An Architecture is returned as it is.
+
+    Returns:
+        The registry's entry: patterns that say which modules are quantized, kept, fused and divided among ranks. For
+        "auto" that of the checkpoint's class, or the generic entry if the class has none.
 
     Raises:
         PlanError: there is no such entry.
@@ -49,6 +53,14 @@ def find_architecture(checkpoint: Checkpoint, requested: str | Architecture | No
 
 
 def with_layer_counts(model: Architecture, checkpoint: Checkpoint) -> Architecture:
-    """Return the entry with engine names that depend on config.json's layer count; unchanged if that is nonsense."""
+    """Return the entry with engine names that depend on config.json's layer count.
+
+    Args:
+        model: the registry's entry of the architecture.
+        checkpoint: the opened source, whose config.json has num_hidden_layers.
+
+    Returns:
+        The entry with those names filled in; the same entry if it has none, or the count is nonsense.
+    """
     layers = config_value(text_config(checkpoint, model), "num_hidden_layers") if model.beyond else 0
     return model.with_layer_count(layers) if isinstance(layers, int) and layers <= MOST_LAYERS else model

@@ -19,7 +19,13 @@ from .tensor_parallel import check_parallel_sizes, text_config
 
 
 def stored_serving(checkpoint: Checkpoint) -> Serving:
-    """Compute what it takes to serve a checkpoint, quantized or not.
+    """Compute what it takes to serve a checkpoint as it is.
+
+    Args:
+        checkpoint: the opened checkpoint, quantized or not.
+
+    Returns:
+        Bytes of its weights, memory of the caches, and for each GPU size how many GPUs it needs and which context fits.
 
     Raises:
         PlanError: it is quantized in an unknown way.

@@ -28,6 +28,9 @@ _SAME_SCHEME = "same as "
 def check_options(options: PlanOptions) -> None:
     """Refuse options that are wrong for every model.
 
+    Args:
+        options: what the user asks for; its patterns and tensor-parallel size are checked.
+
     Raises:
         UsageError: a pattern is malformed, or the tensor-parallel size is below 1.
     """
@@ -41,9 +44,9 @@ def refuse_size(entry: ModuleRules, layers: dict[str, Weight], config: dict[str,
     """Refuse a tensor-parallel size by which layers do not divide, whatever their scheme.
 
     Args:
-        entry: rules of the architecture.
-        layers: the weights that may be quantized, by module.
-        config: the language model's part of config.json.
+        entry: what the registry says of each module of the architecture.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
+        config: the language model's part of config.json, as text_config returns it.
         size: the number of ranks.
 
     Raises:
@@ -66,15 +69,18 @@ def problem_finder(
     size: int | None,
     find_scale_problem: Callable[[Weight], str | None],
 ) -> Callable[[Weight, Scheme], str | None]:
-    """Return a function that says why engines cannot load a layer in a scheme; None if they can.
+    """Return a function that says why engines cannot load a layer in a scheme.
 
     Args:
-        entry: rules of the architecture.
-        layers: the weights that may be quantized, by module.
-        fused: for each module that is fused with others, all members of its group.
-        config: the language model's part of config.json.
+        entry: what the registry says of each module of the architecture.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
+        fused: for each module that engines fuse with others, the full names of all members, itself included.
+        config: the language model's part of config.json, as text_config returns it.
         size: the number of tensor-parallel ranks that must be able to load it; None for any.
         find_scale_problem: says why a layer's activation scale cannot be static; None if it can.
+
+    Returns:
+        A function of a weight and a scheme that returns the reason, "28 heads do not divide by 8"; None if they can.
     """
     problems: dict[tuple[str, tuple[int, int], str, bool], str | None] = {}
 
@@ -123,13 +129,16 @@ def problem_finder(
 def scale_problem_finder(
     form: Format, calibration: Calibration | None, input_absmax: Mapping[str, float], stored: StoredLayout | None
 ) -> Callable[[Weight], str | None]:
-    """Return a function that says why a layer's activation scale cannot be static; None if it can.
+    """Return a function that says why a layer's activation scale cannot be static.
 
     Args:
         form: the format that layers get.
         calibration: ranges of activations; None to use the source's own scales.
-        input_absmax: largest magnitude of each layer's input activations, by module, as calibrated.
+        input_absmax: largest magnitude of each layer's input activations by full module name, as calibrated.
         stored: schemes of an existing directory, whose layers have scales; None to decide anew.
+
+    Returns:
+        A function of a weight that returns the reason; None if its scale can be static.
     """
 
     def find_problem(layer: Weight) -> str | None:
@@ -141,11 +150,14 @@ def scale_problem_finder(
 
 
 def why_no_input_scale(layer: Weight, form: Format) -> str | None:
-    """Say why the source has no usable static activation scale for a layer; None if it has.
+    """Say why the source has no usable static activation scale for a layer.
 
     Args:
-        layer: the layer.
+        layer: the layer's weight.
         form: the format that it would get.
+
+    Returns:
+        The reason, "the source has no input_scale for it"; None if it has one.
     """
     scale = layer.input_scale_for(form)
     if scale is None:
@@ -178,9 +190,13 @@ def requested_schemes(
     """Find the layers that the user's options name.
 
     Args:
-        options: the options.
-        layers: the weights that may be quantized, by module.
-        passthrough: the other tensors; --ignore may name their modules, to no effect.
+        options: the options; `ignore` and `scheme_for` are read.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
+        passthrough: the tensors that are not quantized; --ignore may name their modules, to no effect.
+
+    Returns:
+        By full module name the option ("--ignore **.up_proj") that leaves it unquantized (`ignored`) or gives it
+        another scheme (`mixed`), and the scheme of each option (`schemes`).
 
     Raises:
         UsageError: a pattern matches nothing.
@@ -197,7 +213,11 @@ def schemes_of_output(stored: StoredLayout, layers: dict[str, Weight]) -> Reques
 
     Args:
         stored: schemes of that directory.
-        layers: the weights that may be quantized, by module.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
+
+    Returns:
+        By full module name the reason why it is unquantized (`ignored`), or the suffix of a scheme that is not that of
+        most layers (`mixed`); and the schemes by suffix (`schemes`).
     """
     ignored, mixed = {}, {}
     for module, layer in layers.items():
@@ -224,17 +244,18 @@ def assign_schemes(
     Fused layers, and all experts of a layer, get the same scheme.
 
     Args:
-        entry: rules of the architecture.
+        entry: what the registry says of each module of the architecture.
         scheme: the plan's own scheme.
-        layers: the weights that may be quantized, by module.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
         find_problem: says why engines cannot load a layer in a scheme; None if they can.
-        fused: for each module that is fused with others, all members of its group.
-        requested: what options ask for.
-        unquantized: modules that are unquantized in a source that is in the scheme already, and stay so.
-        size: the number of ranks that find_problem considers, for a note.
+        fused: for each module that engines fuse with others, the full names of all members, itself included.
+        requested: the modules for which options ask for another scheme, or for none.
+        unquantized: full names of modules that are unquantized in a source that is in the scheme already, and stay so.
+        size: the number of tensor-parallel ranks that find_problem considers, for a note; None for any.
 
     Returns:
-        The decisions, by module, and notes for the user.
+        For each layer without the plan's scheme, by full module name: its scheme (None if it is not quantized) and the
+        reason. Then notes for the user.
 
     Raises:
         PlanError: nothing would be quantized.
@@ -333,7 +354,7 @@ def _match_options(
 
     Args:
         patterns: by option, as the user typed them.
-        layers: the weights that may be quantized, by module.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
         harmless: other modules, which an option may name to no effect; None if it must name layers.
     """
     options: dict[str, str] = {}

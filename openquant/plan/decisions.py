@@ -141,7 +141,7 @@ class Decisions:
     Attributes:
         scheme: the plan's own scheme, of all weights that are not in `overrides`; None if nothing is quantized.
         items: all tensors, by the shard that holds them.
-        layers: the weights that may be quantized, by module.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
         fused: for each module that engines fuse with others, all members of its group, itself included.
         overrides: decisions about the weights that do not have the plan's own scheme, by module.
         input_absmax: largest magnitude of each layer's input activations, by module, where a calibration has it.

@@ -20,7 +20,15 @@ _NO_HEAD = "leave --quantize-lm-head out"
 
 
 def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
-    """Say why SGLang cannot load an output, with a hint on what it can load; None if it can."""
+    """Say why SGLang cannot load an output.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight, and the tensors that are not quantized.
+
+    Returns:
+        The reason (`why`), with a hint on what it can load (`hint`); None if SGLang can load it.
+    """
     scheme, sglang = decisions.scheme, entry.model.sglang
     if scheme is None:
         return _refuse_cache_scales(sglang, decisions)
@@ -84,6 +92,10 @@ def _named(patterns: tuple[str, ...]) -> str:
 def refuse_schemes(model: Architecture, schemes: Iterable[Scheme]) -> None:
     """Refuse schemes in which engines cannot load an architecture.
 
+    Args:
+        model: the registry's entry of the architecture.
+        schemes: all schemes that layers may get.
+
     Raises:
         PlanError: it says why, and what engines load instead.
     """
@@ -95,6 +107,10 @@ def refuse_schemes(model: Architecture, schemes: Iterable[Scheme]) -> None:
 
 def refuse_experts(entry: ModuleRules, decisions: Decisions) -> None:
     """Refuse experts in a scheme in which engines load none.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight.
 
     Raises:
         PlanError: it names the experts.
@@ -118,6 +134,10 @@ def refuse_experts(entry: ModuleRules, decisions: Decisions) -> None:
 def refuse_nameless(entry: ModuleRules, decisions: Decisions) -> None:
     """Refuse a scheme of its own for a module that vLLM builds without a name.
 
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight.
+
     Raises:
         PlanError: it names the modules.
     """
@@ -136,7 +156,7 @@ def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> 
 
     Args:
         checkpoint: the opened source.
-        model: the entry of its architecture.
+        model: the registry's entry of the architecture.
         scheme: the plan's scheme.
 
     Raises:

@@ -144,11 +144,12 @@ def explain_modules(plan: Plan, requested: str) -> tuple[ModuleExplanation, ...]
     """Explain the modules that a name or pattern matches.
 
     Args:
-        plan: the plan.
+        plan: what a run will write.
         requested: a module of the source or output, with or without `.weight`; `*`, `**` and `{a,b}` as in --ignore.
 
     Returns:
-        One explanation for all modules of the same name template and decision.
+        One explanation for all modules of the same name template and decision: their scheme and why, the tensors they
+        are made from and written as, and how engines fuse, divide and name them.
 
     Raises:
         UsageError: nothing matches, or the pattern is malformed.

@@ -17,6 +17,9 @@ from .decisions import Decisions
 def refuse_repeats(model: Architecture) -> None:
     """Refuse GPTQ for a model that runs its layers several times.
 
+    Args:
+        model: the registry's entry of the architecture.
+
     Raises:
         PlanError: the model does.
     """
@@ -28,10 +31,16 @@ def refuse_repeats(model: Architecture) -> None:
 
 
 def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:
-    """Return the weights that GPTQ rounds, each with its scheme.
+    """Return the weights that GPTQ rounds.
 
     The output head is rounded to nearest, since it is not in a decoder layer. Weights that the source has in the scheme
     already keep their codes.
+
+    Args:
+        decisions: the scheme of each weight.
+
+    Returns:
+        The weights, each with its scheme.
     """
     return [
         (weight, scheme)
@@ -41,7 +50,15 @@ def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:
 
 
 def rounded_tensors(weight: Weight, scheme: Scheme) -> list[TensorInfo]:
-    """Return the tensors that rounding a weight makes: codes, scales, global scale and zero points."""
+    """Return the tensors that rounding a weight makes.
+
+    Args:
+        weight: a weight [out, in].
+        scheme: the scheme it is rounded in.
+
+    Returns:
+        Name, dtype and shape of its codes, stored scales and, if the format has them, global scale and zero points.
+    """
     form = scheme.format
     global_scale = form.global_scale.name if form.global_scale else None
     names = {f"{weight.module}.{last}" for last in (form.codes, form.scale.name, form.zero_point, global_scale)}
@@ -49,16 +66,26 @@ def rounded_tensors(weight: Weight, scheme: Scheme) -> list[TensorInfo]:
 
 
 def rounded_bytes(gptq_rounded: list[tuple[Weight, Scheme]]) -> int:
-    """Return the bytes of scratch space that rounded tensors take until they are in the output.
+    """Return the size of the scratch files that rounded tensors take until they are in the output.
 
     Args:
-        gptq_rounded: as gptq_weights returns them.
+        gptq_rounded: the weights that GPTQ rounds, each with its scheme.
+
+    Returns:
+        The size in bytes.
     """
     return sum(info.nbytes for weight, scheme in gptq_rounded for info in rounded_tensors(weight, scheme))
 
 
 def tokens_of(texts: Mapping[str, Any]) -> str:
-    """Say how much calibration text there is: "128 x 512 tokens"."""
+    """Say how much calibration text there is.
+
+    Args:
+        texts: the calibration texts, {"documents": 128, "length": 512}: the number of documents and of tokens in each.
+
+    Returns:
+        "128 x 512 tokens".
+    """
     return f"{texts.get('documents')} x {texts.get('length')} tokens"
 
 
@@ -66,9 +93,12 @@ def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any
     """Return notes about GPTQ for the user.
 
     Args:
-        decisions: what becomes of each tensor.
-        entry: rules of the architecture.
-        texts: the calibration texts, {"documents": 128, "length": 512}.
+        decisions: the scheme of each weight.
+        entry: what the registry says of each module of the architecture.
+        texts: the calibration texts, {"documents": 128, "length": 512}: the number of documents and of tokens in each.
+
+    Returns:
+        One sentence each: how many layers are rounded, and how experts are.
     """
     weights = gptq_weights(decisions)
     notes = [f"GPTQ rounds {len(weights)} layers with their Hessians over {tokens_of(texts)}"]

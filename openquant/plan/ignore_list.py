@@ -17,9 +17,12 @@ def quantization_config(entry: ModuleRules, decisions: Decisions, fp8_kv_cache: 
     """Make the quantization_config of a plan that has a scheme.
 
     Args:
-        entry: rules of the architecture.
-        decisions: what becomes of each tensor.
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight, and the tensors that are not quantized.
         fp8_kv_cache: whether the output has scales for an FP8 KV cache.
+
+    Returns:
+        The value of the key `quantization_config` in config.json.
     """
     assert decisions.scheme is not None
     settings = decisions.scheme.config(ignored_names(entry, decisions), target_names(entry, decisions))
@@ -37,6 +40,13 @@ def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
     expression in the other. Towers are listed so, because the engine renames the modules inside.
 
     lm_head is listed unless it is quantized, since transformers would quantize one that is tied to the embedding.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight, and the tensors that are not quantized.
+
+    Returns:
+        Full module names, and for towers in the compressed-tensors format regular expressions that begin with "re:".
     """
     quantized = [weight.module for weight, _ in decisions.kinds]
     names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
@@ -71,6 +81,14 @@ def target_names(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[
     output head is not a Linear; it is found by name only. There is one regular expression for all experts of a layer,
     because they are many and transformers recognizes experts by an expression that has "experts". vLLM does not rename
     modules in expressions, so each begins at the layer's number.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight.
+
+    Returns:
+        By scheme: full module names, and regular expressions that begin with "re:". Empty if all layers have the plan's
+        scheme and the head is unquantized.
     """
     targets: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     has_quantized_head = any(is_head(weight.module) for weight, _ in decisions.kinds)

@@ -21,11 +21,11 @@ def expect_calibration(options: PlanOptions, tensors: Iterable[str], required: b
 
     Args:
         options: what the user asks for.
-        tensors: names of the weights whose inputs that calibration will observe.
+        tensors: full tensor names of the weights whose inputs that calibration will observe.
         required: whether the scheme has static activation scales and the source has none.
 
     Returns:
-        The options, with the placeholder if one is needed.
+        The options, with the placeholder as `calibration` if one is needed.
 
     Raises:
         PlanError: a calibration is required, and there are no texts to make it with.
@@ -46,8 +46,8 @@ def require_widths(calibration: Calibration, layers: Iterable[Weight]) -> None:
     """Refuse a calibration whose input statistics have another width than a layer.
 
     Args:
-        calibration: the calibration; a placeholder is accepted.
-        layers: the weights that may be quantized.
+        calibration: statistics of the inputs of layers; a placeholder is accepted.
+        layers: the weights [out, in] that may be quantized.
 
     Raises:
         SourceError: a width differs; the message names the calibration file and the layer.
@@ -79,15 +79,15 @@ def find_input_absmax(
     an expert that no token was routed to gets the value of the others.
 
     Args:
-        schemes: the plan's schemes.
-        calibration: the calibration; None without.
-        entry: rules of the architecture.
-        layers: the weights that may be quantized, by module.
-        fused: for each module that is fused with others, all members of its group.
+        schemes: all schemes of the plan.
+        calibration: statistics of the inputs of layers; None without.
+        entry: what the registry says of each module of the architecture.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
+        fused: for each module that engines fuse with others, the full names of all members, itself included.
 
     Returns:
-        The largest absolute input, by module; layers that the calibration did not observe are absent. Empty without a
-        calibration, or if no scheme stores activation scales.
+        The largest absolute input, by full module name; layers that the calibration did not observe are absent. Empty
+        without a calibration, or if no scheme stores activation scales.
     """
     if calibration is None or not any(scheme.format.input_scale for scheme in schemes):
         return {}
@@ -106,13 +106,16 @@ def find_input_absmax(
 def unrouted_note(
     calibration: Calibration, entry: ModuleRules, modules: Iterable[str], layers: Mapping[str, Weight]
 ) -> list[str]:
-    """Return a note about experts that no token was routed to, which use their layer's scale; none if there are none.
+    """Return a note about experts that no token was routed to, which use their layer's scale.
 
     Args:
-        calibration: the calibration.
-        entry: rules of the architecture.
-        modules: the modules with a static activation scale.
-        layers: the weights that may be quantized, by module.
+        calibration: statistics of the inputs of layers, with the tokens routed to each expert.
+        entry: what the registry says of each module of the architecture.
+        modules: full names of the modules with a static activation scale.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
+
+    Returns:
+        A list of one sentence; empty if there are no such experts.
     """
     unrouted: dict[str, set[int]] = {}
     for module in modules:

@@ -36,12 +36,13 @@ def find_cached_attentions(modules: Iterable[str], entry: ModuleRules, config: d
     """Find the attention modules that have a KV cache of their own.
 
     Args:
-        modules: all modules of a checkpoint.
-        entry: rules of the architecture.
-        config: the language model's part of config.json.
+        modules: full names of all modules of a checkpoint: "model.layers.0.self_attn.k_proj".
+        entry: what the registry says of each module of the architecture.
+        config: the language model's part of config.json, as text_config returns it.
 
     Returns:
-        The attention module of each such decoder layer, by the layer's number.
+        The full name of each such decoder layer's attention module, by layer number:
+        {0: "model.layers.0.self_attn"}.
 
     Raises:
         PlanError: engines load no scales for this architecture, its cache does not hold keys and values, or it is not
@@ -81,13 +82,13 @@ def add_scales(
     """Add KV-cache scales to the shards that hold the layers' projections, in place of the source's scales.
 
     Args:
-        items: all tensors by shard; changed in place.
+        items: all tensors, by file name of the shard; changed in place.
         source: the opened source.
-        attentions: attention modules by layer number, as find_cached_attentions returns them.
+        attentions: full names of attention modules, by number of the decoder layer.
         calibration: ranges of keys and values; None to keep the source's scales, and use 1 where it has none.
 
     Returns:
-        Notes that say where the scales come from.
+        Notes for the user that say where the scales come from.
 
     Raises:
         PlanError: the calibration lacks a layer, or a scale of the source is not a single number.
@@ -166,11 +167,14 @@ def _calibration_note(calibration: Calibration, attentions: Mapping[int, str]) -
 
 
 def serving_notes(model: Architecture, decisions: Decisions) -> list[str]:
-    """Return notes on how engines use an FP8 KV cache: options they need, and scales they ignore.
+    """Return notes on how engines use an FP8 KV cache.
 
     Args:
-        model: the entry of the architecture.
-        decisions: what becomes of each tensor.
+        model: the registry's entry of the architecture.
+        decisions: the plan's scheme, and the tensors that are not quantized, cache scales among them.
+
+    Returns:
+        One sentence each: options that engines need, and scales that they ignore.
     """
     notes = []
     if decisions.scheme is not None and decisions.scheme.method == "fp8":

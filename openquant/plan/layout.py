@@ -196,23 +196,45 @@ class ShardLayout:
 
 
 def weights_of_tensor(item: Item) -> tuple[Weight, ...]:
-    """Return the weights of a tensor that may be quantized; none for a passthrough tensor."""
+    """Return the weights of a tensor that may be quantized.
+
+    Args:
+        item: a tensor of the source.
+
+    Returns:
+        The weight itself, one weight for each expert and projection of a stack, or none for a passthrough tensor.
+    """
     if isinstance(item, PassthroughTensor):
         return ()
     return item.layers if isinstance(item, StackedTensor) else (item,)
 
 
 def output_tensors(weight: Weight, scheme: Scheme | None) -> tuple[TensorInfo, ...]:
-    """Return the tensors written for a weight: "X.weight" and "X.weight_scale", or "X.weight" without a scheme."""
+    """Return the tensors written for a weight.
+
+    Args:
+        weight: a weight [out, in].
+        scheme: its scheme; None if it is not quantized.
+
+    Returns:
+        Name, dtype and shape of each: "X.weight" and "X.weight_scale" for module X, or "X.weight" without a scheme.
+    """
     if scheme is None:
         return (TensorInfo(f"{weight.module}.weight", weight.source.dtype, weight.shape),)
     return stored_as(weight, scheme).parts(weight.module, weight.shape)
 
 
 def stored_as(weight: Weight, scheme: Scheme) -> Format:
-    """Return the scheme's format for a weight.
+    """Return the format in which a weight is written.
 
     If the source's codes are copied and its scales are float16, so are the output's: bfloat16 would round them.
+
+    Args:
+        weight: the weight.
+        scheme: its scheme.
+
+    Returns:
+        The scheme's format, with float16 scales in that case.
     """
     form, scale = scheme.format, weight.scale
     if form.scale.dtype == "BF16" and scale is not None and scale.dtype == "F16" and weight.is_stored_as(form):
@@ -221,7 +243,14 @@ def stored_as(weight: Weight, scheme: Scheme) -> Format:
 
 
 def passthrough_source_bytes(kept: PassthroughTensor) -> int:
-    """Return the bytes of the source that a passthrough tensor is made from."""
+    """Return the size of what a passthrough tensor is made from.
+
+    Args:
+        kept: a tensor that is not quantized.
+
+    Returns:
+        Bytes of the source's tensor, or of the codes and scales it is decoded from; 0 for a scale that the plan adds.
+    """
     if kept.value is not None:
         return kept.value.nbytes if isinstance(kept.value, TensorInfo) else 0
     return kept.weight.stored_nbytes if kept.weight else kept.tensor.nbytes
@@ -232,7 +261,7 @@ class Layout:
     """The output's shards, and the positions of the tensors in each.
 
     Attributes:
-        decisions: what becomes of each tensor.
+        decisions: what becomes of each tensor: its scheme, or that it is copied or decoded.
         where: shard and offset of each tensor of the source, by name.
     """
 
@@ -349,7 +378,7 @@ def _jobs(
 
     Args:
         item: the tensor.
-        decisions: what becomes of each tensor.
+        decisions: what becomes of each tensor: its scheme, or that it is copied or decoded.
         where: shard and offset of each tensor of the source, by name.
         targets: position of each tensor in the output shard, by name.
         done: modules that an earlier job writes, since they are fused with its weight; modules of these jobs are added.
@@ -442,7 +471,14 @@ def _input_scale(weight: Weight, decisions: Decisions) -> TensorInfo | None:
 
 
 def weight_kinds(decisions: Decisions) -> list[Weight]:
-    """Return one weight of each dtype, shape and format among all that are read row by row, to size buffers."""
+    """Return one weight of each dtype, shape and format among all that are read row by row, to size buffers.
+
+    Args:
+        decisions: all weights of the plan: those that may be quantized, and those that are decoded or smoothed.
+
+    Returns:
+        The weights.
+    """
     kinds = {weight.kind: weight for weight in decisions.layers.values()}
     kinds |= {kept.weight.kind: kept.weight for kept in decisions.passthrough if kept.weight}
     kinds |= {kept.smoothed.kind: kept.smoothed for kept in decisions.passthrough if isinstance(kept.smoothed, Weight)}

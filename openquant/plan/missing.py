@@ -24,11 +24,14 @@ def missing_notes(
     """Return notes about what the source seems to lack: vLLM loads an incomplete quantized model and computes noise.
 
     Args:
-        model: the entry of the architecture.
-        layers: the weights that may be quantized, by module.
-        passthrough: the other tensors.
-        fused: for each module that is fused with others, all existing members of its group.
-        config: the language model's part of config.json.
+        model: the registry's entry of the architecture.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
+        passthrough: the tensors that are not quantized.
+        fused: for each module that engines fuse with others, the full names of all existing members, itself included.
+        config: the language model's part of config.json, as text_config returns it.
+
+    Returns:
+        One sentence for each kind of missing tensors; empty if none are missing.
     """
     notes = []
     count, pattern = config.get("num_hidden_layers"), compile_pattern(f"{model.layers}.**")

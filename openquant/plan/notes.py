@@ -20,12 +20,27 @@ from .kv_cache import serving_notes
 
 
 def entry_notes(model: Architecture) -> list[str]:
-    """Return a note on how an entry outside the registry was made; none for the registry's own."""
+    """Return a note on how an entry outside the registry was made.
+
+    Args:
+        model: the architecture's entry.
+
+    Returns:
+        A list of one sentence; empty for the registry's own entries.
+    """
     return [model.decided] if model.decided else []
 
 
 def engine_notes(entry: ModuleRules, decisions: Decisions) -> list[str]:
-    """Return a note on why SGLang cannot load the output; none if it can."""
+    """Return a note on why SGLang cannot load the output.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight, and the tensors that are not quantized.
+
+    Returns:
+        A list of one sentence; empty if it can.
+    """
     refusal = sglang_refusal(entry, decisions)
     return [] if refusal is None else [f"{SGLANG} does not load this output: {refusal.why}; {refusal.hint}"]
 
@@ -37,10 +52,13 @@ def output_notes(
 
     Args:
         checkpoint: the opened source.
-        weights: the source's quantized weights.
-        entry: rules of the architecture.
-        decisions: what becomes of each tensor.
+        weights: the weights that are quantized in the source; empty for an unquantized source.
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight, and the tensors that are not quantized.
         options: what the user asks for.
+
+    Returns:
+        Sentences for the user.
     """
     notes = engine_notes(entry, decisions)
     if options.fp8_kv_cache:
@@ -64,11 +82,14 @@ def output_notes(
 
 
 def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:
-    """Return a note about tensors of the source that the output lacks; none if it has all.
+    """Return a note about tensors of the source that the output lacks.
 
     Args:
         checkpoint: the opened source.
-        weights: the source's quantized weights.
+        weights: the weights that are quantized in the source.
+
+    Returns:
+        A list of one sentence; empty if the output has all.
     """
     names = unread_tensors(checkpoint.tensors, weights)
     return [f"left out, as engines refuse them: {', '.join(collapse(names))}"] if names else []

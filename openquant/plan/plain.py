@@ -26,7 +26,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         identity: text that tells this source from another with the same headers; it is part of the plan's digest.
 
     Returns:
-        The plan, with no scheme and an empty quantization_config.
+        What a run will write, with no scheme and an empty quantization_config.
 
     Raises:
         SourceError: scales do not fit their codes.

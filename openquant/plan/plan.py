@@ -57,9 +57,9 @@ class Plan:
     Attributes:
         source: the opened source.
         decoded: the source's headers with quantized weights as the bfloat16 tensors that they decode to.
-        entry: rules of the architecture.
+        entry: what the registry says of each module of the architecture.
         options: what the user asked for besides the scheme.
-        decisions: what becomes of each tensor.
+        decisions: what becomes of each tensor: its scheme, or that it is copied or decoded.
         quantization_config: that of the output's config.json; empty if it has none.
         parallel: tensor-parallel sizes, each with the reason for which it cannot serve the output, if any.
         notes: lines for the user.
@@ -166,11 +166,12 @@ def make_plan(
         scheme: the scheme of all layers that have no other.
         options: what the user asks for besides the scheme; defaults if None.
         identity: text that tells this source from another with the same headers; it is part of the plan's digest.
-        architecture: the class whose entry applies, "auto" or "generic", or an entry, as for find_architecture.
+        architecture: the class whose entry applies ("Qwen3ForCausalLM"), "auto" or "generic", or an entry; None for the
+            checkpoint's own class.
         stored: schemes of an existing directory, to make its plan again; they replace those of the options.
 
     Returns:
-        The plan. Its shards are laid out on demand.
+        The decision about each tensor, quantization_config and notes. Its shards are laid out on demand.
 
     Raises:
         SourceError: scales of a quantized source do not fit its codes.

@@ -56,7 +56,15 @@ class _Group:
 
 
 def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
-    """Return a plan's lines: weights that may be quantized, other matrices, then tensors of fewer than two axes."""
+    """Return the lines of a printed plan, each for all tensors of the same name template, shape and decision.
+
+    Args:
+        decisions: the scheme of each weight, and the tensors that are not quantized.
+
+    Returns:
+        Lines of weights that may be quantized, of other matrices, then of tensors of fewer than two axes; each with
+        names, shape, scheme, reason, and bytes before and after.
+    """
     groups: dict[_Kind, _Group] = {}
     kind: _Kind
     for layer, (scheme, why) in decisions.decided():

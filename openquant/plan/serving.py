@@ -204,7 +204,16 @@ class Serving:
 
 
 def serving_to_json(source: Serving, output: Serving) -> ServingFigures:
-    """Return both as `--json` prints them, with the assumptions."""
+    """Return both as `--json` prints them.
+
+    Args:
+        source: what it takes to serve the source.
+        output: what it takes to serve the output.
+
+    Returns:
+        Figures of both ("source", "output"), the part of a GPU's memory that engines use ("gpu_memory_utilization"),
+        and bytes on each GPU for everything but weights and caches ("overhead_bytes_per_gpu").
+    """
     return {
         "gpu_memory_utilization": UTILIZATION,
         "overhead_bytes_per_gpu": OVERHEAD,
@@ -219,11 +228,14 @@ def estimate_serving(
     """Compute what it takes to serve a plan's output, or its source.
 
     Args:
-        lines: lines of the plan.
-        entry: rules of the architecture.
-        config: the language model's part of config.json.
-        sizes: the tensor-parallel sizes that can serve it.
+        lines: the printed plan's lines, which have the bytes of all tensors before and after.
+        entry: what the registry says of each module of the architecture.
+        config: the language model's part of config.json, as text_config returns it.
+        sizes: the tensor-parallel sizes (numbers of ranks) that can serve it.
         output: True for the output, False for the source.
+
+    Returns:
+        Bytes of the weights, memory of the caches, and for each GPU size how many GPUs it needs and which context fits.
     """
     weights = [(line, line.bytes_after if output else line.bytes_before) for line in lines if line.why != MTP_LAYER]
     divided = [(entry.rule(line.names[0]).divided, nbytes) for line, nbytes in weights]
@@ -260,9 +272,13 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
     """Compute the memory of an engine's caches.
 
     Args:
-        lines: lines of the plan.
-        entry: rules of the architecture.
-        config: the language model's part of config.json.
+        lines: the printed plan's lines, which have the shapes of all modules.
+        entry: what the registry says of each module of the architecture.
+        config: the language model's part of config.json, as text_config returns it.
+
+    Returns:
+        Bytes of a token in each layer's KV cache, bytes of a sequence's recurrent states, and the longest sequence in
+        tokens.
 
     Raises:
         _Unknown: config.json or the registry does not say enough.
@@ -315,9 +331,15 @@ def _layer_number(match: re.Match[str] | None) -> int:
 
 
 def layers_with_cache(config: Mapping[str, Any]) -> int | None:
-    """Return how many decoder layers have a KV cache of their own; None if config.json does not say.
+    """Return how many decoder layers have a KV cache of their own.
 
     Those are the first ones; later layers may read the cache of earlier ones.
+
+    Args:
+        config: the language model's part of config.json.
+
+    Returns:
+        The number of layers; None if config.json does not say.
     """
     count = _count(config, LAYERS)
     return count - (_count(config, SHARED) or 0) if count else None

@@ -36,14 +36,14 @@ def sort_tensors(
 
     Args:
         checkpoint: the opened source, with quantized weights as the tensors that they decode to.
-        quantized: the source's quantized weights, by the name of that tensor.
-        entry: rules of the architecture.
-        is_ignored: whether --ignore keeps a module that no pattern matches.
+        quantized: the source's quantized weights, by the full name of that tensor: "model.layers.0.mlp.up_proj.weight".
+        entry: what the registry says of each module of the architecture.
+        is_ignored: says of a full module name that no pattern of the entry matches whether --ignore keeps it.
         in_scheme: whether the source is in the plan's scheme already. Then what it has quantized stays so, whatever
             the entry says.
 
     Returns:
-        All tensors by shard, and the weights among them that may be quantized by module.
+        All tensors by file name of the shard, and the weights among them that may be quantized by full module name.
 
     Raises:
         PlanError: no pattern matches a tensor, or its dtype or shape is not what the entry expects.
@@ -139,8 +139,11 @@ def mtp_layer_finder(model: Architecture, config: dict[str, Any]) -> Callable[[s
     """Return a function that says whether a module is in an MTP layer that is numbered on from the decoder layers.
 
     Args:
-        model: the entry of the architecture.
-        config: the language model's part of config.json.
+        model: the registry's entry of the architecture.
+        config: the language model's part of config.json, as text_config returns it.
+
+    Returns:
+        A function of a full module name, "model.layers.61.mlp.up_proj".
     """
     first = config.get(model.draft_layers) if model.draft_layers else None
     if not isinstance(first, int):

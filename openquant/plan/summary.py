@@ -20,12 +20,12 @@ from .tensor_parallel import check_parallel_sizes, text_config
 
 
 def source_bytes(plan: Plan) -> int:
-    """Return the size of the source's tensors in bytes."""
+    """Return the size of the tensors of a plan's source in bytes."""
     return sum(info.nbytes for info in plan.source.tensors.values())
 
 
 def output_bytes(plan: Plan) -> int:
-    """Return the size of the output's tensors in bytes."""
+    """Return the size of the tensors of a plan's output in bytes."""
     return sum(shard.nbytes for shard in plan.layout.shards)
 
 
@@ -52,7 +52,14 @@ def has_quantized_source(plan: Plan) -> bool:
 
 
 def schemes(plan: Plan) -> dict[Scheme, int]:
-    """Count the layers of each scheme, the plan's own first."""
+    """Count the layers of each scheme.
+
+    Args:
+        plan: what a run will write.
+
+    Returns:
+        The number of layers, by scheme, the plan's own first.
+    """
     counts = dict.fromkeys(plan.decisions.schemes, 0)
     for line in plan.lines:
         if line.scheme is not None:
@@ -61,7 +68,14 @@ def schemes(plan: Plan) -> dict[Scheme, int]:
 
 
 def scheme_names(plan: Plan) -> dict[str, int]:
-    """Count the layers of each scheme by the name that the user types, the plan's own first."""
+    """Count the layers of each scheme.
+
+    Args:
+        plan: what a run will write.
+
+    Returns:
+        The number of layers, by the name that the user types: {"tensor": 196}; the plan's own first.
+    """
     counts = Counter[str]()
     for scheme, count in schemes(plan).items():
         counts[scheme.name] += count
@@ -122,7 +136,15 @@ def parallel_sizes(plan: Plan) -> list[int]:
 
 
 def serving(plan: Plan) -> tuple[Serving, Serving] | None:
-    """Compute what it takes to serve the source and the output; None for a plan to dequantize, which has no entry."""
+    """Compute what it takes to serve the source and the output.
+
+    Args:
+        plan: what a run will write.
+
+    Returns:
+        Bytes of weights and caches and the GPUs needed, of the source, then of the output; None for a plan to
+        dequantize, which has no entry.
+    """
     if not plan.quantization_config:
         return None
     sizes = before = parallel_sizes(plan)

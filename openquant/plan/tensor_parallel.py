@@ -31,6 +31,13 @@ def text_config(checkpoint: Checkpoint, model: Architecture) -> dict[str, Any]:
     """Return the language model's part of config.json, with other spellings of its keys under their usual names too.
 
     Older files have all keys at the top level.
+
+    Args:
+        checkpoint: the opened source.
+        model: the registry's entry of the architecture, which names that part ("text_config").
+
+    Returns:
+        Its keys and values: {"num_hidden_layers": 28, ...}.
     """
     inner = config_value(checkpoint.config, model.text_config)
     config = inner if isinstance(inner, dict) else checkpoint.config
@@ -48,7 +55,15 @@ _USUAL_KEYS = {
 
 
 def config_value(config: Mapping[str, Any], key: str | None) -> Any:
-    """Return the value of a key of config.json, of nested keys joined by dots; None if there is none."""
+    """Return the value of a key of config.json.
+
+    Args:
+        config: the content of config.json, or a part of it.
+        key: a key, or nested keys joined by dots: "text_config.hidden_size"; None for no key.
+
+    Returns:
+        The value; None if there is none.
+    """
     inner: Any = config
     for part in key.split(".") if key else ():
         inner = inner.get(part) if isinstance(inner, Mapping) else None
@@ -61,13 +76,13 @@ def fused_parts(
     """Return the parts that a tensor holds one below the other, such as q, k and v in a fused qkv.
 
     Args:
-        shape: of the tensor, [out, in].
-        split: how ranks divide it; None if they do not.
-        config: the language model's part of config.json.
+        shape: shape of the tensor, [out, in].
+        split: how tensor-parallel ranks divide it; None if they do not.
+        config: the language model's part of config.json, as text_config returns it.
 
     Returns:
-        For each part its row count, 0 if config.json does not say, and the config key that counts its heads:
-        [(4096, "num_attention_heads"), (1024, "num_key_value_heads"), ...].
+        For each part its row count, 0 if config.json does not say, and the config key that counts its heads, None if it
+        has none: [(4096, "num_attention_heads"), (1024, "num_key_value_heads"), ...].
     """
     if split is None or not split.parts:
         return [(shape[0], split.heads if split else None)]
@@ -86,13 +101,16 @@ def _part_proportions(split: ParallelSplit, config: dict[str, Any]) -> tuple[tup
 def why_not_reordered(
     shape: tuple[int, int], split: ParallelSplit | None, config: dict[str, Any], form: Format
 ) -> str | None:
-    """Say why a weight's scales cannot follow its rows when an engine sorts interleaved heads; None if they can.
+    """Say why a weight's scales cannot follow its rows when an engine sorts interleaved heads.
 
     Args:
-        shape: of the weight, [out, in].
-        split: how ranks divide it, and whether its heads are interleaved.
-        config: the language model's part of config.json.
+        shape: shape of the weight, [out, in].
+        split: how tensor-parallel ranks divide it, and whether its heads are interleaved; None if ranks copy it.
+        config: the language model's part of config.json, as text_config returns it.
         form: the format that it would get.
+
+    Returns:
+        The reason; None if they can.
     """
     if split is None or not split.interleaved:
         return None
@@ -125,13 +143,13 @@ def check_parallel_sizes(
 
     Args:
         checkpoint: the opened source.
-        entry: rules of its architecture.
-        layers: the weights that may be quantized, each with the group (rows, columns) that shares a scale, 1 x 1 if it
-            is not quantized.
+        entry: what the registry says of each module of the architecture.
+        layers: the weights that may be quantized, each with the group (rows, columns) that shares a scale, None for a
+            whole axis; (1, 1) if it is not quantized.
         extra_size: a size to check besides the usual ones; None for no other.
 
     Returns:
-        The sizes in ascending order, each with the first layer that does not divide, if any.
+        The sizes in ascending order, each with why the first layer that does not divide does not; None if all divide.
     """
     config = text_config(checkpoint, entry.model)
     kinds: dict[tuple[str, tuple[int, int], Group], ParallelSplit | None] = {}
@@ -154,14 +172,17 @@ def check_parallel_sizes(
 def why_indivisible(
     shape: tuple[int, int], split: ParallelSplit | None, config: dict[str, Any], group: Group, size: int
 ) -> str | None:
-    """Say why a weight cannot be divided among tensor-parallel ranks; None if it can.
+    """Say why a weight cannot be divided among tensor-parallel ranks.
 
     Args:
-        shape: of the weight, [out, in].
+        shape: shape of the weight, [out, in].
         split: how ranks divide it; None if they do not.
-        config: the language model's part of config.json.
-        group: rows and columns that share a scale.
+        config: the language model's part of config.json, as text_config returns it.
+        group: rows and columns that share a scale; None for a whole axis.
         size: the number of ranks.
+
+    Returns:
+        The reason, "28 heads do not divide by 8"; None if it can.
     """
     if split is None:
         return None

@@ -11,9 +11,10 @@ def apply_transforms(items: dict[str, list[Item]], layers: dict[str, Weight], tr
     """Add transforms to the weights of a plan, and new values to the norms and biases that smoothing changes.
 
     Args:
-        items: all tensors by shard; changed in place.
-        layers: the weights that may be quantized, by module; changed in place.
-        transforms: what the calibration changes.
+        items: all tensors, by file name of the shard; changed in place.
+        layers: the weights that may be quantized, by full module name; changed in place.
+        transforms: what the calibration changes: factors of matrices by full module name, and new bytes of norms and
+            biases by tensor name.
     """
     for shard_items in items.values():
         shard_items[:] = (_transform_item(item, transforms) for item in shard_items)

@@ -35,10 +35,11 @@ def make_unchanged_plan(
         checkpoint: the opened source.
         options: what the user asks for; only the calibration and the tensor-parallel size are used.
         identity: text that tells this source from another with the same headers; it is part of the plan's digest.
-        architecture: the class whose entry applies, "auto" or "generic", or an entry, as for find_architecture.
+        architecture: the class whose entry applies ("Qwen3ForCausalLM"), "auto" or "generic", or an entry; None for the
+            checkpoint's own class.
 
     Returns:
-        The plan, without a scheme.
+        What a run will write, without a scheme.
 
     Raises:
         PlanError: weights of the source are quantized, it is not known which layers have a KV cache, or engines load no

@@ -427,7 +427,15 @@ def _first(refused: tuple[Refusal, ...], scheme: str, format: str) -> Refusal | 
 
 
 def absolute_patterns(model: Architecture, patterns: Iterable[str]) -> list[str]:
-    """Prepend the entry's `layers` pattern to those patterns that begin with a dot."""
+    """Complete patterns that are relative to a decoder layer.
+
+    Args:
+        model: an entry, whose `layers` pattern matches one decoder layer: "model.layers.*".
+        patterns: patterns of modules, such as ".mlp.up_proj" or "lm_head".
+
+    Returns:
+        The patterns in order, those that begin with a dot with `layers` before them: "model.layers.*.mlp.up_proj".
+    """
     return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
 
 

@@ -25,7 +25,15 @@ from .parts import HEADS, MLP, STREAMS, LayerPart, gated, model, routed
 # Latent attention (MLA). vLLM dequantizes kv_b_proj at load (layers/quantization/utils/quant_utils.py:511), so
 # quantizing it would cost accuracy and save nothing.
 def latent(path: str, out: str = "o_proj") -> LayerPart:
-    """The projections below `path`."""
+    """Return latent attention (MLA): its projections below `path`.
+
+    Args:
+        path: pattern of the attention module, relative to the decoder layer: ".self_attn".
+        out: last segment of the output projection.
+
+    Returns:
+        Patterns of the quantized and kept projections, and how engines fuse, divide and cache them.
+    """
     return LayerPart(
         (f"{path}.{{q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,{out}}}",),
         # models/deepseek_v2.py:1051; SGLang models/deepseek_v2.py

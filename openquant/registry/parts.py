@@ -50,12 +50,15 @@ def gated(
     """Return a gated MLP: gate, up and down below `path`; engines fuse the first two.
 
     Args:
-        path: pattern of the MLP's module.
-        gate: last segment of the gate projection; `up` and `down` likewise.
-        up: of the up projection.
-        down: of the down projection.
-        listed_as: as of FusedLayers.
-        sglang: as of FusedLayers.
+        path: pattern of the MLP's module, relative to the decoder layer: ".mlp".
+        gate: last segment of the gate projection's name.
+        up: last segment of the up projection's name.
+        down: last segment of the down projection's name.
+        listed_as: last segment of vLLM's name for the fused layer, for the ignore list; None if vLLM derives it.
+        sglang: last segment of SGLang's name for the fused layer; None if SGLang derives it.
+
+    Returns:
+        Patterns of the projections, and how engines fuse and divide them.
     """
     return LayerPart(
         compress=(f"{path}.{{{gate},{up},{down}}}",),
@@ -65,7 +68,16 @@ def gated(
 
 
 def plain(path: str, up: str = "up_proj", down: str = "down_proj") -> LayerPart:
-    """Return an MLP without a gate: up and down below `path`."""
+    """Return an MLP without a gate.
+
+    Args:
+        path: pattern of the MLP's module, relative to the decoder layer: ".mlp".
+        up: last segment of the up projection's name.
+        down: last segment of the down projection's name.
+
+    Returns:
+        Patterns of the projections, and how ranks divide them.
+    """
     return LayerPart(
         (f"{path}.{{{up},{down}}}",), (), (ParallelSplit(f"{path}.{up}", "out"), ParallelSplit(f"{path}.{down}", "in"))
     )
@@ -81,11 +93,14 @@ def routed(
     """Return routed experts below `path`, one gated MLP each, and the router, `gate` beside `path`.
 
     Args:
-        path: pattern of the experts' module.
-        gate: last segment of the gate projection; `up` and `down` likewise.
-        up: of the up projection.
-        down: of the down projection.
-        experts: their layout; separate tensors if None.
+        path: pattern of the experts' module, relative to the decoder layer: ".mlp.experts".
+        gate: last segment of the name of an expert's gate projection.
+        up: last segment of the name of an expert's up projection.
+        down: last segment of the name of an expert's down projection.
+        experts: how the checkpoint stores them; separate tensors if None.
+
+    Returns:
+        Patterns of the experts' projections and the router, and how engines fuse and divide them.
     """
     expert = gated(f"{path}.*", gate, up, down, sglang=None)
     router = Keep(f"{path.rsplit('.', 1)[0]}.gate", ROUTER)
@@ -100,9 +115,12 @@ def model(
     Args:
         name: the class in config.json's `architectures`.
         parts: parts of its decoder layers.
-        layers: pattern of one decoder layer.
+        layers: pattern of one decoder layer, which patterns that begin with a dot continue.
         keep: more modules that are not quantized.
         more: other fields of Architecture.
+
+    Returns:
+        The registry's entry of the architecture.
     """
     return Architecture(
         name,
@@ -131,9 +149,12 @@ def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".s
     """Return attention: q, k and v below `path`, which engines fuse, and the output projection.
 
     Args:
-        out: last segment of the output projection.
-        listed_as: as of FusedLayers.
-        path: pattern of the attention module.
+        out: last segment of the output projection's name.
+        listed_as: last segment of vLLM's name for fused q, k and v, for the ignore list; None if vLLM derives it.
+        path: pattern of the attention module, relative to the decoder layer: ".self_attn".
+
+    Returns:
+        Patterns of the projections, and how engines fuse, divide and cache them.
     """
     return LayerPart(
         compress=(f"{path}.{{q_proj,k_proj,v_proj,{out}}}",),
@@ -211,9 +232,12 @@ def wrapped(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, 
     Args:
         text: entry of the language model.
         name: the wrapper's class in config.json's `architectures`.
-        towers: names of its vision and audio modules.
+        towers: names of its vision and audio modules, at the top or below "model": "visual".
         layers: pattern of one decoder layer.
         more: other fields of Architecture.
+
+    Returns:
+        The language model's entry with these names, and with the towers kept.
     """
     kept = tuple(Keep(f"{{{tower},model.{tower}}}.**", "vision or audio") for tower in towers)
     more = {"text_config": "text_config", "towers": towers, **more}

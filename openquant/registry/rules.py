@@ -195,5 +195,9 @@ def _depth_below(module: str, parents: Iterable[re.Pattern[str]]) -> int:
 
 
 def is_head(module: str) -> bool:
-    """Whether a module is an output head."""
+    """Return whether a module is an output head.
+
+    Args:
+        module: full name of the module: "lm_head".
+    """
     return compile_pattern(HEAD.pattern).fullmatch(module) is not None

@@ -26,11 +26,15 @@ def expert_smoothing_rules(mlp: str, gate: str, up: str, down: str, *siblings: s
     """Return the rules of a decoder layer with routed experts.
 
     Args:
-        mlp: pattern of the MoE module, which has the router `gate` and `experts`.
-        gate: last segment of an expert's gate projection; `up` and `down` likewise.
-        up: of its up projection.
-        down: of its down projection.
+        mlp: pattern of the MoE module, relative to the decoder layer: ".mlp"; it has the router `gate` and `experts`.
+        gate: last segment of the name of an expert's gate projection.
+        up: last segment of the name of an expert's up projection.
+        down: last segment of the name of an expert's down projection.
         siblings: patterns of other modules that read the same norm, such as shared experts.
+
+    Returns:
+        Pairs of smooth_layer and balance_layers: norm to q, k, v; norm to router, experts and siblings; v to o; up to
+        down.
     """
     balance_layers = (f"{mlp}.gate", f"{mlp}.experts.*.{{{gate},{up}}}", *siblings)
     return (
