@@ -38,8 +38,12 @@ def engine_modules(answer: EngineAnswer, shapes: Mapping[str, Sequence[int]]) ->
     """Return what an engine makes of each module that has a weight of two or more axes.
 
     Args:
-        answer: the engine's answer.
-        shapes: shape of each tensor of the checkpoint, by name.
+        answer: how vLLM builds the model: its layers, and the tensors of the checkpoint that each holds.
+        shapes: shape of each tensor of the checkpoint, by tensor name.
+
+    Returns:
+        By the checkpoint's module name: the engine's layer that holds it, the modules fused there, and whether its rows
+        are reordered or not loaded at all.
     """
     by_module = answer.by_module()
     unread = {name.removesuffix(".weight") for name in answer.unread}
@@ -63,7 +67,7 @@ def engine_modules(answer: EngineAnswer, shapes: Mapping[str, Sequence[int]]) ->
 
 
 def tensor_of(module: str, shapes: Mapping[str, Sequence[int]]) -> str:
-    """Return the name of a module's weight; for a stack of experts it is that of the module."""
+    """Return the tensor name of a module's weight, which for stacked experts is the module's own; `shapes` is by name."""
     return module if module in shapes else f"{module}.weight"
 
 

@@ -304,12 +304,21 @@ def without_memory(one: Any) -> Any:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage."""
+    """Return a number that identifies a tensor's storage: the address of the storage object, equal for all views."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def unravelled(at: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> list[torch.Tensor]:
-    """Convert positions in dense memory to an index along each axis."""
+    """Convert positions in dense memory to an index along each axis.
+
+    Args:
+        at: positions in elements, int64 of any shape.
+        shape: of the tensor.
+        strides: of the tensor, in elements.
+
+    Returns:
+        For each axis the index, int64 of the shape of `at`.
+    """
     index = [torch.zeros_like(at)] * len(shape)
     for axis in sorted(range(len(shape)), key=lambda axis: (strides[axis], -shape[axis]), reverse=True):
         if shape[axis] > 1:
@@ -318,7 +327,14 @@ def unravelled(at: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...
 
 
 def describe(directory: Path) -> dict[str, Any]:
-    """Build the model of one directory. Returns the answer of the module's docstring."""
+    """Build the model of one directory, and record what vLLM builds.
+
+    Args:
+        directory: holds `config.json`, and perhaps `shapes.json` with the shape of each tensor by name.
+
+    Returns:
+        The JSON object that the module's docstring describes: layers, their tensors, what is not loaded.
+    """
     config = EngineArgs(
         model=str(directory),
         dtype="float32",
