@@ -193,11 +193,14 @@ class Request:
 
 
 def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
-    """Check options before anything is opened.
+    """Check options of compress() before anything is opened.
 
     Args:
         recipe: the options that decide the bytes of the output.
-        texts: the calibration texts.
+        texts: options of the calibration texts: files or a dataset, samples and length.
+
+    Returns:
+        The same options, with the scheme, the options of the plan, and what finds the registry's entry.
 
     Raises:
         UsageError: options contradict each other, or nothing uses one of them.

@@ -214,7 +214,14 @@ class Ranks:
 
 
 def attempt(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call `do`. Returns its result and None, or None and the error that it raised, for `Ranks.agree`."""
+    """Call a function and return what it raises instead of raising it, for `Ranks.agree`.
+
+    Args:
+        do: the function, without arguments.
+
+    Returns:
+        Its result and None, or None and the exception.
+    """
     try:
         return do(), None
     except Exception as error:

@@ -41,7 +41,11 @@ class OutputError(OpenQuantError):
 
 @contextmanager
 def naming(model: str) -> Iterator[None]:
-    """Put the model's name before the message of a `SourceError`: "out: config.json has no ..."."""
+    """In the `with` block, put a model's name before the message of a `SourceError`: "out: config.json has no ...".
+
+    Args:
+        model: the model's name.
+    """
     try:
         yield
     except SourceError as error:

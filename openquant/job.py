@@ -88,7 +88,14 @@ class Prepared:
 
 @contextmanager
 def connected(ranks: Ranks | None) -> Iterator[Ranks]:
-    """Connect the ranks of a run that can be resumed; None is a process on its own."""
+    """Connect the ranks of a run that can be resumed.
+
+    Args:
+        ranks: the processes of the job as this one sees them; None for a process on its own.
+
+    Returns:
+        A context manager that gives the connected ranks; at its end this rank leaves the others.
+    """
     ranks = ranks or Ranks()
     ranks.rerun_hint = RERUN_CONTINUES
     with ranks:
@@ -98,7 +105,15 @@ def connected(ranks: Ranks | None) -> Iterator[Ranks]:
 
 
 def in_all_ranks(ranks: Ranks, do: Callable[[], T]) -> T:
-    """Call `do` in all ranks and wait until all have returned; if one fails, all end."""
+    """Call a function in all ranks and wait until all have returned; if one fails, all end.
+
+    Args:
+        ranks: the connected ranks of the run.
+        do: the function, without arguments; each rank gives its own.
+
+    Returns:
+        What the function returned in this rank.
+    """
     try:
         result = do()
     except Exception as error:
@@ -109,7 +124,14 @@ def in_all_ranks(ranks: Ranks, do: Callable[[], T]) -> T:
 
 
 def prepare_alike(ranks: Ranks, do: Callable[[], Prepared]) -> Prepared:
-    """Prepare a run in all ranks by calling `do`.
+    """Prepare a run in all ranks, and check that all see the same source and plan.
+
+    Args:
+        ranks: the connected ranks of the run.
+        do: prepares the run in this rank, without arguments.
+
+    Returns:
+        What `do` returned in this rank.
 
     Raises:
         SourceError: ranks see different sources.
@@ -128,6 +150,9 @@ def open_source(run: Run, ranks: Ranks) -> Opened:
     Args:
         run: options of the run.
         ranks: the ranks of the run, whose local number selects the device.
+
+    Returns:
+        The source, its opened checkpoint, stamps that show whether its shards change, and the device.
 
     Raises:
         OpenQuantError: the source, the output's name or the device is wrong.
@@ -148,8 +173,11 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
 
     Args:
         model: directory, or name of a repository on the Hub.
-        revision: commit, branch or tag of a repository.
+        revision: commit, branch or tag of a repository; None for its default branch.
         stream: whether its shards will be fetched one at a time.
+
+    Returns:
+        Where the model's files come from, and its config, files and headers.
 
     Raises:
         OpenQuantError: there is no such model, it cannot be read, or `stream` is given for a directory.
@@ -163,7 +191,13 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
 
 
 def output_directory(run: Run, source: Source, suffix: str) -> Path:
-    """Return the output directory of a run; without -o, the model's name and a suffix such as "Qwen3-8B-FP8"."""
+    """Return the output directory of a run.
+
+    Args:
+        run: options of the run, whose `output` is the directory if it is given.
+        source: the source, which gives the directory its name if `output` is None: "Qwen3-8B-FP8".
+        suffix: what follows the source's name, such as "-FP8".
+    """
     if run.output is not None:
         return Path(run.output)
     return source.beside(source.name + suffix)
@@ -179,8 +213,11 @@ def prepare(
         opened: the opened source.
         plan: the plan of this source.
         ranks: the ranks of the run, which share the CPUs.
-        before: steps before the conversion, such as a calibration, with the memory that they take.
+        before: steps before the conversion, such as a calibration, with the bytes of memory that they take.
         refuse: whether too little memory is an error. After hours of calibration it should not be.
+
+    Returns:
+        Everything that the conversion needs: options, source, plan, output directory, number of threads, and device.
 
     Raises:
         UsageError: output and source overlap, or --max-memory is too little for one worker or an earlier step.
@@ -221,7 +258,10 @@ def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoi
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Turn the cycle collector off: it would take half the time of planning, which makes millions of objects."""
+    """In the `with` block, turn off Python's cycle collector, which would take half the time of planning.
+
+    A plan makes millions of objects.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -232,7 +272,15 @@ def without_collector() -> Iterator[None]:
 
 
 def expected_download(source: Source, plan: Plan) -> Download:
-    """Return what a run of this plan has still to download, and the scratch disk that this takes."""
+    """Return what a run has still to download from the Hub.
+
+    Args:
+        source: where the checkpoint comes from.
+        plan: the plan of this source.
+
+    Returns:
+        Sizes in bytes of shards and other files, and of the scratch disk that streamed shards take.
+    """
     others = [name for name in plan.files if name in source.absent]
     return Download(
         source.remote_bytes([*plan.source.shards, *others]),
@@ -243,16 +291,16 @@ def expected_download(source: Source, plan: Plan) -> Download:
 
 
 def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """Return which source shards must be fetched for output shards; nothing for a local source.
+    """Return which source shards must be fetched for output shards.
 
     Args:
         source: where the checkpoint comes from.
         plan: the plan.
-        outputs: names of output shards; all if None.
+        outputs: file names of output shards; all if None.
 
     Returns:
-        Source shards by output shard, such as {"b.safetensors": ["a.safetensors", "b.safetensors"]} where b has layers
-        that engines fuse with layers of a.
+        File names of source shards by file name of the output shard, such as {"b.safetensors": ["a.safetensors",
+        "b.safetensors"]} where b has layers that engines fuse with layers of a. Empty for a local source.
     """
     if not source.remote:
         return {}
@@ -268,10 +316,13 @@ def claim_of(
 
     Args:
         prepared: the prepared run.
-        generated: contents of the files that are written rather than copied, by name.
+        generated: contents of the files that are written rather than copied, by path relative to the output directory.
         publisher: publishes the output; None if it is not published.
         ranks: the ranks of the run.
         rounded: bytes of layers rounded by GPTQ that are on the same disk for a while.
+
+    Returns:
+        The claim, a context manager that is not entered yet.
     """
     plan, source, run = prepared.plan, prepared.source, prepared.run
     contents = OutputContents(

@@ -47,7 +47,14 @@ _VALUE = r"(?: (?P<value>'[^']*'|[^\s,;:)]*[^\s,;:).]))?"
 
 
 def python_errors(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """Wrap a function so that its errors name keywords instead of command-line options."""
+    """Wrap a function so that its errors name keywords instead of command-line options.
+
+    Args:
+        function: a function of the Python interface, which raises OpenQuantError.
+
+    Returns:
+        A function with the same signature and docstring.
+    """
     parameters = inspect.signature(function).parameters
 
     @functools.wraps(function)

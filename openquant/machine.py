@@ -45,7 +45,11 @@ def require_room() -> None:
 
 
 def available_cpus(quota: Path = _QUOTA) -> int:
-    """Return the number of CPUs that this process may use, by its affinity and its container's quota."""
+    """Return the number of CPUs that this process may use, by its affinity and its container's quota.
+
+    Args:
+        quota: the file `cpu.max` of the process's control group.
+    """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         time, period = quota.read_text().split()
@@ -55,7 +59,12 @@ def available_cpus(quota: Path = _QUOTA) -> int:
 
 
 def available_memory(groups: Path = _GROUPS, mine: Path = _MINE) -> int:
-    """Return the bytes of memory that this process could allocate without swapping, within its control groups."""
+    """Return the bytes of memory that this process could allocate without swapping, within its control groups.
+
+    Args:
+        groups: the directory of control groups, /sys/fs/cgroup.
+        mine: the file that names the groups of this process, /proc/self/cgroup.
+    """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError, IndexError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -119,7 +128,11 @@ def find_device(name: str, number: int) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message; torch adds advice below it."""
+    """Return the first line of an error's message; torch adds advice below it.
+
+    Args:
+        error: the error; if it has no message, the name of its class is returned.
+    """
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -83,28 +83,67 @@ class Option(NamedTuple):
 
 
 def option(default: Any, help: str, group: str = "", value: str | None = None, **more: Any) -> Any:
-    """A field that is an option; the parameters are the attributes of Option."""
+    """Return a dataclass field that is an option of the command line and of the Python functions.
+
+    Args:
+        default: the value if it is not given; MISSING if it must be given.
+        help: the text; its first sentence is the line in --help.
+        group: the title above that line; "" for an option of Python only.
+        value: what stands for the value in --help, such as "DIR"; None for a switch.
+        more: the other attributes of Option, by name.
+
+    Returns:
+        A `dataclasses.Field`, with the Option as `metadata["option"]`.
+    """
     return field(default=default, metadata={"option": Option(help, group, value, default, **more)})
 
 
 def options_of(kind: type) -> dict[str, Option]:
-    """The options of a class, by the names of its fields."""
+    """Return the options of a class, by the names of its fields.
+
+    Args:
+        kind: a dataclass whose fields are options, such as Run or Recipe.
+    """
     return {entry.name: entry.metadata["option"] for entry in fields(kind)}
 
 
 def flags_of(name: str, option: Option) -> tuple[str, ...]:
-    """The names of an option on the command line, such as ("-o", "--output")."""
+    """Return the names of an option on the command line, such as ("-o", "--output").
+
+    Args:
+        name: name of its field, which gives the flag if the option has none: "dry_run" gives "--dry-run".
+        option: the option.
+    """
     return option.flags or (f"--{name.replace('_', '-')}",)
 
 
 def same_as(kind: type, name: str, **changed: Any) -> Any:
-    """A field that is the option of another class, but for what is changed."""
+    """Return a dataclass field that is the option of another class, but for what is changed.
+
+    Args:
+        kind: the other class, a dataclass whose fields are options.
+        name: name of its field.
+        changed: new values of attributes of Option, by name, such as `help` or `default`.
+
+    Returns:
+        A `dataclasses.Field`, with the Option as `metadata["option"]`.
+    """
     shared = options_of(kind)[name]._replace(**changed)
     return field(default=shared.default, metadata={"option": shared})
 
 
 def size(text: str) -> int:
-    """Read a number of bytes: 1500000000, 500MB, 1.5GB, 2GiB."""
+    """Read a number of bytes from the command line.
+
+    Args:
+        text: such as "1500000000", "500MB", "1.5GB" (powers of 1000) or "2GiB" (powers of 1024).
+
+    Returns:
+        The number of bytes, rounded down.
+
+    Raises:
+        ArgumentTypeError: it is no size.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B)?", text, re.IGNORECASE)
     if not found:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
@@ -113,35 +152,76 @@ def size(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Read a number of seconds above zero."""
+    """Read a number of seconds above zero from the command line.
+
+    Args:
+        text: such as "600" or "0.5".
+
+    Raises:
+        ArgumentTypeError: it is no such number.
+    """
     if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
     return float(text)
 
 
 def nats(text: str) -> float:
-    """Read a KL divergence, zero or more."""
+    """Read a KL divergence in nats, zero or more, from the command line.
+
+    Args:
+        text: such as "0.01" or "1e-3".
+
+    Raises:
+        ArgumentTypeError: it is no such number.
+    """
     if not re.fullmatch(r"\d{1,9}(\.\d{1,15})?(e-\d{1,2})?", text):
         raise argparse.ArgumentTypeError(f"{text} is no number of nats such as 0.01")
     return float(text)
 
 
 def share(text: str) -> float:
-    """Read a number above 0 and at most 1."""
+    """Read a number above 0 and at most 1 from the command line.
+
+    Args:
+        text: such as "0.5".
+
+    Raises:
+        ArgumentTypeError: it is no such number.
+    """
     if not re.fullmatch(r"0?\.\d{1,9}|1(\.0{1,9})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{text} is no number above 0 and at most 1, such as 0.5")
     return float(text)
 
 
 def filled(text: str) -> str:
-    """Read any text but the empty one, which an unset variable of a script leaves behind."""
+    """Read any text but the empty one, which an unset variable of a script leaves behind.
+
+    Args:
+        text: a word of the command line.
+
+    Returns:
+        The same text.
+
+    Raises:
+        ArgumentTypeError: it is empty.
+    """
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
     return text
 
 
 def pattern_and_scheme(text: str) -> tuple[str, str]:
-    """Read a pattern and a scheme: ("**.self_attn.*", "channel")."""
+    """Read a pattern of module names and the scheme of these modules from the command line.
+
+    Args:
+        text: PATTERN=SCHEME, such as "**.self_attn.*=channel".
+
+    Returns:
+        The pattern and the name of the scheme, which need not exist: ("**.self_attn.*", "channel").
+
+    Raises:
+        ArgumentTypeError: it has no "=".
+    """
     pattern, equals, scheme = text.rpartition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text} is not PATTERN=SCHEME, such as **.self_attn.*=channel")
@@ -800,7 +880,15 @@ class Command(ReportFigure, ReportPage, ProgressLines, JsonOutput, Verbosity, Re
 
 
 def values_for(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the values that are options of a class, as keyword arguments for it."""
+    """Return those of some values that are options of a class, as keyword arguments for it.
+
+    Args:
+        kind: a dataclass whose fields are options, such as Run or Recipe.
+        values: values of options, by the names of their fields, such as `dry_run`.
+
+    Returns:
+        The values whose names are fields of the class, by the same names.
+    """
     return {name: values[name] for name in options_of(kind) if name in values}
 
 
@@ -815,7 +903,15 @@ _READ = {
 
 
 def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """Return the input files that options name, each with its name in messages: [(Path("wiki.txt"), "a text")]."""
+    """Return the files that options name as something to read.
+
+    Args:
+        values: values of options, by the names of their fields; of these text, prompts, dataset, calibration and recipe
+            are looked at.
+
+    Returns:
+        Each path with what messages call the file: [(Path("wiki.txt"), "a text")]. The files may be missing.
+    """
     files = []
     for name, what in _READ.items():
         value = values.get(name)
@@ -826,10 +922,13 @@ def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
 
 
 def documented(*kinds: type) -> Callable[[Target], Target]:
-    """Return a decorator that adds the help of options to the `Args:` of a function's docstring.
+    """Return a decorator that adds the texts of options to the `Args:` of a function's docstring.
 
     Args:
         kinds: the classes that have the options. Parameters that the docstring names itself stay as they are.
+
+    Returns:
+        The decorator, which changes the function's docstring and returns the function.
     """
     documented_options = {name: option for kind in kinds for name, option in options_of(kind).items()}
 

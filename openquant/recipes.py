@@ -39,6 +39,10 @@ def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
     Args:
         recipe: options that decide how weights are quantized.
         texts: options of the calibration texts.
+
+    Returns:
+        "format" (a number), "openquant" (the version), and "options": the scheme, and all values other than the
+        defaults by the names of the options; files by name, without their directories.
     """
     options: dict[str, Any] = {}
     for group in (recipe, texts):
@@ -59,7 +63,16 @@ def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
 
 
 def option_words(options: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """Convert options of a recipe to flags and values of the command line: [("--scheme", "int4"), ("--gptq", None)]."""
+    """Convert options of a recipe to flags and values of the command line.
+
+    Args:
+        options: "options" of a recipe: JSON values by the names of the options, such as
+            {"scheme": "int4", "gptq": true}.
+
+    Returns:
+        Flags with their values, None for a switch: [("--scheme", "int4"), ("--gptq", None)]. Options that may be
+        repeated are there once for each value.
+    """
     allowed = _allowed_options()
     words: list[tuple[str, str | None]] = []
     for name, value in options.items():
@@ -74,7 +87,12 @@ def option_words(options: Mapping[str, Any]) -> list[tuple[str, str | None]]:
 
 
 def recipe_command(options: Mapping[str, Any]) -> str:
-    """Convert options of a recipe to a line for a shell: "--scheme int4 --ignore '**.down_proj'"."""
+    """Convert options of a recipe to a line for a shell: "--scheme int4 --ignore '**.down_proj'".
+
+    Args:
+        options: "options" of a recipe: JSON values by the names of the options, such as
+            {"scheme": "int4", "gptq": true}.
+    """
     return shlex.join(word for pair in option_words(options) for word in pair if word is not None)
 
 

@@ -130,6 +130,10 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
         ranks: the ranks of the run.
         reporter: receives the progress.
         corpus: the texts with which GPTQ rounds layers before the conversion; None without GPTQ.
+
+    Returns:
+        Whether the run continued an earlier one, where the output was published, and the NaN and infinities by tensor
+        name.
     """
     plan, push = prepared.plan, prepared.run.push
     # Generated before the conversion, so that nothing about them can fail after hours.
@@ -304,8 +308,11 @@ def _publish(writing: _Writing, work: _Work) -> Published | None:
 def take_evaluation(publisher: Publisher) -> list[str]:
     """Publish an evaluation that lies in the output directory too, and add its figures to the card.
 
+    Args:
+        publisher: uploads the output directory; it gets a function that completes the model card.
+
     Returns:
-        Names of the evaluation's files.
+        Names of the evaluation's files: eval.json, and its page and picture; empty if there is no evaluation.
 
     Raises:
         SourceError: the evaluation is damaged, or of another model.

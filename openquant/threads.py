@@ -101,6 +101,14 @@ def in_parallel(make: Callable[[Item], Output], items: Sequence[Item], count: in
 
     The first error is raised at once. Neither it nor an interrupt waits for the other threads, which may be waiting for
     an answer that never comes.
+
+    Args:
+        make: function of an item, called on any thread.
+        items: the items.
+        count: largest number of calls at a time.
+
+    Yields:
+        What `make` returned, in the order of the items.
     """
     waiting = deque(items)
     futures: deque[Future[Output]] = deque()
@@ -119,7 +127,14 @@ def in_parallel(make: Callable[[Item], Output], items: Sequence[Item], count: in
 
 
 def in_thread(do: Callable[[], Output]) -> Future[Output]:
-    """Call `do` on a thread for which Python's exit does not wait; on this thread if none can be started."""
+    """Call a function on a thread for which Python's exit does not wait; on this thread if none can be started.
+
+    Args:
+        do: the function, without arguments.
+
+    Returns:
+        The future of its result.
+    """
     future: Future[Output] = Future()
     call = _call_once(do, future)
     if not _started(call, "openquant"):

@@ -19,5 +19,9 @@ SGLANG = f"SGLang {CITED['SGLang']}"
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs an extra of pyproject.toml, such as "report"."""
+    """Return the hint that has the command which installs an extra of pyproject.toml.
+
+    Args:
+        extra: name of the extra, such as "report".
+    """
     return f"in the checkout of {DISTRIBUTION}: pip install -e '.[{extra}]'"

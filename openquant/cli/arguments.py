@@ -170,7 +170,11 @@ COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
 
 
 def compress_parser(prog: str) -> Parser:
-    """Return the parser of `compress-fp8` and `python compress_fp8.py`."""
+    """Return the parser of `compress-fp8` and `python compress_fp8.py`.
+
+    Args:
+        prog: name of the command in --help.
+    """
     parser = Parser(prog, MODEL, EXAMPLES, version=True, description=COMPRESS)
     parser.add_options(*CONVERSION)
     parser.set_defaults(verb="compress")
@@ -178,14 +182,14 @@ def compress_parser(prog: str) -> Parser:
 
 
 def recipe_parser() -> Parser:
-    """Return the parser of the options that a recipe may have."""
+    """Return the argparse parser of the options of compress that a recipe may have."""
     parser = Parser("openquant compress", "[options]")
     parser.add_options(Recipe, CalibrationTexts)
     return parser
 
 
 def verb_parser() -> Parser:
-    """Return the parser of `openquant`, with a subparser for each verb."""
+    """Return the argparse parser of `openquant`, with a subparser for each verb; the verb is stored as `verb`."""
     parser = Parser(
         "openquant",
         "VERB [options]",

@@ -58,13 +58,27 @@ Given = Mapping[str, Any]
 
 
 def compress_main(arguments: Sequence[str] | None = None) -> int:
-    """Run `compress-fp8` or `python compress_fp8.py`. Returns the exit code."""
+    """Run `compress-fp8` or `python compress_fp8.py`.
+
+    Args:
+        arguments: words of the command line after the command's name; those of this process if None.
+
+    Returns:
+        The exit code: 0, 1 for problems that the command found, 2 for an error.
+    """
     prog = Path(sys.argv[0]).name or "compress-fp8"
     return _run(compress_parser(prog), sys.argv[1:] if arguments is None else arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `openquant VERB`. Returns the exit code."""
+    """Run `openquant VERB`.
+
+    Args:
+        arguments: words of the command line after `openquant`; those of this process if None.
+
+    Returns:
+        The exit code: 0, 1 for problems that the command found, 2 for an error.
+    """
     words = sys.argv[1:] if arguments is None else arguments
     return _run(verb_parser(), words or ["--help"])
 

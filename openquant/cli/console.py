@@ -164,7 +164,7 @@ def mend_streams() -> None:
 
 @contextmanager
 def escaped_libraries() -> Iterator[None]:
-    """Escape control characters in warnings and logs of libraries, which may quote a model's files."""
+    """In the `with` block, escape control characters in warnings and logs of libraries; these may quote a model."""
     from ..report.escape import terminal
 
     make_record = logging.getLogRecordFactory()
@@ -240,14 +240,28 @@ def _stdout_error(failure: OSError) -> OutputError:
 
 
 def fail(message: str, hint: str, as_json: bool) -> None:
-    """Print an error as two lines on stderr, and with --json as an object on stdout too."""
+    """Print an error as two lines on stderr, and with --json as an object on stdout too.
+
+    Args:
+        message: what is wrong.
+        hint: what the user can do about it.
+        as_json: whether to print {"error": message, "hint": hint} on stdout too.
+    """
     if as_json:
         say(_json({"error": message, "hint": hint}), sys.stdout)
     say_lines([f"error: {message}", f"hint: {hint}"], sys.stderr)
 
 
 def say_lines(lines: Iterable[str], stream: TextIO) -> OSError | None:
-    """Print lines that may quote text from others, whose newlines are escaped. Returns the error of `say`."""
+    """Print lines that may quote text from others.
+
+    Args:
+        lines: lines without newlines at their ends; those inside of a line are escaped.
+        stream: stdout or stderr.
+
+    Returns:
+        The error that prevented printing; None if it succeeded.
+    """
     from ..report.escape import join_lines
 
     return say(join_lines(lines), stream)
@@ -260,6 +274,10 @@ def _json(value: object) -> str:
 
 def print_json(value: dict[str, Any], interrupts: Interrupts) -> None:
     """Print the result of a command with --json. A program must get exactly one, or an error.
+
+    Args:
+        value: the result, printed as one JSON object on stdout.
+        interrupts: the handler of interrupts, which from now on prints no error as JSON.
 
     Raises:
         OutputError: stdout cannot be written.

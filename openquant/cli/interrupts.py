@@ -14,13 +14,21 @@ _FROM_THE_BEGINNING = ("diagnose", "explain", "eval", "verify")
 
 
 def hint(verb: str = "") -> str:
-    """Return the hint after an interrupt of a verb; "" is a command without verbs."""
+    """Return the hint for a user who interrupted a command, such as "run the same command again to continue".
+
+    Args:
+        verb: the verb of the command, such as "verify"; "" for a command without verbs.
+    """
     effect = " to continue" if verb not in _FROM_THE_BEGINNING else ": it starts from the beginning"
     return f"run the same command again{effect}"
 
 
 def leave(*_: object) -> None:
-    """Print that the user interrupted the command, and end at once."""
+    """Print that the user interrupted the command, and end the process at once with exit code 130.
+
+    Args:
+        _: what Python gives signal handlers: the signal's number and the stack frame. Not used.
+    """
     try:
         # Only the first of several ranks prints.
         if os.environ.get("RANK", "0") == "0" or not os.environ.get("WORLD_SIZE"):

@@ -7,7 +7,7 @@ from .interrupts import listen
 
 
 def compress_main() -> int:
-    """Run `compress-fp8` or `python compress_fp8.py`. Returns the exit code."""
+    """Run `compress-fp8` or `python compress_fp8.py` with the arguments of this process. Returns the exit code."""
     listen()
     from .commands import compress_main as run
 
@@ -15,7 +15,7 @@ def compress_main() -> int:
 
 
 def main() -> int:
-    """Run `openquant VERB`. Returns the exit code."""
+    """Run `openquant VERB` with the arguments of this process. Returns the exit code."""
     listen()
     from .commands import main as run
 

@@ -54,9 +54,9 @@ def round_activations(values: Tensor, inputs: ActivationQuantization, scale: flo
 
     Args:
         values: activations [..., in], any floating dtype; all axes but the last are tokens.
-        inputs: how they are quantized.
-        scale: the static scale, or for NVFP4 the factor by which group scales are multiplied before they are rounded
-            to E4M3. None for dynamic scales.
+        inputs: how they are quantized: number format, group that shares a scale, static or dynamic.
+        scale: the static scale (activation = code value * scale), or for NVFP4 the factor by which group scales are
+            multiplied before they are rounded to E4M3. None for dynamic scales.
 
     Returns:
         The dequantized activations, with the shape and dtype of `values`.
@@ -199,6 +199,9 @@ class GrowingFp8Cache(Fp8Cache):
 
 def refuse_latent_cache(config: Any) -> None:
     """Refuse multi-head latent attention: its cache holds one latent vector for all heads, no keys and values.
+
+    Args:
+        config: the model's config, a transformers PretrainedConfig.
 
     Raises:
         UsageError: the model has multi-head latent attention.

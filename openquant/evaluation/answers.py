@@ -23,7 +23,7 @@ BUILT_IN = 4
 
 
 def fits_in_memory(nbytes: int, requested: bool, room: int | None = None) -> bool:
-    """Decide whether a model is small enough to answer prompts.
+    """Return whether a model is small enough to answer prompts.
 
     Args:
         nbytes: size of its weights in bytes.
@@ -43,12 +43,13 @@ def prompts_to_answer(
         file: a file of prompts; None for a few built-in ones. A file is read in any case, so that a mistake in it is
             an error before hours of work.
         tokenizer: the source's tokenizer.
-        vocabulary: size of the model's vocabulary.
+        vocabulary: size of the model's vocabulary in tokens.
         nbytes: size of the largest model's weights in bytes.
         room: bytes that the weights may take; None if only the machine's memory limits them.
 
     Returns:
-        The prompts; none if a model does not fit into memory, or is large and the user gave no file.
+        The prompts, each with its text and its token ids; none if a model does not fit into memory, or is large and the
+        user gave no file.
 
     Raises:
         SourceError: the prompts cannot be read.
@@ -73,13 +74,14 @@ def compare_answers(
     Args:
         source: the source's model.
         checkpoint: the source, whose files name the end tokens.
-        outputs: the outputs as engines serve them.
+        outputs: the outputs as engines serve them: with rounded activations and KV cache.
         tokenizer: the source's tokenizer.
-        prompts: the prompts, from `prompts_to_answer`.
-        progress: called with the number of the model, 0 for the source, and of the prompts that it has answered.
+        prompts: the prompts, each with its text and its token ids.
+        progress: called with the number of the model, 0 for the source, and the number of prompts that it has answered.
 
     Returns:
-        For each output the `texts` of its eval.json, one for each prompt.
+        For each output a list with a dictionary for each prompt, as eval.json has them in `texts`: `prompt`, `source`
+        and `output` as text, and `differs_at`, the index of the first token that differs, None if all are equal.
 
     Raises:
         SourceError: a weight cannot be read.

@@ -218,7 +218,7 @@ def logits(model: StreamedModel, ids: Tensor, cache: Any = None) -> Tensor:
         cache: KV cache of transformers, such as Fp8Cache; None for none.
 
     Returns:
-        The logits [length, vocabulary] in the model's dtype.
+        The logits [length, vocabulary] in the model's dtype, of the next token at each position.
     """
     options: dict[str, Any] = {"use_cache": cache is not None}
     if cache is not None:

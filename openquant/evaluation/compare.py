@@ -62,14 +62,15 @@ def compare_outputs(
     Args:
         source: the model that the outputs were made from, quantized or not.
         outputs: the outputs, at least one.
-        corpus: the texts.
+        corpus: the texts, as token ids.
         settings: seed, device, KV cache and so on; the defaults if None.
         begun: called once with a line that says what is to be done.
         progress: called with the number of tokens that are computed, those of answers included, and of all tokens.
         remaining: called with the estimated seconds that are left, from the first layer on.
 
     Returns:
-        The figures of each output, the same in all processes that share the texts.
+        The eval.json of each output, the figures of the noise floor, and notes for the user; the same in all processes
+        that share the texts.
 
     Raises:
         SourceError: a checkpoint cannot be read or run, or its logits are NaN.

@@ -27,14 +27,16 @@ Records = Mapping[int, Mapping[int, DocumentRecord]]
 
 
 def pack_records(records: Records, counts: Mapping[str, Any]) -> bytes:
-    """Serialize records and counts.
+    """Serialize the figures of documents, and counts, for another process.
 
     Args:
-        records: records by pass number, then by document number; all documents have the same length.
+        records: by number of the pass through a model, then by the document's index in the corpus: KL divergence,
+            probabilities and token agreement at each position but the last, float64 or bool [length - 1]. All documents
+            have the same length.
         counts: anything that JSON can hold, such as `Measurements.counts()`.
 
     Returns:
-        A npz file, for `unpack_records`.
+        The bytes of a npz file, for `unpack_records`.
     """
     arrays = {"counts": np.frombuffer(json.dumps(counts).encode(), np.uint8)}
     for number, by_document in records.items():
@@ -54,11 +56,12 @@ def unpack_records(
     """Read what `pack_records` wrote.
 
     Args:
-        data: a npz file from `pack_records`.
+        data: bytes of a npz file from `pack_records`.
         documents: all documents of the corpus; records get their domain and name from it.
 
     Returns:
-        The records by pass number and document number, and the counts.
+        The records by number of the pass, then by the document's index in `documents`; and the counts. A record has
+        arrays [length - 1], float64 or bool, with a figure of each position but the last.
     """
     records: dict[int, dict[int, DocumentRecord]] = {}
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:

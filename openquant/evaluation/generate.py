@@ -36,7 +36,7 @@ def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
     Args:
         directory: the checkpoint's directory.
-        config: its config.json.
+        config: its config.json, parsed.
 
     Returns:
         The token ids; empty if neither file has any.
@@ -75,10 +75,10 @@ def continue_prompts(
 
     Args:
         streamed: the model.
-        prompts: the prompts.
+        prompts: the prompts, each with its text and its token ids.
         ends: ids of the tokens that end an answer; the answer includes them.
         tokens: most tokens of an answer.
-        around: context in which the model runs, such as `ServedModel.around`, which rounds activations.
+        around: makes the context in which the model runs, such as `ServedModel.around`, which rounds activations.
         cache: makes the KV cache of a prompt; if it returns None, transformers makes its own.
         progress: called with the number of prompts that are done.
 
@@ -129,7 +129,7 @@ def side_by_side(
     """Put two models' continuations side by side, in the form of eval.json's `texts`.
 
     Args:
-        prompts: the prompts.
+        prompts: the prompts, each with its text and its token ids.
         source: token ids of the source's continuation of each prompt.
         output: token ids of the output's continuation of each prompt.
         tokenizer: decodes both.

@@ -89,7 +89,8 @@ def compare_logits(
         models: names of the models, for messages.
 
     Returns:
-        KL divergence, token agreement and negative log-likelihoods at each position but the last.
+        KL divergence and negative log-likelihoods in nats, the source's largest probability, and token agreement, at
+        each position but the last: arrays [length - 1], float64 or, for agreement, bool.
 
     Raises:
         SourceError: a logit is NaN or infinite, or the vocabularies differ.
@@ -152,12 +153,13 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
     """Compute the figures of some documents.
 
     Args:
-        records: at least one document, each with at least one position.
+        records: what `compare_logits` returned for each document; at least one, each with at least one position.
         seed: seed of the bootstrap.
 
     Returns:
-        The keys of eval.json that come from logits: `kl`, `kl_by_confidence`, `kl_by_position`, `kl_by_domain`,
-        `top1`, `top5`, `perplexity` and `rms_dp`.
+        The keys of eval.json that come from logits: `kl`, `kl_by_confidence`, `kl_by_position`, `kl_by_domain` (all
+        in nats), `top1` and `top5` as shares of 1, `perplexity`, and `rms_dp`, the root mean square of the difference
+        in probability of the next token. `types.OutputEvaluation` has their types.
     """
     kl = _concatenate(records, lambda record: record.kl)
     confidence = _concatenate(records, lambda record: record.confidence)
@@ -211,9 +213,14 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
 
 
 def kl_histogram(records: Sequence[DocumentRecord]) -> list[float]:
-    """Return the share of positions in each bin between two neighbours of EDGES, len(EDGES) - 1 shares of 1.
+    """Count the KL divergences of all positions in bins.
 
-    Values beyond the edges count in the outermost bins.
+    Args:
+        records: what `compare_logits` returned for each document; at least one position in all.
+
+    Returns:
+        For each bin between two neighbours of EDGES, in nats, the share of positions in it: len(EDGES) - 1 shares of 1.
+        Values beyond the edges count in the outermost bins.
     """
     kl = np.clip(_concatenate(records, lambda record: record.kl), EDGES[0], np.nextafter(EDGES[-1], 0))
     counts, _ = np.histogram(kl, EDGES)
@@ -228,7 +235,7 @@ def bootstrap_interval(documents: Sequence[Figures], seed: int) -> list[float] |
         seed: seed of the bootstrap.
 
     Returns:
-        The lower and the upper bound; None for a single document.
+        [lower bound, upper bound], in the unit of the figures; None for a single document.
     """
     if len(documents) < 2:
         return None
@@ -243,7 +250,11 @@ def bootstrap_interval(documents: Sequence[Figures], seed: int) -> list[float] |
 
 
 def mean(figures: npt.NDArray[Any]) -> float:
-    """Return the mean of an array of any shape; 0 if it is empty."""
+    """Return the mean of an array; 0 if it is empty.
+
+    Args:
+        figures: float or bool [n], or of any other shape.
+    """
     return float(figures.mean()) if len(figures) else 0.0
 
 

@@ -61,7 +61,7 @@ def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         values: any shape, any floating dtype. Those that are bfloat16 already may move one step up or down.
-        generator: CPU generator of the noise.
+        generator: torch's generator of the noise, on the CPU; the device of `values` does not matter.
 
     Returns:
         The rounded values, with the shape and dtype of `values`.

@@ -120,11 +120,11 @@ def make_evaluation(
 
     Args:
         measurements: measurements of all processes combined.
-        texts: for each output its answers beside the source's, as eval.json's `texts`.
+        texts: for each output its answers beside the source's, a list of dictionaries as eval.json has them in `texts`.
         notes: remarks for the user, in addition to those of the corpus and of the models.
 
     Returns:
-        The evaluation, with an eval.json for each output.
+        The eval.json of each output, the figures of the noise floor, and notes for the user.
     """
     seed = measurements.settings.seed
     floor = _brief(measurements.records_of_pass(1), seed)

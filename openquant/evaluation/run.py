@@ -215,11 +215,26 @@ def _destinations(
 
 
 def protected_by(options: Evaluate, texts: Texts) -> ProtectedPaths:
-    """Return the paths that no file of an evaluation may replace: its models and all files that it reads."""
+    """Return the paths that no file of an evaluation may replace: its models and all files that it reads.
+
+    Args:
+        options: options of the evaluation: source, outputs, prompts and so on.
+        texts: options of the texts: files or a dataset.
+
+    Returns:
+        The directories of the models, and the files, each with what messages call it.
+    """
     models = [model_folder(model) for model in (options.source, *options.outputs)]
     return ProtectedPaths(models, files_read({**vars(options), **vars(texts)}))
 
 
 def local_output(options: Evaluate) -> Path | None:
-    """Return the output's directory if exactly one local output is evaluated; results may be written into it."""
+    """Return the directory of the output, into which results may be written.
+
+    Args:
+        options: options of the evaluation, with the names of all outputs.
+
+    Returns:
+        The directory; None unless exactly one output is evaluated, and it is local.
+    """
     return Path(options.outputs[0]) if len(options.outputs) == 1 and Path(options.outputs[0]).is_dir() else None

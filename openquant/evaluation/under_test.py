@@ -140,6 +140,12 @@ def require_one_model(
 ) -> None:
     """Require that an output has the class, number of layers and vocabulary of its source.
 
+    Args:
+        source: the source's checkpoint, with its name for messages.
+        source_model: the source's model; its weights are not read.
+        output: the output's checkpoint, with its name for messages.
+        output_model: the output's model; its weights are not read.
+
     Raises:
         UsageError: one of them differs.
     """

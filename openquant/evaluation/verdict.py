@@ -71,11 +71,11 @@ class Suspect:
 
 
 def verdict_word(kl: float, floor: float) -> str:
-    """Return the verdict: "same", "close", "changed" or "broken".
+    """Return the verdict on an output: "same", "close", "changed" or "broken".
 
     Args:
-        kl: mean KL divergence of the output, in nats.
-        floor: mean KL divergence of the noise floor, in nats.
+        kl: mean KL divergence of the output from the source, in nats.
+        floor: mean KL divergence of the noise floor, the source with rounding noise, in nats.
     """
     if kl <= AT_FLOOR * floor:
         return "same"
@@ -89,11 +89,12 @@ def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str],
 
     Args:
         changes: changes of all weights, quantized or not.
-        routers: quantized modules that every engine expects unquantized, such as routers.
+        routers: names of quantized modules that every engine expects unquantized, such as routers.
         gptq: whether the model card says that GPTQ rounded the weights.
 
     Returns:
-        The suspects: routers first, then the largest error relative to its limit first.
+        Name of each suspect module and the reason, as text: routers first, then the largest error relative to its limit
+        first.
     """
     quantized = [change for change in changes if change.quantized]
     unquantized = [change for change in changes if not change.quantized]
@@ -143,7 +144,7 @@ def suspects_by_layers(layers: Sequence[LayerFigures]) -> list[Suspect]:
         layers: figures of all decoder layers, in the order in which they run.
 
     Returns:
-        The suspects, in the order of the layers, those by routing last.
+        Name of each suspect layer and the reason, as text, in the order of the layers; those by routing last.
     """
     suspects = []
     added = _added_distances([layer.distance for layer in layers])
@@ -179,11 +180,16 @@ def _added_distances(distances: Sequence[float]) -> list[float]:
 
 
 def suspects_by_config(source: Mapping[str, object], output: Mapping[str, object]) -> list[Suspect]:
-    """Find settings that differ.
+    """Find settings of config.json that differ.
 
     Args:
-        source: the source's settings that change what a model computes, flat.
-        output: the output's.
+        source: the source's settings that change what a model computes, by dotted key:
+            {"rope_parameters.rope_theta": 10000.0, ..}.
+        output: the output's settings, by dotted key.
+
+    Returns:
+        A suspect for each key that differs, in the order of the keys: `layer` is "config.json", `why` names the key and
+        both values.
     """
     names = sorted(name for name in {*source, *output} if source.get(name) != output.get(name))
     return [

@@ -74,13 +74,14 @@ def compare_weights(
     Args:
         name: name of the module.
         source: the source's weight [out, in], any floating dtype; any shape if `fmt` is None.
-        output: the output's decoded weight, of the same shape.
+        output: the output's decoded weight, of the same shape, any floating dtype.
         fmt: format in which the output stores it; None if it is not quantized.
         transposed: whether both are stored as [in, out].
         between: called after each piece of a weight, to free the pages of mapped files.
 
     Returns:
-        The relative error, the rounding error of the format, and the shares of bad groups and wrong scales.
+        The relative error ||output - source|| / ||source||, the rounding error of the format, and the shares (of 1) of
+        scale groups with a large error or a wrong scale.
     """
     if _equal(source, output, between):
         return WeightChange(name, fmt is not None, 0.0, 0.0, 0.0)

@@ -45,6 +45,9 @@ def require_place(path: Path, title: str, elsewhere: str = "give another place")
 def make_directory(path: Path) -> None:
     """Make a directory and its missing parents.
 
+    Args:
+        path: the directory, which may exist already.
+
     Raises:
         OSError: it cannot be made.
     """
@@ -57,7 +60,7 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
     """Write a file whole or not at all. Its directory is made if it is missing.
 
     Args:
-        path: the file.
+        path: the file; an existing one is replaced.
         parts: its contents, written one after the other.
 
     Raises:

@@ -44,7 +44,14 @@ _NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
 
 
 def card_of(checkpoint: Checkpoint) -> str:
-    """Return the text of a directory's README.md; "" if it is missing, empty, or too large."""
+    """Return the text of README.md in a checkpoint's directory, its model card, YAML metadata included.
+
+    Args:
+        checkpoint: the opened checkpoint.
+
+    Returns:
+        The text; "" if the file is missing, empty, or too large.
+    """
     if not 0 < checkpoint.files.get(CARD_FILE, 0) <= MAX_SMALL or not (checkpoint.root / CARD_FILE).is_file():
         return ""
     with readable():
@@ -52,7 +59,15 @@ def card_of(checkpoint: Checkpoint) -> str:
 
 
 def source_of(card: str) -> str | None:
-    """Return the line "| source | .." of a quantized output's card; None if openquant did not write the card."""
+    """Return the table row of a model card that names the model which openquant quantized.
+
+    Args:
+        card: the text of README.md.
+
+    Returns:
+        A line such as "| source | [org/name](https://..) |"; None if openquant did not write the card, or did not
+        quantize the model.
+    """
     section = SECTION.search(card)
     if section is None or section.group(1) == "BF16":
         return None
@@ -60,28 +75,44 @@ def source_of(card: str) -> str | None:
 
 
 def is_smoothed(card: str) -> bool:
-    """Return whether a card that openquant wrote says that weights were smoothed (SmoothQuant, AWQ)."""
+    """Return whether a model card says that openquant smoothed weights (SmoothQuant, AWQ); False if others wrote it.
+
+    Args:
+        card: the text of README.md.
+    """
     section = SECTION.search(card)
     return section is not None and any(line.startswith("| folded |") for line in section.group().splitlines())
 
 
 def has_weighted_search(card: str) -> bool:
-    """Return whether a card that openquant wrote says that the search for scales weighted errors by inputs."""
+    """Return whether a model card says that openquant's search for scales weighted weight errors by the layers' inputs.
+
+    Args:
+        card: the text of README.md. False if openquant did not write it.
+    """
     section = SECTION.search(card)
     return section is not None and any(line.startswith("| scales |") for line in section.group().splitlines())
 
 
 def is_rounded_by_gptq(card: str) -> bool:
-    """Return whether a card that openquant wrote says that GPTQ rounded the weights."""
+    """Return whether a model card says that openquant rounded the weights with GPTQ; False if others wrote it.
+
+    Args:
+        card: the text of README.md.
+    """
     section = SECTION.search(card)
     return section is not None and f"\n| rounded by | {ROUNDED_BY_GPTQ}, " in section.group()
 
 
 def split_card(card: str) -> tuple[str, dict[str, Any], str]:
-    """Split a card into metadata and text. Metadata that is not a simple YAML mapping counts as text.
+    """Split a model card into metadata and text. Metadata that is not a simple YAML mapping counts as text.
+
+    Args:
+        card: the text of README.md.
 
     Returns:
-        The YAML text of the metadata without the keys of REPLACED; all metadata, with scalars as strings; and the text.
+        The YAML text of the metadata without the keys of REPLACED, without the "---" lines; all metadata by key, with
+        scalars as strings; and the text after the metadata.
     """
     front_matter = _FRONT_MATTER.match(card)
     if not front_matter:
@@ -171,7 +202,11 @@ def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
 
 
 def shell_word(path: str) -> str:
-    """Return a path as it is typed in a shell: quoted if necessary, on one line, and never read as an option."""
+    """Return a path as it is typed in a shell: quoted if necessary, on one line, and never read as an option.
+
+    Args:
+        path: path, repository or other argument of a command.
+    """
     word = f"./{path}" if path.startswith("-") else path
     if word.isprintable():
         return shlex.quote(word)
@@ -189,9 +224,12 @@ def published_card(card: str, repo: str, revision: str | None) -> str:
     """Return the card of an output as it is published: its commands serve the repository instead of the directory.
 
     Args:
-        card: the README.md of the output directory.
+        card: the text of README.md in the output directory.
         repo: the repository, such as "org/name".
         revision: revision of a pull request, such as "refs/pr/1"; None for main.
+
+    Returns:
+        The text of README.md for the repository.
     """
     section = SECTION.search(card)
     block = section and _BLOCK.search(card, section.start())
@@ -213,6 +251,13 @@ def serve_argument(output: str, revision: str | None) -> str:
 
 
 def base_models(card: str) -> list[str]:
-    """Return the repositories that a card names as its base models."""
+    """Return the repositories that a card names as its base models.
+
+    Args:
+        card: the text of README.md.
+
+    Returns:
+        The `base_model` of its metadata: ["org/name"]; empty if it has none.
+    """
     named = split_card(card)[1].get("base_model", [])
     return [named] if isinstance(named, str) else [name for name in named if isinstance(name, str)]

@@ -74,8 +74,11 @@ def open_checkpoint(
 
     Args:
         root: the directory.
-        remote: its shards that are not in the directory, by name.
+        remote: its shards that are not in the directory, by file name; each can be read at offsets.
         absent: size in bytes of its other files that are not in the directory, by path relative to root.
+
+    Returns:
+        Its config, its files, and name, dtype, shape and offset of each tensor. No tensor is read.
 
     Raises:
         SourceError: something is missing, damaged or contradictory, or it is no safetensors checkpoint.
@@ -86,7 +89,7 @@ def open_checkpoint(
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Turn an OSError about the source into a SourceError that names the file."""
+    """Turn an OSError that is raised in the `with` block into a SourceError that names the file."""
     try:
         yield
     except OSError as error:
@@ -176,6 +179,9 @@ def read_json(path: Path, what: str) -> Any:
         path: the file.
         what: its name in messages.
 
+    Returns:
+        The parsed value: dict, list, str, int, float, bool or None.
+
     Raises:
         SourceError: it is missing, not a regular file, too large, or not JSON.
     """
@@ -189,6 +195,12 @@ def read_json(path: Path, what: str) -> Any:
 
 def read_config(root: Path) -> dict[str, Any]:
     """Read the config.json of a checkpoint.
+
+    Args:
+        root: the checkpoint's directory.
+
+    Returns:
+        The parsed JSON object.
 
     Raises:
         SourceError: it is missing, or not a JSON object.
@@ -264,7 +276,7 @@ def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
 
     Args:
         place: the directory or repository, for the message.
-        names: names of its files.
+        names: paths of its files, relative to it.
 
     Raises:
         SourceError: it has an adapter, or pickled or GGUF weights, and no safetensors.
@@ -289,7 +301,7 @@ def refuse_without_weights(place: Path | str, names: Collection[str]) -> NoRetur
 
     Args:
         place: the directory or repository, for the message.
-        names: names of its files.
+        names: paths of its files, relative to it.
 
     Raises:
         SourceError: always.

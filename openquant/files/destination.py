@@ -169,6 +169,9 @@ class Destination:
 def require_all(destinations: Sequence[Destination]) -> None:
     """Refuse paths that must not, or cannot, be written, and two paths of the same file.
 
+    Args:
+        destinations: the files that a command will write, each with its kind and the paths that it must not replace.
+
     Raises:
         UsageError: a path is refused.
     """

@@ -87,6 +87,12 @@ SCHEMA: dict[str, Any] = {
 def read_evaluation(directory: Path) -> dict[str, Any]:
     """Read the eval.json of a directory.
 
+    Args:
+        directory: the directory of a model.
+
+    Returns:
+        The parsed JSON object, which has all keys of SCHEMA; `types.OutputEvaluation` has their types.
+
     Raises:
         SourceError: it is damaged, too large, or not an evaluation.
         OSError: it is missing. Callers convert it with `readable()`.
@@ -96,10 +102,16 @@ def read_evaluation(directory: Path) -> dict[str, Any]:
 
 
 def check_evaluation(value: Any) -> dict[str, Any]:
-    """Return a JSON value if it is an evaluation as `openquant eval` writes it.
+    """Check a parsed eval.json against SCHEMA, the keys and types that `openquant eval` writes.
+
+    Args:
+        value: the parsed JSON.
+
+    Returns:
+        `value` itself.
 
     Raises:
-        SourceError: it is not; the message names the key.
+        SourceError: it is no evaluation; the message names the key.
     """
     _check(value, SCHEMA, "")
     _check_histogram(value["kl_histogram"])
@@ -176,7 +188,14 @@ EVALUATION = FileKind("an evaluation", _is_evaluation, EVAL_FILE)
 
 
 def evaluation_digest(evaluation: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of an evaluation's values, hexadecimal, by which its page and picture refer to it."""
+    """Return the digest of an evaluation, by which its HTML page and its picture refer to it.
+
+    Args:
+        evaluation: the content of an eval.json.
+
+    Returns:
+        SHA-256 of the content as JSON with sorted keys, hexadecimal.
+    """
     return hashlib.sha256(json.dumps(evaluation, sort_keys=True).encode()).hexdigest()
 
 
@@ -193,7 +212,13 @@ class FoundEvaluation(NamedTuple):
 
 
 def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:
-    """Return the evaluation in a model's directory; None if there is none.
+    """Find the evaluation in a model's directory.
+
+    Args:
+        checkpoint: the opened directory.
+
+    Returns:
+        The content of its eval.json, and the names of the files that belong to it; None if there is no eval.json.
 
     Raises:
         SourceError: it is damaged, a link, or of another model or an earlier version of this one.

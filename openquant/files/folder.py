@@ -20,7 +20,11 @@ _MAX_PART, _MAX_NAME = 255, 4095
 
 
 def is_plain(name: object) -> bool:
-    """Return whether a value is a possible path of a file in a directory: "assets/a.txt", not "../a" or "/a"."""
+    """Return whether a value can be the path of a file inside a directory: "assets/a.txt", not "../a" or "/a".
+
+    Args:
+        name: any value, as JSON may have it; False for all but text.
+    """
     if not isinstance(name, str):
         return False
     try:

@@ -63,7 +63,14 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
 
 
 def read_journal(directory: Path) -> dict[str, Any] | None:
-    """Read the journal of an output directory; None if there is none.
+    """Read the journal of an output directory, `.openquant.json`, which says what the run has written.
+
+    Args:
+        directory: the output directory.
+
+    Returns:
+        The parsed journal: "digest" (of the plan), "done" (whether the run is finished), "files" (names of the files
+        that the run wrote), and more; None if there is none.
 
     Raises:
         OutputError: the directory or its journal cannot be read, or it is not a journal.
@@ -75,7 +82,14 @@ def read_journal(directory: Path) -> dict[str, Any] | None:
 
 
 def journal_in(folder: Folder) -> dict[str, Any] | None:
-    """Read the journal in an open directory; None if there is none.
+    """Read the journal in an open directory, `.openquant.json`, which says what the run has written.
+
+    Args:
+        folder: the open output directory.
+
+    Returns:
+        The parsed journal: "digest" (of the plan), "done" (whether the run is finished), "files" (names of the files
+        that the run wrote), and more; None if there is none.
 
     Raises:
         OutputError: it cannot be read, or is not a journal.
@@ -105,7 +119,13 @@ def journal_in(folder: Folder) -> dict[str, Any] | None:
 
 
 def finished_files(directory: Path) -> tuple[str, set[str]]:
-    """Return the plan's digest and the file names of a finished output.
+    """Read from the journal of a finished output which files the run wrote.
+
+    Args:
+        directory: the output directory.
+
+    Returns:
+        The plan's digest, hexadecimal, and the paths of all files that the run wrote, relative to the directory.
 
     Raises:
         OutputError: the directory was not made by openquant, is not finished, or a file is missing or a link.
@@ -145,21 +165,32 @@ def _is_ours(name: object) -> bool:
 
 
 def short_name(name: str) -> str:
-    """Return 24 hexadecimal digits for a file's name in WORK, where its own name with a suffix may be too long."""
+    """Return the name of a file while it is unfinished in WORK, where its own name with a suffix may be too long.
+
+    Args:
+        name: path of the file, relative to the output directory.
+
+    Returns:
+        24 hexadecimal digits.
+    """
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:24]
 
 
 def is_work(name: str) -> bool:
-    """Return whether a name is WORK, the directory of unfinished files, or lies in it."""
+    """Return whether a path is WORK, the directory of unfinished files in an output directory, or lies in it.
+
+    Args:
+        name: path relative to the output directory.
+    """
     return name == WORK or name.startswith(f"{WORK}/")
 
 
 def is_sound_work(name: str, mode: int) -> bool:
-    """Return whether runs put such a file or directory into WORK.
+    """Return whether a run can have put such a file or directory into WORK, the directory of unfinished files.
 
     Args:
-        name: WORK, or a name in it, relative to the output directory.
-        mode: `st_mode` of its status.
+        name: WORK, or a path in it, relative to the output directory.
+        mode: `st_mode` of its `os.stat_result`.
     """
     _, *inner = name.split("/")
     if not inner:
@@ -179,7 +210,14 @@ def _is_early(name: str, mode: int) -> bool:
 
 
 def foreign_files(folder: Folder) -> Iterator[str]:
-    """Yield the files of a directory without a journal, except those of a run that died before it wrote the journal."""
+    """Yield the files of a directory without a journal, except those of a run that died before it wrote the journal.
+
+    Args:
+        folder: the open directory.
+
+    Yields:
+        Paths relative to the directory.
+    """
     for name, status in folder.walk():
         if not stat.S_ISDIR(status.st_mode) and not _is_early(name, status.st_mode):
             yield name

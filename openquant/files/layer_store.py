@@ -203,5 +203,9 @@ class LayerStore:
 
 
 def damaged_file(path: Path) -> SourceError:
-    """Return the error for a file that is not as it was written."""
+    """Return the error for a file of stored layers that is not as it was written. The caller raises it.
+
+    Args:
+        path: the file.
+    """
     return SourceError(f"{path} is damaged", "remove it: its layers are quantized again")

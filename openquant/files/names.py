@@ -32,11 +32,14 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def left_out_part(name: str) -> str | None:
-    """Return the part of a file's path for which it is no part of the model, such as "original/" for
-    "original/params.json": the file itself or a directory. None if it belongs to the model.
+    """Return the part of a file's path for which it is no part of the model, such as a hidden directory.
 
     Args:
         name: path relative to the model's directory.
+
+    Returns:
+        The file's path itself, or that of a directory with a slash: "original/" for "original/params.json". None if the
+        file belongs to the model.
     """
     parts = name.split("/")
     for depth, directory in enumerate(parts[:-1], 1):

@@ -137,6 +137,9 @@ class OutputDirectory:
 def refuse_root(output: Path) -> None:
     """Refuse an output that is the root of the file system.
 
+    Args:
+        output: the output directory, which may be missing.
+
     Raises:
         OutputError: it is.
     """
@@ -148,6 +151,10 @@ def refuse_root(output: Path) -> None:
 
 def refuse_overlap(source: Path, output: Path) -> None:
     """Refuse an output directory that is the source's, lies in it, or contains it.
+
+    Args:
+        source: directory of the source.
+        output: the output directory, which may be missing.
 
     Raises:
         OutputError: it is refused.

@@ -39,6 +39,9 @@ def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = T
         hint: hint of the error.
         links: whether a link to a regular file is allowed.
 
+    Returns:
+        The open binary file, which the caller closes.
+
     Raises:
         SourceError: it is not a regular file.
         OSError: it is missing or cannot be read. Callers convert it with `readable()` or `explained()`.
@@ -93,6 +96,9 @@ def parse_json(data: bytes, what: str) -> Any:
         data: the text.
         what: name of the file in messages.
 
+    Returns:
+        The parsed value: dict, list, str, int, float, bool or None.
+
     Raises:
         SourceError: it is not JSON, nested deeper than MAX_DEPTH, or has more than about MAX_VALUES values.
     """
@@ -115,7 +121,11 @@ def _contents(value: Any) -> Any:
 
 
 def short_repr(value: object) -> str:
-    """Return the repr of a value, shortened for a message."""
+    """Return the repr of a value, shortened for a message.
+
+    Args:
+        value: any value, such as one from a JSON file.
+    """
     if not isinstance(value, str):
         return reprlib.repr(value)
     return repr(value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}...")

@@ -15,7 +15,11 @@ from .journal import output_errors
 
 
 def existing_parent(path: Path) -> Path:
-    """Return a directory itself if it exists, else its nearest parent that does."""
+    """Return a directory itself if it exists, else its nearest parent that does.
+
+    Args:
+        path: the directory, absolute or relative to the working directory.
+    """
     absolute = Path(os.path.realpath(path))
     return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
 
@@ -24,7 +28,8 @@ def require_space(needs: Sequence[tuple[Path, int]], freed: int = 0) -> None:
     """Refuse to begin a run whose files do not fit on their disks.
 
     Args:
-        needs: directories, which may be missing, and bytes that will be written there; added up for each file system.
+        needs: directories, which may be missing, each with the bytes that will be written there; added up for each file
+            system.
         freed: bytes that are removed from each file system first.
 
     Raises:

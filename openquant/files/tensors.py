@@ -74,7 +74,7 @@ class Location(NamedTuple):
 
 
 def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:
-    """Parse and check a safetensors header.
+    """Parse and check the header of a safetensors file.
 
     Args:
         read: `read(offset, length)` returns that range of the file; fewer bytes only at the end of the file.
@@ -82,8 +82,8 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
         name: the file's name, for messages.
 
     Returns:
-        The header's SHA-256, and every tensor with the offset of its first byte from the start of the file, in file
-        order.
+        The SHA-256 of the header's JSON, hexadecimal; and name, dtype and shape of every tensor with the offset of its
+        first byte from the start of the file, in file order.
 
     Raises:
         SourceError: the file is not a complete, consistent safetensors file.
@@ -208,11 +208,11 @@ def make_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = 
     """Make the bytes of a safetensors file before its first tensor.
 
     Args:
-        tensors: the tensors in file order.
+        tensors: name, dtype and shape of each tensor, in file order.
         metadata: `__metadata__` of the file; {"format": "pt"} if None.
 
     Returns:
-        The bytes, padded to a multiple of 8 as the format requires, and their number.
+        The bytes, padded to a multiple of 8 as the format requires, and their number: the offset of the first tensor.
     """
     entries: dict[str, Any] = {"__metadata__": metadata or {"format": "pt"}}
     offset = 0

@@ -61,7 +61,11 @@ class PushError(OutputError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the cause of an exception of huggingface_hub that only says that something failed; else the exception."""
+    """Return the cause of an exception of huggingface_hub that only says that something failed; else the exception.
+
+    Args:
+        error: an exception that the client raised.
+    """
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     # A failed metadata request is raised as LocalEntryNotFoundError, a failed upload as RuntimeError.
@@ -71,7 +75,11 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of the server's response; None if there was no response."""
+    """Return the HTTP status of the server's response, such as 404; None if there was no response.
+
+    Args:
+        error: an exception that huggingface_hub raised.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     cause = root_cause(error)
@@ -79,7 +87,11 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry may help: no connection, a timeout, or status 408, 429 or 5xx."""
+    """Return whether a retry may help: no connection, a timeout, or status 408, 429 or 5xx.
+
+    Args:
+        error: an exception that huggingface_hub raised.
+    """
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     error = root_cause(error)
@@ -95,21 +107,33 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_offline(error: BaseException) -> bool:
-    """Return whether an error means that the Hub cannot be reached, or that HF_HUB_OFFLINE is set."""
+    """Return whether an error means that the Hub cannot be reached, or that HF_HUB_OFFLINE is set.
+
+    Args:
+        error: an exception that huggingface_hub or its HTTP library raised; its cause is not looked at.
+    """
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     return isinstance(error, OfflineModeIsEnabled) or type(error).__module__.startswith("httpx")
 
 
 def without_queries(text: str) -> str:
-    """Return a text without the queries of its URLs, which may contain signatures."""
+    """Return a text without the queries ("?..") of its URLs, which may contain signatures.
+
+    Args:
+        text: any text, such as an error's message.
+    """
     return _QUERY.sub(r"\1", text)
 
 
 def error_reason(error: BaseException) -> str:
     """Return an error's reason in one line, without the queries of URLs.
 
-    For an HTTP error that is the status, the path of the request, and the server's reason.
+    Args:
+        error: an exception that huggingface_hub raised.
+
+    Returns:
+        For an HTTP error the status, the path of the request, and the server's reason; else the error's message.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -138,7 +162,12 @@ def _from_xml(match: re.Match[str]) -> str:
 
 
 def advice(error: BaseException, otherwise: str) -> str:
-    """Return the hint for an error, chosen by the words of the server's reason; `otherwise` if none matches."""
+    """Return the hint for an error, chosen by the words of the server's reason.
+
+    Args:
+        error: an exception that huggingface_hub raised.
+        otherwise: the hint if no words match.
+    """
     # The client's own message mentions permissions whatever the reason is.
     words = str(error) if status_of(error) is None else _server_reason(error)
     return next((hint for pattern, hint in _ADVICE if pattern.search(words)), otherwise)
@@ -146,10 +175,10 @@ def advice(error: BaseException, otherwise: str) -> str:
 
 @contextmanager
 def source_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Raise exceptions of huggingface_hub about a source as SourceError with a hint.
+    """Raise exceptions of huggingface_hub in the `with` block as SourceError with a hint.
 
     Args:
-        repo: the source's repository.
+        repo: the source's repository, such as "org/name", for messages.
         revision: the branch, tag or commit; None for the default branch.
 
     Raises:
@@ -218,7 +247,10 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
 
 @contextmanager
 def push_errors(repo: str) -> Iterator[None]:
-    """Raise exceptions of huggingface_hub about the repository of a push as PushError with a hint.
+    """Raise exceptions of huggingface_hub in the `with` block as PushError with a hint.
+
+    Args:
+        repo: the repository to push to, such as "org/name", for messages.
 
     Raises:
         PushError: the push failed.

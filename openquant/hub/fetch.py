@@ -70,6 +70,9 @@ def memory_needed(source: Source, stream: bool) -> int:
     Args:
         source: the source.
         stream: whether its shards are streamed, not kept in the Hub's cache.
+
+    Returns:
+        Bytes; 0 for a local source.
     """
     if stream and source.remote:
         return STREAM_MEMORY
@@ -78,11 +81,15 @@ def memory_needed(source: Source, stream: bool) -> int:
 
 
 def scratch_bytes(source: Source, needs: Mapping[str, Iterable[str]]) -> int:
-    """Return the most bytes of disk space that the shards of a source need when they are streamed.
+    """Return the most bytes of disk space that the shards of a source need at a time when they are streamed.
 
     Args:
         source: the source.
-        needs: for each output shard, in order, the source shards that it is made from.
+        needs: file names of the source shards that each step needs, by the name of the step, in order. When converting,
+            a step is an output shard.
+
+    Returns:
+        Bytes; 0 for a local source.
     """
     first: dict[str, int] = {}
     last: dict[str, int] = {}

@@ -25,7 +25,7 @@ OTHER_REPOSITORY_HINT = (
 
 
 def user_name(repo: str) -> str:
-    """Return the name of the logged-in user.
+    """Return the name of the user who is logged in to the Hub.
 
     Args:
         repo: the repository to push to, for the error message.
@@ -43,7 +43,14 @@ def user_name(repo: str) -> str:
 
 
 def find_repository(name: str) -> ModelInfo | None:
-    """Return the Hub's information on a repository, also under a former name; None if the user cannot see any."""
+    """Return the Hub's information on a repository.
+
+    Args:
+        name: "org/name"; it may be a former name.
+
+    Returns:
+        huggingface_hub's ModelInfo; None if there is no such repository or the user cannot see it.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -63,7 +70,7 @@ def make_repository(name: str, private: bool) -> str:
         private: whether it is private; if not, the organization's default applies.
 
     Returns:
-        The name that the Hub gives it.
+        The name that the Hub gives it: "org/name".
     """
     from huggingface_hub import HfApi
 
@@ -71,7 +78,15 @@ def make_repository(name: str, private: bool) -> str:
 
 
 def require_permission(repo: str, write: bool) -> None:
-    """Check that the user may read a repository, or write to it. Raises the client's own exception if not."""
+    """Check that the user may read a repository, or write to it.
+
+    Args:
+        repo: the repository, such as "org/name".
+        write: whether the user must be allowed to write to it, not only to read it.
+
+    Raises:
+        HfHubHTTPError: the user may not, or the Hub cannot be reached; as huggingface_hub raises it.
+    """
     from huggingface_hub import HfApi
 
     with_retries(lambda: HfApi().auth_check(repo, write=write))
@@ -107,8 +122,8 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
     """Refuse a repository in which weight files of another model would stay beside the pushed shards.
 
     Args:
-        repository: the repository to push to.
-        shards: names of the shards to push.
+        repository: the Hub's information on the repository to push to.
+        shards: file names of the shards to push.
 
     Raises:
         PushError: such files exist.
@@ -129,8 +144,8 @@ def refuse_source(repository: ModelInfo, names: Iterable[str], downloaded: str |
     """Refuse a repository that is the source of the model.
 
     Args:
-        repository: the repository to push to.
-        names: the model's base models, as its card lists them.
+        repository: the Hub's information on the repository to push to.
+        names: the model's base models as its card lists them, such as "org/name".
         downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
 
     Raises:
@@ -173,9 +188,9 @@ def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Ca
     """Refuse a repository in which the push would replace an unquantized model.
 
     Args:
-        repository: the repository to push to.
-        shards: names of the shards to push.
-        is_ours: returns whether the shard of a name and digest is the one to push.
+        repository: the Hub's information on the repository to push to.
+        shards: file names of the shards to push.
+        is_ours: given file name and digest of a shard in the repository, returns whether it is the shard to push.
 
     Raises:
         PushError: the repository holds unquantized weights under these names.

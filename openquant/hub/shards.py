@@ -29,10 +29,10 @@ def supply_shards(
     more: int = 0,
     times: int = 1,
 ) -> Iterator[list[ShardSupply]]:
-    """Start supplies for the shards of sources.
+    """Start supplies, which download shards of sources ahead of the steps that read them.
 
     Args:
-        sources: each source with the shards that its steps need.
+        sources: each source with file names of the shards that its steps need, by the name of the step, in order.
         stream: whether to keep downloaded shards below `scratch` until their last use, not in the Hub's cache.
         scratch: the directory in which to make a temporary directory; None for the working directory. The temporary
             directory is removed at the end, even if the process is killed.

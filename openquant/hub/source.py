@@ -164,6 +164,9 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
 
     Args:
         model: a directory, "org/name" or "org/name@revision".
+
+    Returns:
+        The directory, which may be missing.
     """
     path = Path(model)
     with readable():
@@ -181,6 +184,9 @@ def find_source(model: str, revision: str | None = None) -> Source:
     Args:
         model: a directory, "org/name" or "org/name@revision".
         revision: branch, tag or commit of a repository; None for the default branch.
+
+    Returns:
+        Where the files lie: `root` is the directory, `remote` has the shards that are on the Hub only.
 
     Raises:
         SourceError: there is no such directory or repository, or it cannot be downloaded.
@@ -381,7 +387,11 @@ class HubFile:
 
 
 def is_expired_address(error: HfHubHTTPError) -> bool:
-    """Return whether an error means that a signed address has expired: another server than the Hub refused it."""
+    """Return whether an error means that a signed address has expired: another server than the Hub refused it.
+
+    Args:
+        error: an HTTP error of huggingface_hub, with its response.
+    """
     from huggingface_hub import constants
 
     response = error.response
@@ -428,9 +438,15 @@ def with_retries(
 
 
 def interruptible(call: Callable[[], Result]) -> Result:
-    """Call a function in a thread, so that Ctrl-C does not wait for it, and return its result.
+    """Call a function in a thread, so that Ctrl-C does not wait for it.
 
     huggingface_hub downloads and uploads files in a thread pool, which waits for all its threads.
+
+    Args:
+        call: the function, without arguments.
+
+    Returns:
+        What the function returns. What it raises is raised.
     """
     future = in_thread(call)
     while not concurrent.futures.wait([future], 0.2).done:
@@ -440,7 +456,10 @@ def interruptible(call: Callable[[], Result]) -> Result:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Turn huggingface_hub's progress bars off, unless HF_HUB_DISABLE_PROGRESS_BARS is set, and queries in its log."""
+    """In the `with` block, turn off huggingface_hub's progress bars and remove queries of URLs from its log.
+
+    The bars stay if HF_HUB_DISABLE_PROGRESS_BARS is set to any value.
+    """
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import disable_progress_bars
 

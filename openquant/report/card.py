@@ -33,10 +33,10 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     """Write the model card of an output.
 
     Args:
-        base: the source's README.md; None if it has none.
+        base: text of the source's README.md; None if it has none.
         plan: the plan that made the output.
         name: the source's name.
-        repo: the source's Hub repository; None if unknown.
+        repo: the source's Hub repository, such as "org/name"; None if unknown.
         revision: the source's commit on the Hub; None if unknown.
         directory: name of the output directory, for the commands.
 
@@ -140,7 +140,8 @@ def difference_text(text: Mapping[str, Any]) -> str:
     """Say where both answers begin to differ: "they differ from token 13 on".
 
     Args:
-        text: one of eval.json's `texts`.
+        text: one of eval.json's `texts`. `differs_at` is the index of the first token that differs, None if all are
+            equal; with `text`, the tokens are predictions along that text instead of answers.
     """
     at = text["differs_at"]
     if "text" in text:
@@ -150,7 +151,12 @@ def difference_text(text: Mapping[str, Any]) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return the first `most` characters of a text, with three dots if there are more."""
+    """Return the first characters of a text, with three dots if there are more.
+
+    Args:
+        text: any text.
+        most: number of characters to keep, without the dots.
+    """
     return text if len(text) <= most else f"{text[:most]}..."
 
 
@@ -172,7 +178,11 @@ def _interval(interval: Sequence[float] | None, format_spec: str = ".3g") -> str
 
 
 def gigabytes(nbytes: int) -> str:
-    """Format a number of bytes: "1.24 GB", "8.4 MB"."""
+    """Format a number of bytes with three digits: "1.24 GB", "8.4 MB".
+
+    Args:
+        nbytes: the number of bytes; units are powers of 1000.
+    """
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
@@ -180,7 +190,14 @@ def gigabytes(nbytes: int) -> str:
 
 
 def unquantized_lines(plan: Plan) -> list[str]:
-    """List the matrices that stay unquantized, a line for each reason: "lm_head (output head)"."""
+    """List the matrices that stay unquantized, a line for each reason: "lm_head (output head)".
+
+    Args:
+        plan: the plan that makes the output.
+
+    Returns:
+        One line for each reason, with the tensors' names; those of equal layers as one name with ranges.
+    """
     reasons: dict[str, list[str]] = {}
     for line in plan.lines:
         if not line.quantized and len(line.shape) >= 2:
@@ -189,7 +206,14 @@ def unquantized_lines(plan: Plan) -> list[str]:
 
 
 def engines_that_read(plan: Plan) -> str:
-    """Say which engines load an output, and whether transformers loads it too, as one sentence or two."""
+    """Say which engines load an output, and whether transformers loads it too.
+
+    Args:
+        plan: the plan that makes the output.
+
+    Returns:
+        One sentence or two, in plain text.
+    """
     engines = f"This output is for {' and '.join(summary.engines(plan))}"
     unread = sglang_refusal(plan.entry, plan.decisions)
     if unread is not None:
@@ -214,6 +238,9 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         plan: the plan that made the output.
         output: the output's directory or Hub repository.
         revision: revision of the repository; None for main.
+
+    Returns:
+        A line for a shell for each engine that loads the output, such as "vllm serve Qwen3-8B-FP8".
     """
     flags = {"vLLM": f" {FLAG}"} if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8" else {}
     return [
@@ -223,7 +250,11 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
 
 
 def kv_cache_text(plan: Plan) -> str:
-    """Describe the scales of an FP8 KV cache: "one scale for keys and one for values in each of 28 layers"."""
+    """Describe the scales of an FP8 KV cache: "one scale for keys and one for values in each of 28 layers".
+
+    Args:
+        plan: the plan of an output that has such scales.
+    """
     return f"one scale for keys and one for values in each of {summary.cache_layers(plan)} layers"
 
 

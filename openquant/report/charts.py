@@ -62,7 +62,10 @@ def _chart(draw: Draw, size: tuple[float, float] = _SIZE) -> str:
 
 @contextmanager
 def quiet_fonts() -> Iterator[None]:
-    """Suppress matplotlib's warnings of missing glyphs (a browser has other fonts) and of axes without extent."""
+    """In the `with` block, suppress matplotlib's warnings of missing glyphs and of axes without extent.
+
+    A browser has other fonts.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
@@ -75,13 +78,19 @@ def distribution(evaluation: Mapping[str, Any]) -> str:
         evaluation: the content of an eval.json.
 
     Returns:
-        An SVG element.
+        An SVG element, "<svg ..>..</svg>".
     """
     return _chart(lambda axes: draw_distribution(axes, evaluation["kl_histogram"]))
 
 
 def draw_distribution(axes: Axes, histogram: Mapping[str, Any]) -> None:
-    """Draw eval.json's `kl_histogram` into axes."""
+    """Draw the histograms of the positions' KL, of the output and of the noise floor, into axes.
+
+    Args:
+        axes: matplotlib's axes.
+        histogram: `kl_histogram` of an eval.json: `edges` of the bins in nats, and for `output` and `floor` the share
+            of positions (of 1) in each bin.
+    """
     edges = histogram["edges"]
     shares = [[100 * share for share in histogram[name]] for name in ("floor", "output")]
     axes.stairs(shares[0], edges, facecolor=f"{FLOOR}66", edgecolor=FLOOR, fill=True, hatch="///", label=NOISE)
@@ -110,7 +119,14 @@ def _no_label(value: float, _: float) -> str:
 
 
 def by_confidence(evaluation: Mapping[str, Any]) -> str:
-    """Draw the mean KL by the source's largest probability, from an eval.json, as an SVG element."""
+    """Draw the mean KL by the source's largest probability.
+
+    Args:
+        evaluation: the content of an eval.json.
+
+    Returns:
+        An SVG element, "<svg ..>..</svg>".
+    """
     bins = [entry for entry in evaluation["kl_by_confidence"] if entry["kl"] is not None]
 
     def draw(axes: Axes) -> None:
@@ -126,7 +142,14 @@ def by_confidence(evaluation: Mapping[str, Any]) -> str:
 
 
 def by_domain(evaluation: Mapping[str, Any]) -> str:
-    """Draw the mean KL of each domain with its interval, from an eval.json, as an SVG element."""
+    """Draw the mean KL of each domain (a file or dataset subset) with its interval.
+
+    Args:
+        evaluation: the content of an eval.json.
+
+    Returns:
+        An SVG element, "<svg ..>..</svg>".
+    """
     domains = evaluation["kl_by_domain"][:20]
 
     def draw(axes: Axes) -> None:
@@ -146,7 +169,14 @@ def by_domain(evaluation: Mapping[str, Any]) -> str:
 
 
 def by_position(evaluation: Mapping[str, Any]) -> str:
-    """Draw the mean KL by position in the text, from an eval.json, as an SVG element."""
+    """Draw the mean KL by position in the text.
+
+    Args:
+        evaluation: the content of an eval.json.
+
+    Returns:
+        An SVG element, "<svg ..>..</svg>".
+    """
     bins = [entry for entry in evaluation["kl_by_position"] if entry["kl"] is not None]
 
     def draw(axes: Axes) -> None:
@@ -162,7 +192,14 @@ def by_position(evaluation: Mapping[str, Any]) -> str:
 
 
 def by_depth(evaluation: Mapping[str, Any]) -> str:
-    """Draw the distance of hidden states and the share of tokens routed otherwise by layer, as an SVG element."""
+    """Draw, by decoder layer, the distance of hidden states and the share of tokens that are routed to other experts.
+
+    Args:
+        evaluation: the content of an eval.json.
+
+    Returns:
+        An SVG element, "<svg ..>..</svg>".
+    """
     layers = evaluation["layers"]
 
     def draw(axes: Axes) -> None:
@@ -196,7 +233,7 @@ def shades(values: Sequence[float | None]) -> list[tuple[str, str] | None]:
     """Choose colours for the cells of a heat map, on one logarithmic scale.
 
     Args:
-        values: the values of all cells.
+        values: the values of all cells, such as relative errors; None for an empty cell.
 
     Returns:
         For each value the colours of the cell and of its text, such as ("#00204c", "#ffffff"); None for None and zero.
@@ -219,6 +256,11 @@ def shades(values: Sequence[float | None]) -> list[tuple[str, str] | None]:
 
 
 def chart_name(text: str, most: int = _NAME_LENGTH) -> str:
-    """Return a name escaped, on one line, and cut to at most `most` characters."""
+    """Return a name as a chart shows it: control characters escaped, on one line, and cut if it is long.
+
+    Args:
+        text: the name.
+        most: the most characters of the result, with three dots at the end if it is cut.
+    """
     text = terminal(text)
     return text if len(text) <= most else f"{text[: most - 3]}..."

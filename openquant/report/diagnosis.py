@@ -17,11 +17,14 @@ WORST = 10
 
 
 def diagnosis_text(diagnosis: Diagnosis, every: bool) -> str:
-    """Format a diagnosis: two tables of layers, flags, and suggestions.
+    """Format a diagnosis for a terminal: two tables of layers, flags, and suggestions.
 
     Args:
         diagnosis: the result of diagnose.
         every: whether to list every layer in the order of the checkpoint; else only the worst.
+
+    Returns:
+        The text, lines separated by newlines.
     """
     layers = diagnosis.layers if every else diagnosis.worst[:WORST]
     name = f"{diagnosis.model}@{diagnosis.revision}" if diagnosis.revision else diagnosis.model

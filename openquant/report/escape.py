@@ -31,6 +31,9 @@ def terminal(text: str, kept: str = "") -> str:
     Args:
         text: any text.
         kept: characters that are not escaped, such as a newline.
+
+    Returns:
+        The text, with Python's escapes in place of these characters.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -41,12 +44,26 @@ def terminal(text: str, kept: str = "") -> str:
 
 
 def join_lines(lines: Iterable[str]) -> str:
-    """Join lines into a text that is safe for a terminal. Newlines inside of a line, such as in a name, are escaped."""
+    """Join lines into a text that is safe for a terminal.
+
+    Args:
+        lines: lines without newlines at their ends; a newline inside of one, such as in a name, is escaped.
+
+    Returns:
+        The lines, separated by newlines, with whatever a terminal obeys or cannot show escaped.
+    """
     return "\n".join(map(terminal, lines))
 
 
 def markdown(text: str) -> str:
-    """Escape a text for one line of Markdown, in a paragraph or in a cell of a table; newlines become `<br>`."""
+    """Escape a text for one line of Markdown, in a paragraph or in a cell of a table.
+
+    Args:
+        text: any text, such as a model's answer.
+
+    Returns:
+        One line of Markdown that shows the text; newlines become `<br>`.
+    """
     return "<br>".join(map(_markdown_line, terminal(text, kept="\n\t").split("\n")))
 
 

@@ -13,11 +13,14 @@ SHOWN_PROMPTS, SHOWN_CHARACTERS = 2, 300
 
 
 def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str]) -> str:
-    """Format an evaluation: a table of all outputs, then each one's verdict with its reasons and answers.
+    """Format an evaluation for a terminal: a table of all outputs, then the verdict on each with reasons and answers.
 
     Args:
-        evaluation: what Evaluation.to_json returns.
+        evaluation: what `eval --json` prints: `source`, `floor`, and `outputs`, the eval.json of each output.
         notes: remarks for the user.
+
+    Returns:
+        The text, lines separated by newlines.
     """
     floor, outputs = evaluation["floor"], evaluation["outputs"]
     source = f"{terminal(evaluation['source']['name'])} (source)"

@@ -12,7 +12,14 @@ _AXES = {"out": "rows (column parallel)", "in": "columns (row parallel)"}
 
 
 def explanation_text(explanation: Explanation) -> str:
-    """Format an explanation: for each group of layers that are alike a heading and a line for each fact."""
+    """Format an explanation for a terminal.
+
+    Args:
+        explanation: the result of explain.
+
+    Returns:
+        The text: for each group of layers that are alike a heading and a line for each fact.
+    """
     return "\n\n".join(_paragraph(layer, explanation.architecture) for layer in explanation.layers)
 
 

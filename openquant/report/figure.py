@@ -20,7 +20,7 @@ def draw_picture(evaluation: Mapping[str, Any], title: str, identity: str) -> by
     Args:
         evaluation: the checked content of an eval.json.
         title: name of the output.
-        identity: digest of the evaluation, for the picture's metadata.
+        identity: digest of the evaluation (`evaluation_digest`), for the picture's metadata.
 
     Returns:
         The bytes of the PNG.

@@ -98,7 +98,14 @@ def require_tools(option: str) -> None:
 
 
 def render_page(page: PageContent) -> str:
-    """Render a page as HTML. The same content gives the same text."""
+    """Render a page as HTML. The same content gives the same text.
+
+    Args:
+        page: the content: title, evaluations, tables and notes.
+
+    Returns:
+        The text of an HTML file that needs no others.
+    """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 

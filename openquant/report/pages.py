@@ -27,6 +27,9 @@ def planned_page(plan: Plan, result: Result) -> PageContent:
     Args:
         plan: the plan of the run.
         result: what the run did.
+
+    Returns:
+        The page's content, for `render_page`.
     """
     lines = [
         {
@@ -57,6 +60,9 @@ def verified_page(report: Report, directory: Path) -> PageContent:
     Args:
         report: the result of verify.
         directory: the directory that was verified.
+
+    Returns:
+        The page's content, for `render_page`.
     """
     return PageContent(
         directory.resolve().name,
@@ -76,7 +82,8 @@ def write_evaluated(
 
     Args:
         evaluations: for each output the content of its eval.json.
-        models: the source and each output. For one local output of a local source, the page shows what serving takes.
+        models: names or directories of the source and then of each output. For one local output of a local source, the
+            page shows what serving takes.
         page: file of the page; None to write none.
         figure: file of the picture; None to write none.
 
@@ -97,7 +104,10 @@ def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Pa
 
     Args:
         evaluations: for each output the content of its eval.json.
-        models: the source and each output.
+        models: directories of the source and then of each output; other names for those on the Hub.
+
+    Returns:
+        The page's content, for `render_page`.
     """
     local = len(models) == 2 and all(model.is_dir() for model in models)
     return PageContent(
@@ -113,6 +123,9 @@ def diagnosed_page(diagnosis: Mapping[str, Any]) -> PageContent:
 
     Args:
         diagnosis: what `diagnose --json` prints.
+
+    Returns:
+        The page's content, for `render_page`.
     """
     return PageContent(diagnosis["model"], diagnosis["architecture"], diagnosis=diagnosis)
 

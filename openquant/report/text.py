@@ -21,7 +21,7 @@ from .escape import join_lines, terminal
 
 
 def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str]) -> str:
-    """Format a plan: a table with a line for each group of layers that are alike, then sizes, serving and notes.
+    """Format a plan for a terminal: a table with a line for each group of layers that are alike, then sizes and notes.
 
     Args:
         plan: the plan.
@@ -29,6 +29,9 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
         output: the output directory.
         download: sizes of the files that are fetched from the Hub.
         notes: notes on the download.
+
+    Returns:
+        The text, lines separated by newlines.
     """
     rows = [("", "layers", "shape", "before", "after", "")]
     rows += [_row(line) for line in plan.lines if line.quantized]
@@ -105,8 +108,11 @@ def serving_lines(source: Serving, output: Serving) -> list[str]:
     """Make a table of the fewest GPUs that serve source and output, and of the tokens of context that remain.
 
     Args:
-        source: what it takes to serve the source.
-        output: what it takes to serve the output.
+        source: the source's size and the GPUs that serve it, for each GPU size.
+        output: the output's size and the GPUs that serve it, for each GPU size.
+
+    Returns:
+        The lines of the table, for a terminal.
     """
     cache = output.cache
     legend = f"the fewest GPUs; tokens of context are not known: {output.unknown}"
@@ -126,7 +132,11 @@ def serving_lines(source: Serving, output: Serving) -> list[str]:
 
 
 def short(count: int) -> str:
-    """Format a count, rounded down: "831", "16k", "1.2M"."""
+    """Format a count, rounded down: "831", "16k", "1.2M".
+
+    Args:
+        count: a number of things, 0 or more; k is 1000.
+    """
     for unit, size in (("M", 10**6), ("k", 1000)):
         if count >= size:
             return f"{count // size}{unit}" if count >= 10 * size else f"{count * 10 // size / 10:g}{unit}"
@@ -141,7 +151,14 @@ def _share(plan: Plan) -> str:
 
 
 def details_text(plan: Plan) -> str:
-    """List every layer that stays unquantized and every copied file, for -v."""
+    """List every layer that stays unquantized and every copied file, for -v.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        A text with a line for each layer or file.
+    """
     lines = [f"not quantized: {name}" for name in ignored_layers(plan)]
     return join_lines(lines + [f"copied: {name}" for name in plan.files])
 
@@ -153,6 +170,9 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
         plan: the plan of the run.
         result: what the run did.
         already_complete: whether an earlier run had left nothing to do.
+
+    Returns:
+        The text for a terminal, lines separated by newlines.
     """
     headline = (
         f"{result.output} is already complete; nothing was written"
@@ -183,8 +203,11 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
     """Write notes on unquantized tensors that hold NaN or infinity.
 
     Args:
-        not_finite: what each such tensor holds, by name, such as "NaN (3 values)".
+        not_finite: what each such tensor holds, by tensor name, such as "NaN (3 values)".
         unread: number of shards that were not checked.
+
+    Returns:
+        Lines that begin with "note: "; none if there is nothing to say.
     """
     notes = []
     if not_finite:
@@ -202,7 +225,14 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
 
 
 def verification_text(report: Report) -> str:
-    """Format the result of verify."""
+    """Format the result of verify for a terminal.
+
+    Args:
+        report: the result of verify.
+
+    Returns:
+        The text, lines separated by newlines.
+    """
     lines = [f"{report.directory}: {report.architecture or 'a model'}, {report.format}"]
     if report.architecture is not None:
         lines.append(

@@ -17,7 +17,11 @@ _STATIC_PER_TENSOR = (False, "tensor")
 
 
 def cached_in_fp8(headers: Headers) -> bool:
-    """Return whether the config says that the KV cache is FP8. A kv_cache_scheme with invalid settings gives False."""
+    """Return whether the config says that the KV cache is FP8. A kv_cache_scheme with invalid settings gives False.
+
+    Args:
+        headers: the quantized directory, as its config and the headers of its shards describe it.
+    """
     try:
         return says_fp8_cache(headers.quantization.settings)
     except UsageError:
@@ -25,7 +29,14 @@ def cached_in_fp8(headers: Headers) -> bool:
 
 
 def cache_tensors(headers: Headers) -> list[TensorInfo]:
-    """Return all KV-cache scales of a directory, whether its config has a kv_cache_scheme or not."""
+    """Return all KV-cache scales of a directory, whether its config has a kv_cache_scheme or not.
+
+    Args:
+        headers: the quantized directory, as its config and the headers of its shards describe it.
+
+    Returns:
+        Name, dtype and shape of each tensor; the values are not read.
+    """
     tensors = headers.checkpoint.tensors
     return [tensors[name] for name in _names(cache_scales(tensors))]
 
@@ -34,8 +45,8 @@ def check_cache(headers: Headers, findings: Findings) -> None:
     """Check, if the KV cache is FP8, that every layer with a KV cache of its own has valid scales.
 
     Args:
-        headers: the headers of the directory.
-        findings: problems and notes are added to it.
+        headers: the quantized directory, as its config and the headers of its shards describe it.
+        findings: problems and notes, one line each, are added to it.
     """
     try:
         fp8_cache = says_fp8_cache(headers.quantization.settings)

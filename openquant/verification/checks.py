@@ -32,11 +32,11 @@ def check_headers(
         checkpoint: the opened directory.
         quantization: its quantization_config.
         model: the registry's entry for its architecture; None if it has none.
-        files: names of the files that the run wrote; empty if not known.
+        files: paths, relative to the directory, of the files that the run wrote; empty if not known.
         ours: whether openquant made the directory, so that everything must be as openquant writes it.
 
     Returns:
-        The headers, and the problems and notes.
+        The directory as its headers describe it, with its quantized weights; and the problems and notes, one line each.
     """
     findings = Findings(ours, list(quantization.problems))
     scheme = check_settings(checkpoint, quantization, findings)

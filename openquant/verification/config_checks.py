@@ -22,7 +22,7 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
     Args:
         checkpoint: the opened directory.
         quantization: its quantization_config.
-        findings: problems and notes are added to it.
+        findings: says whether openquant made the directory; problems and notes, one line each, are added to it.
 
     Returns:
         The openquant scheme that the directory is stored in, or the nearest one; None if there is none.
@@ -59,11 +59,11 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
 
 
 def check_index(checkpoint: Checkpoint, findings: Findings) -> None:
-    """Check the index's total_size.
+    """Check that the total_size in model.safetensors.index.json is the size of all tensors in bytes.
 
     Args:
         checkpoint: the opened directory.
-        findings: problems and notes are added to it.
+        findings: a difference is added to its problems if openquant made the directory, else to its notes.
     """
     if not checkpoint.indexed:
         return
@@ -80,8 +80,8 @@ def check_files(checkpoint: Checkpoint, files: Iterable[str], findings: Findings
 
     Args:
         checkpoint: the opened directory.
-        files: names of the files; empty if not known.
-        findings: problems are added to it.
+        files: paths of the files, relative to the directory; empty if not known.
+        findings: a line for each missing file is added to its problems.
     """
     for name in sorted(files):
         if not (checkpoint.root / name).is_file():

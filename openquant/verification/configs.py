@@ -55,10 +55,11 @@ def config_differences(actual: Any, expected: Any, path: tuple[str, ...] = ()) -
     Args:
         actual: the first value.
         expected: the second value.
-        path: the keys that lead to both.
+        path: the keys that lead to both from the top of the file.
 
-    Returns:
-        The differences, one for each key; objects are compared key by key, lists as a whole.
+    Yields:
+        A path of keys with both values there, for each key whose values differ; MissingValue stands for a missing key.
+        Objects are compared key by key, lists as a whole.
     """
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in dict.fromkeys([*expected, *actual]):
@@ -76,11 +77,12 @@ def judge_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iter
     """Find where two configs differ, and judge by the keys whether the model computes something else.
 
     Args:
-        actual: the output's config.
-        expected: the source's config.
+        actual: config.json of the output, parsed.
+        expected: config.json of the source, parsed.
 
-    Returns:
-        Pairs of a difference and whether it changes what the model computes.
+    Yields:
+        A difference (the path of keys, the output's value, the source's value), and whether it changes what the model
+        computes.
     """
     actual, expected = _normalized(actual), _normalized(expected)
     for difference in config_differences(actual, expected):
@@ -164,11 +166,11 @@ def missing_keys(config: Mapping[str, Any], required: Mapping[str, str]) -> list
     """Find keys that engines need beside the quantization_config, and that a config lacks or has wrong.
 
     Args:
-        config: config.json.
-        required: the keys and their values.
+        config: config.json, parsed.
+        required: the values that config.json must have, by key at its top.
 
     Returns:
-        One line for each.
+        One line for each missing or wrong key, for `verify` to report.
     """
     return [
         f"config.json: {key} is {setting_repr(config[key]) if key in config else 'missing'}, "
@@ -179,11 +181,14 @@ def missing_keys(config: Mapping[str, Any], required: Mapping[str, str]) -> list
 
 
 def without_quantization(config: dict[str, Any], keys: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a config without its quantization_config, which has checks of its own.
+    """Return a config without its quantization_config and compression_config, which have checks of their own.
 
     Args:
-        config: config.json.
+        config: config.json, parsed; it is not changed.
         keys: other keys to leave out, at the top and in text_config.
+
+    Returns:
+        A new dictionary.
     """
     left_out = ("quantization_config", "compression_config", *keys)
     remaining = {key: value for key, value in config.items() if key not in left_out}

@@ -93,14 +93,18 @@ def read_contents(
     workers: int,
     progress: Progress | None,
 ) -> TensorFindings:
-    """Read tensors of a directory and check them.
+    """Read tensors of a quantized directory and check them: NaN in codes, bad scales, differences from the source.
 
     Args:
         checkpoint: the opened directory.
         source: the checkpoint it was made from. None is allowed if no task compares with it.
-        tasks: the tensors to read.
+        tasks: the tensors to read, each with what it is compared with.
         workers: number of threads.
-        progress: called with the bytes read so far and the total, never from two threads at once.
+        progress: called with the bytes read so far and the total, never from two threads at once; None to call nothing.
+
+    Returns:
+        Problems, one line each; the quantization error of each layer; and counts of equal tensors and codes. A tensor
+        that cannot be read is a problem.
     """
     return _Reading(checkpoint, source, tasks, progress).run(workers)
 

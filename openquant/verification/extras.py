@@ -26,8 +26,11 @@ _MODELOPT_CONFIG = "hf_quant_config.json"
 def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
     """Find weight files that are no shards of the checkpoint, but that engines load or may load.
 
-    Returns:
-        One line for each.
+    Args:
+        checkpoint: the opened directory.
+
+    Yields:
+        One line for each file, for `verify` to report.
     """
     for name in checkpoint.left_out:
         if "/" in name or not name.endswith(".safetensors"):
@@ -48,8 +51,8 @@ def extra_files(
 
     Args:
         checkpoint: the opened directory.
-        expected: names of the files that may be there; None if not known, and then only an adapter and a second
-            quantization config are unexpected.
+        expected: paths, relative to the directory, of the files that may be there; None if not known, and then only an
+            adapter and a second quantization config are unexpected.
         where: why other files are unexpected, such as "not in the source".
         strict: whether every file that engines read is a problem; if not, only an adapter is.
 

@@ -56,9 +56,13 @@ def recognize_smoothing(
     Args:
         plan: the plan that makes the output of its source without smoothing.
         output: the opened output directory.
-        codes: its quantized weights, by the name of the unquantized tensor.
+        codes: its quantized weights, by the tensor name that the weight has unquantized ("..up_proj.weight").
         stated: whether its model card says that it is smoothed. If not, a norm that no powers of two explain means
             that there is no smoothing, and is not a problem.
+
+    Returns:
+        The factors, as transforms that make the output's weights, norms and biases of the source's; and problems, one
+        line each.
 
     Raises:
         SourceError: a weight cannot be read.

@@ -54,7 +54,7 @@ def require_sound(root: Path, files: Set[str]) -> None:
 
     Args:
         root: the directory, quantized or not.
-        files: the names of all files that the run wrote.
+        files: paths, relative to the directory, of all files that the run wrote.
 
     Raises:
         OutputError: the directory is damaged.

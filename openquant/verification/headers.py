@@ -104,10 +104,18 @@ class Headers:
 
 
 def described(info: TensorInfo) -> str:
-    """Format a tensor's dtype and shape for a message: "F32 [1]"."""
+    """Format a tensor's dtype and shape for a message: "F32 [1]".
+
+    Args:
+        info: name, dtype and shape of the tensor.
+    """
     return f"{info.dtype} {list(info.shape)}"
 
 
 def either(words: Sequence[str]) -> str:
-    """Join words for a message: "F32, BF16 or F16"."""
+    """Join words for a message: "F32, BF16 or F16".
+
+    Args:
+        words: at least one word.
+    """
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

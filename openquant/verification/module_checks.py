@@ -12,8 +12,8 @@ def check_listed(headers: Headers, findings: Findings) -> None:
     """Check that no quantized module is in the ignore list.
 
     Args:
-        headers: the headers of the directory.
-        findings: problems are added to it.
+        headers: the quantized directory, as its config and the headers of its shards describe it.
+        findings: problems, one line each, are added to it.
     """
     ignored = headers.quantization.ignored
     for weight in headers.codes.values():
@@ -32,9 +32,9 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
     """Check that the ignore list has every unquantized layer, and that no layer is quantized which engines cannot load.
 
     Args:
-        headers: the headers of the directory.
-        entry: the module rules of its architecture.
-        findings: problems and notes are added to it, and missing names to its `unlisted`.
+        headers: the quantized directory, as its config and the headers of its shards describe it.
+        entry: the registry's rules for the modules of its architecture.
+        findings: problems and notes, one line each, are added to it, and missing names to its `unlisted`.
     """
     ignored, unlisted = headers.quantization.ignored, []
     if headers.quantization.method in IN_COLUMNS and not ignored.entries:
@@ -78,8 +78,8 @@ def check_head(headers: Headers, findings: Findings) -> None:
     """Check that a config group names a quantized output head, because vLLM does not count it as a Linear.
 
     Args:
-        headers: the headers of the directory.
-        findings: problems are added to it.
+        headers: the quantized directory, as its config and the headers of its shards describe it.
+        findings: problems, one line each, are added to it.
     """
     for name, weight in headers.stored.items() if headers.head else ():
         if is_head(weight.module) and not headers.quantization.names(weight.module):
@@ -93,9 +93,9 @@ def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> Non
     """Check that fused layers have the same format, and all experts of a layer too.
 
     Args:
-        headers: the headers of the directory.
-        entry: the module rules of its architecture.
-        findings: problems are added to it.
+        headers: the quantized directory, as its config and the headers of its shards describe it.
+        entry: the registry's rules for the modules of its architecture, which name the fused layers.
+        findings: problems, one line each, are added to it.
     """
     layers = headers.layers(entry)
     groups: dict[str, list[str]] = {}

@@ -44,11 +44,13 @@ def find_weights(
     Args:
         checkpoint: the opened directory.
         quantization: its quantization_config.
-        pairs: the codes that the directory has, each with its scale.
-        findings: problems and notes are added to it.
+        pairs: the tensors of codes that the directory has, each with its scale, global scale and zero points.
+        findings: problems and notes, one line each, are added to it.
 
     Returns:
-        All weights that have codes. If a scale is missing or has a wrong dtype or shape, the weight has no scale.
+        All weights that have codes, by unquantized tensor name ("..up_proj.weight") and by the name of the tensor that
+        holds the codes; and the names of all their scales, zero points and shapes. If a scale is missing or has a wrong
+        dtype or shape, the weight has no scale.
     """
     finder = _Finder(checkpoint, quantization, findings)
     finder.add_all(pairs)
@@ -219,8 +221,8 @@ def check_strays(headers: Headers, findings: Findings) -> None:
     """Check that every scale belongs to a quantized weight, and that there are no tensors which engines cannot load.
 
     Args:
-        headers: the headers of the directory.
-        findings: problems and notes are added to it.
+        headers: the quantized directory, as its config and the headers of its shards describe it.
+        findings: problems and notes, one line each, are added to it.
     """
     unread, refused = 0, unread_tensors(headers.checkpoint.tensors, headers.codes.values())
     for info in headers.checkpoint.tensors.values():

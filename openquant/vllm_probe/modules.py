@@ -67,7 +67,7 @@ def engine_modules(answer: EngineAnswer, shapes: Mapping[str, Sequence[int]]) ->
 
 
 def tensor_of(module: str, shapes: Mapping[str, Sequence[int]]) -> str:
-    """Return the tensor name of a module's weight, which for stacked experts is the module's own; `shapes` is by name."""
+    """Return the tensor name of a module's weight, for stacked experts the module's own; `shapes` is by tensor name."""
     return module if module in shapes else f"{module}.weight"
 
 

@@ -81,7 +81,7 @@ def model_config(directory: Path) -> ModelConfig:
         disable_radix_cache=True,
     )
     ranks = SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=0, pp_rank=0), dp_rank=None, gpu_id=0)
-    publish(args, rule="scheduler", ranks=ranks)
+    publish(args, role="scheduler", ranks=ranks)
     if not torch.distributed.is_initialized():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
