@@ -300,7 +300,7 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
         run: options of the run.
         request: checked options of the output.
         options: plan options, with the results of a calibration if there was one.
-        ranks: the ranks of the run.
+        ranks: the processes of this run, each with its number (rank) among them.
         again: whether this is the second plan, after a calibration. Too little memory is then no error any more.
 
     Raises:

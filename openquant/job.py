@@ -315,11 +315,11 @@ def claim_of(
     """Return the claim of a run on its output directory; entering it claims the directory.
 
     Args:
-        prepared: the prepared run.
+        prepared: options of the run, source checkpoint, plan and output directory.
         generated: contents of the files that are written rather than copied, by path relative to the output directory.
         publisher: publishes the output; None if it is not published.
-        ranks: the ranks of the run.
-        rounded: bytes of layers rounded by GPTQ that are on the same disk for a while.
+        ranks: the processes of this run; each may keep streamed source shards of its own on disk.
+        rounded: bytes that layers rounded by GPTQ will still take on the same disk for a while; 0 without GPTQ.
 
     Returns:
         The claim, a context manager that is not entered yet.

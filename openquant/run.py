@@ -63,11 +63,11 @@ class _Writing:
     """What all phases of a run share.
 
     Attributes:
-        prepared: the prepared run.
+        prepared: options of the run, source checkpoint, plan and output directory.
         generated: contents of the files that are written rather than copied, by name.
         claim: the claim on the output directory.
         publisher: publishes the output; None if it is not published.
-        ranks: the ranks of the run.
+        ranks: the processes of this run, each with its number (rank) among them.
         reporter: receives the progress.
     """
 
@@ -126,8 +126,8 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
     """Write the output and publish it, together with the other ranks.
 
     Args:
-        prepared: the prepared run.
-        ranks: the ranks of the run.
+        prepared: options of the run, source checkpoint, plan and output directory.
+        ranks: the processes of this run, each with its number (rank) among them.
         reporter: receives the progress.
         corpus: the texts with which GPTQ rounds layers before the conversion; None without GPTQ.
 

@@ -169,7 +169,7 @@ def nearest_powers_of_two(ideal: Floats) -> Floats:
         ideal: float32 [channels]; 0 or not finite for channels that are to stay as they are.
 
     Returns:
-        float32 [channels], powers of two from 2**-MOST to 2**MOST; 1 for channels that stay.
+        float32 [channels], powers of two from 2**-8 to 2**8 (2**MOST); 1 for channels that stay.
     """
     changed = np.isfinite(ideal) & (ideal > 0)
     exponents = np.zeros(len(ideal), np.float64)

@@ -1,8 +1,9 @@
 """Reads texts, and turns them into tokens with the model's own tokenizer and chat template.
 
-Corpus     texts as Documents of equally many tokens; those for evaluation and for calibration never overlap
-Prompt     a text that a model continues
-Tokenizer  a checkpoint's tokenizer, which is tried in the sandbox before it is loaded
+domains    where texts come from: files, datasets, the standard library of Python
+corpus     texts as documents of equally many tokens; those for evaluation and for calibration never overlap
+prompts    texts that a model continues
+tokenizer  a checkpoint's tokenizer, which is tried in the sandbox before it is loaded
 sandbox    runs chat templates and tokenizers that came with a checkpoint in a subprocess with limits
 
 load_tokenizer(Path("Qwen3-8B")).encode("Some text")      # [8373, 1467]

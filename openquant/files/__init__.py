@@ -3,7 +3,8 @@
 tensors                     a safetensors header: name, dtype and shape of each tensor (TensorInfo), and where its
                             bytes lie (Location)
 checkpoint                  opens a model directory: config, tensors, where they lie, other files
-shardfile                   reads shards at offsets, and writes them at offsets
+shardfile                   reads shards at offsets, and writes them;
+                            the write that completes a shard checks and publishes it
 claim                       one run's claim on its output directory: the lock, the journal, what is finished, and so
                             what is resumed
 output                      the output directory, held open; gives files their final names

@@ -104,7 +104,15 @@ def title(plan: Plan) -> str:
 
 
 def description(plan: Plan) -> str:
-    """Describe the weights: "float8_e4m3fn, one scale per tensor"."""
+    """Describe the weights that a plan writes.
+
+    Args:
+        plan: what a run will write.
+
+    Returns:
+        Numeric format, and what shares a scale: "float8_e4m3fn, one scale per tensor"; layers of other schemes follow.
+        "bfloat16 weights" or "weights as they are" if nothing is quantized.
+    """
     return title(plan) if plan.scheme is None else f"{plan.scheme.format.number.name}, {title(plan)}"
 
 

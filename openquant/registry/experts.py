@@ -65,7 +65,7 @@ QWEN3_MOE = model(
     # qwen3_moe.py:575 is meant to map gate_up_proj to its members if mlp_only_layers is not empty, but the built
     # engine's quant_config never has that entry.
     gated(".mlp", listed_as="gate_up_proj"),
-    # vLLM models/qwen3_moe.py:170 builds the router with quant_config.
+    # vLLM models/qwen3_moe.py:170 builds the router with quant_config, so the router must be in the ignore list.
     ROUTED,
     windows=IF_ENABLED,
 )

@@ -87,7 +87,15 @@ class WeightMemory:
 
 
 def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
-    """Estimate the memory of a checkpoint's weights while its model is streamed."""
+    """Estimate the memory of a checkpoint's weights while its model is streamed.
+
+    Args:
+        checkpoint: the opened checkpoint; only its config and the names, dtypes and shapes of its tensors are used.
+
+    Returns:
+        Bytes of the largest decoder layer, the embedding table, the output head (in pieces and whole) and all other
+        weights, with copies made of them; and the longest axis of a layer's matrices, in elements.
+    """
     decoded, quantized = decoded_view(checkpoint)
     sizes: dict[str, int] = {}
     for info in decoded.tensors.values():
