@@ -88,8 +88,10 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
             while running:
                 # The timeout lets the main thread handle signals.
                 done, running = wait(running, 0.2, FIRST_COMPLETED)
-                for future in done:
-                    future.result()
+                # In the order in which they were started, so that the error does not depend on a set's.
+                for future in futures:
+                    if future in done:
+                        future.result()
     finally:
         stopped.set()
         # An interrupt may have come after a thread was started and before it was noted.
