@@ -338,7 +338,7 @@ def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     reporter = Planned()
     result = compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, dry_run=True, reporter=reporter)
     assert result.dry_run
-    assert "decided once the weights are read: not in a dry run" in "; ".join(reporter.notes)
+    assert "smoothing factors are chosen when the weights are read, not in a dry run" in "; ".join(reporter.notes)
     assert not list(tmp_path.iterdir())
 
 

@@ -31,7 +31,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         monkeypatch.setattr(compiled, name, call)
 
-    for name in ("absmax", "encode_stored", "decode_rows", "best", "to_bfloat16"):
+    for name in ("absmax", "encode_stored", "decode_rows", "best_scales", "to_bfloat16"):
         told(name)
     return found
 
@@ -44,7 +44,7 @@ def test_every_scheme_has_the_bytes_of_a_small_model(
     monkeypatch.setattr(conversion, "LARGE", 0)
     compress(source, tmp_path / "fast", **asking(scheme))
     assert tree(tmp_path / "fast") == tree(output)
-    assert called == {"absmax", "encode_stored", *(["best"] if scheme.searches_scales else [])}
+    assert called == {"absmax", "encode_stored", *(["best_scales"] if scheme.searches_scales else [])}
 
 
 @pytest.mark.parametrize("scheme", [BLOCK, CHANNEL, INT4_W4A16, NVFP4], ids=lambda scheme: scheme.suffix)

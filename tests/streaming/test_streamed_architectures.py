@@ -55,7 +55,7 @@ def test_logits_are_those_of_from_pretrained_in_the_oldest_transformers(shelf: S
                            capture_output=True, text=True, check=True)  # fmt: skip
     assert found.stdout.startswith(f"{TESTED[0]}.")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support.streamed_logits.py"), *map(str, sources)],
+        [sys.executable, str(ROOT / "tests" / "support" / "streamed_logits.py"), *map(str, sources)],
         env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
