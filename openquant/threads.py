@@ -88,7 +88,7 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
             while running:
                 # The timeout lets the main thread handle signals.
                 done, running = wait(running, 0.2, FIRST_COMPLETED)
-                # In the order in which they were started, so that the error does not depend on a set's.
+                # If several failed, the error of the thread that was started first is raised.
                 for future in futures:
                     if future in done:
                         future.result()

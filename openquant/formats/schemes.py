@@ -79,7 +79,7 @@ class Scheme:
 
     @property
     def activations(self) -> str:
-        """What engines do with activations, in the words of cards: ", dynamic activations"; "" if the title has it."""
+        """What the model card says of activations: ", dynamic activations"; "" if the scheme's title says it."""
         if self.format.static:
             return ""
         return ", dynamic activations" if self.group.get("input_activations", True) else ", activations as they are"

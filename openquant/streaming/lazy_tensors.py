@@ -82,7 +82,7 @@ class LazyTensors:
             return partial(self._decode, weight)
         shard, offset = self.checkpoint.where[name]
         if shard not in files:
-            files[shard] = self._map(shard)
+            files[shard] = self._map_shard(shard)
         return partial(_plain, self.checkpoint.tensors[name], files[shard], offset)
 
     def byte_ranges(self, names: Iterable[str]) -> dict[str, list[tuple[int, int]]]:
@@ -116,7 +116,7 @@ class LazyTensors:
             for file in self._open_maps:
                 file.madvise(mmap.MADV_DONTNEED)
 
-    def _map(self, shard: str) -> mmap.mmap:
+    def _map_shard(self, shard: str) -> mmap.mmap:
         try:
             with open_regular(self.path(shard), shard, CHANGED) as file:
                 if os.fstat(file.fileno()).st_size != self.checkpoint.shards[shard]:
