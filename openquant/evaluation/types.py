@@ -103,9 +103,10 @@ class _Answer(TypedDict):
 
 
 class Answer(_Answer, total=False):
-    """Both models' answers to a prompt, or with `text` their teacher-forced predictions along that text."""
+    """Both models' answers to a prompt, or with `text` and `along` their teacher-forced predictions along that text."""
 
     text: str
+    along: bool
 
 
 class _Read(TypedDict):
