@@ -11,7 +11,8 @@ kernels                weights to codes and back, with numpy; `compiled` does th
 quantization           reads a `quantization_config`, whichever tool wrote it; `awq_gptq` those of AutoAWQ and GPTQ
 ignored, settings      ignore lists that are read, matched as engines match them; values in a config that nothing
                        reads
-activations, kv_cache  how a config quantizes activations, and the KV cache
+activations            how a config quantizes activations
+kv_cache               how a config asks for an FP8 KV cache, and names of its scales; computes them
 finite                 NaN and infinity in the bytes of a tensor
 
 scheme = find_scheme("block")

@@ -46,7 +46,8 @@ class ActivationQuantization:
         """Return the largest activation that is not clipped.
 
         Args:
-            scale: the stored scale: `input_scale`, or `input_global_scale`, by which activations are multiplied.
+            scale: the stored `input_scale`. With a global scale: `input_global_scale`, by which the scales of groups
+                are multiplied before they are rounded to E4M3.
         """
         return E4M3.largest * self.number.largest / scale if self.has_global_scale else scale * self.number.largest
 
@@ -61,7 +62,7 @@ def read_activation_quantization(activations: Mapping[str, Any] | None) -> Activ
     """Read the `input_activations` of a compressed-tensors config group.
 
     Args:
-        activations: the parsed JSON object; None if the group has none, which leaves activations unquantized.
+        activations: the parsed JSON object; None or empty if the group has none, which leaves activations unquantized.
 
     Returns:
         Numeric format and group of the activations, and which scales are stored; None if they are not quantized.

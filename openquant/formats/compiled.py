@@ -74,7 +74,7 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
         group: (height, width) of a group; None is the whole axis.
 
     Returns:
-        float32 [rows / height, cols / width].
+        float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
     """
     rows = len(bits)
     largest = np.zeros(grid_of(group, bits.shape), bits.dtype)
@@ -157,7 +157,8 @@ def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> St
             has none.
 
     Returns:
-        float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`.
+        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
+        scales are stored as float32.
     """
     if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
         return fmt.stored(scale, global_scale)

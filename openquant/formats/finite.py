@@ -1,4 +1,4 @@
-"""Count NaN and infinities in a tensor's bytes, for every float dtype of safetensors.
+"""Count NaN and infinities in a tensor's bytes, for every float and complex dtype of safetensors.
 
 count_non_finite(data, "BF16")      # NonFinite(nan=3, infinite=0)
 """
@@ -15,7 +15,7 @@ PIECE = 1 << 19
 
 
 class NonFinite(NamedTuple):
-    """Counts of NaN and of infinite elements in a tensor. False if both are zero."""
+    """Counts of NaN and of infinite values in a tensor. False if both are zero."""
 
     nan: int = 0
     infinite: int = 0
@@ -68,19 +68,20 @@ _FNUZ = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
 def can_be_non_finite(dtype: str) -> bool:
-    """Return whether a dtype, named as in safetensors, ("BF16") has NaN or infinity at all."""
+    """Return whether a dtype, named as in safetensors ("BF16"), has NaN or infinity at all."""
     return dtype in _LAYOUTS or dtype in _FNUZ
 
 
 def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
-    """Count the elements that are NaN or infinite.
+    """Count the values that are NaN or infinite.
 
     Args:
         data: uint8 [nbytes], the bytes of whole elements, in little-endian order as in safetensors.
         dtype: dtype of the elements, named as in safetensors.
 
     Returns:
-        Number of elements that are NaN, and of those that are infinite; both 0 for dtypes without either.
+        Number of values that are NaN, and of those that are infinite; both 0 for dtypes without either. An element is
+        one value, but one of C64 is two: its real and its imaginary part.
     """
     if dtype in _FNUZ:
         return NonFinite(nan=int(np.count_nonzero(data == 0x80)))

@@ -171,6 +171,9 @@ class Format:
 
         Args:
             largest: largest absolute activation that the calibration met.
+
+        Returns:
+            The scale; 1 if `largest` is 0, or so small or large that the scale would be subnormal or infinite.
         """
         limit = E4M3.largest if self.input_global_scale is None else E4M3.largest * self.number.largest
         scale = largest * 2 / limit
@@ -179,7 +182,7 @@ class Format:
         return 1 / scale if self.input_global_scale is not None and self.input_global_scale.divides else scale
 
     def shared_scale_name(self, module: str) -> str:
-        """Return the name of a module's copy of the scale that fused layers share."""
+        """Return the name of a module's copy of the scale that fused layers share, if `shares_scale`."""
         return f"{module}.{self.global_scale.name if self.global_scale else self.scale.name}"
 
     @property
@@ -209,11 +212,11 @@ class Format:
 
     def parts(self, module: str, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
         """Return the tensors of a weight: codes and scales, and where the format has them a global scale, zero points,
-        an activation scale and those of `constant_tensors`.
+        an activation scale and those of `constant_tensors`. Not for formats with `columns`.
 
         Args:
             module: the weight's name without ".weight".
-            shape: (out, in).
+            shape: (out, in), for which `shape_error` returns None.
 
         Returns:
             Name, dtype and shape of each tensor; the first two are codes and scales.
@@ -230,13 +233,20 @@ class Format:
         return (codes, scale, *(info for info in optional if info is not None), *constants)
 
     def constant_tensors(self, module: str, shape: tuple[int, int]) -> tuple[tuple[TensorInfo, bytes], ...]:
-        """Return the tensors of a weight [out, in] that follow from its shape alone, with their bytes."""
+        """Return the tensors of a weight [out, in] that follow from its shape alone, with their bytes; () without any.
+
+        Args:
+            module: the weight's name without ".weight".
+            shape: (out, in).
+        """
         if not self.shape:
             return ()
         return ((TensorInfo(f"{module}.weight_shape", "I64", (2,)), np.array(shape, "<i8").tobytes()),)
 
     def scale_of(self, weight: str) -> str:
-        """Return the name of a weight's scales: "X.weight_scale_inv" for "X.weight", "X_scale_inv" for a stack "X"."""
+        """Return the name of a weight's scales: "X.weight_scale_inv" for "X.weight", "X_scale_inv" for a stack "X";
+        with `columns`, "X.scales" for "X.weight".
+        """
         if self.columns is not None:
             return f"{weight.removesuffix('.weight')}.{self.scale.name}"
         return weight + self.scale.name.removeprefix("weight")
@@ -274,14 +284,19 @@ class Format:
 
     @property
     def indivisible(self) -> Group:
-        """Rows and columns that tensor parallelism must not split: (1, 4) where a word has four codes."""
+        """Rows and columns that tensor parallelism must not split: (1, 4) where a word has four codes. None for an axis
+        that may be split anywhere, even if all of it shares a scale.
+        """
         height, width = self.group
         words = self.number.per_item
         height = height if self.zero_point is None else self.height
         return height, math.lcm(width or 1, words) if width is not None or words > 1 else None
 
     def holds(self, other: Format) -> bool:
-        """Return whether codes and scales of another format can be copied into this one; names may differ."""
+        """Return whether weights in another format can be stored in this one without quantizing them again.
+
+        Names, the layout of codes and zero points, and the dtype of scales may differ.
+        """
         kind = self.number, self.group, self.global_scale is None
         return (
             kind == (other.number, other.group, other.global_scale is None)
@@ -319,7 +334,7 @@ class Format:
         """Compute the scale of each group from its largest absolute weight.
 
         Args:
-            absmax: float32 of any shape, the largest absolute weight of each group.
+            absmax: finite float32 of any shape, the largest absolute weight of each group.
             global_scale: float32 of one element, that of the fused layers; computed from `absmax` if None. Formats
                 without a global scale ignore it.
 
@@ -347,11 +362,11 @@ class Format:
     def ranges(self, low: Floats, high: Floats) -> tuple[Floats, Floats]:
         """Compute the scale and zero point of each group from its range, extended to include zero.
 
-        With four bits the scale is (high - low) / 15, as in compressed-tensors.
+        With four bits the scale is (high - low) / 15, as in compressed-tensors. Only for formats with zero points.
 
         Args:
-            low: float32 of any shape, the smallest weight of each group.
-            high: float32 of the same shape, the largest weight of each group.
+            low: finite float32 of any shape, the smallest weight of each group.
+            high: finite float32 of the same shape, the largest weight of each group.
 
         Returns:
             Scales and zero points, both float32 of the same shape. A zero point is the value of the code for zero:
@@ -370,10 +385,11 @@ class Format:
 
         Args:
             scale: float32 of any shape, as `scales` returns them.
-            global_scale: float32 of one element, needed for scales in E4M3.
+            global_scale: float32 of one element, needed for scales in E4M3; others ignore it.
 
         Returns:
-            float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the same shape.
+            uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the same shape; `scale` itself where
+            scales are stored as float32.
         """
         if self.scale.dtype == "F8_E4M3":
             assert global_scale is not None

@@ -21,13 +21,15 @@ MEND = "mend quantization_config, or save the model again"
 class Expressions:
     """The regular expressions of a list ("re:" and an expression). They match a name from its start.
 
-    Compiling and matching have a time limit, since a malicious config could have an expression that backtracks forever.
+    Compiling and all calls of `find` together have a time limit, since a malicious config could have an expression that
+    backtracks forever.
 
     Args:
         entries: names and expressions; names are ignored.
 
     Raises:
-        UsageError: an entry is no valid regular expression, or the expressions are too many or too large.
+        UsageError: an entry is no valid regular expression, the expressions are too many or too large, or compiling
+            them takes too long.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -45,7 +47,7 @@ class Expressions:
         """Return the first entry that matches a name; None if none does.
 
         Raises:
-            UsageError: matching takes too long.
+            UsageError: matching this name and those before it takes too long.
         """
         match, begin = None, time.thread_time()
         for entry, matches in self._matchers.items():
@@ -107,6 +109,9 @@ class Ignored:
         entries: module names; for compressed-tensors also "re:" and a regular expression.
         by_experts: whether one listed expert leaves all experts of its layer unquantized
             (vLLM layers/quantization/utils/quant_utils.py:682-686). Regular expressions are not read then.
+
+    Raises:
+        UsageError: a regular expression is invalid or too large, or there are too many.
     """
 
     def __init__(self, key: str, entries: Iterable[str], by_experts: bool) -> None:
@@ -123,6 +128,9 @@ class Ignored:
 
         Args:
             names: all names by which engines look the module up.
+
+        Raises:
+            UsageError: matching regular expressions takes too long.
         """
         for name in names:
             entry = self._exact.get(name) or self._experts.get(_experts_of(name)) or self._expressions.find(name)

@@ -111,7 +111,7 @@ def to_float32(bits: Bits, dtype: str) -> Floats:
         dtype: dtype of the weights: "BF16", "F16" or "F32".
 
     Returns:
-        float32 of the same shape.
+        float32 of the same shape; for F32 a view of `bits`.
     """
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -128,7 +128,7 @@ def from_float32(values: Floats, dtype: str) -> Bits:
         dtype: "BF16", "F16" or "F32".
 
     Returns:
-        The bits of the rounded values, uint16 (uint32 for F32) of the same shape.
+        The bits of the rounded values, uint16 of the same shape; for F32 uint32, a view of `values`.
     """
     if dtype == "BF16":
         return nearest_bfloat16(values).astype(np.uint16)
@@ -213,7 +213,8 @@ def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> St
             has none.
 
     Returns:
-        float32, uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`.
+        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
+        scales are stored as float32.
     """
     return fmt.stored(scale, global_scale)
 
@@ -305,7 +306,7 @@ def pack(codes: Codes, out: Codes) -> None:
     """Pack two codes into a byte, the first in the low half.
 
     Args:
-        codes: uint8 [rows, cols], each below 16.
+        codes: uint8 [rows, cols], each below 16; contiguous, with an even number of columns.
         out: uint8 [rows, cols / 2]; is overwritten.
     """
     pairs = codes.view("<u2")
@@ -320,7 +321,7 @@ def unpack(codes: Codes, number: Number) -> Codes:
         number: numeric format of the codes.
 
     Returns:
-        uint8 [rows, cols], one code per byte.
+        uint8 [rows, cols], one code per byte; `codes` itself if it has that already.
     """
     if number.per_byte == 1:
         return codes

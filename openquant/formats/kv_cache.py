@@ -45,22 +45,32 @@ _SCALE = re.compile(
 
 
 def with_fp8_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `settings`, the quantization_config of a config.json, that also asks for a KV cache in FP8."""
+    """Return a copy of `settings`, a quantization_config, that also asks for a KV cache in FP8.
+
+    Args:
+        settings: the quantization_config of a config.json, of the method "compressed-tensors" or "fp8".
+    """
     key, value = _SETTINGS[settings["quant_method"]]
     return {**settings, key: value}
 
 
 def without_fp8_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `settings`, the quantization_config of a config.json, that does not ask for an FP8 KV cache."""
+    """Return a copy of `settings`, a quantization_config, without what `with_fp8_cache` adds.
+
+    Args:
+        settings: the quantization_config of a config.json, of any method. What other tools say of the KV cache stays.
+    """
     key, value = _SETTINGS.get(str(settings.get("quant_method")), ("", None))
     return {name: setting for name, setting in settings.items() if name != key or setting != value}
 
 
 def says_fp8_cache(config: Mapping[str, Any]) -> bool:
-    """Return whether a `quantization_config` asks for a KV cache in FP8, so that engines need no option for it.
+    """Return whether a `quantization_config` asks for a KV cache in FP8, in either way of saying so.
+
+    Not every engine reads every way: with the method "fp8" vLLM also needs FLAG.
 
     Args:
-        config: the quantization_config of a config.json.
+        config: the quantization_config of a config.json, or what modelopt's hf_quant_config.json holds.
 
     Raises:
         UsageError: it asks for another numeric format.
@@ -107,7 +117,7 @@ def cache_scales(names: Iterable[str]) -> dict[int, tuple[str | None, str | None
 
 
 def scale_for(largest: float) -> float:
-    """Return the scale for keys or values: the smallest power of two that is at least largest / 448.
+    """Return the scale for keys or values: the smallest power of two that is at least largest / 448 and 2^-64.
 
     Other scales are no more exact, and in vLLM's CPU kernel a little less.
 

@@ -60,7 +60,7 @@ class Quantization:
         inputs: for each group, how activations are quantized, as `input_activations` of compressed-tensors; None if
             they are not.
         expressions: the regular expressions among the targets.
-        ignored: the ignore list.
+        ignored: the ignore list; empty for methods of which the tensors show what is quantized.
         settings: the whole config, with None in place of each ignore list.
         problems: messages about settings that contradict each other or that no engine accepts.
     """
@@ -99,7 +99,11 @@ class Quantization:
         )
 
     def format_of(self, module: str) -> Format | None:
-        """Return the format of a quantized module; None if it is no group's target."""
+        """Return the format of a quantized module; None if it is no group's target. The ignore list is not considered.
+
+        Raises:
+            UsageError: matching regular expressions takes too long.
+        """
         index = self._group_of(module)
         return None if index is None else self.groups[index][1]
 
@@ -107,13 +111,17 @@ class Quantization:
         """Return how the activations of a quantized module are quantized; None if they are not.
 
         Raises:
-            UsageError: openquant does not know this way of quantizing activations.
+            UsageError: openquant does not know this way of quantizing activations, or matching takes too long.
         """
         index = self._group_of(module)
         return None if index is None else read_activation_quantization(self.inputs[index])
 
     def names(self, module: str) -> Format | None:
-        """Return the format of the group that names a module; None if groups only name its class, or nothing of it."""
+        """Return the format of the group that names a module; None if groups only name its class, or nothing of it.
+
+        Raises:
+            UsageError: matching regular expressions takes too long.
+        """
         index = self._naming_group(module)
         return None if index is None else self.groups[index][1]
 
@@ -140,11 +148,10 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
         config: the parsed config.json.
 
     Returns:
-        Targets and format of each group of layers, the ignore list, the settings as they are in config.json, and
-        problems with them.
+        Targets and format of each group of layers, the ignore list, all other settings, and problems with them.
 
     Raises:
-        UsageError: it has none, or one of a kind that openquant does not know.
+        UsageError: it has none, or one that openquant does not know or that is malformed.
     """
     settings = find_quantization(config)
     if settings is None and quantization_places(config):
@@ -167,7 +174,7 @@ def find_quantization(config: dict[str, Any]) -> dict[str, Any] | None:
         config: the parsed config.json.
 
     Returns:
-        Its settings; None if there are none.
+        The first that is a JSON object; None if there is none.
     """
     for place, key in quantization_places(config):
         if isinstance(place[key], dict):
@@ -183,7 +190,7 @@ def quantization_places(config: dict[str, Any]) -> list[tuple[dict[str, Any], st
 
     Returns:
         Pairs of a dictionary, `config` itself or its "text_config", and the key in it under which the settings lie:
-        "quantization_config" or "compression_config".
+        "quantization_config" or "compression_config". The value there is not null, but need not be an object.
     """
     text = config.get("text_config")
     return [

@@ -45,7 +45,7 @@ def group_scale(absmax: Tensor, format: Format, global_scale: Tensor | None = No
         absmax: float32 of any shape, the largest absolute weight of each group.
         format: how the weights are stored.
         global_scale: float32 of one element, by which scales are multiplied before they are stored; computed from
-            `absmax` if None and the format has one.
+            `absmax` if None and the format has one. It must be None or 1 if the format has none.
 
     Returns:
         float32 of the shape of `absmax`: weight = code value * scale. Where there is a global scale, it is the stored
@@ -117,9 +117,10 @@ def choose_unsearched_scales(
     Args:
         weight: [out, in] of whole groups, of any floating dtype.
         format: how the weight is stored.
-        absmax: float32 [out / height, in / width], the largest absolute weight of each group; computed if None.
+        absmax: float32 [out / height, in / width], the largest absolute weight of each group; computed if None. Formats
+            with zero points ignore it.
         global_scale: float32 of one element, by which scales are multiplied before they are stored; computed from
-            `absmax` if None and the format has one.
+            `absmax` if None and the format has one. It must be None or 1 if the format has none.
 
     Returns:
         Scales and zero points, both float32 [out / height, in / width]: weight = (code value - zero point) * scale.
@@ -189,7 +190,7 @@ def nearest(quotient: Tensor, number: Number) -> Tensor:
     """Round finite values to the nearest values of codes, clamped, ties to even.
 
     Args:
-        quotient: float32 of any shape, weights divided by their scales (plus zero points).
+        quotient: finite float32 of any shape, weights divided by their scales (plus zero points).
         number: numeric format of the codes.
 
     Returns:

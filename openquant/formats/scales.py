@@ -56,10 +56,11 @@ def choose_scales(
             searches or has zero points, or `absmax` is None.
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         absmax: float32 [rows / height, cols / width], the largest absolute weight of each group, which may include
-            rows outside `bits`. Computed from `bits` if None.
+            rows outside `bits`. Computed from `bits` if None. Schemes with zero points ignore it.
         global_scale: float32 of one element, that of the fused layers, by which scales are multiplied before they are
             stored; computed from `absmax` if None. Schemes without a global scale ignore it.
-        importance: float32 [cols], weights of the squared errors of each column; all are equal if None.
+        importance: float32 [cols], weights of the squared errors of each column; all are equal if None. Schemes that do
+            not search ignore it.
         loops: the module that computes: formats.kernels (numpy) or formats.compiled (numba).
 
     Returns:

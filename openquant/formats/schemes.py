@@ -112,7 +112,7 @@ class Scheme:
         Args:
             ignored: the ignore list; None to compare with configs whose list was replaced by None.
             targets: by scheme, the names of layers that a group must name: those of other schemes, and those of this
-                one that its targets do not cover.
+                one that its targets do not cover. None or empty without any; only for compressed-tensors.
         """
         config = {**self.settings, **dict.fromkeys(self.ignored_keys, ignored)}
         if targets:
@@ -565,7 +565,7 @@ def find_others(
         Pairs of a pattern and its scheme, in the order of `scheme_for`.
 
     Raises:
-        UsageError: there is no scheme of that name, or one config cannot mix the schemes.
+        UsageError: one config cannot mix the schemes, or no scheme to mix has that name and group size.
     """
     if scheme_for and scheme not in MIXED:
         raise UsageError(
@@ -585,7 +585,8 @@ def find_others(
 
 
 def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
-    """Return whether a config is what this program writes for a scheme, alone or mixed with others.
+    """Return whether a config is what this or an earlier version writes for a scheme, alone or mixed with others, with
+    or without an FP8 KV cache.
 
     Args:
         scheme: the scheme of all layers that no group names.

@@ -92,11 +92,12 @@ def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[st
     """Check the values of a quantization_config.
 
     Args:
-        settings: the quantization_config of a config.json.
+        settings: the quantization_config of a config.json, of the method "fp8", "compressed-tensors", "awq" or "gptq".
+            `read_quantization` must have accepted it. Ignore lists may be replaced by None.
 
     Returns:
         Problems with values, such as 'fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'; and the keys that
-        no engine reads, such as "config_groups.group_0.more".
+        no engine reads, such as "config_groups.group_0.more". Both are empty for awq and gptq.
     """
     if settings.get("quant_method") in IN_COLUMNS:
         # awq_gptq.py has checked all keys that it reads.
