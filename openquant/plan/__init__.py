@@ -6,7 +6,7 @@ architecture      the registry's entry for a checkpoint
 sort              each tensor is a weight, stacked experts, or passed through
 decisions         types: PlanOptions, and the Decision about each weight: its scheme, or why it is not quantized
 assign            a scheme for each weight; fused layers get the same one
-engines           what engines cannot load
+engines           which engines load an output; what none can load stops the plan
 config            the output's config.json, and questions about it
 ignore_list       the quantization_config, with modules as engines look them up: ignore list, targets of other schemes
 tensor_parallel   the tensor-parallel sizes that can serve the output

@@ -196,10 +196,11 @@ def requested_schemes(
 
     Returns:
         By full module name the option ("--ignore **.up_proj") that leaves it unquantized (`ignored`) or gives it
-        another scheme (`mixed`), and the scheme of each option (`schemes`).
+        another scheme (`mixed`), and the scheme of each option (`schemes`). The plan may quantize nothing (`copies`) if
+        there is an --ignore.
 
     Raises:
-        UsageError: a pattern matches nothing.
+        UsageError: a pattern matches nothing, or is malformed.
     """
     passthrough_modules = [kept.tensor.module for kept in passthrough] if options.ignore else []
     ignored = _match_options({f"--ignore {text}": text for text in options.ignore}, layers, passthrough_modules)
@@ -258,7 +259,7 @@ def assign_schemes(
         reason. Then notes for the user.
 
     Raises:
-        PlanError: nothing would be quantized.
+        PlanError: nothing would be quantized, and `requested` does not ask for that.
     """
     ignored, mixed, schemes, _ = requested
     chosen_by_hand = bool(ignored or mixed or unquantized)

@@ -17,7 +17,8 @@ def output_config(plan: Plan) -> dict[str, Any]:
         plan: what a run will write.
 
     Returns:
-        The content of the source's config.json, with the plan's quantization_config in place of its own.
+        The content of the source's config.json, with the plan's quantization_config in place of its own, or none; and
+        the other keys that the entry says an output has (Architecture.extra_config).
     """
     quantization = {"quantization_config": plan.quantization_config} if plan.quantization_config else {}
     extra = plan.model.extra_config(plan.scheme.name if plan.scheme else None, plan.decoded.config)
@@ -43,5 +44,5 @@ def has_fp8_cache(plan: Plan) -> bool:
 
 
 def required_package(plan: Plan) -> str | None:
-    """Return the package that transformers needs to load a plan's output, "compressed-tensors"; None without."""
+    """Return the package that transformers needs to load a plan's output, "compressed-tensors"; None if none."""
     return _COMPRESSED_TENSORS if plan.quantization_config.get("quant_method") == _COMPRESSED_TENSORS else None

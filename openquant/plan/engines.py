@@ -132,7 +132,7 @@ def refuse_experts(entry: ModuleRules, decisions: Decisions) -> None:
 
 
 def refuse_nameless(entry: ModuleRules, decisions: Decisions) -> None:
-    """Refuse a scheme of its own for a module that vLLM builds without a name.
+    """Refuse to give a module that vLLM builds without a name another scheme than the plan's, or none.
 
     Args:
         entry: what the registry says of each module of the architecture.

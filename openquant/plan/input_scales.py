@@ -21,14 +21,15 @@ def expect_calibration(options: PlanOptions, tensors: Iterable[str], required: b
 
     Args:
         options: what the user asks for.
-        tensors: full tensor names of the weights whose inputs that calibration will observe.
+        tensors: full names of the source's tensors; the placeholder has statistics for all of them.
         required: whether the scheme has static activation scales and the source has none.
 
     Returns:
-        The options, with the placeholder as `calibration` if one is needed.
+        The options, with the placeholder as `calibration` if one is needed: it is `required`, or the options ask for
+        it, and they have none yet.
 
     Raises:
-        PlanError: a calibration is required, and there are no texts to make it with.
+        PlanError: a calibration is needed, and there are no texts to make it with.
     """
     if options.calibration is not None or not (required or options.calibrate):
         return options
@@ -50,7 +51,8 @@ def require_widths(calibration: Calibration, layers: Iterable[Weight]) -> None:
         layers: the weights [out, in] that may be quantized.
 
     Raises:
-        SourceError: a width differs; the message names the calibration file and the layer.
+        SourceError: of the layers that share some statistics, none has their width; the message names the calibration
+            file and the first of these layers.
     """
     by_name = {weight.source.name: weight for weight in layers} if calibration.model else {}
     for statistics in calibration.inputs:

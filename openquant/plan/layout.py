@@ -249,7 +249,8 @@ def passthrough_source_bytes(kept: PassthroughTensor) -> int:
         kept: a tensor that is not quantized.
 
     Returns:
-        Bytes of the source's tensor, or of the codes and scales it is decoded from; 0 for a scale that the plan adds.
+        Bytes of the source's tensor of its name, of the codes and scales that it is decoded from, or of the scale of
+        another name that it is copied from; 0 for a KV-cache scale whose number the plan chose.
     """
     if kept.value is not None:
         return kept.value.nbytes if isinstance(kept.value, TensorInfo) else 0
@@ -297,10 +298,14 @@ class Layout:
     def sources(self, shard: str) -> set[str]:
         """Return the source shards that an output shard is made from.
 
-        Those are the shard of its name, shards with scales of its weights, and shards with layers fused with them.
+        Those are the shard of its name, shards with scales of its weights, activations or KV cache, and shards with
+        layers that share a scale with one of its layers.
 
         Args:
             shard: the output shard's file name.
+
+        Returns:
+            File names of the source's shards.
         """
         decisions, where = self.decisions, self.where
         sources = {shard}
@@ -322,6 +327,8 @@ class Layout:
 
     def consumed(self, shard: str) -> int:
         """Return how many bytes of the source an output shard is made from, scales in other shards included.
+
+        Layers in other shards that are only read for a scale they share do not count.
 
         Args:
             shard: the output shard's file name.
@@ -471,10 +478,12 @@ def _input_scale(weight: Weight, decisions: Decisions) -> TensorInfo | None:
 
 
 def weight_kinds(decisions: Decisions) -> list[Weight]:
-    """Return one weight of each dtype, shape and format among all that are read row by row, to size buffers.
+    """Return one weight of each kind (`Weight.kind`) among all that may be read row by row, to size buffers.
+
+    Those are the weights that may be quantized, and the others that are decoded or smoothed.
 
     Args:
-        decisions: all weights of the plan: those that may be quantized, and those that are decoded or smoothed.
+        decisions: what becomes of each tensor.
 
     Returns:
         The weights.

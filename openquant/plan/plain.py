@@ -19,7 +19,7 @@ from .plan import Plan
 
 
 def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
-    """Plan to decode all quantized weights, whatever the registry says of them.
+    """Plan to decode all quantized weights, whatever the registry says of them, and to leave out KV-cache scales.
 
     Args:
         checkpoint: the opened source.

@@ -115,7 +115,7 @@ class Plan:
 
     @cached_property
     def lines(self) -> tuple[PlanLine, ...]:
-        """The printed plan: a line for all tensors of the same name template, shape and decision."""
+        """The printed plan: a line for all tensors of the same name template, source dtype, shape and decision."""
         return plan_lines(self.decisions)
 
     def with_rounded(self, places: Mapping[str, TensorPlace]) -> Plan:
@@ -174,9 +174,9 @@ def make_plan(
         The decision about each tensor, quantization_config and notes. Its shards are laid out on demand.
 
     Raises:
-        SourceError: scales of a quantized source do not fit its codes.
+        SourceError: scales of a quantized source do not fit its codes, or the calibration does not fit its layers.
         PlanError: the source is quantized in an unknown way, its architecture is unknown, no pattern matches a tensor,
-            or engines cannot load the output.
+            nothing would be quantized, a calibration is needed and cannot be made, or engines cannot load the output.
         UsageError: a pattern matches nothing or is malformed, or the tensor-parallel size is below 1.
     """
     options = options or PlanOptions()

@@ -1,4 +1,4 @@
-"""The printed plan: a line for all tensors of the same name template, shape and decision."""
+"""The printed plan: a line for all tensors of the same name template, source dtype, shape and decision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from .layout import output_tensors, passthrough_source_bytes
 
 @dataclass(frozen=True)
 class PlanLine:
-    """A line of the printed plan: tensors of the same name template, shape and decision.
+    """A line of the printed plan: tensors of the same name template, dtype in the source, shape and decision.
+
+    For tensors that are quantized in the source, the dtype is that of their codes.
 
     Attributes:
         names: the modules, or the tensors if they have fewer than two axes.
@@ -56,14 +58,15 @@ class _Group:
 
 
 def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
-    """Return the lines of a printed plan, each for all tensors of the same name template, shape and decision.
+    """Return the lines of a printed plan.
 
     Args:
         decisions: the scheme of each weight, and the tensors that are not quantized.
 
     Returns:
-        Lines of weights that may be quantized, of other matrices, then of tensors of fewer than two axes; each with
-        names, shape, scheme, reason, and bytes before and after.
+        One line for all tensors of the same name template, dtype in the source, shape and decision, with names, shape,
+        scheme, reason, and bytes before and after. First come weights that may be quantized, then other matrices, then
+        tensors of fewer than two axes.
     """
     groups: dict[_Kind, _Group] = {}
     kind: _Kind

@@ -109,7 +109,7 @@ class SequenceMemory:
         Args:
             tokens: length of the sequence.
             fp8: whether the cache is FP8 rather than bfloat16.
-            gpus: number of tensor-parallel ranks.
+            gpus: number of tensor-parallel ranks; 1 if the heads of some layers are not known.
         """
         total = self.state // gpus
         for layers in self.layers:
@@ -119,11 +119,11 @@ class SequenceMemory:
         return total
 
     def per_token(self, fp8: bool) -> int:
-        """Return the bytes that one more token of a long sequence takes on all GPUs; full windows do not grow."""
+        """Return the bytes that one more token of a long sequence takes on a single GPU; full windows do not grow."""
         return sum(layers.fp8 if fp8 else layers.bf16 for layers in self.layers if layers.window is None)
 
     def per_sequence(self, fp8: bool) -> int:
-        """Return the bytes of a sequence besides: recurrent states, and full windows."""
+        """Return the bytes that a long sequence takes on a single GPU besides: recurrent states, and full windows."""
         windows = ((layers.fp8 if fp8 else layers.bf16) * layers.window for layers in self.layers if layers.window)
         return self.state + sum(windows)
 
@@ -133,7 +133,10 @@ class SequenceMemory:
         Args:
             room: bytes on each GPU.
             fp8: whether the cache is FP8 rather than bfloat16.
-            gpus: number of tensor-parallel ranks.
+            gpus: number of tensor-parallel ranks; 1 if the heads of some layers are not known.
+
+        Returns:
+            The number of tokens; 0 if none fits, or caches take no memory.
         """
         if self.length is not None:
             whole = self.sequence(self.length, fp8, gpus)

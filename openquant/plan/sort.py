@@ -46,7 +46,7 @@ def sort_tensors(
         All tensors by file name of the shard, and the weights among them that may be quantized by full module name.
 
     Raises:
-        PlanError: no pattern matches a tensor, or its dtype or shape is not what the entry expects.
+        PlanError: a tensor matches no pattern, or several, or its dtype or shape is not what the entry expects.
     """
     is_mtp_layer = mtp_layer_finder(entry.model, text_config(checkpoint, entry.model))
     # Neighbours have the same parent, so this is asked once for each parent.
@@ -143,7 +143,8 @@ def mtp_layer_finder(model: Architecture, config: dict[str, Any]) -> Callable[[s
         config: the language model's part of config.json, as text_config returns it.
 
     Returns:
-        A function of a full module name, "model.layers.61.mlp.up_proj".
+        A function of a full module name, "model.layers.61.mlp.up_proj". It returns False for all modules if the entry
+        or config.json has no such layers.
     """
     first = config.get(model.draft_layers) if model.draft_layers else None
     if not isinstance(first, int):

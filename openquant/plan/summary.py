@@ -83,14 +83,17 @@ def scheme_names(plan: Plan) -> dict[str, int]:
 
 
 def scheme_name(plan: Plan) -> str:
-    """Return the name of most layers' scheme: "tensor"; "none" if weights are copied, "bf16" if they are decoded."""
+    """Return the name of the plan's own scheme: "tensor"; "none" if weights are copied, "bf16" if they are decoded."""
     if plan.scheme is None:
         return UNCHANGED if plan.quantization_config else "bf16"
     return plan.scheme.name
 
 
 def title(plan: Plan) -> str:
-    """Say what shares a scale: "one scale per tensor, 16 of 28 layers one scale per output row"."""
+    """Say what shares a scale: "one scale per tensor, 16 of 28 layers one scale per output row".
+
+    Without a scheme: "weights as they are" if they are copied, "bfloat16 weights" if they are decoded.
+    """
     if plan.scheme is None:
         return "weights as they are" if plan.quantization_config else "bfloat16 weights"
     counts = schemes(plan)
@@ -123,7 +126,9 @@ def numbers(plan: Plan) -> str:
 
 
 def suffix(plan: Plan) -> str:
-    """Return the suffix of the output's default name: "-FP8"."""
+    """Return the suffix of the output's default name: "-FP8", or "-BF16" if weights are decoded. With an FP8 KV cache
+    "-KV8" follows, and stands alone if weights are copied.
+    """
     scheme_suffix = plan.scheme.suffix if plan.scheme else "" if plan.quantization_config else "-BF16"
     return f"{scheme_suffix}-KV8" if has_fp8_cache(plan) else scheme_suffix
 
@@ -151,7 +156,7 @@ def serving(plan: Plan) -> tuple[Serving, Serving] | None:
 
     Returns:
         Bytes of weights and caches and the GPUs needed, of the source, then of the output; None for a plan to
-        dequantize, which has no entry.
+        dequantize.
     """
     if not plan.quantization_config:
         return None

@@ -82,7 +82,7 @@ def fused_parts(
 
     Returns:
         For each part its row count, 0 if config.json does not say, and the config key that counts its heads, None if it
-        has none: [(4096, "num_attention_heads"), (1024, "num_key_value_heads"), ...].
+        has none: [(4096, "num_attention_heads"), (1024, "num_key_value_heads"), ...]. A tensor without parts is one.
     """
     if split is None or not split.parts:
         return [(shape[0], split.heads if split else None)]
@@ -144,8 +144,8 @@ def check_parallel_sizes(
     Args:
         checkpoint: the opened source.
         entry: what the registry says of each module of the architecture.
-        layers: the weights that may be quantized, each with the group (rows, columns) that shares a scale, None for a
-            whole axis; (1, 1) if it is not quantized.
+        layers: the weights that may be quantized, each with the rows and columns of it that ranks must not split
+            (Format.indivisible); None for an axis that they may split anywhere. (1, 1) if it is not quantized.
         extra_size: a size to check besides the usual ones; None for no other.
 
     Returns:
@@ -178,7 +178,8 @@ def why_indivisible(
         shape: shape of the weight, [out, in].
         split: how ranks divide it; None if they do not.
         config: the language model's part of config.json, as text_config returns it.
-        group: rows and columns that share a scale; None for a whole axis.
+        group: rows and columns that ranks must not split (Format.indivisible); None for an axis that they may split
+            anywhere.
         size: the number of ranks.
 
     Returns:

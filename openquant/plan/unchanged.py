@@ -33,7 +33,8 @@ def make_unchanged_plan(
 
     Args:
         checkpoint: the opened source.
-        options: what the user asks for; only the calibration and the tensor-parallel size are used.
+        options: what the user asks for; only the calibration, or what it takes to make one, and the tensor-parallel
+            size are used.
         identity: text that tells this source from another with the same headers; it is part of the plan's digest.
         architecture: the class whose entry applies ("Qwen3ForCausalLM"), "auto" or "generic", or an entry; None for the
             checkpoint's own class.
@@ -42,9 +43,10 @@ def make_unchanged_plan(
         What a run will write, without a scheme.
 
     Raises:
-        PlanError: weights of the source are quantized, it is not known which layers have a KV cache, or engines load no
-            scales for it.
-        SourceError: scales of a quantized source do not fit its codes.
+        PlanError: weights of the source are quantized, its architecture is unknown, no pattern matches a tensor, it is
+            not known which layers have a KV cache, engines load no scales for it, the calibration lacks a layer or
+            cannot be made, or the tensor-parallel size does not divide the layers.
+        SourceError: scales of a quantized source do not fit its codes, or the calibration does not fit its layers.
         UsageError: the tensor-parallel size is below 1.
     """
     check_options(options)
