@@ -125,6 +125,9 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
     Yields:
         For each tensor of codes: the weight's unquantized name, and name, dtype and shape of its codes, scales, zero
         points and other tensors.
+
+    Raises:
+        UsageError: matching names with regular expressions of the config takes too long.
     """
     for info in tensors.values():
         name = _unquantized(info)
@@ -226,6 +229,9 @@ def with_tool_config(config: dict[str, Any], root: Path) -> dict[str, Any]:
         config: the parsed config.json.
         root: the checkpoint's directory.
 
+    Returns:
+        A copy with the tool's settings; `config` itself if it has some, or there is no tool's file.
+
     Raises:
         SourceError: the tool's file cannot be read.
     """
@@ -247,13 +253,16 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
         checkpoint: config.json, file sizes and safetensors headers.
 
     Returns:
-        The checkpoint with one BF16 tensor for each quantized weight and without quantization_config; and the
-        quantized weights, by the full name of that tensor, with the tensors that they are stored in. An unquantized
-        checkpoint is returned as it is, with {}.
+        The checkpoint with one BF16 tensor for each quantized weight, and without quantization_config, files of tools,
+        scales of weights and activations, and tensors that engines refuse; and the quantized weights, by the full name
+        of that tensor, with the tensors that they are stored in. An unquantized checkpoint is returned as it is, with
+        {}.
 
     Raises:
         PlanError: its quantization is not supported, or config.json does not describe it.
-        SourceError: a scale is missing, or has another shape or dtype than config.json promises.
+        SourceError: a scale is missing, belongs to no weight, or has another shape or dtype than config.json promises;
+            a weight is stored twice; or a tool's file cannot be read.
+        UsageError: matching names with regular expressions of the config takes too long.
     """
     quantization = _read(checkpoint)
     if quantization is None:
@@ -294,7 +303,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
 
 
 def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
-    """Remove the scales of the KV cache, which engines load only into quantized models.
+    """Remove the scales of the KV cache and of attention, which engines load only into quantized models.
 
     Args:
         checkpoint: config.json, file sizes and safetensors headers.

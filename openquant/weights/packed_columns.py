@@ -101,7 +101,7 @@ class ColumnReader:
         Args:
             source: the open shard.
             weight: the weight.
-            low: first row.
+            low: first row; with the order of AutoAWQ a multiple of WORD_ROWS, as is the number of rows.
             into: uint8, filled with codes as row formats store them. Its size says how many rows.
 
         Raises:
@@ -155,7 +155,7 @@ class ColumnReader:
         return np.ascontiguousarray(kernels.scale_values(raw, info.dtype).T)
 
     def zero_points(self, weight: Weight, low: int, count: int) -> Floats:
-        """Read the zero points of `count` rows from row `low` on.
+        """Read the zero points of `count` rows from row `low` on, both multiples of the zero points in a word.
 
         Returns:
             float32 [count, groups], the values of the codes that decode to zero.

@@ -90,7 +90,7 @@ class Comparison:
             a stored scale counts as expected if the scheme has it with or without a search, or, if `weighed`, with any
             clip ratio. NaN without a scheme.
         expected_zeros: likewise the zero points; None for symmetric formats.
-        finite: whether all weights of the source are finite.
+        finite: whether all weights of the source so far are finite. Once one is not, nothing more is compared.
         differing: number of codes that differ from those that the source has under the stored scales.
         first_difference: (row, column), stored code and expected code of the first of them; None if none differs.
         out_of_bound: (row, column), error and largest possible rounding error of the first weight whose error rounding

@@ -30,7 +30,10 @@ OVERFLOW = np.float32((2 - 2.0**-8) * 2.0**127)
 
 
 def rows_at_once(weight: Weight, multiple: int) -> int:
-    """Return how many rows a Reader gives at a time: about BUFFER bytes, or twice that if codes become float32.
+    """Return how many rows a Reader gives at a time.
+
+    They take about BUFFER bytes, twice that if codes become float32, and TRANSPOSED_BUFFER if they are stored as
+    columns; more where `multiple` rows take more.
 
     Args:
         weight: the weight [out, in].
@@ -101,14 +104,15 @@ class Reader:
         """Yield the weight in pieces of rows, decoded if it is quantized and smoothed if it has a transform.
 
         Args:
-            weight: the weight [out, in].
+            weight: the weight [out, in]; of a stack of codes, one of its `matrices`.
             multiple: all pieces but the last have a multiple of so many rows.
 
         Yields:
-            Bits of rows in `weight.dtype`, uint16 or uint32 [n, in], about BUFFER bytes, overwritten by the next.
+            Bits of rows in `weight.dtype`, uint16 or uint32 [n, in], `rows_at_once`, overwritten by the next.
 
         Raises:
-            SourceError: the weight cannot be read, or a code or scale is not finite.
+            SourceError: the weight cannot be read, a code is NaN, a scale is not valid, or codes decode to values that
+                overflow bfloat16.
         """
         step, transform = rows_at_once(weight, multiple), weight.transform
         if transform is None or not transform.smooths:
@@ -200,7 +204,7 @@ class Reader:
             )
 
     def read_codes_unchecked(self, source: SourceFile, weight: Weight, low: int, into: Bytes) -> int | None:
-        """Read the codes of whole rows, and look for codes that are not finite.
+        """Read the codes of whole rows, and look for NaN.
 
         Args:
             source: the open shard.
@@ -209,7 +213,7 @@ class Reader:
             into: uint8, filled with codes as formats of rows store them. Its size says how many rows.
 
         Returns:
-            Index into `into` of the first code that is NaN or infinite; None if there is none.
+            Index into `into` of the first code that is NaN; None if there is none, or the format has no NaN.
 
         Raises:
             SourceError: they cannot be read.
@@ -273,16 +277,16 @@ class Reader:
             weight: the weight.
             low: first row.
             count: number of rows.
-            least: smallest scale allowed.
-            power_of_two: whether scales must be powers of two.
+            least: smallest scale allowed, before and after the division by the global scale.
+            power_of_two: whether scales must be powers of two. Ignored for AWQ and GPTQ.
 
         Returns:
             float32 [grid rows, grid columns]: the scales of the groups that the rows lie in, divided by the global
             scale if the format has one.
 
         Raises:
-            SourceError: a scale is not finite, too small, or not a power of two though it must be; or `weight_shape`
-                or the group index contradicts the weight.
+            SourceError: a scale cannot be read, is not finite, too small, or not a power of two though it must be; or,
+                with row 0, `weight_shape`, the group index or zero points contradict the weight.
         """
         assert weight.format is not None
         extent, info = weight.scale_extent(self.where), weight.parts[1]
@@ -366,7 +370,7 @@ class Reader:
             float32 [1, 1]; 1.0 if the format has no global scale.
 
         Raises:
-            SourceError: it is not finite, or not above zero.
+            SourceError: it cannot be read, is not finite, or is below SMALLEST_SCALE.
         """
         info, fmt = weight.global_scale, weight.format
         if info is None or fmt is None or fmt.global_scale is None:

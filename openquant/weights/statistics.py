@@ -88,7 +88,9 @@ class Calibration:
         return {tensor: statistics for statistics in self.inputs for tensor in statistics.tensors}
 
     def of(self, tensor: str) -> InputStatistics | None:
-        """Return the statistics of the input of a weight, by its tensor name; None if no token reached it."""
+        """Return the statistics of the input of a weight, by its tensor name; None if no token reached it, or the
+        calibration lacks it.
+        """
         statistics = self._by_tensor.get(tensor)
         return statistics if statistics is not None and statistics.tokens else None
 
@@ -135,7 +137,8 @@ def calibrations(matches: Callable[[str, str], bool] | None = None) -> FileKind:
 
     Args:
         matches: returns whether a checkpoint's digest and stamp (files/fingerprint.py) are those of the model, such as
-            `Fingerprint.matches`. With it, `recognizes` raises UsageError for a calibration of another model.
+            `Fingerprint.matches`. With it, `recognizes` raises UsageError for a calibration of another model. If None,
+            calibrations of all models are recognized.
 
     Returns:
         Its name in messages, and the function that recognizes an open file of the kind.
@@ -168,7 +171,7 @@ def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) ->
     """Return a calibration in which every weight and every KV cache has statistics of one, to plan before calibrating.
 
     Args:
-        tensors: full tensor names of the weights.
+        tensors: full names of tensors, at least those of the weights. All numbers in them count as layers with a cache.
         texts: size of the calibration texts: {"documents": 128, "length": 512}.
     """
     ones, names = np.ones(1, np.float32), tuple(tensors)
@@ -185,7 +188,8 @@ def read_calibration(path: Path) -> Calibration:
         path: a file that `openquant calibrate` wrote.
 
     Returns:
-        Input statistics of the layers, with digest of the model and description of the texts.
+        Input statistics of the layers and magnitudes in the KV cache, with digest of the model and description of the
+        texts; `path` is its `file`.
 
     Raises:
         SourceError: it cannot be read, is another kind of file, or has impossible values.

@@ -133,7 +133,7 @@ class Weight(NamedTuple):
         return self.source.dtype, self.shape, self.transposed, self.decodes_transposed, self.format, self.smoothed
 
     def is_stored_as(self, fmt: Format) -> bool:
-        """Return whether its codes are those of a format, so that they can be copied."""
+        """Return whether a format can keep its codes: `Format.holds` theirs, and smoothing does not change them."""
         return self.format is not None and not self.smoothed and self.rank_rows is None and fmt.holds(self.format)
 
     def input_scale_for(self, fmt: Format) -> TensorInfo | None:
@@ -172,7 +172,7 @@ class Weight(NamedTuple):
             low, count = low + rows, count - rows
 
     def extent(self, where: Mapping[str, Location]) -> Extent:
-        """Return where its elements, or its codes, lie.
+        """Return where its elements, or its codes, lie. With `rank_rows` that is where its tensor begins.
 
         Args:
             where: shard file name and byte offset of each tensor, by full tensor name.
@@ -189,7 +189,7 @@ class Weight(NamedTuple):
 
     def scale_extent(self, where: Mapping[str, Location]) -> Extent:
         """Return where its scales lie. One row of scales belongs to one row of groups; transposed weights store it as a
-        column.
+        column. The weight must be quantized and have no `rank_rows` (see `row_pieces`).
 
         Args:
             where: shard file name and byte offset of each tensor, by full tensor name.
