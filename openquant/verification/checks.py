@@ -37,6 +37,10 @@ def check_headers(
 
     Returns:
         The directory as its headers describe it, with its quantized weights; and the problems and notes, one line each.
+
+    Raises:
+        SourceError: the index cannot be read.
+        UsageError: matching names with regular expressions of the config takes too long.
     """
     findings = Findings(ours, list(quantization.problems))
     scheme = check_settings(checkpoint, quantization, findings)

@@ -25,7 +25,8 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
         findings: says whether openquant made the directory; problems and notes, one line each, are added to it.
 
     Returns:
-        The openquant scheme that the directory is stored in, or the nearest one; None if there is none.
+        The openquant scheme that the directory is stored in. If the settings are not what openquant writes for it: the
+        nearest scheme for an output of openquant, None for others. None if there is none.
     """
     scheme = quantization.scheme
     places = quantization_places(checkpoint.config)
@@ -64,6 +65,9 @@ def check_index(checkpoint: Checkpoint, findings: Findings) -> None:
     Args:
         checkpoint: the opened directory.
         findings: a difference is added to its problems if openquant made the directory, else to its notes.
+
+    Raises:
+        SourceError: the index cannot be read.
     """
     if not checkpoint.indexed:
         return

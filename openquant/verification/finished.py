@@ -27,6 +27,7 @@ def check_finished(root: Path, plan: Plan) -> None:
 
     Raises:
         RuntimeError: the output is not what was planned, or engines would refuse it. That is a bug of openquant.
+        SourceError: the output cannot be opened.
     """
     checkpoint = open_checkpoint(root)
     problems, planned_count = [], 0
@@ -50,14 +51,15 @@ def check_finished(root: Path, plan: Plan) -> None:
 
 
 def require_sound(root: Path, files: Set[str]) -> None:
-    """Check a finished directory as a run does at its end: headers, sizes, index and config.
+    """Check a finished directory without its plan: headers, sizes, index and config.
 
     Args:
         root: the directory, quantized or not.
-        files: paths, relative to the directory, of all files that the run wrote.
+        files: paths, relative to the directory, of all files that the run wrote. The shards among them must be those
+            that the directory has, by its index. In a quantized directory all of them must exist.
 
     Raises:
-        OutputError: the directory is damaged.
+        OutputError: the directory is damaged, or cannot be read.
     """
     try:
         with readable():

@@ -73,7 +73,8 @@ def verify(
         A Report; its `problems` are empty if nothing is wrong.
 
     Raises:
-        OpenQuantError: the directory does not exist, or is no finished quantized checkpoint in a supported format.
+        OpenQuantError: the directory does not exist, or is no finished quantized checkpoint in a supported format; the
+            source cannot be opened; or an option does not make sense.
     """
     start = time.monotonic()
     if full and source is None:

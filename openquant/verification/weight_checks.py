@@ -50,7 +50,8 @@ def find_weights(
     Returns:
         All weights that have codes, by unquantized tensor name ("..up_proj.weight") and by the name of the tensor that
         holds the codes; and the names of all their scales, zero points and shapes. If a scale is missing or has a wrong
-        dtype or shape, the weight has no scale.
+        dtype or shape, the weight has no scale; likewise a global scale, zero points and a scale of activations. If no
+        config group targets it, it has no format. Codes of a wrong name, dtype or shape are left out.
     """
     finder = _Finder(checkpoint, quantization, findings)
     finder.add_all(pairs)
@@ -218,7 +219,7 @@ class _Finder:
 
 
 def check_strays(headers: Headers, findings: Findings) -> None:
-    """Check that every scale belongs to a quantized weight, and that there are no tensors which engines cannot load.
+    """Check that every scale belongs to a quantized weight, and that there are no tensors which engines refuse.
 
     Args:
         headers: the quantized directory, as its config and the headers of its shards describe it.
