@@ -86,7 +86,7 @@ _NUMBER = re.compile(rf"(?<=\.)\d{{1,{MAX_DIGITS}}}(?=\.|$)")
 
 
 def template(name: str) -> str:
-    """Replace the numbers of a module's or tensor's name by `*`, so that all layers give the same.
+    """Replace the segments of a module's or tensor's name that are numbers by `*`, so that all layers give the same.
 
     Args:
         name: a name: "model.layers.7.mlp.up_proj".
@@ -105,7 +105,7 @@ def collapse(names: Iterable[str]) -> list[str]:
 
     Returns:
         One text for each name template, for people: "model.layers.{0..3}.mlp.up_proj". Names that differ in several
-        numbers show the range of each.
+        numbers show the range of each. Names with leading zeros in a number stand alone.
     """
     groups: dict[tuple[str, ...], list[list[int]]] = {}
     for name in names:

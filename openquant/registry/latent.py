@@ -29,7 +29,7 @@ def latent(path: str, out: str = "o_proj") -> LayerPart:
 
     Args:
         path: pattern of the attention module, relative to the decoder layer: ".self_attn".
-        out: last segment of the output projection.
+        out: last segment of the output projection's name.
 
     Returns:
         Patterns of the quantized and kept projections, and how engines fuse, divide and cache them.

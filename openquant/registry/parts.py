@@ -90,7 +90,7 @@ def routed(
     down: str = "down_proj",
     experts: ExpertLayout | None = None,
 ) -> LayerPart:
-    """Return routed experts below `path`, one gated MLP each, and the router, `gate` beside `path`.
+    """Return routed experts below `path`, one gated MLP each, and the router: a module named "gate" beside `path`.
 
     Args:
         path: pattern of the experts' module, relative to the decoder layer: ".mlp.experts".
@@ -234,10 +234,11 @@ def wrapped(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, 
         name: the wrapper's class in config.json's `architectures`.
         towers: names of its vision and audio modules, at the top or below "model": "visual".
         layers: pattern of one decoder layer.
-        more: other fields of Architecture.
+        more: other fields of Architecture. Without `text_config` it is "text_config", and without `sglang` there are
+            no limits, whatever the language model's entry says.
 
     Returns:
-        The language model's entry with these names, and with the towers kept.
+        The language model's entry with these names and fields, and with the towers kept.
     """
     kept = tuple(Keep(f"{{{tower},model.{tower}}}.**", "vision or audio") for tower in towers)
     more = {"text_config": "text_config", "towers": towers, **more}

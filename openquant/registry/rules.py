@@ -139,7 +139,9 @@ class ModuleRules:
         return module.rsplit(".", depth)[0] if depth else None
 
     def vllm_name(self, module: str) -> str:
-        """Return the name by which vLLM looks a module up: its own, or that of the fused layer."""
+        """Return the name by which vLLM looks a module up: its own, that of the layer it is fused into, or for stacked
+        experts that lie beside the experts' module, that of this module.
+        """
         rule = self.rule(module)
         if rule.vllm_segment is None:
             return module

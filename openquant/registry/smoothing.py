@@ -26,7 +26,8 @@ def expert_smoothing_rules(mlp: str, gate: str, up: str, down: str, *siblings: s
     """Return the rules of a decoder layer with routed experts.
 
     Args:
-        mlp: pattern of the MoE module, relative to the decoder layer: ".mlp"; it has the router `gate` and `experts`.
+        mlp: pattern of the MoE module, relative to the decoder layer: ".mlp". Below it are a router named "gate" and
+            the module "experts".
         gate: last segment of the name of an expert's gate projection.
         up: last segment of the name of an expert's up projection.
         down: last segment of the name of an expert's down projection.
