@@ -595,7 +595,7 @@ def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
     stripped = without_fp8_cache(without_targets(settings))
     groups = stripped.get("config_groups")
     kinds = [
-        next((kind for kind in (scheme, *MIXED) if _alike(group, kind)), None)
+        next((kind for kind in (scheme, *MIXED) if _is_group_of(group, kind)), None)
         for group in (groups.values() if isinstance(groups, dict) else ())
     ]
     written = without_targets(scheme.config(None, {kind: () for kind in kinds if kind is not None}))
@@ -604,7 +604,7 @@ def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
     return None not in kinds and kinds[:1] in ([], [scheme]) and stripped in (written, older)
 
 
-def _alike(group: Any, scheme: Scheme) -> bool:
+def _is_group_of(group: Any, scheme: Scheme) -> bool:
     """Return whether a config group without its targets is that of a scheme, alone or mixed with others."""
     written = {key: value for key, value in scheme.group.items() if key != "targets"}
     return group in (written, {**written, "format": scheme.settings.get("format")})

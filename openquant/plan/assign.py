@@ -52,11 +52,11 @@ def refuse_size(entry: ModuleRules, layers: dict[str, Weight], config: dict[str,
     Raises:
         PlanError: a layer does not divide.
     """
-    for layer in {(layer.alike, layer.shape): layer for layer in layers.values()}.values():
+    for layer in {(layer.name_template, layer.shape): layer for layer in layers.values()}.values():
         problem = why_indivisible(layer.shape, entry.rule(layer.module).split, config, (1, 1), size)
         if problem:
             raise PlanError(
-                f"--tp {size} cannot serve this model: {layer.alike}: {problem}",
+                f"--tp {size} cannot serve this model: {layer.name_template}: {problem}",
                 "no scheme helps: give a size by which its heads and layers divide; --dry-run lists some",
             )
 
@@ -109,7 +109,7 @@ def problem_finder(
     def find_problem(layer: Weight, scheme: Scheme) -> str | None:
         if scheme.format.static and (problem := find_scale_problem(layer)):
             return problem
-        key = layer.alike, layer.shape, scheme.suffix, layer.is_stored_as(scheme.format)
+        key = layer.name_template, layer.shape, scheme.suffix, layer.is_stored_as(scheme.format)
         if key not in problems:
             problems[key] = find_kind_problem(layer, scheme)
         return problems[key] or find_ragged_problem(layer, scheme)
@@ -222,9 +222,9 @@ def schemes_of_output(stored: StoredLayout, layers: dict[str, Weight]) -> Reques
     """
     ignored, mixed = {}, {}
     for module, layer in layers.items():
-        if module in stored.unquantized or layer.alike in stored.unquantized:
+        if module in stored.unquantized or layer.name_template in stored.unquantized:
             ignored[module] = "the directory has it unquantized"
-        for name in (module, layer.alike):
+        for name in (module, layer.name_template):
             if name in stored.schemes:
                 mixed[module] = stored.schemes[name].suffix
     return RequestedSchemes(ignored, mixed, {scheme.suffix: scheme for scheme in stored.schemes.values()}, copies=True)

@@ -183,7 +183,9 @@ class Decisions:
     @cached_property
     def kinds(self) -> list[tuple[Weight, Scheme]]:
         """One quantized weight for each name template and scheme; experts alone may be tens of thousands."""
-        return list({(weight.alike, scheme.suffix): (weight, scheme) for weight, scheme in self.quantized}.values())
+        return list(
+            {(weight.name_template, scheme.suffix): (weight, scheme) for weight, scheme in self.quantized}.values()
+        )
 
     @cached_property
     def schemes(self) -> list[Scheme]:

@@ -179,7 +179,7 @@ def _group_key(plan: Plan, module: _Module) -> tuple[object, ...]:
     tensor = module.tensor
     if isinstance(tensor, PassthroughTensor):
         return template(module.name), tensor.tensor.dtype, tensor.tensor.shape, tensor.why
-    return tensor.alike, tensor.source.dtype, tensor.shape, tensor.format, plan.decisions.of(module.name)
+    return tensor.name_template, tensor.source.dtype, tensor.shape, tensor.format, plan.decisions.of(module.name)
 
 
 def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:

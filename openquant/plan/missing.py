@@ -46,7 +46,7 @@ def missing_notes(
         notes.append(
             f"the source lacks decoder layers that config.json counts (num_hidden_layers {short_repr(count)}): {names}"
         )
-    counts = Counter(weight.alike for weight in layers.values())
+    counts = Counter(weight.name_template for weight in layers.values())
     families: dict[str, list[str]] = {}
     for name_template in counts:
         families.setdefault(name_template.rpartition(".")[0], []).append(name_template)
@@ -55,7 +55,7 @@ def missing_notes(
     pairs: dict[str, list[tuple[str, ...]]] = {}
     for module, members in fused.items() if uneven else ():
         if members[0] == module:
-            pairs.setdefault(layers[module].alike.rpartition(".")[0], []).append(members)
+            pairs.setdefault(layers[module].name_template.rpartition(".")[0], []).append(members)
     alone = [
         members[0] for groups in pairs.values() if max(map(len, groups)) == 2 for members in groups if len(members) == 1
     ]
@@ -71,7 +71,7 @@ def missing_notes(
         for name in (names if parent in uneven else names[:1])
     }
     for weight in layers.values() if watched else ():
-        if weight.alike in watched:
+        if weight.name_template in watched:
             path = weight.module.rsplit(".", 2)[0]
             experts[path] = experts.get(path, 0) + 1
     most = max(experts.values(), default=0)

@@ -75,7 +75,7 @@ def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
         if scheme is not None and why:
             why = f"{scheme.name}: {why}"
         dtype = layer.codes.dtype if stored else layer.source.dtype
-        kind = layer.alike, dtype, layer.shape, scheme is not None, why
+        kind = layer.name_template, dtype, layer.shape, scheme is not None, why
         group = groups.get(kind)
         if group is None:
             after = sum(info.nbytes for info in output_tensors(layer, scheme))

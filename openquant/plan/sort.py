@@ -90,7 +90,7 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
     """Sort one tensor; a text says what is wrong with it, such as "matches no pattern"."""
     axes = len(info.shape)
     if in_scheme and stored is not None and axes == 2 and rule.keep not in NEVER_QUANTIZED:
-        return stored._replace(alike=rule.name_template)
+        return stored._replace(name_template=rule.name_template)
     if axes < 2 and not (rule.compress and info.name != module) and rule.stack is None:
         return PassthroughTensor(info, info.name, FEW_AXES)
     if rule.patterns != 1:
@@ -102,7 +102,7 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
     if rule.compress and (axes != 2 or info.name == module):
         return f"is not a 2-D weight but {list(info.shape)}"
     if rule.compress and stored is not None:
-        return stored._replace(alike=rule.name_template)
+        return stored._replace(name_template=rule.name_template)
     if rule.compress:
         return Weight(module, rule.name_template, info, (info.shape[0], info.shape[1]))
     if stored is not None and (stored.decodes_transposed or stored.codes.shape != info.shape):

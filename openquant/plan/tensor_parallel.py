@@ -154,7 +154,7 @@ def check_parallel_sizes(
     config = text_config(checkpoint, entry.model)
     kinds: dict[tuple[str, tuple[int, int], Group], ParallelSplit | None] = {}
     for weight, group in layers:
-        key = (weight.alike, weight.shape, group)
+        key = (weight.name_template, weight.shape, group)
         if key not in kinds:
             kinds[key] = entry.rule(weight.module).split
     result = []

@@ -33,7 +33,7 @@ class Weight(NamedTuple):
     Attributes:
         module: name of the module that owns it: the tensor's name without `.weight`. An expert of a stack has the name
             that it would have as a module of its own: "model.layers.0.mlp.experts.7.up_proj".
-        alike: name template: the module with `*` for numbers, equal in all layers: "model.layers.*.mlp.up_proj".
+        name_template: the module with `*` for numbers, equal in all layers: "model.layers.*.mlp.up_proj".
         source: the unquantized tensor that it is, or is a slice of. Where the checkpoint stores codes, the BF16 tensor
             they decode to, which the checkpoint does not have.
         shape: (out, in).
@@ -52,7 +52,7 @@ class Weight(NamedTuple):
     """
 
     module: str
-    alike: str
+    name_template: str
     source: TensorInfo
     shape: tuple[int, int]
     expert: int = -1
