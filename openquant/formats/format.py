@@ -150,6 +150,12 @@ class Format:
         """Whether fused layers share a scale, made from the largest weight of all: the only one or the global scale."""
         return self.shared or self.global_scale is not None
 
+    @property
+    def by_row(self) -> bool:
+        """Whether all its tensors have a row for each row of the weight."""
+        others = self.static or self.shape or self.global_scale or self.input_global_scale or self.zero_point
+        return self.group[0] == 1 and not others
+
     @cached_property
     def weights_only(self) -> Format:
         """This format without activation scales. Formats for which it is equal store weights alike."""

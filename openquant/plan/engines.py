@@ -19,6 +19,30 @@ PACKED = "pack-quantized"
 _NO_HEAD = "leave --quantize-lm-head out"
 
 
+def find_refusal(refused: Iterable[Refusal], scheme: Scheme) -> Refusal | None:
+    """Find the refusal that applies to a scheme.
+
+    Args:
+        refused: what an entry says engines, or SGLang alone, cannot load.
+        scheme: the scheme of some layers.
+
+    Returns:
+        The first that applies; None if the scheme is loaded.
+    """
+    fmt = scheme.format
+    scales = {None: True, "single": fmt.shares_scale, "several": not fmt.shared, "not by row": not fmt.by_row}
+    return next(
+        (
+            refusal
+            for refusal in refused
+            if refusal.scheme in (None, scheme.name)
+            and refusal.format in (None, scheme.method)
+            and scales[refusal.scales]
+        ),
+        None,
+    )
+
+
 def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     """Say why SGLang cannot load an output.
 
@@ -40,7 +64,7 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
             hint = "give them another scheme with --scheme-for, or leave them unquantized with --ignore"
             points = " with zero points" if chosen.asymmetric else ""
             return Refusal(None, None, f"it loads no experts in {chosen.name}{points}", hint)
-        refusal = sglang.refusal(chosen.name, chosen.method)
+        refusal = find_refusal(sglang.refused, chosen)
         if refusal is not None:
             return refusal
     if any(entry.rule(module).plain for module, _ in quantized):
@@ -100,7 +124,7 @@ def refuse_schemes(model: Architecture, schemes: Iterable[Scheme]) -> None:
         PlanError: it says why, and what engines load instead.
     """
     for scheme in dict.fromkeys(schemes):
-        refusal = model.refusal(scheme.name, scheme.method)
+        refusal = find_refusal(model.refused, scheme)
         if refusal is not None:
             raise PlanError(f"{model.name} cannot be served with {scheme.title}: {refusal.why}", refusal.hint)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -244,12 +244,16 @@ class Refusal:
         format: its serialization, "fp8" or "compressed-tensors"; None for both.
         why: the reason, as the error says it.
         hint: what to do instead.
+        scales: which scales the scheme must have for this to apply: "single" is one for the whole weight, alone or
+            above those of groups; "several" is more than one; "not by row" is any that have no row for each row of the
+            weight, which includes other tensors beside the codes. None for any.
     """
 
     scheme: str | None
     format: str | None
     why: str
     hint: str
+    scales: Literal["single", "several", "not by row"] | None = None
 
 
 @dataclass(frozen=True)
@@ -275,10 +279,6 @@ class SGLangLimits:
     cache: str | None = None
     cache_of_ones: bool = False
     ignores_cache_scales: bool = False
-
-    def refusal(self, scheme: str, format: str) -> Refusal | None:
-        """Find the refusal that applies to a scheme in a format; None if SGLang loads it."""
-        return _first(self.refused, scheme, format)
 
 
 @dataclass(frozen=True)
@@ -403,10 +403,6 @@ class Architecture:
             extra |= [self.per_rank.layout]
         return extra
 
-    def refusal(self, scheme: str, format: str) -> Refusal | None:
-        """Find the refusal that applies to a scheme in a format; None if engines load it."""
-        return _first(self.refused, scheme, format)
-
 
 def _match_prefix(prefix: str, module: str) -> tuple[str, str] | None:
     """Match a prefix that may have one `*`: the number in its place, and the rest of the name; None if none."""
@@ -419,11 +415,6 @@ def _match_prefix(prefix: str, module: str) -> tuple[str, str] | None:
     number = rest[: len(rest) - len(rest.lstrip("0123456789"))]
     rest = rest.removeprefix(number)
     return (number, rest.removeprefix(tail)) if number and rest.startswith(tail) else None
-
-
-def _first(refused: tuple[Refusal, ...], scheme: str, format: str) -> Refusal | None:
-    applying = (refusal for refusal in refused if refusal.scheme in (None, scheme) and refusal.format in (None, format))
-    return next(applying, None)
 
 
 def absolute_patterns(model: Architecture, patterns: Iterable[str]) -> list[str]:

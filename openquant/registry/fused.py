@@ -106,9 +106,14 @@ INTERNLM2 = model(
     head_refused="it is called output",
     # models/internlm2.py:337-356 sorts every tensor whose name has "wqkv", and fails on those with fewer rows.
     sglang=SGLangLimits(
-        tuple(
-            Refusal(scheme, None, "it fails on scales that are not by row, as it sorts them", "--scheme channel loads")
-            for scheme in ("tensor", "block", "int8-weights", "int4", "nvfp4", "nvfp4-w4a4")
+        (
+            Refusal(
+                None,
+                None,
+                "it fails on scales that are not by row, as it sorts them",
+                "--scheme channel loads",
+                scales="not by row",
+            ),
         )
     ),
     transformers_reads_blocks=False,
@@ -198,10 +203,7 @@ GPT_BIGCODE = model(
     cache_refused=ONES_TAKEN,
     # models/gpt_bigcode.py:295 loads all scales of c_attn for each of q, k and v.
     sglang=SGLangLimits(
-        tuple(
-            Refusal(scheme, None, "it takes one scale for what c_attn holds", "--scheme tensor loads")
-            for scheme in ("channel", "block", "mxfp8", "int8", "int8-weights", "int4", "mxfp4", "nvfp4", "nvfp4-w4a4")
-        )
+        (Refusal(None, None, "it takes one scale for what c_attn holds", "--scheme tensor loads", scales="several"),)
     ),
 )
 

@@ -161,11 +161,7 @@ HY_V4 = model(
     sglang=SGLangLimits(
         tuple(
             Refusal(scheme, format, "it takes every scale for one of blocks in the fp8 format", "-w 128 loads")
-            for scheme, format in (
-                ("block", "compressed-tensors"),
-                *((scheme, None) for scheme in ("tensor", "channel", "mxfp8", "int8", "int8-weights", "int4")),
-                *((scheme, None) for scheme in ("mxfp4", "nvfp4", "nvfp4-w4a4")),
-            )
+            for scheme, format in (("tensor", "fp8"), (None, "compressed-tensors"))
         )
     ),
     transformers_reads_blocks=False,

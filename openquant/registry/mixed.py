@@ -149,9 +149,12 @@ MINIMAX_M3 = model(
             "use --scheme channel, or --format compressed-tensors",
         ),
         # model_executor/parameter.py:115
-        *(
-            Refusal(scheme, None, f"{VLLM} has no place for a single scale of its index", "use --scheme channel")
-            for scheme in ("tensor", "nvfp4", "nvfp4-w4a4")
+        Refusal(
+            None,
+            None,
+            f"{VLLM} has no place for a single scale of its index",
+            "use --scheme channel",
+            scales="single",
         ),
     ),
     transformers_reads_blocks=False,

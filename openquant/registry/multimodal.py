@@ -409,14 +409,14 @@ ARIA = wrapped(
         gated(".mlp.shared_experts"),
         ARIA_EXPERTS,
         nameless=(".mlp.shared_experts.*",),
-        refused=tuple(
+        refused=(
             Refusal(
-                scheme,
+                None,
                 None,
                 f"{VLLM} cuts the scales of its experts in two, and fails on one that has no rows",
                 "--scheme channel, -w 128, int4 and mxfp4 load",
-            )
-            for scheme in ("tensor", "nvfp4", "nvfp4-w4a4")
+                scales="single",
+            ),
         ),
     ),
     "AriaForConditionalGeneration",

@@ -17,7 +17,7 @@ from openquant.models import MODELS
 from openquant.plan import summary
 from openquant.plan.config import has_fp8_cache, output_config
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.engines import sglang_refusal
+from openquant.plan.engines import find_refusal, sglang_refusal
 from openquant.plan.kv_cache import find_cached_attentions
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.tensor_parallel import text_config
@@ -139,7 +139,7 @@ FAILS = (
 def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: str) -> None:
     reason = MODELS[name].sglang.cache
     assert (reason is None) is (name == "Qwen3ForCausalLM")
-    scheme = next(each for each in (TENSOR, CHANNEL) if MODELS[name].sglang.refusal(each.name, each.method) is None)
+    scheme = next(each for each in (TENSOR, CHANNEL) if find_refusal(MODELS[name].sglang.refused, each) is None)
     unread = sglang_refusal(planned(shelf.source(name), scheme).entry, planned(shelf.source(name), scheme).decisions)
     # Attention that it builds in bfloat16 is refused before.
     assert (unread and unread.why) == (

@@ -16,6 +16,7 @@ from openquant.patterns import translate
 from openquant.plan import summary
 from openquant.plan.config import ignored_layers, output_config
 from openquant.plan.decisions import PlanOptions
+from openquant.plan.engines import find_refusal
 from openquant.plan.plain import make_plain_plan
 from openquant.plan.plan import make_plan
 from openquant.registry.architecture import Architecture
@@ -244,7 +245,7 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
     # Which has other scales than the first, and no more: of many thousand tensors it takes seconds to say.
     if len(checkpoint.tensors) < 5000:
         expected = {TENSOR: of_tensor, CHANNEL: of_rows, BLOCK: of_block}
-    schemes = [scheme for scheme in expected if not model.refusal(scheme.name, scheme.method)] or [BLOCK_COMPRESSED]
+    schemes = [scheme for scheme in expected if not find_refusal(model.refused, scheme)] or [BLOCK_COMPRESSED]
     plans = [make_plan(checkpoint, scheme) for scheme in schemes]
     assert [summary.quantized_tensors(plan) for plan in plans] == [expected.get(scheme, of_block) for scheme in schemes]
     plan = plans[-1]

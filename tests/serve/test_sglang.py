@@ -22,7 +22,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_others, find_scheme
 from openquant.models import MODELS
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.engines import sglang_refusal
+from openquant.plan.engines import find_refusal, sglang_refusal
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 
@@ -167,7 +167,7 @@ def advised(architecture: str) -> bool:
     model = MODELS[architecture]
 
     def refused(scheme: str, format: str) -> bool:
-        return any(one.refusal(scheme, format) for one in (model, model.sglang))
+        return any(find_refusal(one.refused, find_scheme(scheme, format)) for one in (model, model.sglang))
 
     return refused("block", "fp8") and not refused("block", COMPRESSED) and not refused("tensor", "fp8")
 

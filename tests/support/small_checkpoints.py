@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from openquant.formats.schemes import SCHEMES, Scheme
 from openquant.models import MODELS
+from openquant.plan.engines import find_refusal
 from openquant.registry.architecture import Refusal
 from openquant.streaming import transformers_internals
 from support import tiny_architectures
@@ -367,4 +368,4 @@ def served_in(name: str, *schemes: str) -> Scheme:
 
 def refused(name: str, scheme: Scheme) -> Refusal | None:
     """Why an architecture cannot be served in a scheme; None if it can."""
-    return MODELS[name].refusal(scheme.name, scheme.method)
+    return find_refusal(MODELS[name].refused, scheme)
