@@ -109,15 +109,34 @@ class Number(ABC):
         return None
 
 
-@dataclass(frozen=True)
-class _E4M3(Number):
-    """Four bits of exponent, three of mantissa: from 2^-9 to 448, no infinity, and NaN is 0x7f or 0xff."""
+class _Float(Number):
+    """A floating-point format, whose highest bit is the sign."""
 
     def encode(self, quotients: Floats) -> Codes:
-        return _nearest(quotients, self, 0x80)
+        # Rounding to odd first leaves 16 bits from which a table gives the code, as if there had been no first
+        # rounding: the last bit says whether any bit below it was set.
+        bits = quotients.view(np.uint32)
+        odd = bits & 0xFFFF
+        odd += np.uint32(0xFFFF)
+        odd |= bits
+        odd >>= 16
+        return np.take(_nearest_of_bfloat16(self), odd.astype(np.intp), mode="clip")
 
     def nearest(self, quotients: Floats) -> Floats:
-        return _rounded(quotients, self)
+        # Zeros lose their sign. Adding a large number leaves only whole steps of the quotient, a fixed part of its
+        # binade; subtracting it again gives the rounded value. A search rounds often, and looking codes up in a table
+        # takes longer.
+        near = np.clip(quotients, np.float32(-self.largest), np.float32(self.largest))
+        binade = np.maximum(near.view(np.uint32) & np.uint32(0x7F800000), np.float32(self.normal).view(np.uint32))
+        beside = binade.view(np.float32) * np.float32(1.5 * 2**23 * self.smallest / self.normal)
+        near += beside
+        near -= beside
+        return near
+
+
+@dataclass(frozen=True)
+class _E4M3(_Float):
+    """Four bits of exponent, three of mantissa: from 2^-9 to 448, no infinity, and NaN is 0x7f or 0xff."""
 
     def values(self) -> Floats:
         return _e4m3_values()
@@ -173,14 +192,8 @@ class _Integer(Number):
 
 
 @dataclass(frozen=True)
-class _E2M1(Number):
+class _E2M1(_Float):
     """0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign (OCP Microscaling Formats 1.0, 5.3.3)."""
-
-    def encode(self, quotients: Floats) -> Codes:
-        return _nearest(quotients, self, 8)
-
-    def nearest(self, quotients: Floats) -> Floats:
-        return _rounded(quotients, self)
 
     def values(self) -> Floats:
         magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -193,18 +206,6 @@ class _E2M1(Number):
         bound *= np.float32(2 / 5 + slack)
         np.maximum(bound, scale * np.float32(1 / 4 + slack), out=bound)
         return bound
-
-
-def _rounded(quotients: Floats, number: Number) -> Floats:
-    """Round finite values to those of a floating-point format; zeros lose their sign."""
-    # Adding a large number leaves only whole steps of the quotient, a fixed part of its binade; subtracting it again
-    # gives the rounded value. A search rounds often, and looking codes up in a table takes longer.
-    near = np.clip(quotients, np.float32(-number.largest), np.float32(number.largest))
-    binade = np.maximum(near.view(np.uint32) & np.uint32(0x7F800000), np.float32(number.normal).view(np.uint32))
-    beside = binade.view(np.float32) * np.float32(1.5 * 2**23 * number.smallest / number.normal)
-    near += beside
-    near -= beside
-    return near
 
 
 def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint32]:
@@ -241,21 +242,10 @@ def _e4m3_values() -> Floats:
     return np.concatenate([magnitudes, -magnitudes]).astype(np.float32)
 
 
-def _nearest(quotients: Floats, number: Number, sign: int) -> Codes:
-    """Return the nearest codes of a floating-point format with `sign` as its sign bit."""
-    # Rounding to odd first leaves 16 bits from which a table gives the code, as if there had been no first rounding:
-    # the last bit says whether any bit below it was set.
-    bits = quotients.view(np.uint32)
-    odd = bits & 0xFFFF
-    odd += np.uint32(0xFFFF)
-    odd |= bits
-    odd >>= 16
-    return np.take(_nearest_of_bfloat16(number, sign), odd.astype(np.intp), mode="clip")
-
-
 @cache
-def _nearest_of_bfloat16(number: Number, sign: int) -> Codes:
+def _nearest_of_bfloat16(number: _Float) -> Codes:
     """Return the nearest code of every bfloat16, uint8 [65536]; infinity and NaN get the largest."""
+    sign = len(number.values()) // 2
     finite = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)
     values = number.values()[:sign]
     values = values[np.isfinite(values)]
