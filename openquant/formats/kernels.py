@@ -264,7 +264,8 @@ def encode(
         exponent = top >> 7
         exact = (top << 16).view(np.float32) / np.float32(multiple) == scale
         if np.all(exact & (exponent >= _SAFE) & (exponent <= _TOP)):
-            _encode_by_table(bits, top, group, out, _tables(number, multiple))
+            offset = ((top & 127) << 16) + ((_TOP - exponent) << 7)
+            _encode_by_offset(bits, offset, group, out, _tables(number, multiple))
             return
     _encode_by_arithmetic(bits, dtype, scale, group, out, number)
 
@@ -537,17 +538,8 @@ def _beyond(number: Number) -> float:
 @cache
 def _tables(number: Number, multiple: float) -> Codes:
     """Return codes, uint8 [128 * 65536]: entry [m, x] for bfloat16 x if scale * multiple is (1 + m/128) * 2^127."""
-    tables = np.empty((128, 2, 32768), np.uint8)
-    tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
-    # 2^-10 of the smallest normal code is already zero: 448 is 2^8.8, so 24 exponents hold every nonzero code.
-    start = (_TOP - 24) << 7
-    values = to_float32(np.arange(start, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
-    for mantissa in range(128):
-        largest = to_float32(np.array([(_TOP << 7) | mantissa], np.uint16), "BF16")
-        quotients = values / (largest / np.float32(multiple))
-        tables[mantissa, 0, start : start + values.size] = number.encode(quotients)
-        tables[mantissa, 1, start : start + values.size] = number.encode(-quotients)
-    return tables.reshape(-1)
+    largest = to_float32(np.arange(_TOP << 7, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
+    return _tables_of_scales(number, largest / np.float32(multiple))
 
 
 @lru_cache(maxsize=8)
@@ -555,21 +547,23 @@ def _tables_of_global_scale(number: Number, global_scale: float) -> Codes:
     """Return codes, uint8 [8 * 65536]: entry [m, x] for bfloat16 x and scale (1 + m/8) / global_scale, times the power
     of two that gives the scale the exponent field _TOP_SCALE. For NVFP4: weights are at most 10 times their scale.
     """
-    tables = np.empty((8, 2, 32768), np.uint8)
+    scales = np.arange(8, 16, dtype=np.float32) / 8 / np.float32(global_scale)
+    raised = ((scales.view(np.uint32) & 0x7FFFFF) | np.uint32(_TOP_SCALE << 23)).view(np.float32)
+    return _tables_of_scales(number, raised)
+
+
+def _tables_of_scales(number: Number, scales: Floats) -> Codes:
+    """Return codes, uint8 [scales * 65536]: entry [i, x] for bfloat16 x and scale i, whose exponent is near the top."""
+    tables = np.empty((len(scales), 2, 32768), np.uint8)
     tables[:] = number.encode(np.array([[0.0], [-0.0]], np.float32))
+    # 2^-10 of the smallest normal code is already zero: 448 is 2^8.8, so 24 exponents hold every nonzero code.
     start = (_TOP - 24) << 7
     values = to_float32(np.arange(start, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
-    for mantissa in range(8):
-        scale = np.array([1 + mantissa / 8], np.float32) / np.float32(global_scale)
-        raised = ((scale.view(np.uint32) & 0x7FFFFF) | np.uint32(_TOP_SCALE << 23)).view(np.float32)
-        quotients = values / raised
-        tables[mantissa, 0, start : start + values.size] = number.encode(quotients)
-        tables[mantissa, 1, start : start + values.size] = number.encode(-quotients)
+    for table, scale in zip(tables, scales, strict=True):
+        quotients = values / scale
+        table[0, start : start + values.size] = number.encode(quotients)
+        table[1, start : start + values.size] = number.encode(-quotients)
     return tables.reshape(-1)
-
-
-def _encode_by_table(bits: Bits, top: npt.NDArray[np.integer[Any]], group: Group, out: Codes, tables: Codes) -> None:
-    _encode_by_offset(bits, ((top & 127) << 16) + ((_TOP - (top >> 7)) << 7), group, out, tables)
 
 
 def _encode_by_offset(
