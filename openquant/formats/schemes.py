@@ -51,8 +51,8 @@ class Scheme:
     format: Format
     suffix: str
     settings: dict[str, Any] = field(hash=False)
-    ignored_keys: tuple[str, ...]
-    engines: tuple[str, ...]
+    ignored_keys: tuple[str, ...] = ("ignore",)
+    engines: tuple[str, ...] = ("vLLM", "SGLang")
     transformers: str | None = None
     transformers_experts: str | None = None
     expert_engines: tuple[str, ...] = ("vLLM", "SGLang")
@@ -174,7 +174,6 @@ TENSOR = Scheme(
     suffix="-FP8",
     settings={**_fp8(None), "scale_fmt": TRANSFORMERS_REFUSAL},
     ignored_keys=_FP8_IGNORED,
-    engines=("vLLM", "SGLang"),
     transformers="refuses per-tensor `fp8` checkpoints, and before 5.10.1 misreads them without an error",
     max_weight=65504.0,
     tag="fp8-tensor",
@@ -186,8 +185,6 @@ CHANNEL = Scheme(
     Format(E4M3, (1, None), Scale("weight_scale")),
     suffix="-FP8-dynamic",
     settings=_compressed_tensors({"strategy": "channel"}, {"strategy": "token"}),
-    ignored_keys=("ignore",),
-    engines=("vLLM", "SGLang"),
     head=True,
     tag="fp8-channel",
 )
@@ -197,7 +194,6 @@ BLOCK = Scheme(
     suffix="-FP8-W128",
     settings=_fp8([128, 128]),
     ignored_keys=_FP8_IGNORED,
-    engines=("vLLM", "SGLang"),
     tag="fp8-block",
 )
 
@@ -208,7 +204,6 @@ TENSOR_COMPRESSED = replace(
     suffix="-FP8-CT",
     settings=_compressed_tensors({"strategy": "tensor"}, {"strategy": "token"}),
     ignored_keys=("ignore",),
-    engines=("vLLM", "SGLang"),
     transformers=None,
     # vLLM wants a static scale for the activations of such experts
     # (compressed_tensors/compressed_tensors_moe/compressed_tensors_moe_w8a8_fp8.py:58-104).
@@ -224,7 +219,6 @@ BLOCK_COMPRESSED = replace(
         {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}
     ),
     ignored_keys=("ignore",),
-    engines=("vLLM", "SGLang"),
     # transformers integrations/compressed_tensors.py: an expert's codes times its scales, which only rows fit.
     transformers_experts="does not multiply experts by the scales of blocks",
     # vLLM models/llama4.py:805-844 reorders a `weight_scale` as if each row of the weight had one there.
@@ -248,7 +242,6 @@ MXFP8 = Scheme(
     Format(E4M3, (1, 32), Scale("weight_scale", dtype="U8", power_of_two=True)),
     suffix="-MXFP8",
     settings=_compressed_tensors(_MX, _MX, "mxfp8-quantized"),
-    ignored_keys=("ignore",),
     engines=("vLLM",),
     transformers_experts="does not multiply experts by the scales of blocks",
     head=True,
@@ -261,8 +254,6 @@ INT8_W8A8 = Scheme(
     Format(INT8, (1, None), Scale("weight_scale")),
     suffix="-INT8",
     settings=_compressed_tensors({"strategy": "channel"}, {"strategy": "token"}, "int-quantized", "int"),
-    ignored_keys=("ignore",),
-    engines=("vLLM", "SGLang"),
     # SGLang compressed_tensors.py:979-987 has them for NPUs only.
     expert_engines=("vLLM",),
     transformers_experts="does not read experts in INT8",
@@ -284,8 +275,6 @@ INT8_W8A16 = Scheme(
     Format(INT8_WORDS, (1, None), Scale("weight_scale", dtype="BF16"), codes="weight_packed", shape=True),
     suffix="-INT8-W8A16",
     settings=_compressed_tensors({"strategy": "channel"}, None, "pack-quantized", "int"),
-    ignored_keys=("ignore",),
-    engines=("vLLM", "SGLang"),
     transformers_experts="does not read experts in INT8",
     head=True,
     tag="int8-w8a16",
@@ -304,7 +293,6 @@ MXFP4 = Scheme(
     Format(E2M1, (1, 32), Scale("weight_scale", dtype="U8", power_of_two=True, clip_limit=7), codes="weight_packed"),
     suffix="-MXFP4",
     settings=_compressed_tensors({"num_bits": 4, **_MX}, None, "mxfp4-pack-quantized"),
-    ignored_keys=("ignore",),
     engines=("vLLM",),
     expert_engines=("vLLM",),
     transformers_experts="does not read experts in FP4",
@@ -341,8 +329,6 @@ NVFP4 = Scheme(
     ),
     suffix="-NVFP4",
     settings=_compressed_tensors(_NV, None, "nvfp4-pack-quantized"),
-    ignored_keys=("ignore",),
-    engines=("vLLM", "SGLang"),
     transformers_experts="does not read experts in FP4",
     head=True,
     # The largest weight becomes 6 or 4, since the step between them is wide, or the scale is one step beside these.
@@ -411,8 +397,6 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmet
         ),
         suffix=suffix,
         settings=_compressed_tensors({"num_bits": 4, **weights}, None, "pack-quantized", "int"),
-        ignored_keys=("ignore",),
-        engines=("vLLM", "SGLang"),
         head=True,
         fallback=fallback,
         # More and smaller ratios reduce the error by at most a hundredth.
