@@ -1,7 +1,8 @@
 """Calibration: runs texts through a model, and uses what its layers do to quantize it with a smaller error.
 
 run           calibrate(): runs texts and writes the input statistics of the layers to a file
-observers     hooks that record absmax and mean squares of each layer's inputs, and absmax of keys and values
+observers     hooks that record absmax, mean magnitudes and mean squares of each layer's inputs, and absmax of keys and
+              values
 mappings      smoothing mappings: a smooth_layer, and the balance_layers that read its outputs
 smoothing     what the scales of smoothing mappings change about weights and norms
 smoothquant   scales that move outliers from INT8 activations into weights (SmoothQuant)
@@ -10,6 +11,9 @@ hessian       Hessians of layers, H = X'X over the tokens that go into a layer
 gptq          rounds a weight column by column, and propagates errors to later columns (GPTQ)
 gptq_pass     runs texts through a model, and rounds each layer by GPTQ; gptq_run does that in a run of compress()
 prepare       what a run of compress() calibrates before the final plan
+
+weights/transform.py applies the factors of SmoothQuant and AWQ to weights, where these are read. A pass of calibrate()
+or of GPTQ that was interrupted continues from its pass checkpoint (streaming/pass_checkpoint.py).
 
 [mapping, *_] = usable_mappings(plan).mappings
 smoothquant_scale(mapping, plan, reader, calibration, 0.5)      # float32 [2, 1, 1, 0.5, ..], or why there is none

@@ -64,6 +64,9 @@ class SampledRows:
 
         Args:
             factors: float32 [in], by which columns are multiplied and inputs divided.
+
+        Returns:
+            The sum over all outputs of the layer, mean over tokens. Infinite or NaN if a weight is, or becomes so.
         """
         rows = self.rows * factors
         scale, zero_point = choose_scales(self.scheme.unsearched, rows.view(np.uint32), "F32")
@@ -89,7 +92,7 @@ def awq_scale(mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration
     """Choose AWQ's scale for a mapping.
 
     Args:
-        mapping: a smooth_layer and its balance_layers.
+        mapping: one of `usable_mappings(plan)`.
         plan: what becomes of each tensor, without smoothing.
         reader: reads weights and tensors of the source checkpoint.
         calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
@@ -99,7 +102,8 @@ def awq_scale(mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration
         that says why the mapping is not used.
 
     Raises:
-        SourceError: a weight cannot be read, or the calibration is not of these layers.
+        SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
+            number of inputs.
     """
     weights = [plan.layers[module] for module in mapping.balance_layers if module in plan.layers]
     if not weights:
@@ -133,7 +137,14 @@ def rows_per_layer(layers: int) -> int:
 
 
 def search_memory(plan: Plan) -> int:
-    """Return the bytes that one thread needs to choose AWQ's scale for the largest mapping of `plan`."""
+    """Estimate the bytes that one thread needs to choose AWQ's scale for the largest usable mapping.
+
+    Args:
+        plan: what becomes of each tensor, without smoothing.
+
+    Returns:
+        The most bytes at a time; 0 if no mapping is usable.
+    """
     largest = 0
     for mapping in usable_mappings(plan).mappings:
         weights = [plan.layers[module] for module in mapping.balance_layers if module in plan.layers]
@@ -153,7 +164,7 @@ def sample_rows(weight: Weight, reader: Reader, max_rows: int) -> Floats:
         max_rows: largest number of rows to return; all rows if the weight has no more.
 
     Returns:
-        float32 [n, in], dequantized and smoothed as the weight is.
+        float32 [n, in], decoded if the weight is quantized, and smoothed if it has a transform.
 
     Raises:
         SourceError: it cannot be read.
@@ -173,7 +184,8 @@ def search_scale(mapping: SmoothingMapping, samples: Sequence[SampledRows], mean
 
     Args:
         mapping: a smooth_layer and its balance_layers.
-        samples: for each balance_layer: sampled rows float32 [n, in], mean squares of inputs, and scheme.
+        samples: for each balance_layer that is quantized: sampled rows float32 [n, in], mean squares of inputs, and
+            scheme.
         mean: float32 [in], mean magnitude of each input of the balance_layers.
 
     Returns:
@@ -204,10 +216,10 @@ def search_scale(mapping: SmoothingMapping, samples: Sequence[SampledRows], mean
 
 
 def with_importance(transforms: WeightTransforms, plan: Plan, calibration: Calibration) -> WeightTransforms:
-    """Add to the transforms of INT4 layers by how much the search for scales weighs errors of each column.
+    """Add to the transforms of INT4 layers the importance of each column, by which the search for scales weighs errors.
 
-    That is the mean square of the column's inputs after smoothing. Queries and keys are left out, as in AWQ's clipping:
-    attention multiplies their outputs with each other.
+    It is the mean square of the column's inputs after smoothing. Queries and keys that are fused with a smooth_layer of
+    values are left out, as in AWQ's clipping: attention multiplies their outputs with each other.
 
     Args:
         transforms: what smoothing changes, with the column factors of each layer.
@@ -215,10 +227,11 @@ def with_importance(transforms: WeightTransforms, plan: Plan, calibration: Calib
         calibration: statistics of the inputs of layers, with mean squares.
 
     Returns:
-        A copy of `transforms` with `importance`, float32 [in], for these layers, and a note more.
+        A copy of `transforms` with `importance`, float32 [in], for those of these layers that tokens went into, and one
+        more note.
 
     Raises:
-        SourceError: the calibration is not of these layers.
+        SourceError: the calibration has no mean squares of a layer's inputs, or another number of inputs.
     """
     excluded, weights = _queries_and_keys(plan), dict(transforms.weights)
     for module, weight in plan.layers.items():

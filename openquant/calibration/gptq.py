@@ -90,8 +90,8 @@ def round_columns(
 
     Args:
         weight: [out, in], float32 or float64 as the coefficients; the computation runs in that dtype.
-        scale: float32 [out / group height, in / group width]: weight = (code value - zero_point) * scale, with any
-            global scale divided out.
+        scale: float32 [out / group height, in / group width], rounded up; one row or column where a group has no limit.
+            weight = (code value - zero_point) * scale: any global scale is applied already.
         propagation: act-order and coefficients, as `find_error_propagation` returns them for the layer's inputs.
         fmt: the format that the weight is stored in.
         zero_point: float32, shaped as `scale`; None for symmetric formats.

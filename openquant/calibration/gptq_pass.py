@@ -73,18 +73,21 @@ def round_layers(
         loops: the module that chooses scales: formats.kernels (numpy) or formats.compiled (numba).
         max_hessian_bytes: bytes of memory for Hessians and the tensors rounded with them; texts run several times
             through a layer whose Hessians take more.
-        scratch: file to which hidden states are offloaded; None to keep them in memory.
-        progress: called with the tokens that are through all layers, and their total number.
-        remaining: called with the estimated seconds left, after the first layer and from then on.
+        scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
+        progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
+            layers counts half.
+        remaining: called with the estimated seconds left, from the end of the first layer on.
         pass_checkpoint: file from which an interrupted pass continues; None for none.
         note: called with a line for the user if few tokens were routed to some experts.
 
     Returns:
-        Path of a file and byte offset in it of each rounded tensor (codes, scales, zero points), by the tensor's
-        full name in the output.
+        Path of a file and byte offset in it of each rounded tensor (codes, scales, global scales, zero points), by the
+        tensor's full name in the output. Those of an earlier run are among them.
 
     Raises:
-        SourceError: a weight cannot be read, activations are not finite, or a file of the store is damaged.
+        SourceError: a weight cannot be read, activations are not finite, a file of the store is damaged, or the pass
+            checkpoint cannot be continued.
+        OpenQuantError: transformers' model fails on these weights or texts.
         PlanError: a weight is too large for its scheme.
         OutputError: a layer's file cannot be written, or hidden states do not fit on disk.
     """

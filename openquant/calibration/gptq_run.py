@@ -46,8 +46,11 @@ def apply_gptq(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Repor
         The plan with the places of rounded tensors.
 
     Raises:
-        SourceError: the model cannot be read or computed, or a rounded layer of an earlier run is damaged.
-        OutputError: rounded layers or hidden states do not fit on disk.
+        SourceError: the model cannot be read, its activations are not finite, or a file of an earlier run is damaged.
+        PlanError: a weight is too large for its scheme.
+        UsageError: the disk has too little space for shards that are streamed.
+        OutputError: rounded layers or hidden states cannot be written, or another rank has failed.
+        OpenQuantError: transformers' model fails on these weights or texts.
     """
     places = in_all_ranks(ranks, lambda: _round_layers(prepared, corpus, ranks, reporter) if ranks.first else None)
     if places is None:

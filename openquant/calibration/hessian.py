@@ -174,7 +174,16 @@ class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
         super().__init__(model, linears, experts)
 
     def on_input(self, values: Tensor, into: Hessian | ExpertHessians, place: str) -> Tensor:
-        """Add inputs [..., in] of a module, and return them unchanged."""
+        """Add the inputs of a module to its Hessians, those of them that accumulate.
+
+        Args:
+            values: the inputs, [..., in]; for down of stacked experts the rows are sorted by expert.
+            into: the Hessian of a Linear, or those of a module of stacked experts.
+            place: the module's name.
+
+        Returns:
+            `values`, unchanged.
+        """
         if isinstance(into, Hessian):
             self._once(id(into), values, lambda: into.add(values))
         elif (routing := self._routed[place]) is not None:

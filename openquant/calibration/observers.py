@@ -71,7 +71,14 @@ class RunningStatistics:
         self.routed = counts if self.routed is None else self.routed + counts
 
     def add(self, absmax: Tensor, total: Tensor, squares: Tensor, tokens: int) -> None:
-        """Add the statistics of a batch: float32, float64 and float64 [in], and its number of tokens."""
+        """Add the statistics of a batch, on the device of those before.
+
+        Args:
+            absmax: float32 [in], largest magnitude of each input.
+            total: float64 [in], sum of magnitudes.
+            squares: float64 [in], sum of squares.
+            tokens: number of tokens of the batch.
+        """
         self.absmax = absmax if self.absmax is None else torch.maximum(self.absmax, absmax)
         self.total = total if self.total is None else self.total + total
         self.squares = squares if self.squares is None else self.squares + squares
@@ -106,7 +113,16 @@ class Observer(ModuleHooks[RunningStatistics]):
     """Records statistics of the inputs of layers while it is on."""
 
     def on_input(self, values: Tensor, into: RunningStatistics, place: str) -> Tensor:
-        """Record inputs [..., in] of a module, and return them unchanged."""
+        """Record the inputs of a module.
+
+        Args:
+            values: the inputs, [..., in].
+            into: where they are recorded.
+            place: the module's name.
+
+        Returns:
+            `values`, unchanged.
+        """
         routing = self._routed[place] if into.counts_routing else None
         if routing is not None and (counts := routing.counts()) is not None:
             into.add_routed(counts)
@@ -133,7 +149,7 @@ class CacheObserver(DynamicCache):  # type: ignore[misc]  # mypy does not read t
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Record keys and values [batch, heads, length, dim], and return them unchanged."""
+        """Record keys and values [batch, heads, length, dim], if `statistics` has the layer; return them unchanged."""
         del args, kwargs
         for states, statistics in zip((key_states, value_states), self._statistics.get(layer_idx, ()), strict=False):
             statistics.add(*_batch_statistics(states))
@@ -171,21 +187,24 @@ def observe_inputs(
     Args:
         model: the source model, whose weights are loaded one decoder layer at a time.
         corpus: the calibration texts, as tokens.
-        scratch: file to which hidden states are offloaded; None to keep them in memory.
-        ranks: the processes that share the documents; None for this one alone. Only the first gets the statistics of
-            all.
-        progress: called with the tokens that are through all layers, and their total number.
-        remaining: called with the estimated seconds left, after the first layer and from then on.
+        scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
+        ranks: the processes that share the documents; None for this one alone. The first gets the statistics of all,
+            each other one only those of its own documents.
+        progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
+            layers counts half.
+        remaining: called with the estimated seconds left, from the end of the first layer on.
         pass_checkpoint: file from which an interrupted pass continues; None for none.
 
     Returns:
         The input statistics (absmax, mean magnitude and mean square of each channel), those of layers with the same
-        inputs in one; and the largest magnitudes of keys and of values, by index of each decoder layer that has a KV
-        cache of its own.
+        inputs in one, zeros for a layer that no token went into; and the largest magnitudes of keys and of values, by
+        index of each decoder layer that has a KV cache of its own. With latent attention (MLA) there are none.
 
     Raises:
-        SourceError: a weight cannot be read, activations are not finite, or the model runs its layers several times.
-        OutputError: hidden states do not fit on disk.
+        SourceError: a weight cannot be read, activations are not finite, the model runs its layers several times, or
+            the pass checkpoint cannot be continued.
+        OutputError: hidden states or the pass checkpoint cannot be written, or another rank has failed.
+        OpenQuantError: transformers' model fails on these weights or texts.
     """
     entry = MODELS.get(model.checkpoint.architecture)
     if entry is not None and entry.repeats:
@@ -284,7 +303,10 @@ def _merge_same_inputs(inputs: Iterable[InputStatistics]) -> tuple[InputStatisti
 
 
 def decoder_layers(model: StreamedModel) -> list[str]:
-    """Return the full module names of the decoder layers of `model` ("model.layers.0"), in the order of computation."""
+    """Return the full module names of the layers of `model` ("model.layers.0"), in the order of its modules.
+
+    Layers of vision and audio towers are among them, although no text runs through those.
+    """
     head = transformers_internals.output_head(model.model)
     return [
         unit
@@ -302,7 +324,7 @@ def find_hook_points(
         model: the source model; its weights are not loaded.
 
     Returns:
-        Statistics of the input of each Linear of decoder layers, by full module name; and for each module of stacked
+        Statistics of the input of each Linear of `decoder_layers`, by full module name; and for each module of stacked
         experts, by full module name, statistics of the inputs of gate and up (`first`) and of down, None where it has
         no such weights.
     """

@@ -73,7 +73,7 @@ def texts_steps(
     """Estimate the memory of each step of the calibration that a plan needs.
 
     Args:
-        run: options of the run: memory, device, offloading.
+        run: options of the run; with `overwrite` an earlier calibration file is not reused.
         length: tokens of each text.
         source: where the model comes from: a directory or a repository on the Hub.
         checkpoint: the model's config, files and headers.
@@ -81,7 +81,7 @@ def texts_steps(
         target: the output directory.
 
     Returns:
-        Name and bytes of memory of each step, in order; none if the plan lacks nothing.
+        Name and bytes of memory of each step, in order; empty if the plan lacks nothing.
     """
     steps: list[MemoryStep] = []
     if "activations" in plan.lacks:
@@ -108,14 +108,16 @@ def run_texts(
         reporter: receives notes and progress.
 
     Returns:
-        The options with calibration and transforms, to make the final plan with; and the texts for GPTQ, None without
-        GPTQ. They are the same in all ranks.
+        The options with what the plan lacked (calibration, description of GPTQ's texts, transforms), to make the final
+        plan with; and the texts for GPTQ, None unless the plan lacks Hessians. They are the same in all ranks.
 
     Raises:
-        OutputError: the output or hidden states do not fit on disk.
-        SourceError: the model, a weight or a text cannot be read.
+        OutputError: the output, hidden states or shards cannot be written, or another rank has failed.
+        SourceError: the model, a weight or a text cannot be read, or ranks read different ones.
         PlanError: SmoothQuant was requested for a quantized source.
-        UsageError: the calibration file beside the output is of another model or with other texts.
+        UsageError: the file beside the output is no calibration, or one of another model or with other texts; options
+            of the texts do not make sense; or memory or the disk for streamed shards is too small.
+        OpenQuantError: transformers' model fails on these weights or texts.
     """
     lacks = prepared.plan.lacks
     _require_room(prepared, texts, ranks)
@@ -176,7 +178,10 @@ def smoothquant_transforms(
 
     Raises:
         PlanError: the source is quantized.
-        SourceError: a weight cannot be read, or the calibration is not of these layers.
+        SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
+            number of inputs.
+        OutputError: shards cannot be written, or another rank has failed.
+        UsageError: the disk has too little space for shards that are streamed.
     """
     plan = prepared.plan
     if summary.has_quantized_source(plan):
@@ -205,7 +210,10 @@ def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, r
         biases by tensor name, and notes.
 
     Raises:
-        SourceError: a weight cannot be read, or the calibration is not of these layers.
+        SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
+            number of inputs.
+        OutputError: shards cannot be written, or another rank has failed.
+        UsageError: the disk has too little space for shards that are streamed.
     """
 
     def choose(mapping: SmoothingMapping, plan: Plan, reader: Reader) -> Floats | str:
@@ -228,8 +236,14 @@ def smoothing_transforms(
         reporter: receives notes and progress.
 
     Returns:
-        Factors of rows and columns of weights by full module name, new bytes of norms and biases by tensor name, and
-        notes that say which mappings are not used, and why.
+        Factors of rows and columns of weights by full module name, new bytes of norms and biases by tensor name, notes
+        that say which mappings are not used and why, and a title for the model card, "" if none is used.
+
+    Raises:
+        SourceError: a shard cannot be downloaded, or a norm or bias cannot be read.
+        OutputError: shards cannot be written, or another rank has failed.
+        UsageError: the disk has too little space for shards that are streamed.
+        BaseException: what `choose` raises.
     """
     plan = prepared.plan
     usable = usable_mappings(plan)

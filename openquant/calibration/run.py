@@ -59,8 +59,9 @@ def calibrate(
 
     Args:
         begun: called with one line that describes the run, before it starts.
-        progress: called with the tokens that are through all layers, and their total number.
-        remaining: called with the estimated seconds left, after the first layer and from then on.
+        progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
+            layers counts half.
+        remaining: called with the estimated seconds left, from the end of the first layer on.
         ranks: the ranks that share the texts, from `Ranks.from_environment(os.environ)`; None for this process alone.
 
     Returns:
@@ -130,7 +131,7 @@ def calibration_destination(
         checkpoint: the model's config, files and headers.
         options: options of the calibration; with `overwrite`, calibrations of other models are replaced too.
         texts: options that say which texts; their files are not overwritten.
-        outputs: other paths that the run writes, none of which may be `path`.
+        outputs: other paths that the run writes; `path` may neither be one, nor lie in one, nor contain one.
 
     Returns:
         The destination; nothing is checked or written yet.
@@ -165,9 +166,11 @@ def find_calibration(
         The calibration, with statistics of the inputs of layers; the same in all ranks.
 
     Raises:
-        UsageError: the file is of another model or with other texts.
-        SourceError: the model or a text cannot be read.
-        OutputError: the file cannot be written, or hidden states do not fit on disk.
+        UsageError: the file is no calibration, or one of another model or with other texts; its path cannot be used;
+            options of the texts do not make sense; or memory or the disk for streamed shards is too small.
+        SourceError: the model, a text or the file cannot be read, or ranks read different ones.
+        OutputError: the file or hidden states cannot be written, or another rank has failed.
+        OpenQuantError: transformers' model fails on these weights or texts.
     """
     path = target.path
     replace(target, kind=calibrations()).require()
@@ -214,6 +217,8 @@ def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, 
 
     Raises:
         SourceError: a text or the tokenizer cannot be read, or ranks have other texts or checkpoints.
+        UsageError: options of the texts do not make sense, or `datasets` is not installed.
+        OutputError: another rank has failed.
     """
     from ..data.corpus import read_corpus
 

@@ -62,8 +62,10 @@ class MappingTransforms(NamedTuple):
 
 
 def usable_mappings(plan: Plan) -> UsableMappings:
-    """Find the smoothing mappings of a plan whose balance_layers are all quantized, or may change as routers may.
+    """Find the smoothing mappings of a plan that can be used.
 
+    The smooth_layer must be a norm, or a projection that the plan quantizes. The balance_layers must be quantized, or
+    be kept by a rule, as routers are, and not by --ignore. Weights that are quantized in the source cannot change.
     Mappings through values are not usable with an FP8 KV cache: its scales belong to the values as they were.
 
     Args:
@@ -141,14 +143,15 @@ def _vectors(module: str, plan: Plan) -> list[str]:
 
 
 def statistics_of(weight: Weight, calibration: Calibration) -> InputStatistics | None:
-    """Return the input statistics of a weight's layer, with mean squares; None if no token went into the layer.
+    """Return the input statistics of a weight's layer, with mean squares.
 
     Args:
         weight: the weight [out, in], by whose tensor name they are found.
         calibration: statistics of the inputs of layers.
 
     Returns:
-        absmax, mean magnitude and mean square of each input, float32 [in], and the number of tokens.
+        absmax, mean magnitude and mean square of each input, float32 [in], and the number of tokens; None if no token
+        went into the layer, or the calibration does not have it.
 
     Raises:
         SourceError: the calibration has no mean squares, or another number of inputs.
@@ -163,10 +166,10 @@ def statistics_of(weight: Weight, calibration: Calibration) -> InputStatistics |
 
 
 def nearest_powers_of_two(ideal: Floats) -> Floats:
-    """Round a scale to powers of two, normalized so that its median is 1.
+    """Divide a scale by its median over the channels that change, and round it to powers of two.
 
     Args:
-        ideal: float32 [channels]; 0 or not finite for channels that are to stay as they are.
+        ideal: float32 [channels]; channels that are 0, negative or not finite stay as they are.
 
     Returns:
         float32 [channels], powers of two from 2**-8 to 2**8 (2**MOST); 1 for channels that stay.
@@ -180,18 +183,21 @@ def nearest_powers_of_two(ideal: Floats) -> Floats:
 
 
 def without_zero_rows(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader: Reader) -> Floats:
-    """Return a copy of `scale` with 1 for channels whose row in the smooth_layer is all zeros.
+    """Return `scale` with 1 for channels whose row in the smooth_layer is all zeros.
 
     `verify` recognizes scales by the sizes of rows in the output, which says nothing of a row of zeros.
 
     Args:
-        mapping: a smooth_layer and its balance_layers; nothing changes if the smooth_layer is a norm.
+        mapping: a smooth_layer and its balance_layers.
         scale: float32 [channels], by which the outputs of the smooth_layer are divided.
         plan: the plan that the mapping was found for.
         reader: reads weights and tensors of the source checkpoint.
 
     Returns:
-        float32 [channels].
+        float32 [channels]; `scale` itself if the smooth_layer is a norm.
+
+    Raises:
+        SourceError: the smooth_layer's weight cannot be read.
     """
     weight = plan.layers.get(mapping.smooth_layer)
     if weight is None:
@@ -201,7 +207,7 @@ def without_zero_rows(mapping: SmoothingMapping, scale: Floats, plan: Plan, read
 
 
 def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader: Reader) -> MappingTransforms:
-    """Divide the norm or bias of a smooth_layer by a scale.
+    """Divide a smooth_layer's bias, and its weight if it is a norm, by a scale. `combine_transforms` does the rest.
 
     Args:
         mapping: a smooth_layer and its balance_layers.
@@ -211,7 +217,8 @@ def apply_smoothing(mapping: SmoothingMapping, scale: Floats, plan: Plan, reader
 
     Returns:
         The mapping; the scale by which columns of balance_layers are to be multiplied, float32 [channels], which for a
-        rounded norm may differ a little from `scale`; and the new bytes of the norm or bias by full tensor name.
+        rounded norm may differ a little from `scale`; and the new bytes of the norm and bias by full tensor name, {}
+        for a projection without bias.
 
     Raises:
         SourceError: the norm or the bias cannot be read.
@@ -280,7 +287,8 @@ def combine_transforms(parts: Iterable[MappingTransforms], plan: Plan) -> Weight
         plan: the plan that the mappings were found for.
 
     Returns:
-        Factors of rows and columns of weights by full module name, and new bytes of norms and biases by tensor name.
+        Factors of rows and columns of weights by full module name, and new bytes of norms and biases by tensor name,
+        without notes and title. Weights may share one array of factors.
     """
     columns: dict[str, Floats] = {}
     rows: dict[str, Floats] = {}

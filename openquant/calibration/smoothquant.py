@@ -64,7 +64,7 @@ def smoothquant_scale(
     """Choose SmoothQuant's scale for a mapping.
 
     Args:
-        mapping: a smooth_layer and its balance_layers.
+        mapping: one of `usable_mappings(plan)`.
         plan: what becomes of each tensor, without smoothing.
         reader: reads weights and tensors of the source checkpoint.
         calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
@@ -75,7 +75,8 @@ def smoothquant_scale(
         that says why the mapping is not used.
 
     Raises:
-        SourceError: a weight cannot be read, or the calibration is not of these layers.
+        SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
+            number of inputs.
     """
     layers = []
     for module in mapping.balance_layers:
