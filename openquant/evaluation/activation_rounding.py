@@ -56,10 +56,10 @@ def round_activations(values: Tensor, inputs: ActivationQuantization, scale: flo
         values: activations [..., in], any floating dtype; all axes but the last are tokens.
         inputs: how they are quantized: number format, group that shares a scale, static or dynamic.
         scale: the static scale (activation = code value * scale), or for NVFP4 the factor by which group scales are
-            multiplied before they are rounded to E4M3. None for dynamic scales.
+            multiplied before they are rounded to E4M3. Both need one. None for dynamic scales.
 
     Returns:
-        The dequantized activations, with the shape and dtype of `values`.
+        The dequantized activations, with the shape and dtype of `values`. What a static scale cannot hold is clipped.
     """
     tokens = values.reshape(-1, values.shape[-1]).float()
     width = inputs.group[1]
@@ -110,7 +110,7 @@ class ClippedCount:
         return [[place, *counts] for place, counts in self._counts.items()]
 
     def add_counts(self, counts: Iterable[list[Any]]) -> None:
-        """Add the counts of another process."""
+        """Add the rows that `counts` of another process returned."""
         for row in counts:
             self._add(*row)
 
@@ -127,7 +127,7 @@ class ActivationRounding(ModuleHooks[QuantizedInputs]):
         model: the model; hooks are registered on its modules.
         layers: how inputs of Linears are quantized, by module name.
         experts: how inputs of stacked experts are quantized, by module name.
-        clipped: counts the activations that static scales clip.
+        clipped: counts the activations that static scales clip; None if nobody asks for them.
     """
 
     def __init__(
@@ -142,7 +142,19 @@ class ActivationRounding(ModuleHooks[QuantizedInputs]):
         self._scales: dict[Callable[[], float], float] = {}
 
     def on_input(self, values: Tensor, into: QuantizedInputs, place: str) -> Tensor:
-        """Round activations [..., in] that go into a layer."""
+        """Round the activations that go into a layer, and count those that a static scale clips.
+
+        Args:
+            values: the activations, [..., in].
+            into: how they are quantized.
+            place: name of the module, for the count.
+
+        Returns:
+            The rounded activations, with the shape and dtype of `values`.
+
+        Raises:
+            SourceError: the stored scale is missing or invalid.
+        """
         if into not in self._last:
             # Only one rounded copy is kept: each takes as much memory as the activations.
             self._last.clear()
@@ -164,7 +176,7 @@ class Fp8Cache(DynamicCache):  # type: ignore[misc]  # mypy does not read transf
     Args:
         config: the model's config, of transformers.
         scales: returns the scales of keys and of values, given the layer's number.
-        clipped: counts the keys and values that these scales clip.
+        clipped: counts the keys and values that these scales clip; None if nobody asks for them.
     """
 
     def __init__(

@@ -23,12 +23,12 @@ BUILT_IN = 4
 
 
 def fits_in_memory(nbytes: int, requested: bool, room: int | None = None) -> bool:
-    """Return whether a model is small enough to answer prompts.
+    """Return whether a model is small enough to answer prompts: at most half of the free memory.
 
     Args:
         nbytes: size of its weights in bytes.
-        requested: whether the user gave prompts; without that only small models answer.
-        room: bytes that the weights may take beside the limit of the machine's memory; None for no other limit.
+        requested: whether the user gave prompts; without that it may also have no more than LARGEST_BY_DEFAULT.
+        room: bytes that the weights may take, as a further limit; None for no other.
     """
     free = available_memory() // 2
     return nbytes <= (free if room is None else min(free, room)) and (requested or nbytes <= LARGEST_BY_DEFAULT)
@@ -52,7 +52,7 @@ def prompts_to_answer(
         user gave no file.
 
     Raises:
-        SourceError: the prompts cannot be read.
+        SourceError: the prompts cannot be read, are too long, or do not fit the tokenizer or its chat template.
     """
     fits = fits_in_memory(nbytes, file is not None, room)
     if file is None and not fits:
@@ -69,7 +69,7 @@ def compare_answers(
     prompts: Sequence[Prompt],
     progress: Callable[[int, int], None] | None = None,
 ) -> list[list[dict[str, Any]]]:
-    """Have the source and all outputs answer prompts greedily.
+    """Have the source and then each output answer prompts greedily.
 
     Args:
         source: the source's model.
@@ -84,7 +84,7 @@ def compare_answers(
         and `output` as text, and `differs_at`, the index of the first token that differs, None if all are equal.
 
     Raises:
-        SourceError: a weight cannot be read.
+        SourceError: a weight or generation_config.json cannot be read.
     """
     ends = end_tokens(checkpoint.root, checkpoint.config)
 

@@ -102,11 +102,11 @@ class ServedModel:
         """Make the forward passes of a text.
 
         Args:
-            ids: token ids, int64 [length].
+            ids: token ids, int64 [length], on the model's device.
 
         Returns:
             One pass with decoded weights alone and, if engines round more, one with that too. Each gives the logits
-            [length, vocabulary].
+            [length, vocabulary]. The second raises SourceError if a scale is missing or invalid.
         """
         weights = ForwardPass(self.model, partial(logits, self.model, ids))
         if not self.rounds:
@@ -214,7 +214,7 @@ def logits(model: StreamedModel, ids: Tensor, cache: Any = None) -> Tensor:
 
     Args:
         model: the model.
-        ids: token ids, int64 [length].
+        ids: token ids, int64 [length], on the model's device.
         cache: KV cache of transformers, such as Fp8Cache; None for none.
 
     Returns:

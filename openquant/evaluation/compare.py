@@ -65,17 +65,21 @@ def compare_outputs(
         corpus: the texts, as token ids.
         settings: seed, device, KV cache and so on; the defaults if None.
         begun: called once with a line that says what is to be done.
-        progress: called with the number of tokens that are computed, those of answers included, and of all tokens.
-        remaining: called with the estimated seconds that are left, from the first layer on.
+        progress: called with the number of tokens that are done, those of answers included, and of all tokens. Each
+            pass of a text counts, and a token that is through half of the layers counts half.
+        remaining: called with the estimated seconds that are left, from the end of the first layer on.
 
     Returns:
         The eval.json of each output, the figures of the noise floor, and notes for the user; the same in all processes
         that share the texts.
 
     Raises:
-        SourceError: a checkpoint cannot be read or run, or its logits are NaN.
-        UsageError: the checkpoints are not of one model.
-        OutputError: there is no room on disk for hidden states.
+        SourceError: a checkpoint or the prompts cannot be read, transformers has no such model, or a logit is NaN or
+            infinite.
+        PlanError: a checkpoint is quantized in a format that cannot be read.
+        UsageError: the checkpoints are not of one model, or engines round one in a way that is not supported here.
+        OutputError: hidden states cannot be written, or another rank has failed.
+        OpenQuantError: transformers' model fails on these weights or texts.
     """
     comparison = _Comparison(source, outputs, corpus, settings or EvaluationSettings(), progress, remaining)
     if begun is not None:

@@ -57,7 +57,15 @@ class HiddenStateDistances:
         self._tokens[layer, number] = self._tokens.get((layer, number), 0) + tokens
 
     def mean(self, layer: str, number: int) -> float:
-        """Return the mean relative distance after a layer in a pass."""
+        """Return the mean relative distance of all tokens after a layer in a pass.
+
+        Args:
+            layer: name of the layer.
+            number: number of the pass, from 1; the source's has no distances.
+
+        Raises:
+            KeyError: no document went through that layer in that pass.
+        """
         return math.fsum(self._sums[layer, number]) / self._tokens[layer, number]
 
     def counts(self) -> Counts:
@@ -65,7 +73,7 @@ class HiddenStateDistances:
         return [[*key, sums, self._tokens[key]] for key, sums in self._sums.items()]
 
     def add_counts(self, counts: Counts) -> None:
-        """Add the counts of another process."""
+        """Add the rows that `counts` of another process returned."""
         for layer, number, sums, tokens in counts:
             self._add(layer, number, sums, tokens)
 
@@ -121,7 +129,15 @@ class RouteCounts:
         counts[1] += tokens
 
     def share(self, layer: str, number: int) -> float | None:
-        """Return the share of tokens of a pass that a layer routes to other experts; None if it has no experts."""
+        """Return the share of tokens of a pass that a layer routes to other experts than in the source.
+
+        Args:
+            layer: name of the decoder layer.
+            number: number of the pass, from 1.
+
+        Returns:
+            The largest share in any of its modules of experts, 0 to 1; None if it has none or nothing was counted.
+        """
         shares = [
             rerouted / total
             for (name, counted_pass), (rerouted, total) in self._counts.items()
@@ -134,6 +150,6 @@ class RouteCounts:
         return [[*key, *counts] for key, counts in self._counts.items()]
 
     def add_counts(self, counts: Counts) -> None:
-        """Add the counts of another process."""
+        """Add the rows that `counts` of another process returned."""
         for row in counts:
             self._add(*row)

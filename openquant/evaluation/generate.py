@@ -76,14 +76,14 @@ def continue_prompts(
     Args:
         streamed: the model.
         prompts: the prompts, each with its text and its token ids.
-        ends: ids of the tokens that end an answer; the answer includes them.
+        ends: ids of the tokens that end an answer; none if only `tokens` ends it.
         tokens: most tokens of an answer.
         around: makes the context in which the model runs, such as `ServedModel.around`, which rounds activations.
         cache: makes the KV cache of a prompt; if it returns None, transformers makes its own.
         progress: called with the number of prompts that are done.
 
     Returns:
-        The token ids of each prompt's continuation, without the prompt.
+        The token ids of each prompt's continuation, without the prompt and with the end token if there is one.
 
     Raises:
         SourceError: a weight is missing or cannot be read.
@@ -136,7 +136,7 @@ def side_by_side(
 
     Returns:
         For each prompt: `prompt`, `source` and `output` as text, and `differs_at`, the index of the first token that
-        differs, None if all are equal.
+        differs, None if all are equal. If one continuation begins with all of the other, it is the other's length.
     """
     return [
         {
@@ -155,11 +155,11 @@ def teacher_forced(
     """Show two models' most probable next token at each position of a text (teacher-forced).
 
     Args:
-        ids: token ids of the text [length].
+        ids: token ids of the text [length], at least two.
         source: the source's most probable next token at each position [length].
         output: the output's most probable next token at each position [length].
         tokenizer: decodes all of them.
-        tokens: number of positions to show.
+        tokens: most positions to show. They begin after the first 48 tokens, or after the first half of a short text.
 
     Returns:
         The keys of side_by_side(), with `text`, the text itself at these positions, and `"along": True`, which says

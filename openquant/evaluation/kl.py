@@ -83,7 +83,7 @@ def compare_logits(
     Args:
         source: the source's logits [length, vocabulary], any floating dtype.
         output: the output's logits [length, vocabulary], any floating dtype.
-        ids: token ids of the document, int64 [length].
+        ids: token ids of the document, int64 [length], at least two.
         domain: the file or dataset subset that the document comes from.
         name: name of the document, for messages.
         models: names of the models, for messages.
@@ -253,7 +253,7 @@ def mean(figures: npt.NDArray[Any]) -> float:
     """Return the mean of an array; 0 if it is empty.
 
     Args:
-        figures: float or bool [n], or of any other shape.
+        figures: float or bool, [n] or of more axes.
     """
     return float(figures.mean()) if len(figures) else 0.0
 

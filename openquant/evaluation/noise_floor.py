@@ -31,7 +31,14 @@ class RoundingNoise:
             module.forward = self._noisy(module.forward)
 
     def seeded(self, seed: int) -> Callable[[], AbstractContextManager[None]]:
-        """Return a context for `ForwardPass.around`. The noise depends on the seed alone, not on other passes."""
+        """Return a function that makes contexts in which noise is added, for `ForwardPass.around`.
+
+        All contexts that it makes draw from one generator, so call this once for each pass: then the noise of a pass
+        depends on its seed alone, not on other passes.
+
+        Args:
+            seed: seed of the noise.
+        """
         generator = torch.Generator().manual_seed(seed)
 
         @contextmanager
@@ -59,8 +66,12 @@ class RoundingNoise:
 def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
     """Round values stochastically to bfloat16.
 
+    A value between two bfloat16 numbers becomes either; the nearer it is to one, the more probable is that one. Values
+    of dtype bfloat16 have been rounded already: each moves a step up with a probability of 1/8, and a step down with
+    1/8. Zeros and infinities stay, and so do values that would become infinite.
+
     Args:
-        values: any shape, any floating dtype. Those that are bfloat16 already may move one step up or down.
+        values: any shape, float32 or bfloat16.
         generator: torch's generator of the noise, on the CPU; the device of `values` does not matter.
 
     Returns:

@@ -97,7 +97,7 @@ class Measurements:
         """Add the records and counters of another process's documents.
 
         Args:
-            records: records by pass number and document number.
+            records: records by pass number and document number. This process must have some of each of these passes.
             counts: what the other process's `counts` returned.
         """
         for number, by_document in records.items():
@@ -108,7 +108,7 @@ class Measurements:
             output.served.clipped.add_counts(clipped)
 
     def records_of_pass(self, number: int) -> list[DocumentRecord]:
-        """Return the records of a pass in the order of the documents."""
+        """Return the records of a pass, numbered from 1, in the order of the documents."""
         by_document = self.records[number]
         return [by_document[document] for document in sorted(by_document)]
 
@@ -125,6 +125,9 @@ def make_evaluation(
 
     Returns:
         The eval.json of each output, the figures of the noise floor, and notes for the user.
+
+    Raises:
+        SourceError: a shard cannot be read, for the digest of a model.
     """
     seed = measurements.settings.seed
     floor = _brief(measurements.records_of_pass(1), seed)

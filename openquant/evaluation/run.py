@@ -61,10 +61,11 @@ def evaluate(
 
     Args:
         begun: called once with a line that says what is to be done, before it starts.
-        progress: called with the number of tokens that are computed, and the number of all tokens.
-        remaining: called with the estimated seconds that are left, from the first layer on.
+        progress: called with the number of tokens that are done and of all tokens. Each pass of a text counts, and a
+            token that is through half of the layers counts half.
+        remaining: called with the estimated seconds that are left, from the end of the first layer on.
         ranks: this process among several, as `Ranks.from_environment(os.environ)` gives it; each runs its share of the
-            texts.
+            texts. None for this process alone.
 
     Returns:
         The figures, the same in every process; docs/evaluation.md says what they mean.

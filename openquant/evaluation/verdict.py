@@ -89,12 +89,13 @@ def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str],
 
     Args:
         changes: changes of all weights, quantized or not.
-        routers: names of quantized modules that every engine expects unquantized, such as routers.
+        routers: names of quantized modules that every engine expects unquantized, such as routers. Those that `changes`
+            lacks do not count.
         gptq: whether the model card says that GPTQ rounded the weights.
 
     Returns:
-        Name of each suspect module and the reason, as text: routers first, then the largest error relative to its limit
-        first.
+        Name of each suspect module and the reason, as text: routers first, then the others by their error relative to
+        what their format explains, the largest first.
     """
     quantized = [change for change in changes if change.quantized]
     unquantized = [change for change in changes if not change.quantized]
@@ -180,7 +181,7 @@ def _added_distances(distances: Sequence[float]) -> list[float]:
 
 
 def suspects_by_config(source: Mapping[str, object], output: Mapping[str, object]) -> list[Suspect]:
-    """Find settings of config.json that differ.
+    """Find settings of config.json that differ. A missing setting equals None.
 
     Args:
         source: the source's settings that change what a model computes, by dotted key:

@@ -77,11 +77,12 @@ def compare_weights(
         output: the output's decoded weight, of the same shape, any floating dtype.
         fmt: format in which the output stores it; None if it is not quantized.
         transposed: whether both are stored as [in, out].
-        between: called after each piece of a weight, to free the pages of mapped files.
+        between: called after each piece that is tested for equality, and after each of an unquantized weight that is
+            compared, to free the pages of mapped files.
 
     Returns:
-        The relative error ||output - source|| / ||source||, the rounding error of the format, and the shares (of 1) of
-        scale groups with a large error or a wrong scale.
+        The relative error ||output - source|| / ||source||, 1 if that is not finite; the rounding error of the format;
+        and the shares (of 1) of scale groups with a large error or a wrong scale. All are 0 if both weights are equal.
     """
     if _equal(source, output, between):
         return WeightChange(name, fmt is not None, 0.0, 0.0, 0.0)
