@@ -72,14 +72,14 @@ Task = tuple[Weight, ...] | TensorInfo
 
 
 def shards_to_read(plan: Plan) -> dict[str, list[str]]:
-    """Find the shards that a diagnosis reads.
+    """Find the shards that a diagnosis reads, in the order in which it reads them.
 
     Args:
         plan: the plan, which says what is measured.
 
     Returns:
-        By file name of each shard: sorted file names of the shards that must be there when it is read, which are itself
-        and those with layers that are fused with its layers.
+        By file name of each shard: sorted file names of the shards that must be there when it is read. These are
+        itself, and those that have other parts of its layers (scales) or layers that are fused with them.
     """
     where = plan.decoded.where
     needs: dict[str, set[str]] = {}
@@ -97,18 +97,19 @@ def diagnose_layers(
     """Measure every layer that a plan quantizes, and look for NaN and infinity in all other tensors.
 
     Args:
-        plan: the plan; its scheme decides about the flag "large".
+        plan: a plan with a scheme, which decides about the flag "large".
         provider: makes the shards of `shards_to_read` available as local files.
         workers: number of threads.
         full: whether all rows of each layer are measured, not a sample.
-        progress: called with the bytes read so far and their total, never from two threads at once.
+        progress: called with the bytes read so far and their total, never from two threads at once. Quantized weights
+            count as unquantized.
 
     Returns:
         Statistics and errors of each layer, in the order of the checkpoint; and by tensor name, the numbers of NaN and
         of infinite elements in tensors that stay unquantized.
 
     Raises:
-        SourceError: NaN or infinity in a weight to be quantized, or a source that cannot be read.
+        SourceError: NaN or infinity in a weight to be quantized, or a source that cannot be read or downloaded.
     """
     return _DiagnosisRun(plan, provider, full, progress).run(workers)
 

@@ -83,18 +83,18 @@ class WeightTotals:
 
     @property
     def height(self) -> int:
-        """The number of rows of each piece must be a multiple of this."""
+        """The number of rows of each piece but the last must be a multiple of this."""
         return math.lcm(*(fmt.group[0] or 1 for fmt in self._grids))
 
     def add(self, low: int, bits: Bits) -> bool:
-        """Add the next piece of the layer.
+        """Add the next piece of the layer; pieces come in the order of the rows.
 
         Args:
             low: index of its first row.
-            bits: bits of its weights, uint16 or uint32 [n, in].
+            bits: bits of its weights, uint16 or uint32 [n, in]; n is a multiple of `height`, except in the last piece.
 
         Returns:
-            Whether all weights are finite; nothing is added if not.
+            Whether all weights are finite. If not, the totals are incomplete and must not be used.
         """
         dtype = self.weight.dtype
         for fmt, grid in self._grids.items():
@@ -119,13 +119,14 @@ class WeightTotals:
         """Choose the scales of some rows, once all pieces are added.
 
         Args:
-            scheme: the scheme.
+            scheme: one of `schemes`, in which the layer is not stored already.
             rows: the rows.
             shared_absmax: float32 [1, 1], absmax of all fused layers, for schemes with a per-tensor or global scale.
 
         Returns:
             Height and width of a group among these rows, (1, 128) for blocks of 128 x 128; and the scales and zero
-            points, float32 [n / height, in / width].
+            points, float32 [n / height, in / width], [1, 1] for a scale per tensor. Zero points are None for symmetric
+            formats.
         """
         fmt = scheme.format
         height, width = fmt.group
@@ -165,8 +166,8 @@ class SchemeLoss:
             rows: the rows.
             values: float32 [n, in], their weights.
             energies: float64 [n], sum of squares of each row.
-            group: height and width of a group.
-            scales: the scales and zero points, float32 [n / height, in / width].
+            group: height and width of a group among these rows.
+            scales: the scales and zero points, float32 [n / height, in / width]; `WeightTotals.scales` returns both.
         """
         number = scheme.format.number
         scale, zero_point = (None if grid is None else _widen(grid, group[1]) for grid in scales)
@@ -251,7 +252,7 @@ def layer_diagnosis(
         requested: the scheme in which the layer is to be stored, which decides about the flag "large".
 
     Returns:
-        Means and ratios, flags, and the relative errors in each scheme.
+        Means and ratios, flags, and the relative errors in each scheme, None in those that `losses` lacks.
     """
     weight, largest = totals.weight, float(totals.absmax.item())
     count = weight.shape[0] * weight.shape[1]
