@@ -17,10 +17,14 @@ class DocumentRanks(Protocol):
     size: int
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Gather bytes in rank 0, which gets those of the other ranks in their order; others get an empty list."""
+        """Gather bytes in rank 0, which gets those of the other ranks in their order; others get an empty list.
+
+        Raises:
+            OutputError: another rank has failed.
+        """
 
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
-        """All-gather a small value. Raises if this rank or another has an error.
+        """All-gather a small value.
 
         Args:
             error: what stopped this rank, or None.
@@ -28,6 +32,10 @@ class DocumentRanks(Protocol):
 
         Returns:
             The value of each rank, in order of the ranks.
+
+        Raises:
+            Exception: `error`, if this rank has one.
+            OutputError: another rank has failed.
         """
 
 

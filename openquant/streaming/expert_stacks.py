@@ -48,7 +48,7 @@ class ExpertStack(NamedTuple):
         """Make the stacked tensor, of shape `info.shape`.
 
         Args:
-            read: returns the tensor [out, in] of a name.
+            read: returns the tensor [out, in] of a name. It is called for each of `members`; the first gives the dtype.
         """
         stacked = None
         for member in self.members:
@@ -69,7 +69,8 @@ def find_expert_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> 
         tensors: the checkpoint's tensors that the model has no parameter for, by name.
 
     Returns:
-        Each complete stack under both names it may have: of a parameter, and of a module's weight.
+        Each complete stack under both names it may have: of a parameter, and of a module's weight. Stacks that lack a
+        projection, or whose projections have different shapes, are left out.
     """
     stacks: dict[str, ExpertStack] = {}
     for experts in MODELS[architecture].experts if architecture in MODELS else ():

@@ -30,7 +30,7 @@ class Forecast:
         self._last = clock()
 
     def expect(self, step: str, seconds: float) -> None:
-        """Set the seconds that a step will take, and add it if it is new."""
+        """Set the seconds that a step will take; a new one is added after all others."""
         self._remaining_costs.setdefault(step, 0.0)
         self._seconds[step] = seconds
 
@@ -39,7 +39,10 @@ class Forecast:
         self._last = self._clock()
 
     def done(self, step: str) -> None:
-        """Note that a step is done, which took the time since the last one. Steps before it are skipped."""
+        """Note that a step is done, which took the time since the last one.
+
+        Steps before it are skipped. If it is not one of the remaining steps, its time counts for none.
+        """
         now = self._clock()
         if step in self._remaining_costs:
             names = list(self._remaining_costs)
@@ -66,7 +69,7 @@ class Forecast:
 
 
 def spoken(seconds: float) -> str:
-    """Format a duration in seconds: "5 seconds", "3 minutes", "2.5 hours"."""
+    """Format a duration in seconds, at least one second: "5 seconds", "3 minutes", "2.5 hours"."""
     if seconds < 1.5:
         return "1 second"
     if seconds < 90:

@@ -50,10 +50,10 @@ class RoutedTokens:
 
         Args:
             expert: its number.
-            rows: inputs of gate and up, [tokens, in].
+            rows: inputs of gate and up, [tokens, in]; [experts * tokens, in] if `chosen` is None.
 
         Returns:
-            Its rows, [expert's tokens, in].
+            A copy of its rows, [expert's tokens, in]; without rows of zeros if `chosen` is None.
         """
         if self.chosen is None:
             block = rows.reshape(self.experts, -1, rows.shape[-1])[expert]
@@ -61,13 +61,15 @@ class RoutedTokens:
         return rows[(self.chosen.reshape(len(rows), -1) == expert).any(-1)]
 
     def split_sorted(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Divide inputs of down, which are sorted by expert.
+        """Divide inputs of down, which are sorted by expert, and count them in `passed`.
 
         Args:
-            rows: the next rows [n, in]; transformers passes all at once, or those of one expert in each call.
+            rows: the next rows [n, in]; transformers passes all at once, or those of one expert in each call. All
+                at once, in a block for each expert, if `chosen` is None.
 
-        Returns:
-            Number of each expert that has some of these rows, and its rows [m, in].
+        Yields:
+            Number of each expert that has some of these rows, and its rows [m, in]. If `chosen` is None, every expert
+            with its rows that are not zero, maybe none.
         """
         counts = self.counts()
         if counts is None:

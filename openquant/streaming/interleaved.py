@@ -130,7 +130,8 @@ def run_interleaved(
         after_unit: called with unit name, batch number, number in the batch and hidden state [batch, tokens, hidden].
             The hidden state is valid until the batch's last pass is through the unit.
         scratch: file for hidden states of waiting batches that exceed its memory budget; None keeps all in memory.
-        until: the last unit to compute. All passes are abandoned after it, and `finished` is not called.
+        until: the last unit to compute, after which all passes are abandoned and `finished` is not called; None to
+            compute all.
         progress: called with unit name, how many batches are through it, and the number of batches. The second is 0
             while a unit is computed for `recompute`.
         checkpoint: file that waiting passes of a single model are saved to, and continued from if it has any.
@@ -139,7 +140,9 @@ def run_interleaved(
             into memory at once.
 
     Raises:
-        OpenQuantError: a weight is missing or cannot be read, or a unit cannot be computed.
+        SourceError: a weight is missing or cannot be read, or the checkpoint cannot be continued.
+        OutputError: hidden states or the checkpoint cannot be written.
+        OpenQuantError: a unit cannot be computed.
         BaseException: what a body, `finished` or `after_unit` raised.
     """
     if checkpoint is not None:

@@ -61,6 +61,9 @@ class LazyTensors:
     def select(self, names: Iterable[str]) -> dict[str, LazyTensor]:
         """Return a lazy tensor for each name. Files stay mapped until the last of their tensors is freed.
 
+        Args:
+            names: names of the checkpoint's tensors or of `stacks`. Their shards must be on disk.
+
         Raises:
             SourceError: a file cannot be read, or changed since its header was read.
         """
@@ -96,7 +99,7 @@ class LazyTensors:
         return ranges
 
     def prefetch(self, names: Iterable[str]) -> None:
-        """Ask the system to read these tensors from disk in the background."""
+        """Ask the system to read these tensors in the background, as far as it can and their shards are on disk."""
         if not hasattr(os, "posix_fadvise"):
             return
         for shard, ranges in self.byte_ranges(names).items():

@@ -95,6 +95,10 @@ def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
     Returns:
         Bytes of the largest decoder layer, the embedding table, the output head (in pieces and whole) and all other
         weights, with copies made of them; and the longest axis of a layer's matrices, in elements.
+
+    Raises:
+        SourceError: a scale is missing, or has another shape or dtype than config.json promises.
+        PlanError: the quantization is not supported, or config.json does not describe it.
     """
     decoded, quantized = decoded_view(checkpoint)
     sizes: dict[str, int] = {}
@@ -148,19 +152,34 @@ def _experts_of_token(checkpoint: Checkpoint) -> int:
 
 
 def pass_memory(checkpoint: Checkpoint, length: int) -> int:
-    """Estimate the bytes of a forward pass: its largest unit, with the activations of a text of `length` tokens."""
+    """Estimate the bytes of a forward pass: its largest unit, with the activations of a text of `length` tokens.
+
+    Raises:
+        SourceError: a scale is missing, or has another shape or dtype than config.json promises.
+        PlanError: the quantization is not supported, or config.json does not describe it.
+    """
     weights = weight_memory(checkpoint)
     computed = 4 * WIDTHS * weights.width * length + hidden_bytes(checkpoint, length)
     return weights.rest + max(weights.layer + computed, weights.table)
 
 
 def calibration_steps(checkpoint: Checkpoint, length: int) -> list[MemoryStep]:
-    """Return the steps of a calibration with texts of `length` tokens."""
+    """Return the steps of a calibration with texts of `length` tokens.
+
+    Raises:
+        SourceError: a scale is missing, or has another shape or dtype than config.json promises.
+        PlanError: the quantization is not supported, or config.json does not describe it.
+    """
     return [MemoryStep("calibrating", pass_memory(checkpoint, length), _length_hint(length))]
 
 
 def gptq_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[MemoryStep]:
-    """Return the steps of GPTQ with texts of `length` tokens, if one Hessian is in memory at a time."""
+    """Return the steps of GPTQ with texts of `length` tokens, if one Hessian is in memory at a time.
+
+    Raises:
+        SourceError: a scale is missing, or has another shape or dtype than config.json promises.
+        PlanError: the quantization is not supported, or config.json does not describe it.
+    """
     collecting = pass_memory(checkpoint, length) + hessian_memory(plan)
     widest = 0
     for weight, _ in plan.gptq_rounded:
@@ -175,7 +194,7 @@ def gptq_steps(checkpoint: Checkpoint, plan: Plan, length: int) -> list[MemorySt
 def hessian_memory(plan: Plan) -> int:
     """Return the bytes of the largest Hessian [in, in] in float32, with the outputs of all layers that share it.
 
-    For experts the Hessian of all tokens of their MoE layer is added.
+    For experts the Hessian of all tokens of their MoE layer is added. 0 if GPTQ rounds no weight.
     """
     fused: dict[tuple[str, ...], list[int]] = {}
     for weight, scheme in plan.gptq_rounded:
@@ -196,7 +215,9 @@ def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> l
         length: tokens of each text.
 
     Raises:
-        SourceError: a weight is damaged; the message names the model.
+        SourceError: a scale is missing, or has another shape or dtype than config.json promises; the message names the
+            model.
+        PlanError: the quantization of a model is not supported, or its config.json does not describe it.
     """
     checkpoints, weights = [checkpoint for _, checkpoint in models], []
     for name, checkpoint in models:
@@ -246,11 +267,15 @@ def memory_left(max_memory: int | None, steps: Sequence[MemoryStep], refuse: boo
 
 
 def answer_memory(max_memory: int | None) -> int | None:
-    """Return the bytes that a model's weights may take while it answers prompts; None without a limit."""
+    """Return the bytes that a model's weights may take while it answers prompts, 0 or more; None without a limit.
+
+    Args:
+        max_memory: the limit of the process in bytes, or None.
+    """
     return memory_left(max_memory, [MemoryStep("answering prompts", COMPARISON)], refuse=False)
 
 
 def rounded_up(nbytes: int) -> str:
-    """Format bytes, two percent more, as a value for --max-memory: "890MB", "1.4GB"."""
+    """Format bytes, two percent more and rounded up, as a value for --max-memory: "890MB", "1.4GB"."""
     megabytes = -(-nbytes * 51 // (50 * 10**7)) * 10
     return f"{megabytes}MB" if megabytes < 1000 else f"{-(-megabytes // 100) / 10:g}GB"

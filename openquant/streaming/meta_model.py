@@ -157,7 +157,7 @@ class MetaModel:
         return nearest
 
     def load(self, unit: str) -> None:
-        """Load the weights of a unit, or of REST.
+        """Load the weights of a unit, or of REST. Its shards must be on disk.
 
         Raises:
             SourceError: a weight is missing, has the wrong shape or cannot be read.
@@ -222,7 +222,7 @@ class MetaModel:
 
 
 def find_units(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Find embedding tables, decoder layers and the output head of a model, by module name."""
+    """Find embedding tables, layers and the output head of a model, by module name; layers of vision towers too."""
     head = transformers_internals.output_head(model)
     units: dict[str, nn.Module] = {}
     unit_prefix = None

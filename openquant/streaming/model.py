@@ -99,10 +99,11 @@ class StreamedModel:
         return self._meta.unit_of(name)
 
     def load(self, unit: str) -> None:
-        """Load the weights of a unit, or with REST those outside of all units.
+        """Load the weights of a unit, or with REST those outside of all units, once the shards of it are on disk.
 
         Raises:
-            SourceError: a weight is missing, has the wrong shape or cannot be read.
+            SourceError: a weight is missing, has the wrong shape, or cannot be read or downloaded.
+            OutputError: shards cannot be written, or another rank has failed.
         """
         self.shard_provider.wait_for(unit, lambda: False)
         with torch.inference_mode():
@@ -111,7 +112,7 @@ class StreamedModel:
             self.shard_provider.finished(unit)
 
     def free(self, unit: str) -> None:
-        """Replace the weights of a unit, or of REST, by placeholders."""
+        """Replace the weights of a unit, or of REST, by placeholders. Streamed shards of it may then be deleted."""
         self._meta.free(unit)
         if unit != REST:
             self.shard_provider.finished(unit)

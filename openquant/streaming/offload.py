@@ -109,6 +109,10 @@ class OffloadFile:
     def read(self, into: memoryview, offset: int) -> None:
         """Fill a buffer with the bytes at an offset, whose region can be written again afterwards.
 
+        Args:
+            into: as long as what was written there.
+            offset: what `write` returned; it is read once.
+
         Raises:
             OutputError: the disk fails.
         """
@@ -160,7 +164,10 @@ class OffloadedTensors:
             storage.resize_(0)
 
     def restore(self, scratch: OffloadFile) -> None:
-        """Read all of them back into memory.
+        """Read all that are in the file back into memory.
+
+        Args:
+            scratch: the file that they were moved to.
 
         Raises:
             OutputError: the disk fails.
@@ -215,6 +222,9 @@ class HiddenStateStore:
 
     def offload(self, batch: Sequence[WaitingPass]) -> None:
         """Move the hidden states of a batch that waits now to the file, if they do not fit into the budget.
+
+        Args:
+            batch: the passes of the batch; the same object each time.
 
         Raises:
             OutputError: the disk is full or fails.

@@ -181,7 +181,15 @@ class PassCheckpoint:
         return True
 
     def zero_output(self, unit: str, device: str) -> Any:
-        """Return what a computed unit returns, with zeros in its tensors, on a device such as "cpu"."""
+        """Return what a computed unit returns, with zeros in its tensors, on a device such as "cpu".
+
+        Args:
+            unit: name of a unit of `done`.
+            device: the device of the tensors, which are expanded scalars.
+
+        Raises:
+            SourceError: the file's description of the output is invalid.
+        """
 
         def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.zeros((), dtype=dtype, device=device).expand(*shape)
@@ -190,15 +198,16 @@ class PassCheckpoint:
             return _rebuild(self._outputs[unit], None, lambda _, shape, dtype: zeros(shape, dtype))
 
     def saved_calls(self, unit: str, waiting: Sequence[tuple[int, int, Any]], device: str) -> Iterator[Any]:
-        """Yield the saved arguments of each pass that waits for a unit.
+        """Yield the saved arguments of each pass that waits for a unit; they can be taken once.
 
         Args:
             unit: its name.
             waiting: batch number, number in the batch, and (args, kwargs) of each pass.
             device: where tensors are put.
 
-        Returns:
-            (args, kwargs) for each pass; none if passes were saved at another unit.
+        Yields:
+            (args, kwargs) for each pass, in the order of `waiting`; none if passes were saved at another unit. Dicts of
+            the current arguments are updated in place.
 
         Raises:
             SourceError: the file has other passes, or arguments of another structure.
@@ -230,7 +239,10 @@ class PassCheckpoint:
                 yield saved_call
 
     def record_output(self, unit: str, output: Any) -> None:
-        """Record structure, shapes and dtypes of a unit's output, which are the same for all passes."""
+        """Record structure, shapes and dtypes of a unit's output, which are the same for all passes.
+
+        If it has an object that cannot be saved, passes are not saved from then on.
+        """
         if unit not in self._outputs:
             try:
                 self._outputs[unit] = _describe(output, [])

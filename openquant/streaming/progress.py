@@ -49,8 +49,8 @@ class PassProgress:
     Args:
         costs: relative cost of each layer, in the order they are computed.
         tokens: the number of tokens of all texts, in all models.
-        advanced: called whenever a batch is through a layer.
-        remaining: called with the remaining seconds, from the first layer on.
+        advanced: called whenever a batch is through a layer; None for no call.
+        remaining: called with the remaining seconds, from the end of the first layer on; None for no call.
         more: the number of tokens that are computed after the layers, such as those of answers to prompts.
 
     Attributes:

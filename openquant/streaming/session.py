@@ -29,7 +29,7 @@ def find_tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
     """Load a checkpoint's tokenizer, and download its files first if the source is on the Hub.
 
     Raises:
-        SourceError: there is none, or it is damaged.
+        SourceError: there is none, it cannot be downloaded, it is damaged, or it fails or exceeds its limits.
     """
     from ..data.tokenizer import FILES, TEMPLATES, load_tokenizer
 
@@ -69,7 +69,7 @@ def scratch_for(hidden: int, directory: Path, budget: int, may_be_in_memory: boo
         The file; None if all fit into the budget.
 
     Raises:
-        OutputError: no file can be made there.
+        OutputError: no file can be made there, or its file system is in memory.
     """
     from .offload import OffloadFile
 
@@ -107,10 +107,11 @@ class ArrivingShards:
         self._remaining = dict.fromkeys(supply.needs)
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
-        """Wait until a unit's shards are on disk, or `stopped()`.
+        """Wait until a unit's shards are on disk, or `stopped()`. Units before it were skipped, and are finished.
 
         Raises:
-            SourceError: they cannot be downloaded, or were deleted already.
+            SourceError: they cannot be downloaded, were deleted already, or changed since the run began.
+            OutputError: they cannot be written, or another rank has failed.
         """
         if what in self._remaining:
             # Skipped units are finished last first, so that finishing one does not start the download of another.
@@ -129,7 +130,7 @@ class ArrivingShards:
             self.fingerprint.add(shard, self.path(shard))
 
     def finished(self, what: str) -> None:
-        """Note that the unit's shards are not needed any more."""
+        """Note that a unit does not need its shards any more, so that they may be deleted."""
         if what in self._remaining:
             del self._remaining[what]
             self.supply.finished(what)

@@ -17,7 +17,16 @@ class ShardProvider(Protocol):
     """Provides source shards, on disk or as they are downloaded. Methods may be called from any thread."""
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
-        """Wait until all shards that `what`, such as a unit or an output shard, needs are on disk, or `stopped()`."""
+        """Wait until all shards that `what` needs are on disk, or `stopped()`.
+
+        Args:
+            what: name of what reads the shards, such as a unit or an output shard.
+            stopped: returns whether to give up waiting; called from time to time.
+
+        Raises:
+            SourceError: a shard cannot be downloaded.
+            OutputError: it cannot be written.
+        """
 
     def path(self, name: str) -> Path:
         """Return the path of a source shard that is on disk, by its file name."""
@@ -37,11 +46,11 @@ class LocalShards:
     root: Path
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
-        """Return at once."""
+        """Return at once, since all shards are on disk; `what` and `stopped` are ignored."""
 
     def path(self, name: str) -> Path:
-        """Return the path of a shard, by its file name."""
+        """Return the path of a shard, by its file name; whether it exists is not checked."""
         return self.root / name
 
     def finished(self, what: str) -> None:
-        """Do nothing."""
+        """Do nothing, since the shards stay."""

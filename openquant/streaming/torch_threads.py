@@ -39,7 +39,7 @@ def threads_for(model: StreamedModel, tokens: int) -> int:
 
 @contextmanager
 def limited_threads(count: int) -> Iterator[None]:
-    """Let torch use `count` threads inside this context."""
+    """Let torch use `count` threads, 1 or more, inside this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

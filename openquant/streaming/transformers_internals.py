@@ -119,7 +119,8 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
         model_type: its `model_type`.
 
     Raises:
-        SourceError: transformers has no such language model, or one that fails in this release.
+        SourceError: transformers has no such language model, one that fails in this release, or one that cannot be
+            imported.
     """
     mappings = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -325,7 +326,8 @@ def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torc
         device: device of the weights.
 
     Raises:
-        SourceError: a tensor has the wrong shape or cannot be converted.
+        SourceError: a tensor has the wrong shape, or cannot be read or converted. If it cannot be read, its
+            `LazyTensor.error` has the reason.
     """
     # Made anew for each load, because its converters keep state.
     mapping: Any = get_model_conversion_mapping(model)
