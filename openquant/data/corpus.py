@@ -105,15 +105,19 @@ def read_corpus(
     Args:
         options: the texts, and number and length of documents.
         tokenizer: the model's tokenizer.
-        purpose: each purpose has its own half of every text.
+        purpose: each purpose has its own half of the blocks of every text.
         vocabulary: the model's vocabulary size, which token ids are checked against; None for no check.
 
     Returns:
-        `options.samples` documents of `options.length` tokens, or fewer and a note if texts are too short.
+        `options.samples` documents of `options.length` tokens, or fewer and a note if texts are too short. Every text
+        has at least one.
 
     Raises:
-        UsageError: `options.samples` is smaller than the number of texts.
-        SourceError: a text cannot be read, is too short, or has tokens that the model does not have.
+        UsageError: `options.length` has no room beside the tokenizer's prefix; `options.samples` is smaller than the
+            number of texts; a text is given twice; a dataset needs `datasets` 4 or newer; or no text is given and this
+            Python has no source of its standard library.
+        SourceError: a text cannot be read, is too short, or has tokens that the model does not have; or the tokenizer
+            or its chat template fails on one.
     """
     if options.length <= len(tokenizer.prefix):
         raise UsageError(f"samples of {options.length} tokens have no room for text", "give a larger --length")

@@ -99,6 +99,9 @@ def open_file(path: Path, name: str) -> Domain:
         path: the file.
         name: the name of the domain.
 
+    Returns:
+        A domain of two blocks or more, which are read later.
+
     Raises:
         SourceError: it is missing, empty, or no regular file.
     """
@@ -200,7 +203,8 @@ def parse_row(row: object) -> TextOrChat:
     """Return the text or the messages of a line of JSON or a row of a dataset.
 
     Raises:
-        SourceError: it has neither. The caller must put the place before the message, which begins with a space.
+        SourceError: it has neither, or messages of another form. The caller must put the place before the message,
+            which begins with a space.
     """
     if not isinstance(row, dict):
         raise SourceError(f" is {short_repr(row)}, not an object", _ROWS)
@@ -235,14 +239,14 @@ def open_dataset(name: str, count: int) -> Domain:
     Args:
         name: NAME[:SUBSET[:SPLIT]] on the Hub, or a directory. Without a split, `test`, `validation`, `train` or the
             first one is read.
-        count: how many blocks to read.
+        count: how many blocks to read, two or more.
 
     Returns:
-        A domain of `count` blocks, or fewer if the dataset is shorter.
+        A domain of `count` blocks, or fewer if the dataset is shorter, but at least two. They are in memory.
 
     Raises:
-        UsageError: `datasets` is not installed.
-        SourceError: it cannot be read, or has neither column.
+        UsageError: `datasets` is not installed, or older than 4.
+        SourceError: it cannot be read, or a row has neither column.
     """
     try:
         import datasets

@@ -97,16 +97,21 @@ def read_prompts(
 ) -> tuple[Prompt, ...]:
     """Read the prompts of a file, or the built-in ones.
 
-    Each line of a text file is a prompt. Each JSON line is an object with `prompt`, with `messages` of a chat, or with
-    `text`, which is continued as it is even by a chat model.
+    Each line of a text file is a prompt; empty lines are skipped. Each JSON line is an object with `prompt`, with
+    `messages` of a chat, or with `text`, which is continued as it is even by a chat model.
 
     Args:
         file: the file, JSON lines if its name ends in `.jsonl`; None for the built-in prompts.
         tokenizer: the model's tokenizer.
         vocabulary: the model's vocabulary size, which token ids are checked against; None for no check.
 
+    Returns:
+        The prompts, in the order of the file.
+
     Raises:
-        SourceError: the file cannot be read or holds no prompts, a chat has no template, or a prompt is too long.
+        SourceError: the file cannot be read, or holds no prompts or more than MAX_PROMPTS; a chat has no template; a
+            prompt has no tokens, more than MAX_TOKENS, or one that the model does not have; or the tokenizer or its
+            chat template fails on it.
     """
     if file is None:
         has_template = tokenizer.template is not None

@@ -80,13 +80,13 @@ def render(
     Args:
         template: the Jinja template.
         conversations: lists of messages, dicts with a `role` and mostly a `content`.
-        names: names of the conversations in error messages, such as "prompts.jsonl line 3"; `str()` is taken of them.
+        names: name of each conversation in error messages, such as "prompts.jsonl line 3"; `str()` is taken of it.
         variables: further variables of the template: special tokens, such as {"bos_token": "<s>"}.
         answered: whether the conversations are complete. If not, the template's generation prompt is added.
         bounds: limits of time, memory and size.
 
     Returns:
-        The text of each conversation.
+        The text of each conversation; [] for none.
 
     Raises:
         SourceError: the template is broken, refuses a conversation, or exceeds its limits.

@@ -84,7 +84,7 @@ class Tokenizer:
 
         Args:
             conversations: lists of messages, dicts with a `role` and mostly a `content`.
-            names: names of the conversations in error messages, such as "prompts.jsonl line 3".
+            names: name of each conversation in error messages, such as "prompts.jsonl line 3"; at least one.
             answered: whether the conversations are complete. If not, the template's generation prompt is added.
 
         Returns:
@@ -107,6 +107,9 @@ class Tokenizer:
 
         Returns:
             What differs, such as "the chat template"; empty if nothing does.
+
+        Raises:
+            SourceError: one of them fails on a text that both are tried with.
         """
         if self.digest == other.digest:
             return ()
@@ -134,12 +137,12 @@ def load_tokenizer(directory: Path, where: str | None = None) -> Tokenizer:
     """Load the tokenizer of a checkpoint.
 
     Args:
-        directory: the checkpoint's directory.
+        directory: the checkpoint's directory, with config.json.
         where: the model's name in messages; None for the directory's path.
 
     Raises:
-        SourceError: there is none, its files are damaged, transformers cannot load it without other code, or it
-            exceeds the sandbox's limits of time and memory.
+        SourceError: there is none, its files or config.json are damaged, transformers cannot load it without other
+            code, or it exceeds the sandbox's limits of time and memory.
     """
     where = where or str(directory)
     files = _read(directory)
