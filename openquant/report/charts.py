@@ -142,7 +142,7 @@ def by_confidence(evaluation: Mapping[str, Any]) -> str:
 
 
 def by_domain(evaluation: Mapping[str, Any]) -> str:
-    """Draw the mean KL of each domain (a file or dataset subset) with its interval.
+    """Draw the mean KL of each domain (a file or dataset subset) with its interval, of the first twenty.
 
     Args:
         evaluation: the content of an eval.json.
@@ -236,7 +236,8 @@ def shades(values: Sequence[float | None]) -> list[tuple[str, str] | None]:
         values: the values of all cells, such as relative errors; None for an empty cell.
 
     Returns:
-        For each value the colours of the cell and of its text, such as ("#00204c", "#ffffff"); None for None and zero.
+        For each value the colours of the cell and of its text, such as ("#00204c", "#ffffff"); None for None,
+        zero and negative values.
     """
     positive = [value for value in values if value is not None and value > 0]
     low, high = (math.log(min(positive)), math.log(max(positive))) if positive else (0.0, 0.0)

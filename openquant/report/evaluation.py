@@ -16,7 +16,8 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str]) -> str:
     """Format an evaluation for a terminal: a table of all outputs, then the verdict on each with reasons and answers.
 
     Args:
-        evaluation: what `eval --json` prints: `source`, `floor`, and `outputs`, the eval.json of each output.
+        evaluation: what `eval --json` prints: `source`, `floor`, and `outputs`, the eval.json of one output or
+            more.
         notes: remarks for the user.
 
     Returns:

@@ -98,7 +98,7 @@ def require_tools(option: str) -> None:
 
 
 def render_page(page: PageContent) -> str:
-    """Render a page as HTML. The same content gives the same text.
+    """Render a page as HTML, for which `require_tools` must succeed. The same content gives the same text.
 
     Args:
         page: the content: title, evaluations, tables and notes.

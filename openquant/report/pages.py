@@ -81,7 +81,7 @@ def write_evaluated(
     """Write the HTML page of eval, and a picture of the first output.
 
     Args:
-        evaluations: for each output the content of its eval.json.
+        evaluations: for each output the content of its eval.json; at least one.
         models: names or directories of the source and then of each output. For one local output of a local source, the
             page shows what serving takes.
         page: file of the page; None to write none.
@@ -89,6 +89,7 @@ def write_evaluated(
 
     Raises:
         OutputError: a file cannot be written.
+        UsageError: a file must not be written, since something else came to lie there.
     """
     if page is not None:
         page.write(render_page(evaluated_page(evaluations, [Path(model) for model in models])).encode())
@@ -103,7 +104,7 @@ def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Pa
     """Make the page of eval.
 
     Args:
-        evaluations: for each output the content of its eval.json.
+        evaluations: for each output the content of its eval.json; at least one.
         models: directories of the source and then of each output; other names for those on the Hub.
 
     Returns:

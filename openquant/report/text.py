@@ -151,13 +151,13 @@ def _share(plan: Plan) -> str:
 
 
 def details_text(plan: Plan) -> str:
-    """List every layer that stays unquantized and every copied file, for -v.
+    """List the ignore list and every copied file, for -v.
 
     Args:
         plan: the plan.
 
     Returns:
-        A text with a line for each layer or file.
+        A text with a line for each file, and for each unquantized layer under every name that engines look up.
     """
     lines = [f"not quantized: {name}" for name in ignored_layers(plan)]
     return join_lines(lines + [f"copied: {name}" for name in plan.files])
