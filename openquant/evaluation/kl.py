@@ -181,7 +181,12 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
             f"share_above_{LARGE_KL}": float((kl > LARGE_KL).mean()),
         },
         "kl_by_confidence": [
-            {"from": low, "to": high, "positions": int(in_bin.sum()), "kl": mean(kl[in_bin])}
+            {
+                "from": low,
+                "to": high,
+                "positions": int(in_bin.sum()),
+                "kl": mean(kl[in_bin]) if in_bin.any() else None,
+            }
             for low, high in pairwise(CONFIDENCE_EDGES)
             for in_bin in [(confidence >= low) & ((confidence < high) | (high == 1))]
         ],

@@ -68,10 +68,10 @@ def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
 
     A value between two bfloat16 numbers becomes either; the nearer it is to one, the more probable is that one. Values
     of dtype bfloat16 have been rounded already: each moves a step up with a probability of 1/8, and a step down with
-    1/8. Zeros and infinities stay, and so do values that would become infinite.
+    1/8. Zeros, infinities and NaN stay, and so do values that would become infinite.
 
     Args:
-        values: any shape, float32 or bfloat16.
+        values: any shape, any floating dtype.
         generator: torch's generator of the noise, on the CPU; the device of `values` does not matter.
 
     Returns:
@@ -83,6 +83,7 @@ def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
         rounded_off = torch.randint(-(1 << 15), 1 << 15, bits.shape, generator=generator, dtype=torch.int32)
         noise += rounded_off.to(bits.device)
     rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
-    # A step below zero would be NaN, and a step above the largest value infinity.
-    valid = (values != 0) & rounded.isfinite()
-    return torch.where(valid, rounded, values.float()).to(values.dtype)
+    rounded_values = rounded.to(values.dtype)
+    # A step below zero would be NaN, a step above the largest value infinity, and one above a NaN could be a number.
+    valid = (values != 0) & values.isfinite() & rounded_values.isfinite()
+    return torch.where(valid, rounded_values, values)

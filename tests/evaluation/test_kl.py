@@ -188,3 +188,10 @@ def test_vocabularies_must_be_one() -> None:
     source, output, ids = logits(7)[0]
     with pytest.raises(SourceError, match="source has logits for 500 tokens, output for 499"):
         compare_logits(source, output[:, :-1], ids, "", "", MODELS)
+
+
+def test_a_bin_of_confidence_without_positions_has_no_kl() -> None:
+    one = np.ones(4)
+    record = DocumentRecord("a", "a 1", one, one * 0.9, one, one, one > 0, one > 0)
+    found = summarize([record])["kl_by_confidence"]
+    assert [(each["positions"], each["kl"]) for each in found] == [(0, None)] * 4 + [(4, 1.0)]

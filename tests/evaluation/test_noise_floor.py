@@ -39,6 +39,13 @@ def test_zero_stays_and_nothing_becomes_infinite() -> None:
     assert (made.reshape(-1, 4)[:, :2] == 0).all()
 
 
+def test_float16_does_not_become_infinite_and_nan_no_number() -> None:
+    assert stochastic_round(torch.full((4096,), 65504.0).half(), chance()).isfinite().all()
+    nan = torch.full((4096,), 0x7FFF, dtype=torch.int16).view(torch.bfloat16)
+    assert stochastic_round(nan, chance()).isnan().all()
+    assert stochastic_round(torch.full((8,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32), chance()).isnan().all()
+
+
 def test_modules_are_noisy_while_it_is_on_and_the_same_by_the_seed() -> None:
     class Pair(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
