@@ -113,6 +113,7 @@ def compress(
     Args:
         ranks: the ranks of a run with several processes; if None, this process works alone.
         reporter: receives the plan and the progress; nothing is reported if None.
+        dry_run: make and report the plan, and write nothing.
 
     Returns:
         What was done, or with `dry_run` what would be done.
@@ -203,7 +204,7 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
         The same options, with the scheme, the options of the plan, and what finds the registry's entry.
 
     Raises:
-        UsageError: options contradict each other, or nothing uses one of them.
+        UsageError: options contradict each other, nothing uses one of them, or there is no such scheme.
     """
     if recipe.kv_cache not in ("fp8", "auto"):
         raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
@@ -351,9 +352,11 @@ def dequantize(
     """Dequantize a checkpoint of any architecture to bfloat16.
 
     Args:
-        output: directory to write; if None, `<name>-BF16` in the working directory.
+        output: directory to write. If None, `<name>-BF16` in the working directory, or beside the model if the working
+            directory is the model's or lies in it.
         ranks: the ranks of a run with several processes; if None, this process works alone.
         reporter: receives the plan and the progress; nothing is reported if None.
+        dry_run: make and report the plan, and write nothing.
 
     Returns:
         What was done, or with `dry_run` what would be done.
@@ -454,7 +457,8 @@ def explain(
         options: other options of compress() that decide how weights are quantized.
 
     Returns:
-        One explanation for all layers that are treated alike; `to_json()` is what `--json` prints.
+        The explanation. Its `layers` has one item for all layers that are treated alike; its `to_json()` is what
+        `--json` prints.
 
     Raises:
         OpenQuantError: there is no such layer, or compress() would refuse the model or the options.
@@ -500,7 +504,7 @@ def diagnose(
         The figures of each layer; `advice` has options of compress where another scheme halves the error of layers.
 
     Raises:
-        OpenQuantError: a weight has NaN or infinity, or something else that the caller can fix.
+        OpenQuantError: a weight that would be quantized has NaN or infinity, or something else that the caller can fix.
     """
     request = Diagnose.parse(
         model=model,
@@ -539,7 +543,7 @@ def diagnose(
 
 
 def push(directory: str | os.PathLike[str], target: Push) -> str:
-    """Publish a directory that compress() made.
+    """Publish a directory that compress() or dequantize() made.
 
     Args:
         directory: a finished output directory.

@@ -106,7 +106,7 @@ class Ranks:
         """Read RANK, WORLD_SIZE and so on, as torchrun and accelerate set them; without these, a single process.
 
         Raises:
-            UsageError: the variables contradict one another.
+            UsageError: the variables contradict one another, or one is missing or no number.
         """
         if not (environment.get("RANK") and environment.get("WORLD_SIZE")):
             return cls()
@@ -139,7 +139,10 @@ class Ranks:
         return self.first or (self._exchange is not None and not self._exchange.first_reports)
 
     def share(self, shards: Sequence[Shard]) -> list[Shard]:
-        """The shards that this rank converts: largest first, each goes to the rank with the fewest bytes so far."""
+        """Return those of `shards` that this rank converts, by name. All ranks must give the same shards.
+
+        Largest first, each goes to the rank with the fewest bytes so far.
+        """
         loads = [0] * self.size
         mine = []
         for shard in sorted(shards, key=lambda shard: (-shard.nbytes, shard.name)):
@@ -150,7 +153,7 @@ class Ranks:
         return sorted(mine, key=lambda shard: shard.name)
 
     def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
-        """All-gather a small value: wait until every rank has given one.
+        """All-gather a small value: wait until every rank has given one. All ranks must make the same calls, in order.
 
         Args:
             error: what stopped this rank, or None. It is reported to the other ranks and raised.
@@ -160,7 +163,9 @@ class Ranks:
             The value of each rank, in order of the ranks.
 
         Raises:
-            Exception: this rank's own error, or one that names the rank which failed, died or did not come.
+            Exception: `error`.
+            OutputError: another rank failed, died or did not come, or the store is lost.
+            UsageError: there are several ranks and no `rendezvous`.
         """
         if error is not None:
             if self._exchange is not None:
@@ -178,7 +183,8 @@ class Ranks:
             In rank 0 the bytes of ranks 1, 2, ...; in the others an empty list.
 
         Raises:
-            Exception: one that names the rank which failed, died or did not come.
+            OutputError: another rank failed, died or did not come, or the store is lost.
+            UsageError: there are several ranks and no `rendezvous`.
         """
         return [] if self.size == 1 else self._collective(lambda exchange: exchange.gather(data))
 
@@ -194,10 +200,10 @@ class Ranks:
             raise
 
     def check(self) -> None:
-        """Raise an error if another rank has failed or died. Does not wait; may be called from any thread.
+        """Raise an error if this rank cannot go on. Does not wait; may be called from any thread.
 
         Raises:
-            OutputError: another rank has failed or died.
+            OutputError: another rank has failed or died, or the store is lost.
         """
         if self._exchange is not None and self._exchange.error is not None:
             raise self._exchange.error

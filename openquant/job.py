@@ -91,10 +91,16 @@ def connected(ranks: Ranks | None) -> Iterator[Ranks]:
     """Connect the ranks of a run that can be resumed.
 
     Args:
-        ranks: the processes of the job as this one sees them; None for a process on its own.
+        ranks: the processes of the job as this one sees them; None for a process on its own. Their `rerun_hint` says
+            in the `with` block that finished shards are kept.
 
     Returns:
-        A context manager that gives the connected ranks; at its end this rank leaves the others.
+        A context manager that gives the connected ranks. Entering it waits for all of them; at its end this rank leaves
+        the others.
+
+    Raises:
+        OutputError: while entering: a rank failed, died, or did not come within `ranks.patience` seconds.
+        UsageError: while entering: there are several ranks, and `ranks.rendezvous` is None.
     """
     ranks = ranks or Ranks()
     ranks.rerun_hint = RERUN_CONTINUES
@@ -113,6 +119,10 @@ def in_all_ranks(ranks: Ranks, do: Callable[[], T]) -> T:
 
     Returns:
         What the function returned in this rank.
+
+    Raises:
+        Exception: what the function raised in this rank.
+        OutputError: another rank failed or died.
     """
     try:
         result = do()
@@ -135,6 +145,8 @@ def prepare_alike(ranks: Ranks, do: Callable[[], Prepared]) -> Prepared:
 
     Raises:
         SourceError: ranks see different sources.
+        Exception: what `do` raised in this rank.
+        OutputError: another rank failed or died.
     """
     prepared, error = attempt(do)
     views = ranks.agree(error, prepared and prepared.seen)
@@ -152,10 +164,14 @@ def open_source(run: Run, ranks: Ranks) -> Opened:
         ranks: the ranks of the run, whose local number selects the device.
 
     Returns:
-        The source, its opened checkpoint, stamps that show whether its shards change, and the device.
+        The source, its opened checkpoint, stamps that show whether its shards change, and the device. With `dry_run`
+        the device is "cpu", and `run.device` is not looked at. A file to which this process's stdout or stderr goes is
+        not in the checkpoint's `files`, but in `left_out`.
 
     Raises:
-        OpenQuantError: the source, the output's name or the device is wrong.
+        SourceError: there is no such source, or it cannot be read.
+        UsageError: there is no such device, `run.output` is "", or `open_model` refuses the options.
+        OutputError: the output is the root of the file system.
     """
     device = "cpu" if run.dry_run else find_device(run.device, ranks.local_rank)
     if run.output is not None:
@@ -174,13 +190,14 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
     Args:
         model: directory, or name of a repository on the Hub.
         revision: commit, branch or tag of a repository; None for its default branch.
-        stream: whether its shards will be fetched one at a time.
+        stream: whether its shards will be streamed; an error for a local directory.
 
     Returns:
         Where the model's files come from, and its config, files and headers.
 
     Raises:
-        OpenQuantError: there is no such model, it cannot be read, or `stream` is given for a directory.
+        SourceError: there is no such model, or it cannot be read.
+        UsageError: `stream` or a revision is given for a local directory, `model` is "", or names another revision.
     """
     name = os.fspath(model)
     source = find_source(name, revision)
@@ -191,11 +208,12 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
 
 
 def output_directory(run: Run, source: Source, suffix: str) -> Path:
-    """Return the output directory of a run.
+    """Return the output directory of a run, which may be missing.
 
     Args:
         run: options of the run, whose `output` is the directory if it is given.
-        source: the source, which gives the directory its name if `output` is None: "Qwen3-8B-FP8".
+        source: the source. If `output` is None, it gives the directory its name, such as "Qwen3-8B-FP8", and its place
+            (`Source.beside`).
         suffix: what follows the source's name, such as "-FP8".
     """
     if run.output is not None:
@@ -220,7 +238,8 @@ def prepare(
         Everything that the conversion needs: options, source, plan, output directory, number of threads, and device.
 
     Raises:
-        UsageError: output and source overlap, or --max-memory is too little for one worker or an earlier step.
+        OutputError: output and source overlap.
+        UsageError: --max-memory is too little for one worker or an earlier step, and `refuse` is true.
     """
     source, device = opened.source, opened.device
     target = output_directory(run, source, summary.suffix(plan))
@@ -291,7 +310,7 @@ def expected_download(source: Source, plan: Plan) -> Download:
 
 
 def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = None) -> dict[str, list[str]]:
-    """Return which source shards must be fetched for output shards.
+    """Return which source shards output shards are made from, if any must be fetched.
 
     Args:
         source: where the checkpoint comes from.
@@ -300,7 +319,7 @@ def source_needs(source: Source, plan: Plan, outputs: Sequence[str] | None = Non
 
     Returns:
         File names of source shards by file name of the output shard, such as {"b.safetensors": ["a.safetensors",
-        "b.safetensors"]} where b has layers that engines fuse with layers of a. Empty for a local source.
+        "b.safetensors"]} where b has layers that engines fuse with layers of a. Empty if all shards are on disk.
     """
     if not source.remote:
         return {}

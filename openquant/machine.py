@@ -97,7 +97,7 @@ def find_device(name: str, number: int) -> str:
     """Return the device for the value of --device.
 
     Args:
-        name: "auto", "cpu", "cuda" or "cuda:N".
+        name: "cpu", "cuda", "cuda:N", or "auto" for a GPU if there is one, else the CPU.
         number: number of this process on this machine (local rank), which selects a GPU for "auto" and "cuda".
 
     Returns:

@@ -237,7 +237,7 @@ class OptionGroup:
 
     @classmethod
     def parse(cls: type[Group], **values: Any) -> Group:
-        """Return the options; each value may have any form that the public functions take."""
+        """Return the options with these values, by field name, in any form that the public functions take."""
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -636,11 +636,11 @@ class Run(Memory, Workers, Device, Streaming, ModelSource):
 
     output: str | os.PathLike[str] | None = option(
         None,
-        "Output directory (default: ./NAME-FP8 or similar). By default it is in the working directory, and its name is "
-        "that of the model with the suffix of the scheme: "
+        "Output directory (default: ./NAME-FP8 or similar). By default it is in the working directory, or beside the "
+        "model if that is the model's own. Its name is that of the model with the suffix of the scheme: "
         f"{', '.join(f'`{named.suffix}` for {name}' for name, named in SCHEME_NAMES.items())}. tensor and block add "
-        "`-CT` in the compressed-tensors format, block adds `-UE8M0` with ue8m0 scales, and static activation scales "
-        "add `-static`.",
+        "`-CT` in the compressed-tensors format, block adds `-UE8M0` with ue8m0 scales, static activation scales add "
+        "`-static`, and the scales of an FP8 KV cache `-KV8`.",
         FILES,
         "DIR",
         flags=("-o", "--output"),
@@ -903,14 +903,15 @@ _READ = {
 
 
 def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
-    """Return the files that options name as something to read.
+    """Return the paths that options name as something to read.
 
     Args:
-        values: values of options, by the names of their fields; of these text, prompts, dataset, calibration and recipe
-            are looked at.
+        values: values of options, by the names of their fields; a list or tuple is several paths, None is none. Only
+            text, prompts, dataset, calibration and recipe are looked at.
 
     Returns:
-        Each path with what messages call the file: [(Path("wiki.txt"), "a text")]. The files may be missing.
+        Each path with what messages call it: [(Path("wiki.txt"), "a text")]. A dataset is named without its subset and
+        split. It may be a directory, or a name on the Hub, which then stands as a path too. Paths may be missing.
     """
     files = []
     for name, what in _READ.items():
@@ -922,7 +923,7 @@ def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
 
 
 def documented(*kinds: type) -> Callable[[Target], Target]:
-    """Return a decorator that adds the texts of options to the `Args:` of a function's docstring.
+    """Return a decorator that adds the texts of options to a function's docstring, which must have `Args:`.
 
     Args:
         kinds: the classes that have the options. Parameters that the docstring names itself stay as they are.

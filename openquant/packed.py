@@ -31,15 +31,16 @@ class PackedLinear(nn.Module):
 
     Args:
         weight: codes as they are stored: float8_e4m3fn or int8 [out, in]; int32 words of 4 or 8 codes or uint8 pairs of
-            codes [out, in / codes per element].
+            codes [out, in / codes per element]. Tensors are not copied.
         scale: with the dtype and shape that the scheme stores, such as float32 [out, 1] for one scale per row.
         bias: [out], of any floating dtype; None without one.
-        format: "fp8" or "compressed-tensors", needed where both fit the scale; the scheme's default if None.
-        scheme: name of the scheme, needed where several fit the codes; the first that fits if None.
-        global_scale: float32 [1], for schemes that have a global scale ("nvfp4"); else None.
+        format: "fp8" or "compressed-tensors"; if None, that of the first scheme that fits.
+        scheme: name of the scheme; if None, the first that fits. "int4" must be given, since int32 words are otherwise
+            those of "int8-weights".
+        global_scale: float32 [1], for schemes that have a global scale ("nvfp4", "nvfp4-w4a4"); else None.
 
     Raises:
-        ValueError: the dtypes or shapes do not belong together.
+        ValueError: the dtypes or shapes do not belong together, or do not fit `format` and `scheme`.
     """
 
     bias: Tensor | None
@@ -99,16 +100,18 @@ class PackedLinear(nn.Module):
         """Quantize one Linear on its device, with scales of its own even where engines would fuse it with others.
 
         Args:
-            linear: a layer with a weight [out, in] of any floating dtype.
+            linear: a layer with a weight [out, in] of any floating dtype. It is not changed.
             scheme: name of the scheme, as for `openquant compress --scheme`.
             format: "fp8" or "compressed-tensors"; the scheme's default if None.
             scale_format: "float" or "ue8m0" (powers of two); the scheme's default if None.
             group_size: inputs that share a scale, "32", "64", "128" or "channel"; the scheme's default if None.
 
         Returns:
-            The quantized layer. Its codes are those of `openquant compress` for a layer that is not fused.
+            The quantized layer, which shares the bias with `linear`. Its codes are those of `openquant compress` for a
+            layer that is not fused.
 
         Raises:
+            UsageError: there is no such scheme, or it has no such format, scale format or group size.
             ValueError: the weight has NaN or infinity or is too large for the scheme, or its shape does not divide into
                 the scheme's groups.
         """

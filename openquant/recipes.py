@@ -42,7 +42,8 @@ def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
 
     Returns:
         "format" (a number), "openquant" (the version), and "options": the scheme, and all values other than the
-        defaults by the names of the options; files by name, without their directories.
+        defaults by the names of the options. Texts and a dataset on disk are named without their directories; a
+        calibration file becomes "calibrate": true.
     """
     options: dict[str, Any] = {}
     for group in (recipe, texts):
@@ -106,8 +107,9 @@ def read_recipe(path: Path) -> list[str]:
         Arguments for the command line: ["--scheme=int4", "--gptq"].
 
     Raises:
-        UsageError: there is no recipe, a later version wrote it, or it has something that is no option of compress.
-        SourceError: the file is no JSON or too large.
+        UsageError: the file has no recipe, one of another version's format, or one with something that is no option of
+            compress or no value of it.
+        SourceError: the file is missing, cannot be read, is too large, or is no JSON.
     """
     file = path / JOURNAL_FILE if path.is_dir() else path
     with readable():

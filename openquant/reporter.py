@@ -15,14 +15,15 @@ class Reporter:
     """Callbacks of compress() and dequantize(), called in the order below. The methods of this class do nothing.
 
     Override those that you need. They may be called from any thread, but never by two at once. An exception that one of
-    them raises ends the run.
+    them raises ends the run. A run calls only those whose work it has to do. GPTQ reports as a calibration does, after
+    the second plan.
     """
 
     def opened(self, source: Source, output: Path) -> None:
-        """Called when the source is opened and the output directory is chosen, before anything is computed."""
+        """Called when the source is opened and the output directory is chosen, before any weight is read."""
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
-        """Called when the plan is made, before anything is written; once more if a calibration changes the plan."""
+        """Called when the plan is made, before anything is written; once more if it lacked something (Plan.lacks)."""
 
     def calibrating(self, about: str) -> None:
         """Called when a calibration begins.
@@ -52,10 +53,10 @@ class Reporter:
         """
 
     def advanced(self, nbytes: int) -> None:
-        """Called when `nbytes` more bytes of the source are converted."""
+        """Called when `nbytes` more bytes of the source are converted; it may be 0."""
 
     def publishing(self, repo: str) -> None:
-        """Called when everything is converted and the rest of it is uploaded to the Hub repository `repo`."""
+        """Called when everything is converted, before the rest of it is uploaded to the Hub repository `repo`."""
 
     def finished(self, result: Result, already_complete: bool) -> None:
-        """Called when everything is written; `already_complete` if an earlier run had left nothing to do."""
+        """Called when everything is written and published; `already_complete` if nothing was left to do."""

@@ -38,7 +38,7 @@ class Result:
         seconds: wall time in seconds.
         peak_rss_bytes: peak resident memory of the process in bytes.
         resumed: whether an earlier run was continued, or had completed the output.
-        not_finite: unquantized tensors that hold NaN or infinity, by their name in the source:
+        not_finite: unquantized tensors that hold NaN or infinity, by their name in the output:
             {"model.norm.weight": "NaN (3 values)"}. Empty if the output was complete already, as nothing is read then.
         unread_shards: number of shards that were not checked for this, as an earlier run has moved them to the Hub.
     """

@@ -125,6 +125,8 @@ class _Transfer:
 def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corpus | None = None) -> Outcome:
     """Write the output and publish it, together with the other ranks.
 
+    The files that the plan copies must be on disk (`Source.fetch_files`); shards are fetched here.
+
     Args:
         prepared: options of the run, source checkpoint, plan and output directory.
         ranks: the processes of this run, each with its number (rank) among them.
@@ -134,6 +136,12 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
     Returns:
         Whether the run continued an earlier one, where the output was published, and the NaN and infinities by tensor
         name.
+
+    Raises:
+        SourceError: the source cannot be read or changed, or a weight to be quantized has NaN or infinity.
+        PlanError: a weight is too large for its scheme.
+        OutputError: the output cannot be claimed, written or published, or another rank failed.
+        UsageError: the device failed, or the name of the repository to push to is not valid.
     """
     plan, push = prepared.plan, prepared.run.push
     # Generated before the conversion, so that nothing about them can fail after hours.
@@ -312,10 +320,11 @@ def take_evaluation(publisher: Publisher) -> list[str]:
         publisher: uploads the output directory; it gets a function that completes the model card.
 
     Returns:
-        Names of the evaluation's files: eval.json, and its page and picture; empty if there is no evaluation.
+        Names of the evaluation's files: eval.json, and its page and picture if they are there; empty if there is no
+        evaluation.
 
     Raises:
-        SourceError: the evaluation is damaged, or of another model.
+        SourceError: the directory is no readable checkpoint, or the evaluation is damaged or of another model.
     """
     evaluated = find_evaluation(open_checkpoint(publisher.directory))
     if evaluated is None:

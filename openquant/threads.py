@@ -41,14 +41,14 @@ class FirstFailure:
         return self._error is not None
 
     def keep(self, error: BaseException) -> None:
-        """Keep an error, unless there was one before."""
+        """Keep an error, unless there was one before, and call `tell`."""
         with self._lock:
             self._error = self._error or error
         self._tell()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep any exception that is raised inside the context."""
+        """Keep any exception that is raised inside the context, where it ends."""
         try:
             yield
         except BaseException as error:
