@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
             kinds: classes of options.py.
             positional: names of options that are positional arguments.
             without: names of options to leave out.
-            helps: help texts that replace those of options.py, by option name.
+            helps: help texts that replace those of options.py, by name of an option among these.
         """
         options = {name: option for kind in kinds for name, option in options_of(kind).items() if name not in without}
         for name, text in helps.items():

@@ -64,7 +64,11 @@ def compress_main(arguments: Sequence[str] | None = None) -> int:
         arguments: words of the command line after the command's name; those of this process if None.
 
     Returns:
-        The exit code: 0, 1 for problems that the command found, 2 for an error.
+        The exit code: 0, or 2 for an error that the user can fix. An interrupt does not return: it ends the process
+        with 130.
+
+    Raises:
+        SystemExit: --help or --version was printed; the code is 0.
     """
     prog = Path(sys.argv[0]).name or "compress-fp8"
     return _run(compress_parser(prog), sys.argv[1:] if arguments is None else arguments)
@@ -74,10 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `openquant VERB`.
 
     Args:
-        arguments: words of the command line after `openquant`; those of this process if None.
+        arguments: words of the command line after `openquant`; those of this process if None. Without any, --help is
+            printed.
 
     Returns:
-        The exit code: 0, 1 for problems that the command found, 2 for an error.
+        The exit code: 0; 1 for problems that verify found, or an output of eval above --fail-above; 2 for an error that
+        the user can fix. An interrupt does not return: it ends the process with 130.
+
+    Raises:
+        SystemExit: --help or --version was printed; the code is 0.
     """
     words = sys.argv[1:] if arguments is None else arguments
     return _run(verb_parser(), words or ["--help"])

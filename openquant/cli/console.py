@@ -198,8 +198,10 @@ def escaped_libraries() -> Iterator[None]:
 def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
     """Print text. An error of the stream (`| head`, a full disk) is returned, so that the work can go on.
 
+    After an error the stream leads to /dev/null.
+
     Args:
-        text: text whose control characters are escaped, but for tabs and newlines. Text from others must be escaped
+        text: the text; its control characters but tabs and newlines are escaped here. Text from others must be escaped
             line by line before (`escape.join_lines`).
         stream: stdout or stderr.
         end: what is printed after the text.
@@ -220,13 +222,13 @@ def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
 
 
 def require_printed(failure: OSError | None) -> None:
-    """Check that text was printed on stdout; it may be lost if nobody reads it (`| head`, `>&-`).
+    """Check that text was printed on stdout. It is no error if nobody reads it (`| head`, `>&-`).
 
     Args:
         failure: the result of `say`.
 
     Raises:
-        OutputError: the text was lost.
+        OutputError: the text was lost, as on a full disk.
     """
     if failure is not None and failure.errno not in (errno.EPIPE, errno.EBADF):
         raise _stdout_error(failure)
@@ -280,7 +282,7 @@ def print_json(value: dict[str, Any], interrupts: Interrupts) -> None:
         interrupts: the handler of interrupts, which from now on prints no error as JSON.
 
     Raises:
-        OutputError: stdout cannot be written.
+        OutputError: stdout cannot be written, also if nobody reads it.
     """
     interrupts.result_printed = True
     failure = say(_json(value), sys.stdout)
@@ -332,7 +334,7 @@ class Terminal(Reporter):
         self._opened(source, output)
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
-        """Print the plan, or only its notes if `quiet`. Of a second plan, print the lines that changed."""
+        """Print the plan, or if `quiet` only its notes, on stderr. Of a second plan, print what is new."""
         self.close()
         before, self.plan = self.plan, plan
         if self.quiet:
@@ -356,7 +358,7 @@ class Terminal(Reporter):
             self._print("\n".join(new_lines if printed_lines else lines))
 
     def calibrating(self, about: str) -> None:
-        """Print which texts are used, and into which file the calibration goes."""
+        """Print the line that describes the calibration."""
         self.close()
         if not self.silent:
             say_lines([about], sys.stderr)
@@ -475,7 +477,10 @@ class Progress:
             say(f"continuing: {100 * done / total:.0f} % is already {did}", stream)
 
     def expect(self, seconds: float) -> None:
-        """Set the estimated seconds that are left. The first estimate is printed, later ones show in the bar."""
+        """Set the estimated seconds that are left, which the bar, later lines and later JSON show.
+
+        The first estimate is printed at once, but not as JSON.
+        """
         if self.end is None and not self.lines:
             text = f"{self.doing}: about {spoken(seconds)} left"
             if self.bar is not None:

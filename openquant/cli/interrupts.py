@@ -24,7 +24,9 @@ def hint(verb: str = "") -> str:
 
 
 def leave(*_: object) -> None:
-    """Print that the user interrupted the command, and end the process at once with exit code 130.
+    """Print that the user interrupted the command, and end the process at once with exit code 130. Never returns.
+
+    Of several ranks only the first prints. With --json the message is on stdout too.
 
     Args:
         _: what Python gives signal handlers: the signal's number and the stack frame. Not used.
