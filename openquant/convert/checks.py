@@ -28,8 +28,8 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
         layout: file name, header and tensors that the plan has for it.
 
     Raises:
-        RuntimeError: the file is not what was planned: a fault of this program or of the disk. The message names all
-            problems.
+        RuntimeError: the file is not what was planned: a fault of this program or of the disk. The message names the
+            problems, up to the first that keeps the file from being read.
     """
     problems: list[str] = []
     quantized = {piece.weight.module for job in layout.jobs if isinstance(job, Encode) for piece in job.pieces}

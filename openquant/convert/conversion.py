@@ -115,16 +115,22 @@ class ShardTransfer(Protocol):
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
         """Wait until all source shards of an output shard are on disk, or `stopped()` is true.
 
+        An error that it raises ends the conversion.
+
         Args:
             output: file name of the output shard.
             stopped: whether the conversion is ending.
         """
 
     def path(self, name: str) -> Path:
-        """Return the path of a source shard, such as "/cache/model-00001-of-00005.safetensors"."""
+        """Return the path of a source shard. It is on disk once `wait_for` has returned for an output made from it.
+
+        Args:
+            name: file name of the source shard, such as "model-00001-of-00005.safetensors".
+        """
 
     def finished(self, output: str) -> None:
-        """Note that an output shard is whole and has its final name."""
+        """Note that the output shard of this name is whole and final, or was compared and found to be right."""
 
 
 def convert(
@@ -148,19 +154,22 @@ def convert(
         workers: number of threads that compute; as many more write.
         device: "cpu" or a torch device such as "cuda:0", which computes the codes.
         progress: called with the number of source bytes done since the last call, from any thread, one at a time.
-        against: if given, nothing is written: each shard is compared with its source. By file name of the shard, the
+        against: if given, nothing is written: each shard is compared with its source. By file name of every shard, the
             source files that changed since, as text for the error message: {"model.safetensors": "config.json"}.
         fast: use compiled loops if numba can be imported. They make the same bytes.
 
     Returns:
-        By tensor name, the numbers of NaN and of infinite elements in unquantized tensors, which are copied as they
-        are; tensors without any are left out.
+        By tensor name in the output, the numbers of NaN and of infinite elements in unquantized tensors, which are
+        written all the same; tensors without any are left out.
 
     Raises:
         SourceError: a weight to be quantized has NaN or infinity, a source cannot be read, or a compared shard was not
             made from this source.
         PlanError: a weight is too large for its scheme.
-        OutputError: the output cannot be written.
+        OutputError: the output cannot be written, or a compared shard cannot be read.
+        UsageError: the device failed, as for too little memory.
+        RuntimeError: a written shard is not what was planned.
+        Exception: what `transfer` or `progress` raised.
     """
     return _Conversion(plan, shards, transfer, output, device, progress, against, fast).run(workers)
 
@@ -173,7 +182,7 @@ def check_copied(path: Path, layout: ShardLayout) -> dict[str, NonFinite]:
         layout: file name, header and tensors that the plan has for it.
 
     Returns:
-        By tensor name, the numbers of NaN and of infinite elements; tensors without any are left out.
+        By tensor name in the shard, the numbers of NaN and of infinite elements; tensors without any are left out.
 
     Raises:
         SourceError: the shard cannot be read.
@@ -292,13 +301,19 @@ class _Conversion:
             self.failure.keep(error)
 
     def count_non_finite(self, name: str, data: Bytes, dtype: str) -> None:
-        """Count NaN and infinities in a piece of an unquantized tensor."""
+        """Count NaN and infinities in a piece of an unquantized tensor, and add them to those of the tensor.
+
+        Args:
+            name: the tensor's name in the output.
+            data: bytes of whole elements.
+            dtype: safetensors dtype of the tensor, such as "BF16".
+        """
         if count := count_non_finite(data, dtype):
             with self.lock:
                 self.non_finite[name] = self.non_finite.get(name, NonFinite()) + count
 
     def advance(self, nbytes: int) -> None:
-        """Report source bytes as done; end the calling worker if the conversion was stopped."""
+        """Report source bytes as done, if there are any; raise _Stopped if the conversion was stopped."""
         if self.stopped.is_set():
             raise _Stopped
         if self.progress is not None and nbytes:

@@ -51,10 +51,10 @@ class CpuKernels:
         Args:
             bits: weights [rows, cols] of whole groups, as `load` returns them.
             dtype: dtype of the weights: "BF16", "F16" or "F32".
-            group: height and width of a group.
+            group: (height, width) of a group; None is the whole axis.
 
         Returns:
-            float32 [rows / height, cols / width].
+            float32 [rows / height, cols / width]; NaN or infinity for a group that has one.
         """
         return self.loops.absmax(bits, dtype, group)
 
@@ -71,18 +71,18 @@ class CpuKernels:
         """Quantize weights and write their codes to `out` as they are stored.
 
         Args:
-            bits: weights [rows, cols] of whole groups, as `load` returns them.
+            bits: finite weights [rows, cols] of whole groups, as `load` returns them.
             dtype: dtype of the weights: "BF16", "F16" or "F32".
-            scale: float32 [rows / height, cols / width], the scale of each group.
+            scale: float32 [rows / height, cols / width], the scale of each group, divided by the global scale.
             format: format of the codes.
             out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
-            global_scale: float32 [1, 1]; None for formats without one.
+            global_scale: float32 [1, 1], by which `scale` is divided; None for formats without one.
             zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
         """
         self.loops.encode_stored(bits, dtype, scale, format.group, out, format.number, global_scale, zero_point)
 
     def load(self, bits: Bits, dtype: str) -> Bits:
-        """Return the bits unchanged, uint16 or uint32 [rows, cols], as `absmax` and `encode` take them."""
+        """Return the bits unchanged, uint16 or uint32 [rows, cols], for `absmax` and `encode`; `dtype` is ignored."""
         del dtype
         return bits
 
@@ -96,6 +96,8 @@ class TorchKernels:
 
     On a GPU its buffers are pinned, so that copies go by DMA, and it works on its own stream, so that one worker's
     copies overlap another worker's arithmetic and the reads and writes of all.
+
+    Its methods raise UsageError if the device fails, as for too little memory.
 
     Args:
         device: a torch device name such as "cuda:0".
@@ -148,10 +150,10 @@ class TorchKernels:
         Args:
             weight: tensor [rows, cols] of whole groups, as `load` returns it.
             dtype: ignored, since the tensor has it.
-            group: height and width of a group.
+            group: (height, width) of a group; None is the whole axis.
 
         Returns:
-            float32 [rows / height, cols / width], on the host.
+            float32 [rows / height, cols / width], on the host; NaN or infinity for a group that has one.
         """
         from ..formats.reference import group_absmax
 
@@ -172,9 +174,9 @@ class TorchKernels:
         """Quantize weights and write their codes to `out` as they are stored.
 
         Args:
-            weight: tensor [rows, cols] of whole groups, as `load` returns it.
+            weight: finite tensor [rows, cols] of whole groups, as `load` returns it.
             dtype: ignored, since the tensor has it.
-            scale: float32 [rows / height, cols / width], the scale of each group, on the host.
+            scale: float32 [rows / height, cols / width] on the host, the scale of each group divided by any global one.
             format: format of the codes.
             out: uint8 [rows, cols / codes per byte], contiguous, on the host; is overwritten.
             global_scale: ignored, since `scale` is divided by it already.
