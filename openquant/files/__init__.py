@@ -5,8 +5,8 @@ tensors                     a safetensors header: name, dtype and shape of each 
 checkpoint                  opens a model directory: config, tensors, where they lie, other files
 shardfile                   reads shards at offsets, and writes them;
                             the write that completes a shard checks and publishes it
-claim                       one run's claim on its output directory: the lock, the journal, what is finished, and so
-                            what is resumed
+claim                       one run's claim on its output directory: the lock and the journal. A run that was killed is
+                            resumed: its finished shards are known by their final names and sizes
 output                      the output directory, held open; gives files their final names
 journal                     `.openquant.json`, which records how an output was made
 layer_store                 layers that GPTQ has quantized, stored beside the output until the conversion copies them

@@ -64,7 +64,7 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
         parts: its contents, written one after the other.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: it cannot be written, or is a link.
     """
     # A random name, because two runs may write the same file.
     partial = path.with_name(f".openquant-{secrets.token_hex(8)}.partial")

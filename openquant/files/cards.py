@@ -51,6 +51,9 @@ def card_of(checkpoint: Checkpoint) -> str:
 
     Returns:
         The text; "" if the file is missing, empty, or too large.
+
+    Raises:
+        SourceError: the file cannot be read.
     """
     if not 0 < checkpoint.files.get(CARD_FILE, 0) <= MAX_SMALL or not (checkpoint.root / CARD_FILE).is_file():
         return ""

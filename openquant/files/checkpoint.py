@@ -64,7 +64,11 @@ class RemoteFile(Protocol):
     digest: str
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset` on."""
+        """Return `length` bytes from `offset` on.
+
+        Raises:
+            SourceError: they cannot be read.
+        """
 
 
 def open_checkpoint(
@@ -177,13 +181,13 @@ def read_json(path: Path, what: str) -> Any:
 
     Args:
         path: the file.
-        what: its name in messages.
+        what: its name in messages. A file of the name INDEX_FILE may be larger than others.
 
     Returns:
         The parsed value: dict, list, str, int, float, bool or None.
 
     Raises:
-        SourceError: it is missing, not a regular file, too large, or not JSON.
+        SourceError: it is missing, cannot be read, is not a regular file, too large, or not JSON.
     """
     with readable():
         try:
@@ -203,7 +207,7 @@ def read_config(root: Path) -> dict[str, Any]:
         The parsed JSON object.
 
     Raises:
-        SourceError: it is missing, or not a JSON object.
+        SourceError: it is missing, cannot be read, or is not a JSON object.
     """
     if not (root / "config.json").exists():
         refuse_other_weights(root, _names(root))
@@ -279,7 +283,7 @@ def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
         names: paths of its files, relative to it.
 
     Raises:
-        SourceError: it has an adapter, or pickled or GGUF weights, and no safetensors.
+        SourceError: it has an adapter, or pickled or GGUF weights, and neither model.safetensors nor its index.
     """
     if INDEX_FILE in names or SINGLE_FILE in names:
         return

@@ -109,6 +109,9 @@ class OutputContents:
 class Claim:
     """A run's claim on its output directory; a context manager that holds the lock.
 
+    At its end the directory's unfinished files are removed, and the directory itself if the run has made it and
+    finished nothing.
+
     Args:
         path: the directory; made if missing.
         contents: the files that the run will write.
@@ -124,6 +127,10 @@ class Claim:
         complete: whether an earlier run finished and all its files are still there. Then nothing is locked or written,
             unless `changed_sources` is not empty.
         changed_sources: files of the source whose digest or stamp differs from the earlier run's journal.
+
+    Raises:
+        OutputError: while entering: the directory has other files or the output of another run, another run is writing
+            there, it cannot be written, or its disk has too little room.
     """
 
     def __init__(
@@ -200,7 +207,14 @@ class Claim:
             self.directory.close()
 
     def is_finished(self, name: str) -> bool:
-        """Return whether a file of this run has its final name, and, for a shard, is larger than its tensors."""
+        """Return whether a file of the claimed directory is finished.
+
+        It is if it has its final name and, as a shard, is larger than its tensors. A shard that is uploaded counts as
+        finished too (`elsewhere`).
+
+        Args:
+            name: path of the file, relative to the directory.
+        """
         if name in self._elsewhere:
             return True
         status = self.directory.folder.stat(name)

@@ -95,7 +95,7 @@ def read_evaluation(directory: Path) -> dict[str, Any]:
 
     Raises:
         SourceError: it is damaged, too large, or not an evaluation.
-        OSError: it is missing. Callers convert it with `readable()`.
+        OSError: it is missing or cannot be read. Callers convert it with `readable()`.
     """
     data = read_small(directory / EVAL_FILE, EVAL_FILE)
     return check_evaluation(parse_json(data, EVAL_FILE))
@@ -221,7 +221,8 @@ def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:
         The content of its eval.json, and the names of the files that belong to it; None if there is no eval.json.
 
     Raises:
-        SourceError: it is damaged, a link, or of another model or an earlier version of this one.
+        SourceError: it is damaged, a link, or of another model or an earlier version of this one; or a shard cannot be
+            read.
     """
     with readable(), Folder(checkpoint.root) as folder:
         if folder.stat(EVAL_FILE) is None:

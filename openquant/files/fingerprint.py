@@ -54,6 +54,9 @@ class Fingerprint:
     Attributes:
         stamp: SHA-256 of config.json, headers, sizes, and the shards' stamps or the commit. Checkpoints with the same
             stamp have the same contents, but a copy has another stamp.
+
+    Raises:
+        SourceError: a shard cannot be read to take its stamp.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Fingerprint:
         """Refuse shards that were written to since the checkpoint was opened.
 
         Args:
-            shards: names of shards; all if None.
+            shards: names of shards; all if None. Those without a stamp, as of a commit, are not checked.
 
         Raises:
             SourceError: one was, or is gone.

@@ -108,7 +108,7 @@ class Folder:
         return status is not None and stat.S_ISREG(status.st_mode)
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """Return the contents of a file; None if it is not a regular file or larger than `limit` bytes."""
+        """Return the contents of a file that exists; None if it is not a regular file or larger than `limit` bytes."""
         with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return None
@@ -121,7 +121,7 @@ class Folder:
             pass
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file, and write the change to disk. Missing directories of the new name are made."""
+        """Rename a file, and write the change to disk. Missing directories are made, an existing file replaced."""
         with self._at(old) as (old_last, old_folder), self._at(new, make=True) as (new_last, new_folder):
             os.replace(old_last, new_last, src_dir_fd=old_folder, dst_dir_fd=new_folder)
             os.fsync(new_folder)
@@ -132,7 +132,7 @@ class Folder:
             os.unlink(last, dir_fd=handle)
 
     def remove_folder(self, name: str) -> None:
-        """Remove a directory and the files in it, if it exists."""
+        """Remove a directory and the files in it, if it exists. There must be no directory in it."""
         with suppress(FileNotFoundError):
             for entry in self.names(name):
                 self.remove(f"{name}/{entry}")
@@ -140,7 +140,7 @@ class Folder:
                 os.rmdir(last, dir_fd=handle)
 
     def names(self, name: str = "") -> list[str]:
-        """Return the sorted names in a directory."""
+        """Return the sorted names of what lies in the directory `name` below this one, or in this one for ""."""
         with self._entered(name) as handle:
             return sorted(os.listdir(handle))
 

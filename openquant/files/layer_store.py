@@ -71,6 +71,7 @@ class LayerStore:
 
         Raises:
             OutputError: it has a file that no run writes, or cannot be written.
+            SourceError: the header of a file with layers is damaged.
         """
         with output_errors(self.path):
             make_directory(self.path)
@@ -97,6 +98,7 @@ class LayerStore:
 
         Raises:
             SourceError: a file is damaged.
+            OutputError: a file cannot be read.
         """
         return {path: places for path in self._paths(number) if (places := self._read(path)) is not None}
 
@@ -145,7 +147,7 @@ class LayerStore:
         Args:
             number: number of the decoder layer.
             tensors: its tensors, each with its bytes, uint8.
-            part: number of the part, if the layer is written in several files.
+            part: number of the part, if the layer is written in several files; None for a single file.
 
         Returns:
             Where each tensor lies.

@@ -35,7 +35,7 @@ def left_out_part(name: str) -> str | None:
     """Return the part of a file's path for which it is no part of the model, such as a hidden directory.
 
     Args:
-        name: path relative to the model's directory.
+        name: path relative to the model's directory; that of a directory ends in a slash.
 
     Returns:
         The file's path itself, or that of a directory with a slash: "original/" for "original/params.json". None if the

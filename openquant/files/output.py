@@ -66,14 +66,18 @@ class OutputDirectory:
         return f"{WORK}/{short_name(name)}.{self._process}.partial"
 
     def make_scratch(self, rank: int) -> Path:
-        """Make a directory for source shards that a rank downloads, converts and removes. Returns its path."""
+        """Make a directory for source shards that a rank downloads, converts and removes. Returns its path.
+
+        Raises:
+            OutputError: it cannot be made.
+        """
         name = f"{WORK}/{SOURCE}{rank}"
         with output_errors(self.path / name):
             self.folder.make(name)
         return self.path / name
 
     def publish(self, name: str) -> None:
-        """Give a finished file its final name. Its bytes must be on disk.
+        """Give a finished file its final name. Its bytes must be on disk, under the name that `partial` returns.
 
         Raises:
             OutputError: another run has claimed the directory since, or the file cannot be renamed.
@@ -106,23 +110,24 @@ class OutputDirectory:
         self.publish(name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file, whole or not at all.
+        """Write a small file, whole or not at all; an existing one is replaced.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: it cannot be written, or another run has claimed the directory since.
         """
         with self._writing(name) as file:
             file.write(data)
 
     def copy(self, source: Path, name: str) -> None:
-        """Copy a file into the directory. Links are followed.
+        """Copy a file into the directory, whole or not at all; an existing one is replaced. Links are followed.
 
         Args:
             source: path of the file.
             name: its new name, relative to the directory.
 
         Raises:
-            OutputError: it cannot be read or written.
+            OutputError: it cannot be read or written, or another run has claimed the directory since.
+            SourceError: it is not a regular file.
         """
         try:
             reader = open_regular(source, str(source))

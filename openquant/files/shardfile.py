@@ -45,7 +45,12 @@ class AlignedBuffer:
         self._memory = memory(size + ALIGNMENT)
 
     def view(self, offset: int, nbytes: int) -> Bytes:
-        """Return uint8 [nbytes] whose address has the alignment of `offset` in a file. Overlaps earlier views."""
+        """Return uint8 [nbytes] whose address has the alignment of `offset` in a file. Overlaps earlier views.
+
+        Args:
+            offset: bytes from the start of the file.
+            nbytes: at most the buffer's `size`.
+        """
         start = (offset - self._memory.ctypes.data) % ALIGNMENT
         return self._memory[start : start + nbytes]
 
@@ -58,7 +63,7 @@ class SourceFile:
         shard: its file name, for messages.
 
     Raises:
-        SourceError: it cannot be opened.
+        SourceError: while entering: it cannot be opened.
     """
 
     def __init__(self, path: Path, shard: str) -> None:
@@ -106,7 +111,7 @@ class SourceFile:
 
 
 class ShardFile:
-    """An output shard that is written from any thread and in any order.
+    """An output shard that is written from any thread and in any order, after `open`.
 
     Args:
         name: its file name.
@@ -141,7 +146,11 @@ class ShardFile:
         self._direct = -1
 
     def open(self) -> None:
-        """Create the file with its final size, and write the header."""
+        """Create the file with its final size, and write the header.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
         partial = self.output.partial(self.name)
         with output_errors(self.path):
             self._handle = self.output.folder.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -155,12 +164,15 @@ class ShardFile:
     def write(self, data: npt.NDArray[Any], offset: int) -> None:
         """Write an array at an offset. The write that completes the file gives it its final name.
 
+        Every byte after the header must be written once. The array may be used again when this returns.
+
         Args:
             data: contiguous array of any dtype.
             offset: bytes from the start of the file.
 
         Raises:
-            OutputError: the disk is full or fails.
+            OutputError: the disk is full or fails, or another run has claimed the directory.
+            Exception: what `check` and `on_published` raise, in the write that completes the file.
         """
         view = data.reshape(-1).view(np.uint8)
         with output_errors(self.path):
@@ -263,6 +275,7 @@ class FinishedShard:
 
         Raises:
             SourceError: they differ.
+            OutputError: the file cannot be read.
         """
         with output_errors(self.path, "read"):
             self._handle = self.output.folder.open(self.name, os.O_RDONLY)
@@ -272,7 +285,7 @@ class FinishedShard:
         self._compare(np.frombuffer(self.header, np.uint8), 0)
 
     def write(self, data: npt.NDArray[Any], offset: int) -> None:
-        """Compare an array with the bytes at an offset.
+        """Compare an array with the bytes at an offset. Every byte after the header must be compared once.
 
         Args:
             data: contiguous array of any dtype.
@@ -280,6 +293,7 @@ class FinishedShard:
 
         Raises:
             SourceError: they differ.
+            OutputError: the file cannot be read.
         """
         view = data.reshape(-1).view(np.uint8)
         self._compare(view, offset)

@@ -43,8 +43,8 @@ def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = T
         The open binary file, which the caller closes.
 
     Raises:
-        SourceError: it is not a regular file.
-        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `explained()`.
+        SourceError: it is not a regular file, or `path` is no possible path.
+        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
     """
     try:
         # Opening a pipe would wait for its other end.
@@ -74,8 +74,8 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
         limit: largest size in bytes.
 
     Raises:
-        SourceError: it is not a regular file, or larger than that.
-        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `explained()`.
+        SourceError: it is not a regular file, larger than that, or `path` is no possible path.
+        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
     """
     with open_regular(path, what) as file:
         # In pieces, because a file may grow or claim a size of zero, and Python allocates all that is asked for.

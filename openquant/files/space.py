@@ -15,10 +15,10 @@ from .journal import output_errors
 
 
 def existing_parent(path: Path) -> Path:
-    """Return a directory itself if it exists, else its nearest parent that does.
+    """Return a directory itself if it exists, else its nearest parent that does, as an absolute path without links.
 
     Args:
-        path: the directory, absolute or relative to the working directory.
+        path: the directory, absolute or relative to the working directory. If it is a file, so is the result.
     """
     absolute = Path(os.path.realpath(path))
     return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
@@ -33,7 +33,8 @@ def require_space(needs: Sequence[tuple[Path, int]], freed: int = 0) -> None:
         freed: bytes that are removed from each file system first.
 
     Raises:
-        OutputError: a file system has too little room. The message names the first of its directories.
+        OutputError: a file system has too little room, or cannot be examined. The message names the first of its
+            directories.
     """
     disks: dict[int, list[tuple[Path, int]]] = {}
     for path, nbytes in needs:
