@@ -87,10 +87,15 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry may help: no connection, a timeout, or status 408, 429 or 5xx.
+    """Return whether a retry may help.
+
+    It may for status 408, 429 or 5xx, for an error of the HTTP library, such as a lost connection or a timeout, for a
+    download of the wrong size, and for Unreachable. It does not for an address that is not valid, nor if HF_HUB_OFFLINE
+    is set.
 
     Args:
-        error: an exception that huggingface_hub raised.
+        error: an exception that huggingface_hub, its HTTP library or this room raised; its cause counts if it only says
+            that something failed.
     """
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -184,6 +189,7 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
     Raises:
         Unreachable: a retry may help.
         SourceError: all other failures.
+        OpenQuantError: one that is raised in the block stays as it is.
     """
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -255,6 +261,7 @@ def push_errors(repo: str) -> Iterator[None]:
     Raises:
         PushError: the push failed.
         UsageError: the repository's name is not valid.
+        OpenQuantError: one that is raised in the block stays as it is.
     """
     from huggingface_hub.errors import (
         HFValidationError,

@@ -72,7 +72,7 @@ def memory_needed(source: Source, stream: bool) -> int:
         stream: whether its shards are streamed, not kept in the Hub's cache.
 
     Returns:
-        Bytes; 0 for a local source.
+        Bytes; 0 if all shards are on disk.
     """
     if stream and source.remote:
         return STREAM_MEMORY
@@ -89,7 +89,7 @@ def scratch_bytes(source: Source, needs: Mapping[str, Iterable[str]]) -> int:
             a step is an output shard.
 
     Returns:
-        Bytes; 0 for a local source.
+        Bytes; 0 if all shards are on disk.
     """
     first: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -112,8 +112,10 @@ class ShardSupply:
 
     Args:
         source: the source. Shards that it has on disk are used where they are.
-        needs: for each output shard, in order, the source shards that it is made from.
+        needs: for each output shard, or other step that reads shards, in order, the source shards that it is made from.
         scratch: the directory that keeps downloaded shards until their last use; None to keep them in the Hub's cache.
+            It is made if it is missing and removed at the end if it is empty. Files in it that are none of these
+            shards, whole or unfinished, are deleted.
     """
 
     def __init__(self, source: Source, needs: Mapping[str, Iterable[str]], scratch: Path | None) -> None:
@@ -170,18 +172,23 @@ class ShardSupply:
                 self.scratch.rmdir()
 
     def path(self, name: str) -> Path:
-        """Return the path of a source shard that is on disk."""
+        """Return the path of a source shard, which is on disk once `wait_for` has returned for an output made from it.
+
+        Args:
+            name: file name of the source shard.
+        """
         return self._paths.get(name, self.source.root / name)
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        """Wait until all source shards of an output shard are on disk.
+        """Wait until all source shards of an output shard are on disk, or `stopped()` is true.
 
         Args:
-            output: name of the output shard.
+            output: name of the output shard; one that `needs` does not have needs none.
             stopped: returns whether to give up waiting.
 
         Raises:
-            SourceError: one of them cannot be downloaded.
+            SourceError: a shard cannot be downloaded.
+            OutputError: the scratch directory cannot be written.
         """
         missing = {name for name in self.needs.get(output, ()) if name in self.source.remote}
         with self._changed:
@@ -197,9 +204,12 @@ class ShardSupply:
                 self._changed.wait(0.2)
 
     def finished(self, output: str) -> None:
-        """Mark an output shard as complete or not to be made.
+        """Mark an output shard as complete or not to be made. Call it once for each.
 
         Streamed source shards that no other output needs are removed, or not downloaded at all.
+
+        Raises:
+            OutputError: one cannot be removed.
         """
         with self._changed:
             self._unfinished.pop(output, None)

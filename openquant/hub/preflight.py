@@ -1,6 +1,9 @@
 """Preflight checks of a push: the user's token and permissions, the repository's name, and what it already holds.
 
 Each may end a push, so they run before anything is converted. Only `make_repository` changes anything on the Hub.
+
+All that ask the Hub try again after an error that may pass (`with_retries`), and raise other exceptions as
+huggingface_hub does. Callers convert those with `push_errors`.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ def user_name(repo: str) -> str:
 
     Raises:
         PushError: the token is read-only.
+        Exception: no token was found, the Hub refuses it, or cannot be reached; as huggingface_hub raises it.
     """
     from huggingface_hub import HfApi
 
@@ -49,7 +53,13 @@ def find_repository(name: str) -> ModelInfo | None:
         name: "org/name"; it may be a former name.
 
     Returns:
-        huggingface_hub's ModelInfo; None if there is no such repository or the user cannot see it.
+        huggingface_hub's ModelInfo, with the size and digest of each file; None if there is no such repository or the
+        user cannot see it.
+
+    Raises:
+        HFValidationError: it is no possible name.
+        GatedRepoError: the repository is gated, and the user has no access to it.
+        Exception: the Hub cannot be reached, or refuses; as huggingface_hub raises it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -63,7 +73,7 @@ def find_repository(name: str) -> ModelInfo | None:
 
 
 def make_repository(name: str, private: bool) -> str:
-    """Create a repository if there is none.
+    """Create a repository if there is none. One that exists is not changed.
 
     Args:
         name: "org/name".
@@ -71,6 +81,9 @@ def make_repository(name: str, private: bool) -> str:
 
     Returns:
         The name that the Hub gives it: "org/name".
+
+    Raises:
+        Exception: the user may not create it, or the Hub cannot be reached; as huggingface_hub raises it.
     """
     from huggingface_hub import HfApi
 
@@ -85,7 +98,8 @@ def require_permission(repo: str, write: bool) -> None:
         write: whether the user must be allowed to write to it, not only to read it.
 
     Raises:
-        HfHubHTTPError: the user may not, or the Hub cannot be reached; as huggingface_hub raises it.
+        HfHubHTTPError: the user may not.
+        Exception: the Hub cannot be reached; as huggingface_hub raises it.
     """
     from huggingface_hub import HfApi
 
@@ -100,7 +114,8 @@ def require_valid_card(repo: str, card: str) -> None:
         card: the text of README.md.
 
     Raises:
-        PushError: the metadata is wrong; the message names the fields.
+        PushError: the Hub refuses the card (status 400); the message names the fields.
+        Exception: the Hub gives another error or cannot be reached, also after retries; as huggingface_hub raises it.
     """
     from huggingface_hub import constants, get_session, hf_raise_for_status
     from huggingface_hub.errors import BadRequestError
@@ -120,6 +135,8 @@ def require_valid_card(repo: str, card: str) -> None:
 
 def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None:
     """Refuse a repository in which weight files of another model would stay beside the pushed shards.
+
+    Only files outside of directories count. Nothing is asked of the Hub.
 
     Args:
         repository: the Hub's information on the repository to push to.
@@ -150,6 +167,7 @@ def refuse_source(repository: ModelInfo, names: Iterable[str], downloaded: str |
 
     Raises:
         PushError: the repository is the source.
+        Exception: the Hub cannot be asked; as huggingface_hub raises it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -190,10 +208,11 @@ def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Ca
     Args:
         repository: the Hub's information on the repository to push to.
         shards: file names of the shards to push.
-        is_ours: given file name and digest of a shard in the repository, returns whether it is the shard to push.
+        is_ours: given file name and digest (SHA-256, hexadecimal) of a shard in the repository, returns whether it is
+            the shard to push.
 
     Raises:
-        PushError: the repository holds unquantized weights under these names.
+        PushError: under these names the repository holds unquantized weights only, and a file that is not to be pushed.
         SourceError: its shards cannot be read.
     """
     present = _files(repository)

@@ -98,7 +98,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
     def prepare(self, card: bytes, downloaded: str | None = None) -> None:
-        """Run the preflight checks, and create the repository if there is none.
+        """Run the preflight checks, and create the repository if there is none. `repo` is then its current full name.
 
         Args:
             card: the output's README.md.
@@ -107,6 +107,8 @@ class Publisher:
         Raises:
             PushError: the user may not write there, the Hub refuses the card, or the repository holds weights that
                 the model would not replace, or that it must not replace.
+            UsageError: the repository's name is not valid.
+            SourceError: weights of the repository cannot be read.
         """
         text = card.decode("utf-8", "replace")
         with push_errors(self.repo):
@@ -153,7 +155,11 @@ class Publisher:
         return {name for name in self.shards if self._record(name)} if self.push.only else set()
 
     def finished(self, name: str) -> None:
-        """Upload a shard, which is complete and has its final name, in the background."""
+        """Upload a shard in the background. It must be complete and have its final name, unless it is uploaded already.
+
+        Args:
+            name: file name of the shard.
+        """
         with self._changed:
             if name in self._pending:
                 return
@@ -161,14 +167,14 @@ class Publisher:
         self._queue.put(name)
 
     def wait_for_room(self, name: str, stopped: Callable[[], bool]) -> None:
-        """Wait until there is disk space for one more output shard.
+        """Wait until there is disk space for one more output shard; without --push-only, return at once.
 
         Args:
             name: the shard that will be made.
             stopped: returns whether to give up waiting.
 
         Raises:
-            PushError: an upload failed.
+            OutputError: an upload failed (PushError), or a shard or the record of its upload cannot be written.
         """
         with self._changed:
             while True:
@@ -182,7 +188,7 @@ class Publisher:
         """Wait until all uploads are done.
 
         Raises:
-            PushError: an upload failed.
+            OutputError: an upload failed (PushError), or the record of one cannot be written.
         """
         with self._changed:
             while self._pending and not self._failure:
@@ -190,17 +196,17 @@ class Publisher:
             self._failure.check()
 
     def finish(self, others: Iterable[str], title: str) -> Published:
-        """Upload the remaining shards and commit all files.
+        """Upload the remaining shards and commit all files. Call it inside the context, after `prepare`.
 
         Args:
-            others: names of all files of the directory that are not shards.
-            title: the commit message, unless the user gave one.
+            others: names of all files to publish that are not shards, relative to the directory.
+            title: the message of the commit or pull request, unless the user gave one.
 
         Returns:
             Where the model was published.
 
         Raises:
-            PushError: an upload or the commit failed.
+            OutputError: an upload or the commit failed (PushError), or a file cannot be read.
         """
         from huggingface_hub import constants
 

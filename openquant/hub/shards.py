@@ -40,12 +40,12 @@ def supply_shards(
         times: number of processes that use the same disk, each with the same supplies.
 
     Returns:
-        A context manager that gives one supply for each source.
+        A context manager that gives one supply for each source, in the same order.
 
     Raises:
         SourceError: the disk of the Hub's cache has too little space.
         UsageError: the disk of `scratch` has too little space.
-        OutputError: `scratch` cannot be written.
+        OutputError: `scratch` cannot be written, or the shell that removes the directory cannot be started.
     """
     with ExitStack() as stack:
         directory = None

@@ -119,7 +119,7 @@ class Source:
             )
 
     def beside(self, name: str) -> Path:
-        """Return the default path of an output: `name` in the working directory.
+        """Return the default path of an output: `name` in the working directory, as a relative path.
 
         If the working directory is the source or lies in it, the output goes beside the source.
         """
@@ -132,11 +132,19 @@ class Source:
         return "" if self.revision is None else f"{self.repo}@{self.revision}"
 
     def stamps(self, checkpoint: Checkpoint) -> dict[str, Stamp]:
-        """Return sizes and times of a local source's shards, by name; {} for a repository, whose commit fixes them."""
+        """Return the stamps of a local source's shards, by name; {} for a repository, whose commit fixes them.
+
+        Raises:
+            SourceError: a shard cannot be read.
+        """
         return {} if self.revision is not None else stamps_of(self.root, checkpoint.shards)
 
     def digests(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """Return the SHA-256 of a local source's files other than shards, by name; {} for a repository."""
+        """Return the SHA-256 of a local source's files other than shards, by name; {} for a repository.
+
+        Raises:
+            SourceError: a file cannot be read.
+        """
         return {} if self.revision is not None else {name: self._digest(name) for name in checkpoint.files}
 
     def _digest(self, name: str) -> str:
@@ -166,7 +174,10 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
         model: a directory, "org/name" or "org/name@revision".
 
     Returns:
-        The directory, which may be missing.
+        The directory; that of a repository may be missing.
+
+    Raises:
+        SourceError: the path cannot be looked up.
     """
     path = Path(model)
     with readable():
@@ -190,7 +201,8 @@ def find_source(model: str, revision: str | None = None) -> Source:
 
     Raises:
         SourceError: there is no such directory or repository, or it cannot be downloaded.
-        UsageError: a revision for a local directory, or one that contradicts the model's.
+        UsageError: `model` is empty or has no revision after its @, or `revision` is given for a local directory or
+            contradicts that of `model`.
     """
     path = Path(model)
     if not model:
