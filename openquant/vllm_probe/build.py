@@ -98,7 +98,12 @@ def build_architectures(
         paths: directories for its import path.
 
     Returns:
-        For each checkpoint the entry, or the error that `build_architecture` would raise.
+        For each checkpoint the entry, or the error that `build_architecture` would raise: a PlanError, EngineFailed
+        included.
+
+    Raises:
+        EngineFailed: the interpreter has no vLLM, or did not end in time, so that there is no answer at all.
+        SourceError: a source is quantized, and its scales do not belong to its codes.
     """
     questions = [_question(checkpoint) for checkpoint in checkpoints]
     valid = [question for question in questions if isinstance(question, Question)]
@@ -168,6 +173,10 @@ def sample_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int
 
     Args:
         shapes: shape of each tensor of a checkpoint, by name.
+
+    Returns:
+        Shapes by name, in the order of `shapes`: of all tensors that are in no layer, and of the first and last layers
+        of each kind, at most OF_EACH.
     """
     sample: set[str] = set()
     layers: dict[tuple[str, int], dict[str, Sequence[int]]] = {}

@@ -44,7 +44,7 @@ class ArchitectureChoice:
     """Finds the registry entry of a run, and remembers one that is not from the registry.
 
     Args:
-        option: the value of `--architecture`.
+        option: the value of `--architecture`; None if it is not given.
     """
 
     def __init__(self, option: str | None) -> None:
@@ -52,14 +52,19 @@ class ArchitectureChoice:
         self.chosen: Architecture | None = None
 
     def entry(self, checkpoint: Checkpoint, target: Path | None = None) -> Architecture | str | None:
-        """Return the entry, or the name of one, to plan by.
+        """Return what `make_plan` takes to find the entry. For "auto" vLLM may be asked, at the first call only.
 
         Args:
             checkpoint: the opened source.
-            target: the output directory, which an earlier run may have begun.
+            target: the output directory, which an earlier run may have begun; None to read no earlier entry there.
+
+        Returns:
+            For "auto" and a class that the registry lacks, the entry: from the journal of `target` or of the source,
+            from vLLM, or GENERIC. Else the option as it is, None included; its name need not exist.
 
         Raises:
-            PlanError: vLLM would quantize layers that must stay as they are.
+            PlanError: vLLM would quantize layers that must stay as they are, or builds none that could be quantized.
+            SourceError: the source is quantized, and its scales do not belong to its codes.
         """
         if self.option != AUTO or checkpoint.architecture in MODELS:
             return self.option
@@ -145,7 +150,7 @@ def architecture_from_json(entry: Any, architecture: str) -> Architecture | None
         architecture: the class that the entry must be for.
 
     Returns:
-        The entry; None if it is invalid or for another class.
+        The entry; None if it is invalid or for another class. The generic entry is for any class.
     """
     if not isinstance(entry, Mapping):
         return None

@@ -118,14 +118,14 @@ def ask_engine(
     Args:
         questions: the models.
         interpreter: a Python that has vLLM.
-        paths: directories for its import path.
+        paths: directories for its import path, in place of those of PYTHONPATH.
         seconds: time limit for all questions together.
 
     Returns:
         For each question the answer, or why vLLM cannot build that model.
 
     Raises:
-        EngineFailed: the interpreter has no vLLM, or did not end in time.
+        EngineFailed: the interpreter has no vLLM, did not end in time, or printed too much.
     """
     with tempfile.TemporaryDirectory(prefix="openquant-asked-") as place:
         root, output = Path(place), Path(place, "answers")

@@ -72,7 +72,14 @@ def tensor_of(module: str, shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def decoder_layer_pattern(modules: Mapping[str, EngineModule]) -> str:
-    """Return the pattern of a decoder layer: the most common beginning of quantizable modules, up to their number."""
+    """Return the pattern of a decoder layer: the most common beginning of quantizable modules, up to their number.
+
+    Args:
+        modules: the result of `engine_modules`.
+
+    Returns:
+        The pattern, such as "model.layers.*", which is also that without any such module.
+    """
     prefixes = Counter(
         template(module).partition(".*")[0]
         for module, engine in modules.items()
@@ -102,14 +109,20 @@ def parent_of(name: str) -> str:
 
 
 def call_text(function: str, *arguments: str, **named: str | None) -> str:
-    """Return a function call as Python source: `routed(".mlp.experts", listed_as="experts")`."""
+    """Return a function call as Python source: `routed(".mlp.experts", listed_as="experts")`.
+
+    Args:
+        function: name of the function.
+        arguments: its positional arguments, all strings.
+        named: its keyword arguments; those that are None are left out.
+    """
     keywords = [f'{key}="{value}"' for key, value in named.items() if value is not None]
     positional = [f'"{text}"' for text in arguments]
     return f"{function}({', '.join([*positional, *keywords])})"
 
 
 def take(left: Linear, *names: str) -> None:
-    """Remove the layers of these names."""
+    """Remove those of the named layers that `left` has."""
     for name in names:
         left.pop(name, None)
 
@@ -120,7 +133,8 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
     Args:
         left: by name template, one of its modules and what the engine makes of it. Experts are removed.
         shapes: shape of each tensor of the checkpoint, by name.
-        hidden: hidden_size, which tells the axes of stacks apart. Stacks whose axes it does not tell are left out.
+        hidden: hidden_size, which tells the axes of stacks apart; 0 if not known. Stacks whose axes it does not tell
+            are removed too, and have no part.
 
     Returns:
         The registry's part for each kind of experts, by the Python source that makes it.

@@ -120,7 +120,7 @@ class RecordingConfig(QuantizationConfig):  # type: ignore[misc]
         return cls(config.get("ignored_layers", []))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Rename the ignore list, as Fp8Config does."""
+        """Rename the modules of the ignore list by vLLM's mapper, as Fp8Config does."""
         self.mapper = hf_to_vllm_mapper
         self.ignored = hf_to_vllm_mapper.apply_list(self.ignored)
 
@@ -211,7 +211,14 @@ class RowTracer(TorchDispatchMode):  # type: ignore
         return result
 
     def run(self, function: Any, given: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """Run an operation. Its result has no memory if it is large or an input has none."""
+        """Run an operation. Its result has no memory if it is large or an input has none.
+
+        Args:
+            function: the overload of a torch operator.
+            given: all tensors among its arguments.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         arguments = {argument.name for argument in function._schema.arguments}
         to_meta = {"device": torch.device("meta")} if "device" in arguments else {}
         if any(one.is_meta for one in given):
@@ -231,7 +238,12 @@ class RowTracer(TorchDispatchMode):  # type: ignore
         return function(*args, **kwargs)
 
     def codes(self, view: torch.Tensor, index: list[torch.Tensor]) -> torch.Tensor:
-        """Return the codes at an index of a tensor; -1 where nothing was loaded."""
+        """Return the codes at an index of a tensor; -1 where nothing was loaded.
+
+        Args:
+            view: the tensor.
+            index: for each of its axes int64 indices, of shapes that broadcast.
+        """
         at = torch.tensor(int(view.storage_offset()))
         for one, stride in zip(index, view.stride(), strict=True):
             at = at + one * stride
@@ -239,15 +251,24 @@ class RowTracer(TorchDispatchMode):  # type: ignore
         return rows(at) if rows is not None else torch.full_like(at, -1)
 
     def of_rows(self, number: int, size: int, at: torch.Tensor) -> torch.Tensor:
-        """Return the codes at positions of tensor `number` of the checkpoint, which has `size` elements per row."""
+        """Return the codes at positions of a tensor of the checkpoint.
+
+        Args:
+            number: number of the tensor.
+            size: elements per index of its first axis: of a row, or of an expert in a stack.
+            at: positions in elements, int64 of any shape.
+
+        Returns:
+            int64 of the shape of `at`: number * ROWS + row.
+        """
         return number * ROWS + at // size
 
     def of_view(self, view: torch.Tensor, strides: tuple[int, ...], at: torch.Tensor) -> torch.Tensor:
-        """Return the codes at positions of a copy of a view."""
+        """Return the codes at positions `at` of a copy of a view; the copy has `strides`, in elements."""
         return self.codes(view, unravelled(at, tuple(view.shape), strides))
 
     def of_cat(self, pieces: list[torch.Tensor], dim: int, whole: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Return the codes at positions of the concatenation of several tensors."""
+        """Return the codes at positions `at` of `whole`, the concatenation of several tensors along axis `dim`."""
         index = unravelled(at, tuple(whole.shape), whole.stride())
         codes, start = torch.full_like(at, -1), 0
         for piece in pieces:
@@ -258,12 +279,16 @@ class RowTracer(TorchDispatchMode):  # type: ignore
         return codes
 
     def computed(self, view: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        """Return the codes at positions of a tensor that was computed from another: the row ROWS - 1 of that."""
+        """Return the codes at positions `at` of a tensor that was computed from `view`: row ROWS - 1 of its tensor."""
         first = self.codes(view, [torch.zeros((), dtype=torch.int64)] * view.ndim)
         return torch.where(first < 0, first, first // ROWS * ROWS + ROWS - 1).expand(at.shape)
 
     def loaded(self, parameter: torch.Tensor) -> list[list[Any]]:
-        """Return the runs of rows that were loaded into a parameter: [tensor, first row, rows] in order."""
+        """Return the runs of rows that were loaded into a parameter: [tensor name, first row, rows] in order.
+
+        The rows of a run are of one tensor and follow one another there, but in a parameter of three axes they may be
+        any. Empty if nothing was loaded.
+        """
         whole = parameter.detach()
         given = [(whole, whole)] if storage(whole) in self.rows else self.writes.get(storage(whole), [])
         size = max(1, math.prod(whole.shape[1 if whole.ndim < 3 else 2 :]))
@@ -403,7 +428,7 @@ def expert_modules(tensor: str) -> list[str]:
 
 
 def answer(directory: Path, output: Path) -> None:
-    """Write `output`.json, or `output`.error with the traceback, and end the process."""
+    """Describe a directory in `output`.json, or write `output`.error with the traceback, and end the process."""
     os.sched_setaffinity(0, CPUS)
     memory_used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = {resource.RLIMIT_AS: memory_used + MEMORY, resource.RLIMIT_FSIZE: FILE, resource.RLIMIT_CORE: 0}
