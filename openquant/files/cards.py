@@ -107,6 +107,10 @@ def is_rounded_by_gptq(card: str) -> bool:
     return section is not None and f"\n| rounded by | {ROUNDED_BY_GPTQ}, " in section.group()
 
 
+# Scalars that YAML reads as null.
+_NULLS = ("", "~", "null", "Null", "NULL")
+
+
 def split_card(card: str) -> tuple[str, dict[str, Any], str]:
     """Split a model card into metadata and text. Metadata that is not a simple YAML mapping counts as text.
 
@@ -263,4 +267,5 @@ def base_models(card: str) -> list[str]:
         The `base_model` of its metadata: ["org/name"]; empty if it has none.
     """
     named = split_card(card)[1].get("base_model", [])
-    return [named] if isinstance(named, str) else [name for name in named if isinstance(name, str)]
+    names = [named] if isinstance(named, str) else named
+    return [name for name in names if isinstance(name, str) and name not in _NULLS]

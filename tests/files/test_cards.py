@@ -42,7 +42,15 @@ def test_what_a_command_says_of_the_cache_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("front", "names"),
-    [("base_model: a/b", ["a/b"]), ("base_model: [a/b, c/d]", ["a/b", "c/d"]), ("license: mit", []), ("[", [])],
+    [
+        ("base_model: a/b", ["a/b"]),
+        ("base_model: [a/b, c/d]", ["a/b", "c/d"]),
+        ("license: mit", []),
+        ("[", []),
+        ("base_model:", []),
+        ("base_model: null", []),
+        ("base_model:\n- a/b\n-\n", ["a/b"]),
+    ],
 )
 def test_base_models_of_a_card(front: str, names: list[str]) -> None:
     assert base_models(f"---\n{front}\n---\ntext\n") == names
