@@ -179,7 +179,7 @@ class Claim:
             if self._is_complete(journal) and not self.changed_sources:
                 return self
             _sweep(directory.folder)
-            needed, freed = self._needed(journal["files"] if journal and self._overwrite else ())
+            needed, freed = self._needed(journal)
             require_space([(path, needed)], freed)
             if journal and self._overwrite:
                 _discard(directory.folder, journal)
@@ -187,7 +187,7 @@ class Claim:
                 journal = None
             self.resumed = journal is not None
             if journal is None:
-                directory.write(JOURNAL, self.contents.journal(self.sources, done=False))
+                self._write_journal(done=False)
         except BaseException:
             self._release()
             raise
@@ -229,14 +229,16 @@ class Claim:
             for name in folder.names(WORK):
                 if name.startswith(SOURCE):
                     folder.remove_folder(f"{WORK}/{name}")
-        self.directory.write(JOURNAL, self.contents.journal(self.sources, done=True))
+        self._write_journal(done=True)
 
     def renew(self) -> None:
         """Record the current stamps of the source, once finished shards are known to be what it gives."""
         journal = journal_in(self.directory.folder)
-        done = journal is not None and journal["done"]
-        self.directory.write(JOURNAL, self.contents.journal(self.sources, done))
+        self._write_journal(done=journal is not None and journal["done"])
         self.changed_sources = frozenset()
+
+    def _write_journal(self, done: bool) -> None:
+        self.directory.write(JOURNAL, self.contents.journal(self.sources, done))
 
     def missing_bytes(self) -> int:
         """Return the bytes of disk that the run still needs, less those that it frees first. Nothing is written.
@@ -265,7 +267,7 @@ class Claim:
                 earlier_options, options = (recipe.get("options") for recipe in recipes)
                 if earlier_options is not None and earlier_options != options:
                     raise _another_run(path)
-            needed, freed = self._needed(journal["files"] if journal and self._overwrite else ())
+            needed, freed = self._needed(journal)
             return max(0, needed - freed)
         finally:
             self.directory.close()
@@ -311,9 +313,14 @@ class Claim:
             )
         return journal
 
-    def _needed(self, discarded: Iterable[str]) -> tuple[int, int]:
-        """Return the bytes of disk that are still needed, and the bytes that removing earlier files frees."""
+    def _needed(self, journal: dict[str, Any] | None) -> tuple[int, int]:
+        """Return the bytes of disk that are still needed, and the bytes that removing earlier files frees.
+
+        Args:
+            journal: the journal of an earlier run; with `overwrite` its files are removed.
+        """
         folder = self.directory.folder
+        discarded = journal["files"] if journal and self._overwrite else ()
         with output_errors(self._path, "examined"):
             freed = {name: status.st_size for name in discarded if (status := folder.stat(name)) is not None}
             missing = [name for name in self.contents.files if name in freed or not self.is_finished(name)]
