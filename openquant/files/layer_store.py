@@ -159,10 +159,11 @@ class LayerStore:
         for _, data in tensors:
             digest.update(data.data)
         facts = json.dumps({"about": self.run_digest, "sha256": digest.hexdigest()})
-        header, start = make_header([info for info, _ in tensors], {_KIND: facts})
+        header = make_header([info for info, _ in tensors], {_KIND: facts})
         path = self.path / f"{number:03d}{'' if part is None else f'-{part}'}.safetensors"
         write_atomic(path, header, *(data.data for _, data in tensors))
         places = {}
+        start = len(header)
         for info, data in tensors:
             assert data.nbytes == info.nbytes
             places[info] = TensorPlace(path, start)

@@ -204,7 +204,7 @@ def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ..
     return info.dtype, info.shape, info.nbytes
 
 
-def make_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = None) -> tuple[bytes, int]:
+def make_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
     """Make the bytes of a safetensors file before its first tensor.
 
     Args:
@@ -212,7 +212,7 @@ def make_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = 
         metadata: `__metadata__` of the file; {"format": "pt"} if None.
 
     Returns:
-        The bytes, padded to a multiple of 8 as the format requires, and their number: the offset of the first tensor.
+        The bytes, padded to a multiple of 8 as the format requires. The first tensor follows them.
     """
     entries: dict[str, Any] = {"__metadata__": metadata or {"format": "pt"}}
     offset = 0
@@ -225,4 +225,4 @@ def make_header(tensors: list[TensorInfo], metadata: Mapping[str, str] | None = 
         offset += info.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, 8 + len(text)
+    return len(text).to_bytes(8, "little") + text

@@ -364,8 +364,9 @@ class Layout:
             shard: its file name.
         """
         tensors = self.outputs(shard)
-        header, start = make_header(tensors)
+        header = make_header(tensors)
         targets: dict[str, int] = {}
+        start = len(header)
         for info in tensors:
             targets[info.name] = start
             start += info.nbytes
