@@ -83,8 +83,7 @@ def is_smoothed(card: str) -> bool:
     Args:
         card: the text of README.md.
     """
-    section = SECTION.search(card)
-    return section is not None and any(line.startswith("| folded |") for line in section.group().splitlines())
+    return _has_row(card, "| folded |")
 
 
 def has_weighted_search(card: str) -> bool:
@@ -93,8 +92,7 @@ def has_weighted_search(card: str) -> bool:
     Args:
         card: the text of README.md. False if openquant did not write it.
     """
-    section = SECTION.search(card)
-    return section is not None and any(line.startswith("| scales |") for line in section.group().splitlines())
+    return _has_row(card, "| scales |")
 
 
 def is_rounded_by_gptq(card: str) -> bool:
@@ -103,8 +101,13 @@ def is_rounded_by_gptq(card: str) -> bool:
     Args:
         card: the text of README.md.
     """
+    return _has_row(card, f"| rounded by | {ROUNDED_BY_GPTQ}, ")
+
+
+def _has_row(card: str, start: str) -> bool:
+    """Return whether the section that openquant adds to a card has a table row that starts with a text."""
     section = SECTION.search(card)
-    return section is not None and f"\n| rounded by | {ROUNDED_BY_GPTQ}, " in section.group()
+    return section is not None and any(line.startswith(start) for line in section.group().splitlines())
 
 
 # Scalars that YAML reads as null.
