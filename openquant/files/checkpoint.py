@@ -339,6 +339,13 @@ def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> t
     def fail(error: OSError) -> None:
         raise error
 
+    def add(relative: str, size: int) -> None:
+        # The card is read into memory.
+        if relative == CARD_FILE and size > MAX_SMALL:
+            left_out.add(relative)
+        else:
+            files[relative] = size
+
     for folder, directories, names in os.walk(root, onerror=fail):
         base = Path(folder)
         for directory in sorted(directories):
@@ -357,12 +364,7 @@ def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> t
             elif path.is_file():
                 if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-                size = path.stat().st_size
-                # The card is read into memory.
-                if relative == CARD_FILE and size > MAX_SMALL:
-                    left_out.add(relative)
-                else:
-                    files[relative] = size
+                add(relative, path.stat().st_size)
             elif path.is_symlink() and not path.exists():
                 raise SourceError(f"{relative} is a broken link", "download or copy the checkpoint again")
             else:
@@ -375,8 +377,6 @@ def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> t
         part = left_out_part(relative)
         if part is not None:
             left_out.add(part)
-        elif relative == CARD_FILE and size > MAX_SMALL:
-            left_out.add(relative)
         else:
-            files[relative] = size
+            add(relative, size)
     return dict(sorted(files.items())), tuple(sorted(left_out))
