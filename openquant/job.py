@@ -218,7 +218,7 @@ def output_directory(run: Run, source: Source, suffix: str) -> Path:
     """
     if run.output is not None:
         return Path(run.output)
-    return source.beside(source.name + suffix)
+    return source.default_path(source.name + suffix)
 
 
 def prepare(

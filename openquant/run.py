@@ -259,7 +259,7 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> Mapping[str, N
     needs = source_needs(source, plan, [shard.name for shard in shards])
     scratch = writing.claim.directory.make_scratch(ranks.rank) if prepared.run.stream else None
     if source.remote and scratch is None:
-        source.require_cache_space({name for names in needs.values() for name in names})
+        source.require_cache_space(needs)
     with ShardSupply(source, needs, scratch) as supply:
         transfer = _Transfer(supply, publisher, ranks)
         workers, device = prepared.workers, prepared.device

@@ -101,7 +101,7 @@ def _calibrated(
     if options.stream and source.repo is None:
         raise UsageError(f"{options.model} is a local directory, nothing of it can be streamed", "leave --stream out")
     checkpoint = open_checkpoint(source.root, source.remote, source.absent)
-    path = Path(options.out) if options.out is not None else source.beside(f"{source.name}{SUFFIX}")
+    path = Path(options.out) if options.out is not None else source.default_path(f"{source.name}{SUFFIX}")
     option = "-o" if options.out is not None else ""
     target = calibration_destination(path, option, "name another file with -o", source, checkpoint, options, texts)
     target.require()

@@ -102,8 +102,11 @@ class Source:
         with silent():
             interruptible(lambda: with_retries(fetch))
 
-    def require_cache_space(self, shards: Iterable[str]) -> None:
-        """Check that the disk of the Hub's cache has space for the named shards.
+    def require_cache_space(self, needs: Mapping[str, Iterable[str]]) -> None:
+        """Check that the disk of the Hub's cache has space for shards.
+
+        Args:
+            needs: file names of the shards that each step needs, by the name of the step.
 
         Raises:
             SourceError: it has not.
@@ -111,17 +114,18 @@ class Source:
         from huggingface_hub import constants
 
         with readable():
-            free, needed = shutil.disk_usage(self.root).free, self.remote_bytes(shards)
+            free = shutil.disk_usage(self.root).free
+        needed = self.remote_bytes({name for names in needs.values() for name in names})
         if needed > free:
             raise SourceError(
                 f"{constants.HF_HUB_CACHE} needs {needed:,} bytes for {self.repo}, its disk has {free:,} free",
                 "use --stream, which keeps only a few shards on disk, or set HF_HOME to a larger one",
             )
 
-    def beside(self, name: str) -> Path:
-        """Return the default path of an output: `name` in the working directory, as a relative path.
+    def default_path(self, name: str) -> Path:
+        """Return the default path of an output or a calibration: `name` in the working directory.
 
-        If the working directory is the source or lies in it, the output goes beside the source.
+        If the working directory is the source or lies in it, the path is beside the source.
         """
         working_directory, root = Path.cwd().resolve(), self.root.resolve()
         return root.parent / name if root in (working_directory, *working_directory.parents) else Path(name)
@@ -148,11 +152,8 @@ class Source:
         return {} if self.revision is not None else {name: self._digest(name) for name in checkpoint.files}
 
     def _digest(self, name: str) -> str:
-        digest = hashlib.sha256()
         with readable(), open_regular(self.root / name, name) as file:
-            while data := file.read(1 << 20):
-                digest.update(data)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def downloaded_commit(self) -> str | None:
         """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
