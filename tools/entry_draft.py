@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from openquant.patterns import compile_pattern, template
+from openquant.patterns import template
 from openquant.registry.architecture import EMBEDDING, HEAD, ROUTER, Architecture, FusedLayers, Keep, ParallelSplit
 from openquant.registry.parts import HEADS, LayerPart, attention, gated, model, plain
 from openquant.registry.rules import ModuleRules, is_head
@@ -21,7 +21,9 @@ from openquant.vllm_probe.modules import (
     call_text,
     decoder_layer_pattern,
     engine_modules,
+    is_head_or_embedding,
     is_tower,
+    last_parts,
     parent_of,
     routed_parts,
     take,
@@ -70,7 +72,7 @@ def differences(entry: Architecture, told: Mapping[str, EngineModule]) -> dict[s
 
 
 def _last(modules: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    return ", ".join(last_parts(modules))
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def draft(name: str, asked: EngineAnswer, shapes: Mapping[str, Sequence[int]], h
             continue
         below = template(module).removeprefix(layers)
         shape = shapes[tensor_of(module, shapes)]
-        routers = one.layer is not None and len(shape) == 2 and shape[0] in _experts_of(asked)
+        routers = one.layer is not None and len(shape) == 2 and shape[0] in asked.expert_counts
         if one.layer is not None and one.layer.linear and not routers:
             kinds.linear.setdefault(below, (module, one))
         else:
@@ -151,12 +153,8 @@ def draft(name: str, asked: EngineAnswer, shapes: Mapping[str, Sequence[int]], h
     return Draft(entry, tuple(pieces), tuple(keep.values()), tuple(questions))
 
 
-def _experts_of(asked: EngineAnswer) -> set[int]:
-    return {layer.experts for layer in asked.layers if layer.experts}
-
-
 def _outside(module: str, one: EngineModule, keep: dict[str, Keep]) -> None:
-    if any(compile_pattern(known.pattern).fullmatch(module) for known in (EMBEDDING, HEAD)):
+    if is_head_or_embedding(module):
         return
     if one.layer is not None and HEAD_LAYER in one.layer.kinds:
         keep[module] = Keep(module, HEAD.why, divided=True)

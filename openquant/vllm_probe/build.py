@@ -42,7 +42,10 @@ from .modules import (
     EngineModule,
     decoder_layer_pattern,
     engine_modules,
+    is_head_or_embedding,
     is_tower,
+    last_parts,
+    parent_of,
     routed_parts,
 )
 
@@ -231,7 +234,6 @@ class _Builder:
         self.text = text
         self.modules = engine_modules(answer, shapes)
         self.layers = decoder_layer_pattern(self.modules)
-        self.routers = {layer.experts for layer in answer.layers if layer.experts}
         # By name template: the first module, and why any module of the template stays unquantized.
         self.kinds: dict[str, _Module] = {}
         drafted = mtp_layer_finder(Architecture(name, self.layers, (), (), (), (), draft_layers=LAYERS), dict(text))
@@ -248,7 +250,7 @@ class _Builder:
         self.fused_groups: dict[str, tuple[str, ...]] = {}
         self._find_fused_groups()
         self.attention = {
-            _parent(pattern)
+            parent_of(pattern)
             for pattern, (name, engine, _) in self.kinds.items()
             if name.rpartition(".")[2] in DECODED
             or (engine.layer is not None and "QKVParallelLinear" in engine.layer.kinds)
@@ -295,7 +297,7 @@ class _Builder:
             return UNKNOWN
         if layer.experts:
             return None if len(shape) in (2, 3) and min(shape) >= 1 else UNKNOWN
-        if shape[0] in self.routers and not engine.fused:
+        if shape[0] in self.answer.expert_counts and not engine.fused:
             return ROUTER
         if len(shape) != 2 or module in self.shapes:
             return UNKNOWN
@@ -329,7 +331,7 @@ class _Builder:
                 self.fused_groups |= dict.fromkeys(group, group)
         for group in dict.fromkeys(self.fused_groups.values()):
             reasons = dict.fromkeys(why for member in group if (why := self.kinds[member].why) is not None)
-            if len({*map(_parent, group)}) > 1:
+            if len({*map(parent_of, group)}) > 1:
                 reasons = {APART: None}
             elif any(self.kinds[member].why is None for member in group):
                 # A narrow layer that is fused with wider ones is no gate.
@@ -347,7 +349,7 @@ class _Builder:
                 shapes[name] = shape
                 continue
             experts, stacked = stacks[template(module)]
-            path = _parent(module) + (f".{experts.path.rpartition('.')[2]}" if experts.beside else "")
+            path = parent_of(module) + (f".{experts.path.rpartition('.')[2]}" if experts.beside else "")
             rows, columns = (shape[2], shape[1]) if stacked.transposed else (shape[1], shape[2])
             for number in range(shape[0]):
                 for part in stacked.parts:
@@ -369,7 +371,7 @@ class _Builder:
             are_read = separate and all(
                 engine.layer is not None and engine.layer.experts and engine.read for engine in separate
             )
-            orders = {tuple(dict.fromkeys(_lasts(engine.layer))) for engine in separate if engine.layer is not None}
+            orders = {tuple(last_parts(engine.layer.modules)) for engine in separate if engine.layer is not None}
             if not experts.stacked or (are_read and orders == {tuple(names)}):
                 loadable.append(part)
                 continue
@@ -407,13 +409,13 @@ class _Builder:
             members = self.fused_groups.get(pattern, ())
             are_words = all(WORDS.fullmatch(self.kinds[member].name) for member in members)
             # Unquantized layers too: the ignore list has them under the name of the fused layer.
-            if members and are_words and len({*map(_parent, members)}) == 1:
+            if members and are_words and len({*map(parent_of, members)}) == 1:
                 merged = next(filter(None, (self.kinds[member].engine.merged for member in members)), None)
                 fused[members] = FusedLayers(_either(members), merged)
             if why is not None and engine.layer is not None and engine.layer.experts:
                 raise PlanError(f"{name} cannot be quantized, nor left out: {why}", ADD)
             if why is not None:
-                if WORDS.fullmatch(name) and not _is_head_or_embedding(name):
+                if WORDS.fullmatch(name) and not is_head_or_embedding(name):
                     divided = why in (HEAD.why, EMBEDDING.why) or bool(engine.layer and engine.layer.axis)
                     kept.append(Keep(pattern, why, divided))
                 continue
@@ -452,8 +454,8 @@ class _Builder:
         elif "QKVParallelLinear" in layer.kinds and len(engine.fused) > 1 and template(engine.fused[0]) != pattern:
             yield ParallelSplit(pattern, "out", KV_HEADS, replicated=True)
         else:
-            mixer = STATE_HEADS if _parent(name) in self.mixers and STATE_HEADS in self.text else None
-            yield ParallelSplit(pattern, layer.axis, HEADS if _parent(pattern) in self.attention else mixer)
+            mixer = STATE_HEADS if parent_of(name) in self.mixers and STATE_HEADS in self.text else None
+            yield ParallelSplit(pattern, layer.axis, HEADS if parent_of(pattern) in self.attention else mixer)
 
     def _cached(self, pattern: str, engine: EngineModule, layer: EngineLayer) -> Iterator[CachedRows]:
         if "QKVParallelLinear" in layer.kinds and (_is_cut(layer, engine) or template(engine.fused[0]) != pattern):
@@ -465,7 +467,7 @@ class _Builder:
         renames: dict[tuple[str, str], None] = {}
         unfound = [layer for layer in self.answer.layers if layer.linear and layer.holds and not layer.own]
         for layer in unfound:
-            module = layer.holds[0][0].removesuffix(".weight")
+            module = layer.modules[0]
             ours, theirs = self._engine_name(module, layer).split("."), layer.prefix.split(".")
             tail: list[str] = []
             while len(ours) > 1 and len(theirs) > 1 and ours[-1] == theirs[-1]:
@@ -488,11 +490,12 @@ class _Builder:
         entry = replace(entry, spellings=tuple(spellings), renames=(*renames, *fused))
         rules = ModuleRules(entry)
         for layer in unfound:
-            modules = [name.removesuffix(".weight") for name, _, _ in layer.holds]
+            modules = layer.modules
             if all(rules.rule(module).keep is None for module in modules):
                 continue
             listed = rules.engine_names(modules)
-            parent_in_checkpoint, parent_in_engine = _parent(modules[0]), _parent(self._engine_name(modules[0], layer))
+            parent_in_checkpoint = parent_of(modules[0])
+            parent_in_engine = parent_of(self._engine_name(modules[0], layer))
             names = {*listed, *(name.replace(parent_in_checkpoint, parent_in_engine, 1) for name in listed)}
             parent, _, last = layer.prefix.rpartition(".")
             # For fused layers vLLM looks up the members, if the class names them.
@@ -507,9 +510,9 @@ class _Builder:
 
     def _engine_name(self, module: str, layer: EngineLayer) -> str:
         """Return a module's name by the engine's renaming; for fused layers, that of the merged layer."""
-        merged = len({name for name, _, _ in layer.holds}) > 1
+        merged = len(layer.modules) > 1
         name = self.answer.renamed.get(module) or module
-        return f"{_parent(name)}.{layer.prefix.rpartition('.')[2]}" if merged else name
+        return f"{parent_of(name)}.{layer.prefix.rpartition('.')[2]}" if merged else name
 
 
 def _is_conv(shape: Sequence[int]) -> bool:
@@ -517,22 +520,10 @@ def _is_conv(shape: Sequence[int]) -> bool:
     return len(shape) == 3 and shape[1] == 1
 
 
-def _is_head_or_embedding(module: str) -> bool:
-    return any(compile_pattern(keep.pattern).fullmatch(module) for keep in (EMBEDDING, HEAD))
-
-
 def _is_cut(layer: EngineLayer, engine: EngineModule) -> bool:
     """Return whether the engine cuts a single tensor into parts, each of which it divides among ranks."""
     return not engine.fused and (len(layer.sizes) > 1 or "QKVParallelLinear" in layer.kinds)
 
 
-def _lasts(layer: EngineLayer) -> Iterator[str]:
-    return (tensor.removesuffix(".weight").rpartition(".")[2] for tensor, _, _ in layer.holds)
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _either(members: Sequence[str]) -> str:
-    return f"{_parent(members[0])}.{{{','.join(member.rpartition('.')[2] for member in members)}}}"
+    return f"{parent_of(members[0])}.{{{','.join(member.rpartition('.')[2] for member in members)}}}"

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,6 +79,11 @@ class EngineLayer:
         return next((AXES[kind] for kind in self.kinds if kind in AXES), None) if self.divided else None
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of the checkpoint that are loaded into its weights, each once, in order."""
+        return tuple(dict.fromkeys(name.removesuffix(".weight") for name, _, _ in self.holds))
+
+    @property
     def linear(self) -> bool:
         """Whether vLLM quantizes it by default: linear layers and experts, not the embedding or the head."""
         return self.asked and (self.experts > 0 or "LinearBase" in self.kinds)
@@ -101,9 +107,14 @@ class EngineAnswer:
     renamed: Mapping[str, str | None]
     version: str
 
+    @cached_property
+    def expert_counts(self) -> set[int]:
+        """How many experts its layers of experts have; a router has as many rows."""
+        return {layer.experts for layer in self.layers if layer.experts}
+
     def by_module(self) -> dict[str, EngineLayer]:
         """Return the layer into which each module of the checkpoint is loaded; of several layers the last."""
-        return {name.removesuffix(".weight"): layer for layer in self.layers for name, _, _ in layer.holds}
+        return {module: layer for layer in self.layers for module in layer.modules}
 
 
 class EngineFailed(PlanError):

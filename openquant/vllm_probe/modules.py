@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..patterns import template
-from ..registry.architecture import ExpertLayout, StackedExperts
+from ..patterns import compile_pattern, template
+from ..registry.architecture import EMBEDDING, HEAD, ExpertLayout, StackedExperts
 from ..registry.parts import LayerPart, routed
 from .client import EngineAnswer, EngineLayer
 
@@ -57,9 +57,8 @@ def engine_modules(answer: EngineAnswer, shapes: Mapping[str, Sequence[int]]) ->
         starts: list[int] = []
         if layer is not None:
             starts = [row for tensor, row, _ in layer.holds if tensor == name]
-            if not layer.experts:
-                weights = dict.fromkeys(tensor.removesuffix(".weight") for tensor, _, _ in layer.holds)
-                fused = tuple(weights) if len(weights) > 1 else ()
+            if not layer.experts and len(layer.modules) > 1:
+                fused = layer.modules
         reordered = layer is not None and not layer.experts and (len(starts) > 1 or starts[:1] != [0])
         merged = _merged(layer, fused, answer) if layer is not None and fused else None
         modules[module] = EngineModule(layer, fused, reordered, module not in unread, merged)
@@ -88,6 +87,11 @@ def decoder_layer_pattern(modules: Mapping[str, EngineModule]) -> str:
     return f"{prefixes.most_common(1)[0][0]}.*" if prefixes else "model.layers.*"
 
 
+def is_head_or_embedding(module: str) -> bool:
+    """Return whether a module has a name under which most models have their output head or embedding table."""
+    return any(compile_pattern(keep.pattern).fullmatch(module) for keep in (EMBEDDING, HEAD))
+
+
 def is_tower(module: str) -> bool:
     """Return whether a module's name says that it belongs to a vision or audio tower."""
     return any(word in module for word in ("vision", "visual", "audio", "image", "speech"))
@@ -106,6 +110,11 @@ Linear = dict[str, tuple[str, EngineModule]]
 def parent_of(name: str) -> str:
     """Return a name without its last part."""
     return name.rpartition(".")[0]
+
+
+def last_parts(names: Iterable[str]) -> list[str]:
+    """Return the last part of each name, each once, in order."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def call_text(function: str, *arguments: str, **named: str | None) -> str:
@@ -151,9 +160,7 @@ def routed_parts(left: Linear, shapes: Mapping[str, Sequence[int]], hidden: int)
         take(left, *names)
         module, engine = experts[names[0]]
         assert engine.layer is not None
-        order = list(
-            dict.fromkeys(tensor.removesuffix(".weight").rpartition(".")[2] for tensor, _, _ in engine.layer.holds)
-        )
+        order = last_parts(engine.layer.modules)
         if len(shapes[tensor_of(module, shapes)]) > 2:
             stacks, texts = [], []
             layouts = {

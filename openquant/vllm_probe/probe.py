@@ -133,20 +133,16 @@ class RecordingConfig(QuantizationConfig):  # type: ignore[misc]
             return ExpertsMethod(layer.moe_config)
         return UnquantizedEmbeddingMethod() if isinstance(layer, VocabParallelEmbedding) else None
 
-    def skipped(self, prefix: str) -> bool | None:
-        """Return whether the ignore list has a layer, as Fp8Config decides; None where vLLM fails.
-
-        It fails if only some parts of a fused layer are listed.
-        """
-        return self.skipped_by(prefix, self.ignored)
-
     def listed(self, prefix: str, names: list[str], *more: str) -> bool:
         """Return whether an ignore list of the checkpoint's names, and of `more` names of the engine, has a layer."""
         renamed = self.mapper.apply_list(names) if self.mapper is not None else names
         return self.skipped_by(prefix, [*renamed, *more]) is True
 
     def skipped_by(self, prefix: str, ignored: list[str]) -> bool | None:
-        """Return whether an ignore list in the engine's names has a layer; None where vLLM fails."""
+        """Return whether an ignore list in the engine's names has a layer, as Fp8Config decides; None where vLLM fails.
+
+        It fails if only some parts of a fused layer are listed.
+        """
         try:
             return bool(is_layer_skipped(prefix, ignored, self.packed_modules_mapping))
         except ValueError:
@@ -398,7 +394,7 @@ def describe(directory: Path) -> dict[str, Any]:
             "kinds": [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("vllm.")],
             "asked": prefix is not None,
             "prefix": prefix if prefix is not None else getattr(module, "prefix", name),
-            "skipped": recording.skipped(prefix) if prefix else None,
+            "skipped": recording.skipped_by(prefix, recording.ignored) if prefix else None,
             "divided": not getattr(module, "disable_tp", False),
             "experts": experts,
             "sizes": list(getattr(module, "output_sizes", None) or [getattr(module, "output_size", 0)]),
