@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,15 +103,12 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
         return EXIT_USER
     ranks, mistake = _find_ranks(given["verb"] in SHARED)
 
-    def do() -> int:
-        if mistake is not None:
-            raise mistake
-        require_room()
-        return VERBS[given["verb"]]({**given, "ranks": ranks}, interrupts)
-
-    def do_or_explain() -> int:
+    def run_verb() -> int:
         try:
-            return do()
+            if mistake is not None:
+                raise mistake
+            require_room()
+            return VERBS[given["verb"]]({**given, "ranks": ranks}, interrupts)
         except Exception as error:
             # After an interrupt, other errors follow from it.
             interrupts.check()
@@ -129,7 +126,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
     with escaped_libraries(), Interrupts(explain) as interrupts:
         try:
             interrupts.catching = True
-            code = do_or_explain()
+            code = run_verb()
             interrupts.check()
             interrupts.finish(code)
             return code
@@ -321,7 +318,7 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
 
     command = _command(given)
     page = _page(given, [given["model"]])
-    with _bar(interrupts, command, "diagnosing", "diagnosed") as bar:
+    with closing(_Bar(interrupts, command, "diagnosing", "diagnosed")) as bar:
         diagnosis = diagnose(**values_for(Diagnose, given), progress=bar.advanced)
     if page is not None:
         from ..report.html import render_page
@@ -353,16 +350,11 @@ def _explain(given: Given, interrupts: Interrupts) -> int:
 def _calibrate(given: Given, interrupts: Interrupts) -> int:
     from ..calibration.run import calibrate
 
-    command, ranks = _command(given), _ranks(given, _command(given))
-    silent = command.json or not ranks.first
-
-    def begun(about: str) -> None:
-        if not silent:
-            say_lines([about], sys.stderr)
-
-    with _bar(interrupts, command, "calibrating", "calibrated", ranks.first, "tokens") as bar:
+    command = _command(given)
+    ranks = _ranks(given, command)
+    with closing(_Bar(interrupts, command, "calibrating", "calibrated", ranks.first, "tokens")) as bar:
         values = {**values_for(Calibrate, given), **values_for(CalibrationTexts, given)}
-        written = calibrate(**values, begun=begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
+        written = calibrate(**values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
     if ranks.first and command.json:
         print_json({"calibration": str(written)}, interrupts)
     elif ranks.first:
@@ -375,16 +367,10 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
 
     command, options = _command(given), Evaluate(**values_for(Evaluate, given))
     ranks = _ranks(given, command)
-    silent = command.json or not ranks.first
     page, figure = _find_page_and_figure(given, options)
-
-    def begun(about: str) -> None:
-        if not silent:
-            say_lines([about], sys.stderr)
-
-    with _bar(interrupts, command, "evaluating", "evaluated", ranks.first, "tokens") as bar:
+    with closing(_Bar(interrupts, command, "evaluating", "evaluated", ranks.first, "tokens")) as bar:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}
-        evaluation = evaluate(**values, begun=begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
+        evaluation = evaluate(**values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
     limit = options.fail_above
     is_above = limit is not None and any(output["kl"]["mean"] > limit for output in evaluation.outputs)
     code = EXIT_PROBLEMS if is_above else 0
@@ -433,16 +419,32 @@ def _find_page_and_figure(given: Given, options: Evaluate) -> tuple[Destination 
 
 
 class _Bar:
-    """Shows the progress of a verb, and the seconds that are left.
+    """Prints what a verb begins with, and shows its progress as a bar, or with --progress json as lines.
+
+    Ranks other than the first print nothing.
 
     Args:
         interrupts: is checked between pieces of work.
-        make: makes the progress from the total; None to show nothing.
+        command: the options that say what is printed.
+        doing: text before the bar: "verifying".
+        did: word in a line: "verified".
+        first: whether this is the first rank.
+        unit: "bytes" or "tokens".
     """
 
-    def __init__(self, interrupts: Interrupts, make: Callable[[int], Progress] | None) -> None:
-        self._interrupts, self._make = interrupts, make
+    def __init__(
+        self, interrupts: Interrupts, command: Command, doing: str, did: str, first: bool = True, unit: str = "bytes"
+    ) -> None:
+        self._interrupts, self._doing, self._did, self._unit = interrupts, doing, did, unit
+        self._lines = command.progress == "json"
+        self._prints_begin = first and not command.json
+        self._shows = first and (self._lines or not command.json)
         self._progress: Progress | None = None
+
+    def begun(self, about: str) -> None:
+        """Print a line that says what begins."""
+        if self._prints_begin:
+            say_lines([about], sys.stderr)
 
     def advanced(self, done: int, total: int) -> None:
         """Show that `done` of `total` units are done.
@@ -451,8 +453,9 @@ class _Bar:
             KeyboardInterrupt: a signal came.
         """
         self._interrupts.check()
-        if self._make is not None:
-            self._progress = self._progress or self._make(total)
+        if self._shows:
+            if self._progress is None:
+                self._progress = Progress(total, 0, sys.stderr, self._doing, self._did, self._lines, self._unit)
             self._progress.advance(done - self._progress.done)
 
     def remaining(self, seconds: float) -> None:
@@ -466,29 +469,12 @@ class _Bar:
             self._progress.close()
 
 
-@contextmanager
-def _bar(
-    interrupts: Interrupts, command: Command, doing: str, did: str, first: bool = True, unit: str = "bytes"
-) -> Iterator[_Bar]:
-    """Show the progress of a verb as a bar, or with --progress json as lines; nothing in ranks other than the first."""
-    lines = command.progress == "json"
-
-    def make(total: int) -> Progress:
-        return Progress(total, 0, sys.stderr, doing, did, lines, unit)
-
-    bar = _Bar(interrupts, None if not first or (command.json and not lines) else make)
-    try:
-        yield bar
-    finally:
-        bar.close()
-
-
 def _verify(given: Given, interrupts: Interrupts) -> int:
     from ..verification.verify import verify
 
     command = _command(given)
     page = _page(given, [given["directory"], given.get("source")])
-    with _bar(interrupts, command, "verifying", "verified") as bar:
+    with closing(_Bar(interrupts, command, "verifying", "verified")) as bar:
         report = verify(**values_for(Check, given), progress=bar.advanced)
     if page is not None:
         from ..report.html import render_page
