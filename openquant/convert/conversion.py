@@ -381,7 +381,7 @@ class _Worker:
                 file.write(np.frombuffer(job.data, np.uint8), job.target)
                 self.conversion.advance(job.nbytes)
             case Unstack():
-                self._unstack(job, file)
+                self._write_unquantized(job, self.reader.rows(job.weight, 1), file)
             case TransformWeight():
                 self._transform(job, file)
             case Decode() if job.weight.decodes_transposed:
@@ -420,9 +420,6 @@ class _Worker:
         check_scales(scale, job.label, job.shard, SMALLEST_SCALE)
         file.write(np.float32(1) / scale if job.inverse else scale, job.target)
         self.conversion.advance(job.nbytes)
-
-    def _unstack(self, job: Unstack, file: Target) -> None:
-        self._write_unquantized(job, self.reader.rows(job.weight, 1), file)
 
     def _transform(self, job: TransformWeight, file: Target) -> None:
         dtype = job.weight.source.dtype

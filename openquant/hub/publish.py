@@ -213,7 +213,7 @@ class Publisher:
         for name in self.shards:
             self.finished(name)
         self.drain()
-        title = self.push.message or title
+        title, names = self.push.message or title, list(others)
         with push_errors(self.repo):
             if self.push.create_pr:
                 request = with_retries(lambda: self._open_request(title))
@@ -221,10 +221,10 @@ class Publisher:
                 revision = None if request.status == "merged" else f"refs/pr/{request.num}"
                 address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
                 if revision is not None:
-                    self._commit(list(others), title, revision)
+                    self._commit(names, title, revision)
                 published = Published(self.repo, address, revision)
             else:
-                published = Published(self.repo, self._commit(list(others), title, None), None)
+                published = Published(self.repo, self._commit(names, title, None), None)
         if not self.push.only:
             self.forget()
         return published
