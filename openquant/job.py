@@ -81,7 +81,7 @@ class Prepared:
     fast: bool
 
     @property
-    def seen(self) -> list[object]:
+    def view(self) -> list[object]:
         """What must be equal in all ranks: the plan's digest, and size and time of each shard of a local source."""
         return [self.plan.digest, {name: (size, modified) for name, (size, modified, *_) in self.stamps.items()}]
 
@@ -149,7 +149,7 @@ def prepare_alike(ranks: Ranks, do: Callable[[], Prepared]) -> Prepared:
         OutputError: another rank failed or died.
     """
     prepared, error = attempt(do)
-    views = ranks.agree(error, prepared and prepared.seen)
+    views = ranks.agree(error, prepared and prepared.view)
     if any(view != views[0] for view in views):
         raise SourceError("ranks see different sources", "let all of them read the same files")
     assert prepared is not None
