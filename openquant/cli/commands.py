@@ -455,7 +455,7 @@ class _Bar:
         self._interrupts.check()
         if self._shows:
             if self._progress is None:
-                self._progress = Progress(total, 0, sys.stderr, self._doing, self._did, self._lines, self._unit)
+                self._progress = Progress(total, 0, self._doing, self._did, self._lines, self._unit)
             self._progress.advance(done - self._progress.done)
 
     def remaining(self, seconds: float) -> None:

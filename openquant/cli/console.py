@@ -51,7 +51,7 @@ class Interrupts:
         explain: prints that the command was interrupted.
     """
 
-    def __init__(self, explain: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, explain: Callable[[], None]) -> None:
         self.requested = False
         self.catching = False
         self.result_printed = False
@@ -311,8 +311,8 @@ class Terminal(Reporter):
         quiet: bool,
         silent: bool,
         verbose: bool,
-        lines: bool = False,
-        opened: Callable[[Source, Path], None] = lambda *_: None,
+        lines: bool,
+        opened: Callable[[Source, Path], None],
     ) -> None:
         self.interrupts = interrupts
         self.quiet = quiet
@@ -371,9 +371,7 @@ class Terminal(Reporter):
         """
         self.interrupts.check()
         if not self.silent:
-            self.progress = self.progress or Progress(
-                total, 0, sys.stderr, "calibrating", "calibrated", self.lines, unit=unit
-            )
+            self.progress = self.progress or Progress(total, 0, "calibrating", "calibrated", self.lines, unit)
             self.progress.advance(done - self.progress.done)
 
     def remaining(self, seconds: float) -> None:
@@ -385,7 +383,7 @@ class Terminal(Reporter):
         """Begin to show the progress of a conversion."""
         self.close()
         if not self.silent:
-            self.progress = Progress(total, done, sys.stderr, lines=self.lines)
+            self.progress = Progress(total, done, lines=self.lines)
 
     def advanced(self, nbytes: int) -> None:
         """Show the progress of a conversion.
@@ -419,18 +417,16 @@ class Terminal(Reporter):
 
 
 class Progress:
-    """Progress as a bar on a terminal, elsewhere as a line now and then ("42 % converted"), or as lines of JSON:
+    """Progress on stderr: a bar on a terminal, elsewhere a line now and then ("42 % converted"), or lines of JSON:
     {"stage": "compressing", "done": 42, "total": 100, "unit": "bytes", "seconds": 1.5, "seconds_left": 2.1}.
 
     Args:
         total: number of units to do in all.
         done: number of units that an earlier run did.
-        stream: stream to print on.
         doing: text before the bar: "compressing".
         did: word in a line: "converted".
         lines: whether to print JSON.
         unit: "bytes", "tokens" or "layers".
-        clock: returns the time in seconds.
     """
 
     SECONDS_BETWEEN_LINES = 10.0
@@ -440,31 +436,28 @@ class Progress:
         self,
         total: int,
         done: int,
-        stream: TextIO,
         doing: str = "compressing",
         did: str = "converted",
         lines: bool = False,
         unit: str = "bytes",
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total = total
         self.did = did
         self.done = done
         self.before = done
-        self.stream = stream
+        self.stream = sys.stderr
         self.bar: Any = None
         self.doing = doing
         self.lines = lines
         self.unit = unit
-        self.clock = clock
         # The estimated time of the end; None without an estimate.
         self.end: float | None = None
-        self.start = clock()
+        self.start = time.monotonic()
         self.between = self.SECONDS_BETWEEN_OBJECTS if lines else self.SECONDS_BETWEEN_LINES
         self.next_line = self.start + self.between
         if lines:
             self._object()
-        elif stream.isatty():
+        elif self.stream.isatty():
             from tqdm import tqdm
 
             settings: dict[str, Any] = {"unit": "B", "unit_scale": True}
@@ -472,9 +465,9 @@ class Progress:
                 # Without tqdm's estimate, which takes all units to be equally long.
                 bar_format = "{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}{postfix}]"
                 settings = {"unit": unit, "bar_format": bar_format}
-            self.bar = tqdm(total=total, initial=done, desc=doing, file=stream, leave=False, **settings)
+            self.bar = tqdm(total=total, initial=done, desc=doing, file=self.stream, leave=False, **settings)
         elif done:
-            say(f"continuing: {100 * done / total:.0f} % is already {did}", stream)
+            say(f"continuing: {100 * done / total:.0f} % is already {did}", self.stream)
 
     def expect(self, seconds: float) -> None:
         """Set the estimated seconds that are left, which the bar, later lines and later JSON show.
@@ -488,7 +481,7 @@ class Progress:
                     self.bar.write(text, file=self.stream)
             else:
                 say(text, self.stream)
-        self.end = self.clock() + seconds
+        self.end = time.monotonic() + seconds
         if self.bar is not None:
             self.bar.set_postfix_str(f"about {spoken(seconds)} left", refresh=False)
 
@@ -500,22 +493,22 @@ class Progress:
                 self.bar.update(count)
             except OSError:
                 self.bar = None  # the terminal is gone
-        elif self.clock() >= self.next_line:
-            self.next_line = self.clock() + self.between
+        elif time.monotonic() >= self.next_line:
+            self.next_line = time.monotonic() + self.between
             if self.lines:
                 self._object()
             else:
-                left = "" if self.end is None else f", about {spoken(max(0.0, self.end - self.clock()))} left"
+                left = "" if self.end is None else f", about {spoken(max(0.0, self.end - time.monotonic()))} left"
                 say(f"{100 * self.done / self.total:.0f} % {self.did}{left}", self.stream)
 
     def _seconds_left(self) -> float | None:
         """Return the estimate of `expect`, or for bytes one from their speed so far; None without either."""
         if self.end is not None:
-            return max(0.0, self.end - self.clock())
+            return max(0.0, self.end - time.monotonic())
         done = self.done - self.before
         if self.unit != "bytes" or not done:
             return None
-        return (self.clock() - self.start) / done * max(0, self.total - self.done)
+        return (time.monotonic() - self.start) / done * max(0, self.total - self.done)
 
     def _object(self) -> None:
         left = self._seconds_left()
@@ -524,7 +517,7 @@ class Progress:
             "done": self.done,
             "total": self.total,
             "unit": self.unit,
-            "seconds": round(self.clock() - self.start, 3),
+            "seconds": round(time.monotonic() - self.start, 3),
             "seconds_left": None if left is None else round(left, 3),
         }
         say(json.dumps(progress), self.stream)
