@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from compare import ROOT, Measured, back_memory, measure, warm_cache
+from compare import ROOT, Measured, back_memory, measure, ratios, warm_cache
 
 REPO = "org/name"
 
@@ -109,12 +109,10 @@ def main() -> None:
     print("| | command | wall s | CPU s | peak RSS MB | requests | wall / `hf download` (min, median, max) |")
     print("|---|---|---|---|---|---|---|")
     for (kind, name), found in runs.items():
-        reference = runs[kind, "`hf download`"]
-        ratios = sorted(mine.wall / theirs.wall for mine, theirs in zip(found, reference, strict=True))
         print(
             f"| {kind} | {name} | {statistics.median(run.wall for run in found):.2f} "
             f"| {statistics.median(run.cpu for run in found):.2f} | {max(run.peak for run in found) / 1e6:.0f} "
-            f"| {requests[kind, name]} | {ratios[0]:.2f}, {statistics.median(ratios):.2f}, {ratios[-1]:.2f} |"
+            f"| {requests[kind, name]} | {ratios(found, runs[kind, '`hf download`'])} |"
         )
 
 
