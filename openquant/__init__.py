@@ -95,11 +95,11 @@ def __getattr__(name: str) -> object:
         from importlib import import_module
         from types import FunctionType
 
-        found: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-        if isinstance(found, FunctionType):
+        exported: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        if isinstance(exported, FunctionType):
             from .keywords import python_errors
 
-            found = python_errors(found)
-        globals()[name] = found
-        return found
+            exported = python_errors(exported)
+        globals()[name] = exported
+        return exported
     raise AttributeError(f"module 'openquant' has no attribute {name!r}")
