@@ -52,7 +52,7 @@ from .modules import (
 # An honest answer takes a quarter of a minute, most of which is the import of vLLM.
 SECONDS = 240
 # Number of decoder layers of each kind in a question, and limits that no published model reaches.
-OF_EACH, MOST_TENSORS, MOST_LAYERS = 3, 60_000, 2_000
+LAYERS_OF_EACH_KIND, MOST_TENSORS, MOST_LAYERS = 3, 60_000, 2_000
 # Narrower layers are gates or have one row per head: quantizing them saves nothing, and entries keep them.
 NARROW = 128
 LAYERS = "num_hidden_layers"
@@ -60,16 +60,16 @@ LAYERS = "num_hidden_layers"
 DECODED = ("kv_b_proj",)
 # The config key by whose heads ranks divide linear attention.
 STATE_HEADS = "linear_num_key_heads"
-WORDS = re.compile(r"[\w.-]+")
-FEW = "narrow"
+PLAIN_NAME = re.compile(r"[\w.-]+")
+NARROW_LAYER = "narrow"
 REORDERED = "the engine puts its rows in another order"
-PARTS = "the engine cuts it into parts of sizes that no rule tells"
-APART = "the engine joins it with what lies elsewhere"
-SQUARE = "a stack of experts whose sizes do not tell which axis is which"
-STACKED = "a stack of experts that the engine does not load one by one"
-BESIDE = "not one of the decoder's layers"
-ADD = "add an entry to openquant/registry (docs/adding-an-architecture.md)"
-UNREAD = "the engine loads it into nothing"
+UNKNOWN_PARTS = "the engine cuts it into parts of sizes that no rule tells"
+FUSED_ELSEWHERE = "the engine joins it with what lies elsewhere"
+AMBIGUOUS_AXES = "a stack of experts whose sizes do not tell which axis is which"
+NOT_LOADED_SEPARATELY = "a stack of experts that the engine does not load one by one"
+OUTSIDE_DECODER = "not one of the decoder's layers"
+ADD_ENTRY_HINT = "add an entry to openquant/registry (docs/adding-an-architecture.md)"
+NOT_LOADED = "the engine loads it into nothing"
 
 
 def build_architecture(checkpoint: Checkpoint, interpreter: Path) -> Architecture:
@@ -133,7 +133,7 @@ def _question(checkpoint: Checkpoint) -> Question | EngineFailed:
     """Return the question about a checkpoint, or the reason for which there is none."""
     decoded, _ = decoded_view(checkpoint)
     config = _without_code(decoded.config)
-    count = _text(config)[1].get(LAYERS)
+    count = _text_config(config)[1].get(LAYERS)
     if isinstance(count, int) and count > MOST_LAYERS:
         return EngineFailed(f"config.json counts {short_repr(count)} layers", "nobody builds so many")
     shapes = sample_layers({info.name: info.shape for info in decoded.tensors.values()})
@@ -157,7 +157,7 @@ def _without_code(config: Any) -> Any:
     return [_without_code(value) for value in config] if isinstance(config, list) else config
 
 
-def _text(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+def _text_config(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
     """Return the key of the language model's config, as Architecture.text_config names it, and that config."""
     if "num_hidden_layers" in config:
         return None, config
@@ -195,7 +195,7 @@ def sample_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int
         kind = frozenset((name[start:], tuple(shape)) for name, shape in tensors.items())
         kinds.setdefault((prefix, kind), []).append(number)
     for (prefix, _), numbers in kinds.items():
-        for number in {*numbers[: OF_EACH - 1], numbers[-1]}:
+        for number in {*numbers[: LAYERS_OF_EACH_KIND - 1], numbers[-1]}:
             sample.update(layers[prefix, number])
     # Tensors are loaded in this order.
     return {name: shape for name, shape in shapes.items() if name in sample}
@@ -230,7 +230,7 @@ class _Builder:
     def __init__(self, name: str, answer: EngineAnswer, question: Question) -> None:
         self.name, self.answer, self.question = name, answer, question
         shapes = self.shapes = question.shapes
-        self.inner, text = _text(question.config)
+        self.text_config_key, text = _text_config(question.config)
         self.text = text
         self.modules = engine_modules(answer, shapes)
         self.layers = decoder_layer_pattern(self.modules)
@@ -266,7 +266,7 @@ class _Builder:
         self.experts = [replace(part, keep=()) for part in parts.values()]
         for pattern in self.stacks:
             if pattern not in self._stacked():
-                self.kinds[pattern] = self.kinds[pattern]._replace(why=SQUARE)
+                self.kinds[pattern] = self.kinds[pattern]._replace(why=AMBIGUOUS_AXES)
 
     def _shape(self, module: str) -> Sequence[int]:
         return self.shapes.get(f"{module}.weight") or self.shapes[module]
@@ -287,12 +287,12 @@ class _Builder:
             return HEAD.why
         if layer is not None and EMBEDDING_LAYER in layer.kinds:
             return EMBEDDING.why
-        if not WORDS.fullmatch(module):
+        if not PLAIN_NAME.fullmatch(module):
             return "its name is none that a rule can say"
         if not engine.read:
-            return UNREAD
+            return NOT_LOADED
         if not template(module).startswith(f"{self.layers}."):
-            return "vision or audio" if is_tower(module) else BESIDE
+            return "vision or audio" if is_tower(module) else OUTSIDE_DECODER
         if layer is None or not layer.linear:
             return UNKNOWN
         if layer.experts:
@@ -304,12 +304,12 @@ class _Builder:
         if engine.reordered:
             return REORDERED
         if min(shape) < NARROW:
-            return FEW
+            return NARROW_LAYER
         if module.rpartition(".")[2] in DECODED:
             return "engines decode it when they load it"
         if _is_cut(layer, engine) and module.rpartition(".")[0] in self.mixers:
             return "inputs of a convolution or a state-space model"
-        return PARTS if _is_cut(layer, engine) and self._parts(layer, shape) is None else None
+        return UNKNOWN_PARTS if _is_cut(layer, engine) and self._parts(layer, shape) is None else None
 
     def _parts(self, layer: EngineLayer, shape: Sequence[int]) -> tuple[str | None, ...] | None:
         """Return the parts of a tensor that the engine cuts, as ParallelSplit.parts; None if they are not known."""
@@ -332,10 +332,10 @@ class _Builder:
         for group in dict.fromkeys(self.fused_groups.values()):
             reasons = dict.fromkeys(why for member in group if (why := self.kinds[member].why) is not None)
             if len({*map(parent_of, group)}) > 1:
-                reasons = {APART: None}
+                reasons = {FUSED_ELSEWHERE: None}
             elif any(self.kinds[member].why is None for member in group):
                 # A narrow layer that is fused with wider ones is no gate.
-                reasons.pop(FEW, None)
+                reasons.pop(NARROW_LAYER, None)
             for member in group:
                 self.kinds[member] = self.kinds[member]._replace(why=next(iter(reasons), None))
 
@@ -377,7 +377,7 @@ class _Builder:
                 continue
             for pattern in self.stacks:
                 if pattern.rpartition(".")[0] == experts.place:
-                    self.kinds[pattern] = self.kinds[pattern]._replace(why=STACKED)
+                    self.kinds[pattern] = self.kinds[pattern]._replace(why=NOT_LOADED_SEPARATELY)
         self.experts = loadable
 
     def entry(self) -> Architecture:
@@ -407,15 +407,15 @@ class _Builder:
         fused: dict[tuple[str, ...], FusedLayers] = {}
         for pattern, (name, engine, why) in self.kinds.items():
             members = self.fused_groups.get(pattern, ())
-            are_words = all(WORDS.fullmatch(self.kinds[member].name) for member in members)
+            are_words = all(PLAIN_NAME.fullmatch(self.kinds[member].name) for member in members)
             # Unquantized layers too: the ignore list has them under the name of the fused layer.
             if members and are_words and len({*map(parent_of, members)}) == 1:
                 merged = next(filter(None, (self.kinds[member].engine.merged for member in members)), None)
                 fused[members] = FusedLayers(_either(members), merged)
             if why is not None and engine.layer is not None and engine.layer.experts:
-                raise PlanError(f"{name} cannot be quantized, nor left out: {why}", ADD)
+                raise PlanError(f"{name} cannot be quantized, nor left out: {why}", ADD_ENTRY_HINT)
             if why is not None:
-                if WORDS.fullmatch(name) and not is_head_or_embedding(name):
+                if PLAIN_NAME.fullmatch(name) and not is_head_or_embedding(name):
                     divided = why in (HEAD.why, EMBEDDING.why) or bool(engine.layer and engine.layer.axis)
                     kept.append(Keep(pattern, why, divided))
                 continue
@@ -436,7 +436,7 @@ class _Builder:
             splits=(*splits, *(split for part in self.experts for split in part.splits)),
             experts=tuple(layout for part in self.experts for layout in part.experts),
             cached=tuple(cached),
-            text_config=self.inner,
+            text_config=self.text_config_key,
             draft_layers=LAYERS,
             rest=UNKNOWN,
             head_refused=None if heads is None or heads.asked else "the engine builds it without a quantization",
@@ -504,7 +504,7 @@ class _Builder:
                 raise PlanError(
                     f"vLLM {self.answer.version} builds {layer.prefix} quantized, whatever config.json lists, and "
                     f"{modules[0]} is to stay as it is",
-                    ADD,
+                    ADD_ENTRY_HINT,
                 )
         return entry
 

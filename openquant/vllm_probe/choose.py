@@ -36,8 +36,8 @@ from .client import EngineFailed
 
 # Limits for an entry in a journal, which anybody may have written.
 MAX_ITEMS, MAX_LETTERS = 10_000, 1_000
-ALONE = "decided from names and shapes alone, as {}: look at the plan, and at what the engine makes of it"
-NOBODY = "no vLLM is here to be asked (OPENQUANT_VLLM names a Python that has it)"
+BY_NAMES_AND_SHAPES = "decided from names and shapes alone, as {}: look at the plan, and at what the engine makes of it"
+NO_VLLM = "no vLLM is here to be asked (OPENQUANT_VLLM names a Python that has it)"
 
 
 class ArchitectureChoice:
@@ -91,14 +91,14 @@ def find_engine() -> Path | None:
 def _decide(checkpoint: Checkpoint) -> Architecture:
     interpreter = find_engine()
     if interpreter is None:
-        return replace(GENERIC, decided=ALONE.format(NOBODY))
+        return replace(GENERIC, decided=BY_NAMES_AND_SHAPES.format(NO_VLLM))
     try:
         return build_architecture(checkpoint, interpreter)
     except EngineFailed as error:
-        return replace(GENERIC, decided=ALONE.format(_line(error)))
+        return replace(GENERIC, decided=BY_NAMES_AND_SHAPES.format(_reason(error)))
 
 
-def _line(error: EngineFailed) -> str:
+def _reason(error: EngineFailed) -> str:
     """Return the first and last line of an error's message, which for a traceback is its reason; no pydantic links."""
     lines = [line.strip() for line in error.message.splitlines() if "For further information" not in line]
     first, last = lines[0], next(filter(None, reversed(lines)), "")
@@ -125,14 +125,20 @@ def architecture_to_json(entry: Architecture) -> dict[str, Any]:
         "decided": entry.decided,
         "layers": entry.layers,
         "compress": list(entry.compress),
-        "keep": [[one.pattern, one.why, one.divided] for one in entry.keep],
-        "joined": [[one.pattern, one.listed_as] for one in entry.fused],
-        "splits": [[one.pattern, one.axis, one.heads, one.replicated, list(one.parts)] for one in entry.splits],
-        "experts": [
-            [one.path, [[stack.name, list(stack.parts), stack.transposed] for stack in one.stacked], one.beside]
-            for one in entry.experts
+        "keep": [[keep.pattern, keep.why, keep.divided] for keep in entry.keep],
+        "joined": [[fused.pattern, fused.listed_as] for fused in entry.fused],
+        "splits": [
+            [split.pattern, split.axis, split.heads, split.replicated, list(split.parts)] for split in entry.splits
         ],
-        "cached": [[one.pattern, one.heads] for one in entry.cached],
+        "experts": [
+            [
+                layout.path,
+                [[stack.name, list(stack.parts), stack.transposed] for stack in layout.stacked],
+                layout.beside,
+            ]
+            for layout in entry.experts
+        ],
+        "cached": [[rows.pattern, rows.heads] for rows in entry.cached],
         "text_config": entry.text_config,
         "draft_layers": entry.draft_layers,
         "spellings": [list(group) for group in entry.spellings],
@@ -163,10 +169,10 @@ def architecture_from_json(entry: Any, architecture: str) -> Architecture | None
             layers=_pattern(entry["layers"]),
             compress=tuple(map(_pattern, _list(entry["compress"]))),
             keep=tuple(Keep(_pattern(one), _text(why), divided is True) for one, why, divided in _list(entry["keep"])),
-            fused=tuple(FusedLayers(_pattern(one), _maybe(listed)) for one, listed in _list(entry["joined"])),
+            fused=tuple(FusedLayers(_pattern(one), _optional_text(listed)) for one, listed in _list(entry["joined"])),
             splits=tuple(
-                ParallelSplit(_pattern(one), "in" if axis == "in" else "out", _maybe(heads), copied is True,
-                      tuple(map(_maybe, _list(parts))))
+                ParallelSplit(_pattern(one), "in" if axis == "in" else "out", _optional_text(heads), copied is True,
+                      tuple(map(_optional_text, _list(parts))))
                 for one, axis, heads, copied, parts in _list(entry["splits"])
             ),
             experts=tuple(
@@ -180,13 +186,13 @@ def architecture_from_json(entry: Any, architecture: str) -> Architecture | None
                 )
                 for path, stacks, beside in _list(entry["experts"])
             ),
-            cached=tuple(CachedRows(_pattern(one), _maybe(heads)) for one, heads in _list(entry["cached"])),
-            text_config=_maybe(entry["text_config"]),
-            draft_layers=_maybe(entry["draft_layers"]),
+            cached=tuple(CachedRows(_pattern(one), _optional_text(heads)) for one, heads in _list(entry["cached"])),
+            text_config=_optional_text(entry["text_config"]),
+            draft_layers=_optional_text(entry["draft_layers"]),
             spellings=tuple(tuple(map(_text, _list(group))) for group in _list(entry["spellings"])),
             renames=tuple((_text(old), _text(new)) for old, new in _list(entry["renames"])),
-            rest=_maybe(entry["rest"]),
-            head_refused=_maybe(entry["head_refused"]),
+            rest=_optional_text(entry["rest"]),
+            head_refused=_optional_text(entry["head_refused"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, OpenQuantError):
         return None
@@ -205,7 +211,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _maybe(value: Any) -> str | None:
+def _optional_text(value: Any) -> str | None:
     return None if value is None else _text(value)
 
 
