@@ -6,7 +6,7 @@ source, output = ModelUnderTest("Qwen3-8B", checkpoint), ModelUnderTest("Qwen3-8
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +18,7 @@ from ..errors import UsageError
 from ..files.cards import card_of, is_rounded_by_gptq, is_smoothed
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
+from ..hub.shards import Needs
 from ..streaming.documents import DocumentRanks
 from ..streaming.model import StreamedModel, shards_by_unit
 from ..streaming.offload import OffloadFile
@@ -25,9 +26,6 @@ from ..streaming.shard_provider import ShardProvider
 from .as_served import ServedModel
 from .types import NamedModel
 from .weight_changes import WeightChange
-
-# Names of the shards that each unit of a model is read from, by unit, in the order in which units are computed.
-Needs = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
