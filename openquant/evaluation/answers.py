@@ -9,7 +9,6 @@ from typing import Any
 
 from ..data.prompts import Prompt, read_prompts
 from ..data.tokenizer import Tokenizer
-from ..files.checkpoint import Checkpoint
 from ..machine import available_memory
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
@@ -63,7 +62,6 @@ def prompts_to_answer(
 
 def compare_answers(
     source: StreamedModel,
-    checkpoint: Checkpoint,
     outputs: Sequence[ServedModel],
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
@@ -73,7 +71,6 @@ def compare_answers(
 
     Args:
         source: the source's model.
-        checkpoint: the source, whose files name the end tokens.
         outputs: the outputs as engines serve them: with rounded activations and KV cache.
         tokenizer: the source's tokenizer.
         prompts: the prompts, each with its text and its token ids.
@@ -86,7 +83,7 @@ def compare_answers(
     Raises:
         SourceError: a weight or generation_config.json cannot be read.
     """
-    ends = end_tokens(checkpoint.root, checkpoint.config)
+    ends = end_tokens(source.checkpoint.root, source.checkpoint.config)
 
     def answered(model: int) -> Callable[[int], None] | None:
         return None if progress is None else partial(progress, model)

@@ -1,6 +1,6 @@
 """An output as engines serve it: weights decoded, activations rounded, and the KV cache in FP8 if its config says so.
 
-served = ServedModel("Qwen3-8B-FP8", checkpoint, StreamedModel(checkpoint), kv_cache="auto")
+served = ServedModel(StreamedModel(checkpoint), kv_cache="auto")
 served.passes(ids)      # [weights alone, weights and activations], or the first alone if nothing else is rounded
 """
 
@@ -15,8 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import SourceError
-from ..files.checkpoint import Checkpoint
-from ..files.tensors import TensorInfo
 from ..formats.kv_cache import cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..models import GENERIC, MODELS
@@ -43,9 +41,7 @@ class ServedModel:
     """An output's model, run with the activations and KV cache rounded as engines round them.
 
     Args:
-        name: name of the output, for messages.
-        checkpoint: the output.
-        model: its model.
+        model: the output's model.
         kv_cache: "fp8" to round the KV cache to FP8, "auto" for what the output's config says.
 
     Attributes:
@@ -58,14 +54,9 @@ class ServedModel:
         UsageError: activations or the KV cache are quantized in a way that is not supported here.
     """
 
-    def __init__(
-        self,
-        name: str,
-        checkpoint: Checkpoint,
-        model: StreamedModel,
-        kv_cache: str = "auto",
-    ) -> None:
-        self.name, self.checkpoint, self.model = name, checkpoint, model
+    def __init__(self, model: StreamedModel, kv_cache: str = "auto") -> None:
+        checkpoint = model.checkpoint
+        self.model = model
         self.clipped = ClippedCount()
         self.notes: list[str] = []
         self.scales: dict[str, list[str]] = {}
@@ -143,7 +134,7 @@ class ServedModel:
         """Return how inputs are rounded, by module name: of Linears, and of modules of stacked experts."""
         layers: dict[str, QuantizedInputs] = {}
         stacks: dict[str, dict[str, QuantizedInputs]] = {}
-        weights = decoded_view(self.checkpoint)[1] if quantization is not None else {}
+        weights = decoded_view(self.model.checkpoint)[1] if quantization is not None else {}
         by_module = {weight.module: weight for weight in weights.values()}
         fused = rules.fused_groups(by_module)
         modules = dict(self.model.model.named_modules())
@@ -194,12 +185,12 @@ class ServedModel:
 
     def _read_scale(self, name: str) -> float:
         """Read a scale tensor; the largest of its elements if it has several."""
-        info: TensorInfo = self.checkpoint.tensors[name]
+        checkpoint = self.model.checkpoint
+        info = checkpoint.tensors[name]
         if math.prod(info.shape) == 0 or info.nbytes > 1 << 20:
             raise SourceError(f"{name} is {info.dtype} {list(info.shape)}, not a scale", "download or save it again")
-        scale = float(
-            LazyTensors(self.checkpoint, {}, self.model.shard_provider.path).select([name])[name][...].float().max()
-        )
+        tensors = LazyTensors(checkpoint, {}, self.model.shard_provider.path).select([name])
+        scale = float(tensors[name][...].float().max())
         if not (math.isfinite(scale) and scale > 0):
             raise SourceError(f"{name} holds {scale:g}, which is not a valid scale", "download or save it again")
         return scale

@@ -118,7 +118,7 @@ class _Comparison:
                 model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
             require_one_model(source, self.model, output, model)
             self.measurements.routes.register_hooks(model.model)
-            served = ServedModel(output.name, output.checkpoint, model, settings.kv_cache)
+            served = ServedModel(model, settings.kv_cache)
             self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
         # Units whose weights are compared already, by name and pass.
         self.compared: set[tuple[str, int]] = set()
@@ -283,7 +283,7 @@ class _Comparison:
             return [[] for _ in self.outputs]
         if self.prompts:
             served = [output.served for output in self.outputs]
-            return compare_answers(self.model, self.source.checkpoint, served, tokenizer, self.prompts, self._answered)
+            return compare_answers(self.model, served, tokenizer, self.prompts, self._answered)
         ids = self.corpus.documents[0].ids
         return [
             [teacher_forced(ids, self.top_tokens[0], self.top_tokens[output.last], tokenizer)]

@@ -28,8 +28,7 @@ LAYER = "model.layers.1"
 
 
 def served(root: Path, **options: Any) -> ServedModel:
-    checkpoint = open_checkpoint(root)
-    return ServedModel(root.name, checkpoint, StreamedModel(checkpoint), **options)
+    return ServedModel(StreamedModel(open_checkpoint(root)), **options)
 
 
 def test_what_engines_merge_has_the_largest_static_scale(tmp_path: Path) -> None:
@@ -81,7 +80,7 @@ def test_texts_are_written_from_keys_and_values_in_fp8(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(EXAMPLE)
     prompts = read_prompts(None, tokenizer)[:1]
     output, checkpoint = served(source, kv_cache="fp8"), open_checkpoint(EXAMPLE)
-    [[shown]] = compare_answers(StreamedModel(checkpoint), checkpoint, [output], tokenizer, prompts)
+    [[shown]] = compare_answers(StreamedModel(checkpoint), [output], tokenizer, prompts)
     assert shown["differs_at"] is not None
     # As passes over the whole text have it.
     ids = list(prompts[0].ids)
