@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from ..distributed import Ranks
 from ..errors import SourceError, UsageError
-from ..files.checkpoint import Checkpoint, open_checkpoint
+from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, ProtectedPaths
 from ..files.fingerprint import Fingerprint
 from ..hub.shards import supply_shards
-from ..hub.source import Source, find_source, model_folder
-from ..job import in_all_ranks
+from ..hub.source import Source, model_folder
+from ..job import in_all_ranks, open_model
 from ..machine import find_device
 from ..options import Calibrate, CalibrationTexts, documented, files_read
 from ..reporter import Reporter
@@ -97,11 +97,8 @@ def _calibrated(
 ) -> Path:
     """Calibrate with parsed options; the path of the file that the first rank has written."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
-    source = find_source(os.fspath(options.model), options.revision)
-    if options.stream and source.repo is None:
-        raise UsageError(f"{options.model} is a local directory, nothing of it can be streamed", "leave --stream out")
-    checkpoint = open_checkpoint(source.root, source.remote, source.absent)
-    path = Path(options.out) if options.out is not None else source.default_path(f"{source.name}{SUFFIX}")
+    source, checkpoint = open_model(options.model, options.revision, options.stream)
+    path = Path(options.out) if options.out is not None else source.beside(f"{source.name}{SUFFIX}")
     option = "-o" if options.out is not None else ""
     target = calibration_destination(path, option, "name another file with -o", source, checkpoint, options, texts)
     target.require()
