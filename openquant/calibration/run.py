@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..distributed import Ranks
-from ..errors import SourceError, UsageError
+from ..errors import UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, ProtectedPaths
 from ..files.fingerprint import Fingerprint
@@ -27,7 +27,15 @@ from ..machine import find_device
 from ..options import Calibrate, CalibrationTexts, documented, files_read
 from ..reporter import Reporter
 from ..streaming.memory import calibration_steps, memory_left
-from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
+from ..streaming.session import (
+    BUDGET,
+    ArrivingShards,
+    find_tokenizer,
+    hidden_bytes,
+    require_same,
+    scratch_for,
+    vocabulary_of,
+)
 from ..version import __version__
 from ..weights.statistics import SUFFIX, Calibration, calibrations, read_calibration
 
@@ -221,14 +229,8 @@ def read_texts(source: Source, checkpoint: Checkpoint, texts: CalibrationTexts, 
 
     tokenizer = find_tokenizer(source, checkpoint)
     corpus = read_corpus(texts, tokenizer, "calibration", vocabulary_of(checkpoint))
-    _require_same(ranks.agree(None, [corpus.sha256, dict(checkpoint.shards)]))
+    require_same(ranks, [corpus.sha256, dict(checkpoint.shards)])
     return corpus
-
-
-def _require_same(facts: Sequence[object]) -> None:
-    """Refuse ranks whose facts, one of each rank, differ."""
-    if any(other != facts[0] for other in facts):
-        raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
 
 
 def _run(
@@ -289,7 +291,7 @@ def _run(
         )
     model = fingerprint.hexdigest()
     fingerprint.require_unchanged()
-    _require_same(ranks.agree(None, model))
+    require_same(ranks, model)
     if ranks.first:
         target.write(Calibration(inputs, model, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
     # The other ranks keep their checkpoints until the file is written.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..distributed import Ranks
-from ..errors import SourceError, UsageError
+from ..errors import UsageError
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination, ProtectedPaths
 from ..files.evaluation import EVALUATION
@@ -27,7 +27,15 @@ from ..job import in_all_ranks
 from ..machine import find_device
 from ..options import Evaluate, Texts, documented, files_read
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
-from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
+from ..streaming.session import (
+    BUDGET,
+    ArrivingShards,
+    find_tokenizer,
+    hidden_bytes,
+    require_same,
+    scratch_for,
+    vocabulary_of,
+)
 
 if TYPE_CHECKING:
     from ..streaming.shard_provider import ShardProvider
@@ -124,9 +132,7 @@ def _evaluate(
         tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
         source_tokenizer = tokenizers[0]
         corpus = read_corpus(texts, source_tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
-        inputs = ranks.agree(None, [corpus.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]])
-        if any(other != inputs[0] for other in inputs):
-            raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
+        require_same(ranks, [corpus.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]])
         subjects = [
             ModelUnderTest(
                 name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..distributed import Ranks, attempt
 from ..errors import SourceError
@@ -74,6 +74,21 @@ def scratch_for(hidden: int, directory: Path, budget: int, may_be_in_memory: boo
     from .offload import OffloadFile
 
     return None if hidden <= budget else OffloadFile(directory, budget, may_be_in_memory)
+
+
+def require_same(ranks: Ranks, inputs: Any) -> None:
+    """Require that all ranks read the same texts and checkpoints. All of them call this together.
+
+    Args:
+        ranks: the processes of the run.
+        inputs: what this rank reads, as JSON: digests of texts, names and sizes of shards.
+
+    Raises:
+        SourceError: another rank has other inputs.
+    """
+    all_inputs = ranks.agree(None, inputs)
+    if any(other != all_inputs[0] for other in all_inputs):
+        raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
 
 
 class ArrivingShards:
