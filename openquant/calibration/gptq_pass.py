@@ -41,7 +41,6 @@ from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
 from .gptq import ErrorPropagation, find_error_propagation, round_columns
 from .hessian import Hessian, HessianObserver, LayerHessians, find_hessians, in_memory_parts
-from .observers import decoder_layers
 
 # Weights that are rounded at a time, whole rows of a layer.
 WEIGHTS_AT_ONCE = 1 << 24
@@ -91,7 +90,7 @@ def round_layers(
         PlanError: a weight is too large for its scheme.
         OutputError: a layer's file cannot be written, or hidden states do not fit on disk.
     """
-    layers = decoder_layers(model)
+    layers = model.layers
     units = find_hessians(model, plan)
     places, pending = _read_store(store, units, layers)
     if not pending:

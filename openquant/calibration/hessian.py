@@ -28,7 +28,7 @@ from ..registry.rules import ModuleRules
 from ..streaming.hooks import ExpertWeights, ModuleHooks
 from ..streaming.model import StreamedModel
 from ..weights.weight import Weight
-from .observers import RunningStatistics, decoder_layers, find_hook_points
+from .observers import RunningStatistics, find_hook_points
 
 # Rows of the upper triangle that one product computes: a Hessian is symmetric, its lower triangle is copied at the end.
 PANEL = 256
@@ -257,8 +257,7 @@ def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
         hessian.weights = [
             pair for pair in hessian.weights if not pair[1].format.shares_scale or modules.issuperset(group)
         ]
-    order = decoder_layers(model)
-    return {unit: units[unit] for unit in sorted(units, key=order.index)}
+    return {unit: units[unit] for unit in sorted(units, key=model.layers.index)}
 
 
 def expert_index(weight: Weight, entry: ModuleRules) -> int:

@@ -214,7 +214,7 @@ def observe_inputs(
         )
     linears, experts = find_hook_points(model)
     observer = Observer(model.model, linears, experts)
-    layers = decoder_layers(model)
+    layers = model.layers
     by_layer: dict[str, list[RunningStatistics]] = {layer: [] for layer in layers}
     for name, statistics in linears.items():
         by_layer[model.unit_of(name)].append(statistics)
@@ -302,19 +302,6 @@ def _merge_same_inputs(inputs: Iterable[InputStatistics]) -> tuple[InputStatisti
     return tuple(merged.values())
 
 
-def decoder_layers(model: StreamedModel) -> list[str]:
-    """Return the full module names of the layers of `model` ("model.layers.0"), in the order of its modules.
-
-    Layers of vision and audio towers are among them, although no text runs through those.
-    """
-    head = transformers_internals.output_head(model.model)
-    return [
-        unit
-        for unit in model.order
-        if unit and model.units[unit] is not head and not isinstance(model.units[unit], nn.Embedding)
-    ]
-
-
 def find_hook_points(
     model: StreamedModel,
 ) -> tuple[dict[str, RunningStatistics], dict[str, ExpertWeights[RunningStatistics]]]:
@@ -330,7 +317,7 @@ def find_hook_points(
     """
     linears: dict[str, RunningStatistics] = {}
     experts: dict[str, ExpertWeights[RunningStatistics]] = {}
-    layers = set(decoder_layers(model))
+    layers = set(model.layers)
     for name, module in model.model.named_modules():
         if model.unit_of(name) not in layers:
             continue

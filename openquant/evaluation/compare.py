@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ..data.corpus import Corpus
@@ -102,17 +102,11 @@ class _Comparison:
         self.source, self.corpus, self.settings = source, corpus, settings
         with naming(source.name):
             self.model = StreamedModel(source.checkpoint, device=settings.device)
-        self.layers = [
-            name
-            for name, module in self.model.units.items()
-            if not isinstance(module, nn.Embedding)
-            and module is not transformers_internals.output_head(self.model.model)
-        ]
         self.local_documents = documents_of_rank(len(corpus.documents), settings.ranks)
         self.outputs: list[OutputUnderTest] = []
         self.measurements = Measurements(source, self.model, self.outputs, corpus, settings)
         self.measurements.routes.register_hooks(self.model.model)
-        self.noise = RoundingNoise(self.model.units[name] for name in self.layers)
+        self.noise = RoundingNoise(self.model.units[name] for name in self.model.layers)
         for output in outputs:
             with naming(output.name):
                 model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
@@ -136,7 +130,7 @@ class _Comparison:
             )
         text_tokens = self.passes * len(self.local_documents) * corpus.length
         answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_prompts else 0
-        costs = layer_costs(self.model, [*self.layers, *self.head])
+        costs = layer_costs(self.model, [*self.model.layers, *self.head])
         self.progress = PassProgress(costs, text_tokens, progress, remaining, answer_tokens)
 
     @property
@@ -323,7 +317,7 @@ class _Comparison:
         return around
 
     def _after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
-        if unit in self.layers:
+        if unit in self.model.layers:
             self.measurements.distances.add(unit, number, hidden)
         if self.local_documents[group] == 0:
             self._compare_weights(unit, number)

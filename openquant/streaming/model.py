@@ -51,6 +51,8 @@ class StreamedModel:
         quantized: the checkpoint's quantized weights, by module of `model`: "model.layers.0.mlp.up_proj". Stacked
             experts have the parameter's name, "model.layers.0.mlp.experts.gate_up_proj", and the first expert's weight.
         made_of: for each parameter, the tensors of the checkpoint that it is made of, by their unquantized names.
+        layers: names of the decoder layers, layers of vision towers included, in the order they are computed: the units
+            without embedding tables and the output head.
         order: names of the units in the order they are probably called: REST, embedding tables, the others.
         next_unit: for each unit, the one that is probably called next; REST after the last.
         unexpected: tensors of the checkpoint that the model has no parameter for, such as MTP layers and KV cache
@@ -78,6 +80,10 @@ class StreamedModel:
         self._meta = MetaModel(decoded, self._tensors, self.dtype, device)
         self.model: PreTrainedModel = self._meta.model
         self.units: Mapping[str, nn.Module] = MappingProxyType(self._meta.units)
+        head = transformers_internals.output_head(self.model)
+        self.layers = [
+            unit for unit, module in self.units.items() if module is not head and not isinstance(module, nn.Embedding)
+        ]
         self.order = (REST, *sorted(self.units, key=lambda unit: not isinstance(self.units[unit], nn.Embedding)))
         self.next_unit: Mapping[str, str] = dict(zip(self.order[1:], (*self.order[2:], REST), strict=True))
         self.unexpected = self._meta.unexpected

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from ..machine import available_cpus
-from . import transformers_internals
 from .model import StreamedModel
 
 # Multiplications of a layer below which one thread is faster: about ten milliseconds of one core. For layers of 200,000
@@ -31,8 +29,7 @@ def threads_for(model: StreamedModel, tokens: int) -> int:
     Returns:
         1 if its layers are small; else torch's number of threads, at most the CPUs that this process may use.
     """
-    head = transformers_internals.output_head(model.model)
-    layers = [module for module in model.units.values() if module is not head and not isinstance(module, nn.Embedding)]
+    layers = [model.units[unit] for unit in model.layers]
     largest = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
     return 1 if largest * tokens < LEAST_PRODUCTS else min(torch.get_num_threads(), available_cpus())
 
