@@ -101,11 +101,7 @@ def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
         PlanError: the quantization is not supported, or config.json does not describe it.
     """
     decoded, quantized = decoded_view(checkpoint)
-    sizes: dict[str, int] = {}
-    for info in decoded.tensors.values():
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-    # StreamedModel computes in this dtype.
-    dtype = "F32" if max(sizes, key=lambda name: sizes[name], default="") == "F32" else "BF16"
+    dtype = compute_dtype(decoded)
     vocabulary = vocabulary_of(checkpoint)
     experts = _experts_of_token(checkpoint)
 
@@ -136,6 +132,19 @@ def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
     head = max((HEAD if _is_mapped(info, dtype, quantized) else loaded(info) for info in tables), default=0)
     whole_head = max(map(loaded, tables), default=0)
     return WeightMemory(max(layers.values(), default=0), table, head, whole_head, rest, width)
+
+
+def compute_dtype(checkpoint: Checkpoint) -> str:
+    """Return the dtype that a checkpoint's model computes in: "F32" if most bytes are in float32, else "BF16".
+
+    Args:
+        checkpoint: the checkpoint as it would be unquantized, made by `decoded_view`.
+    """
+    sizes: dict[str, int] = {}
+    for info in checkpoint.tensors.values():
+        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    # Never float16, which takes fifteen times as long as bfloat16 on CPUs.
+    return "F32" if max(sizes, key=lambda name: sizes[name]) == "F32" else "BF16"
 
 
 def _is_mapped(info: TensorInfo, dtype: str, quantized: Iterable[str]) -> bool:

@@ -21,7 +21,8 @@ from ..files.checkpoint import Checkpoint
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from . import transformers_internals
-from .lazy_tensors import LazyTensors
+from .lazy_tensors import TORCH_DTYPES, LazyTensors
+from .memory import compute_dtype
 from .meta_model import REST, MetaModel
 from .shard_provider import LocalShards, ShardProvider
 
@@ -74,7 +75,7 @@ class StreamedModel:
         decoded, weights = decoded_view(checkpoint)
         self.checkpoint = checkpoint
         self.shard_provider: ShardProvider = LocalShards(checkpoint.root)
-        self.dtype = dtype or _compute_dtype(decoded)
+        self.dtype = dtype or TORCH_DTYPES[compute_dtype(decoded)]
         self.device = device
         self._tensors = LazyTensors(decoded, weights, lambda shard: self.shard_provider.path(shard))
         self._meta = MetaModel(decoded, self._tensors, self.dtype, device)
@@ -218,14 +219,6 @@ class StreamedModel:
         finally:
             for unit in units:
                 self.free(unit)
-
-
-def _compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    sizes: dict[str, int] = {}
-    for info in checkpoint.tensors.values():
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-    # Never float16, which takes fifteen times as long as bfloat16 on CPUs.
-    return torch.float32 if max(sizes, key=lambda name: sizes[name]) == "F32" else torch.bfloat16
 
 
 def shards_by_unit(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[str]]:
