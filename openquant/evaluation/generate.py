@@ -24,6 +24,7 @@ from ..files.checkpoint import readable
 from ..files.small_files import parse_json, read_small
 from ..streaming import transformers_internals
 from ..streaming.model import StreamedModel
+from ..streaming.session import config_levels
 
 # Most tokens of an answer.
 TOKENS = 64
@@ -50,8 +51,7 @@ def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
             data = read_small(directory / "generation_config.json", "generation_config.json")
         settings = parse_json(data, "generation_config.json")
         values.append(settings.get("eos_token_id") if isinstance(settings, dict) else None)
-    text_config = config.get("text_config")
-    values += [config.get("eos_token_id"), text_config.get("eos_token_id") if isinstance(text_config, dict) else None]
+    values += [level.get("eos_token_id") for level in config_levels(config)]
     for value in values:
         ids = value if isinstance(value, list) else [value]
         valid = [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token >= 0]

@@ -20,7 +20,7 @@ from ..machine import resident
 from ..plan.gptq import rounded_tensors
 from ..plan.plan import Plan
 from ..weights.find import decoded_view
-from .session import hidden_bytes, vocabulary_of
+from .session import config_levels, hidden_bytes, vocabulary_of
 
 # Bytes of importing torch, transformers and the class of one model; and bytes that still come when torch and
 # transformers are imported: the class, and code that its first forward pass loads.
@@ -153,10 +153,8 @@ def _is_mapped(info: TensorInfo, dtype: str, quantized: Iterable[str]) -> bool:
 
 def _experts_of_token(checkpoint: Checkpoint) -> int:
     """The number of experts per token in config.json; 1 if it has none."""
-    text_config = checkpoint.config.get("text_config")
-    configs = (checkpoint.config, text_config if isinstance(text_config, dict) else {})
     keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token")
-    counts = (config.get(key) for config in configs for key in keys)
+    counts = (config.get(key) for config in config_levels(checkpoint.config) for key in keys)
     return max((count for count in counts if isinstance(count, int)), default=1)
 
 

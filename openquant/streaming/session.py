@@ -38,11 +38,16 @@ def find_tokenizer(source: Source, checkpoint: Checkpoint) -> Tokenizer:
     return load_tokenizer(source.root, source.repo or source.name)
 
 
+def config_levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a parsed config.json and, of a multimodal model, its `text_config`: a key may be in either."""
+    text_config = config.get("text_config")
+    return [config, text_config] if isinstance(text_config, dict) else [config]
+
+
 def vocabulary_of(checkpoint: Checkpoint) -> int | None:
     """Return the vocabulary size in config.json, in tokens; None if it has none."""
-    text_config = checkpoint.config.get("text_config")
-    configs = (checkpoint.config, text_config if isinstance(text_config, dict) else {})
-    return next((size for config in configs if isinstance(size := config.get("vocab_size"), int)), None)
+    sizes = (config.get("vocab_size") for config in config_levels(checkpoint.config))
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
