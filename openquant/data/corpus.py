@@ -137,11 +137,7 @@ def read_corpus(
             )
         documents += (Document(domain.name, f"{domain.name} {at}", ids) for at, ids in enumerate(pieces, 1))
     ids = np.array([document.ids for document in documents], dtype="<i4")
-    if vocabulary is not None and ids.max() >= vocabulary:
-        raise SourceError(
-            f"the tokenizer of {tokenizer.where} gives token {ids.max()}, the model has {vocabulary}",
-            "copy the tokenizer's files from the model it was made from",
-        )
+    tokenizer.require_in_vocabulary(int(ids.max()), vocabulary)
     return Corpus(tuple(documents), hashlib.sha256(ids.tobytes()).hexdigest(), origin, tuple(notes))
 
 

@@ -133,11 +133,7 @@ def read_prompts(
             ids = tuple(tokenizer.encode(next(rendered)))
         if not 0 < len(ids) <= MAX_TOKENS:
             raise SourceError(f"{prompt.where} has {len(ids)} tokens", f"give prompts of 1 to {MAX_TOKENS:,} tokens")
-        if vocabulary is not None and max(ids) >= vocabulary:
-            raise SourceError(
-                f"the tokenizer of {tokenizer.where} gives token {max(ids)}, the model has {vocabulary}",
-                "copy the tokenizer's files from the model it was made from",
-            )
+        tokenizer.require_in_vocabulary(max(ids), vocabulary)
         prompts.append(Prompt(prompt.text, ids))
     return tuple(prompts)
 

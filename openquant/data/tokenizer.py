@@ -102,6 +102,22 @@ class Tokenizer:
         }
         return render(self.template, conversations, names, variables, answered)
 
+    def require_in_vocabulary(self, token: int, vocabulary: int | None) -> None:
+        """Require that the model has a token.
+
+        Args:
+            token: the largest token id of some texts.
+            vocabulary: the model's vocabulary size; None for no check.
+
+        Raises:
+            SourceError: the model has fewer tokens.
+        """
+        if vocabulary is not None and token >= vocabulary:
+            raise SourceError(
+                f"the tokenizer of {self.where} gives token {token}, the model has {vocabulary}",
+                "copy the tokenizer's files from the model it was made from",
+            )
+
     def differences(self, other: Tokenizer) -> tuple[str, ...]:
         """Compare this tokenizer with another by what they do; other spaces in JSON do not count.
 
