@@ -227,8 +227,7 @@ def _render(
             if limit is not None and characters >= limit:
                 break
             start.append(located)
-            content = located.content
-            characters += len(content) if isinstance(content, str) else sum(len(str(message)) for message in content)
+            characters += located.characters
         selected.append((start, len(start) == len(block)))
     chats = [located for start, _ in selected for located in start if not isinstance(located.content, str)]
     conversations = [located.content for located in chats if not isinstance(located.content, str)]

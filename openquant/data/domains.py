@@ -76,6 +76,13 @@ class LocatedText:
     content: TextOrChat
     where: object
 
+    @property
+    def characters(self) -> int:
+        """The length of the text, or of the messages as Python prints them."""
+        if isinstance(self.content, str):
+            return len(self.content)
+        return sum(len(str(message)) for message in self.content)
+
 
 @dataclass(frozen=True)
 class Domain:
@@ -281,7 +288,7 @@ def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Located
     size = 0
     for number, row in enumerate(rows):
         try:
-            content = parse_row(row)
+            located = LocatedText(parse_row(row), f"{where} row {number}")
         except SourceError as error:
             raise SourceError(f"{where} row {number}{error.message}", error.hint) from None
         if size >= BLOCK:
@@ -289,8 +296,8 @@ def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Located
                 break
             blocks.append([])
             size = 0
-        blocks[-1].append(LocatedText(content, f"{where} row {number}"))
-        size += len(content) if isinstance(content, str) else sum(len(str(message)) for message in content)
+        blocks[-1].append(located)
+        size += located.characters
     if len(blocks) == 1:
         middle = len(blocks[0]) // 2
         blocks = [blocks[0][: middle + 1], blocks[0][middle + 1 :]]
