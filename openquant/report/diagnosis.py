@@ -10,7 +10,7 @@ from ..formats.schemes import SCHEMES
 from ..patterns import collapse
 from .card import gigabytes
 from .escape import join_lines, terminal
-from .text import not_finite_notes
+from .text import not_finite_notes, table
 
 # Layers in a table, unless the user wants all; and most names in a line.
 WORST = 10
@@ -39,23 +39,20 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool) -> str:
         "",
     ]
     shown = "layers" if every else f"{len(layers)} layers of the largest row error"
-    lines += _table(
-        (shown, "shape", "max", "mean", "std", "max/mean", "range", "to zero", "subnormal", "error", "flags"),
-        [_figures(layer, diagnosis.scheme) for layer in layers],
-        ragged=True,
-    )
+    head = (shown, "shape", "max", "mean", "std", "max/mean", "range", "to zero", "subnormal", "error", "flags")
+    lines += table([head, *(_figures(layer, diagnosis.scheme) for layer in layers)], left=(0, len(head) - 1))
     lines.append("")
-    lines += _table(
-        ("row error", *SCHEMES),
-        [(layer.module, *(_percent(layer.row_errors[scheme]) for scheme in SCHEMES)) for layer in layers],
-    )
+    row_errors = [
+        (terminal(layer.module), *(_percent(layer.row_errors[scheme]) for scheme in SCHEMES)) for layer in layers
+    ]
+    lines += table([("row error", *SCHEMES), *row_errors])
     lines += ["", *not_finite_notes(diagnosis.not_finite), *_flags(diagnosis.layers), *_advice(diagnosis)]
     return join_lines(lines)
 
 
 def _figures(layer: LayerDiagnosis, scheme: str) -> tuple[str, ...]:
     return (
-        layer.module,
+        terminal(layer.module),
         " x ".join(map(str, layer.shape)),
         *(f"{value:.3g}" for value in (layer.max, layer.mean, layer.std)),
         *(f"{value:.3g}" for value in (layer.outlier_ratio, layer.dynamic_range)),
@@ -69,22 +66,6 @@ def _figures(layer: LayerDiagnosis, scheme: str) -> tuple[str, ...]:
 def _percent(share: float | None) -> str:
     """Format a share: "2.64 %"; "-" for None, an error in a scheme that cannot store the layer."""
     return "-" if share is None else f"{100 * share:.3g} %"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], ragged: bool = False) -> list[str]:
-    """Align columns to the right, the first and with `ragged` also the last to the left."""
-    cells = [[terminal(cell) for cell in row] for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        aligned = [
-            row[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
-        ]
-        if ragged:
-            aligned[-1] = row[-1]
-        lines.append("  ".join(aligned).rstrip())
-    return lines
 
 
 def _flags(layers: Sequence[LayerDiagnosis]) -> list[str]:

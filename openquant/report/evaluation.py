@@ -7,6 +7,7 @@ from typing import Any
 
 from .card import SIDES, difference_text, gigabytes
 from .escape import join_lines, terminal
+from .text import table
 
 # Number of prompts whose answers are shown, and characters of each answer.
 SHOWN_PROMPTS, SHOWN_CHARACTERS = 2, 300
@@ -38,7 +39,7 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str]) -> str:
         if weights_only["kl"] != output["kl"]["mean"]:
             cells = _percent(weights_only["top1"]), _number(weights_only["perplexity"])
             rows.append(("  its weights alone", "", *_kl(weights_only), *cells, ""))
-    lines = _table(rows)
+    lines = table(rows)
     for output in outputs:
         lines += ["", f"{terminal(output['output']['name'])}: {output['verdict']}"]
         lines += [f"  {terminal(reason)}" for reason in output["reasons"]]
@@ -87,12 +88,3 @@ def _number(value: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from ..hub.fetch import Download
@@ -44,20 +44,28 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
         count = sum(len(line.names) for line in small)
         size = gigabytes(sum(line.bytes_before for line in small))
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
-    for kind, layers, shape, before, after, why in rows:
-        cells = (
-            kind.ljust(widths[0]),
-            layers.ljust(widths[1]),
-            shape.rjust(widths[2]),
-            before.rjust(widths[3]),
-            after.rjust(widths[4]),
-            why,
-        )
-        lines.append("  ".join(cells).rstrip())
-    lines += ["", *_facts(plan, download, notes)]
-    return join_lines(lines)
+    heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
+    return join_lines([*heading, *table(rows, left=(0, 1, 5)), "", *_facts(plan, download, notes)])
+
+
+def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Align the columns of a table.
+
+    Args:
+        rows: the cells of each row, all rows of equally many.
+        left: indices of the columns that are aligned to the left; the others are to the right.
+
+    Returns:
+        A line for each row, without spaces at its end.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
@@ -126,9 +134,7 @@ def serving_lines(source: Serving, output: Serving) -> list[str]:
         for fit in serving.fits:
             tokens = [short(count) for count in (fit.tokens_bf16, fit.tokens_fp8) if count is not None]
             rows[-1].append("-" if fit.gpus is None else ": ".join(filter(None, (str(fit.gpus), ", ".join(tokens)))))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return [f"serving:  {legend}", *(f"  {line}" for line in table)]
+    return [f"serving:  {legend}", *(f"  {line}" for line in table(rows, left=range(len(rows[0]))))]
 
 
 def short(count: int) -> str:
@@ -265,21 +271,17 @@ def _errors_table(report: Report) -> list[str]:
         )
         for error in report.worst
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    table = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        table.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    lines = table(rows)
     mean = sum(error.relative for error in report.errors) / len(report.errors)
-    table.append(f"{_count(len(report.errors), 'layer')} decoded: relative error {100 * mean:.3f} % on average")
+    lines.append(f"{_count(len(report.errors), 'layer')} decoded: relative error {100 * mean:.3f} % on average")
     share = report.equal_share
     if share is None:
-        return table
+        return lines
     if report.recomputed:
-        table.append(f"quantizing the source again gives {_percent(share)} of the codes")
+        lines.append(f"quantizing the source again gives {_percent(share)} of the codes")
     else:
-        table.append(f"{_percent(share)} of the codes are the nearest to the source under their scales")
-    return table
+        lines.append(f"{_percent(share)} of the codes are the nearest to the source under their scales")
+    return lines
 
 
 def _percent(share: float) -> str:
