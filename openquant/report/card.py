@@ -96,7 +96,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
         ("verdict", f"{markdown(evaluation['verdict'])}: {markdown('; '.join(evaluation['reasons']))}"),
         ("KL to the source, mean", f"{kl['mean']:.3g} nats{_interval(kl['interval'])}"),
         ("floor, bfloat16's own noise", f"{floor['kl']:.3g} nats"),
-        ("same most probable token", f"{_percent(evaluation['top1'])} (floor {_percent(floor['top1'])})"),
+        ("same most probable token", f"{percent(evaluation['top1'])} (floor {percent(floor['top1'])})"),
         (
             "perplexity",
             f"{perplexity['source']:.4g} -> {perplexity['output']:.4g}, "
@@ -169,7 +169,12 @@ def _eval_command(repo: str, source: str, text: Mapping[str, Any]) -> str:
     return " ".join(f"{flag} {shell_word(value)}" for flag, value in words)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """Format a share with two digits: "98.71 %".
+
+    Args:
+        share: the share, of 1.
+    """
     return f"{100 * share:.2f} %"
 
 

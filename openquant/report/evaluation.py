@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .card import SIDES, difference_text, gigabytes
+from .card import SIDES, difference_text, gigabytes, percent
 from .escape import join_lines, terminal
 from .text import table
 
@@ -29,15 +29,15 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str]) -> str:
     rows = [("", "size", "KL in nats", "95 %", "99th", "same token", "perplexity", "verdict")]
     size, perplexity = gigabytes(outputs[0]["sizes"]["source"]), _number(outputs[0]["perplexity"]["source"])
     rows.append((source, size, "", "", "", "", perplexity, ""))
-    rows.append(("  with noise: the floor", "", *_kl(floor), _percent(floor["top1"]), _number(floor["perplexity"]), ""))
+    rows.append(("  with noise: the floor", "", *_kl(floor), percent(floor["top1"]), _number(floor["perplexity"]), ""))
     for output in outputs:
         kl = {"kl": output["kl"]["mean"], **output["kl"]}
         perplexity = _number(output["perplexity"]["output"])
         name, size = terminal(output["output"]["name"]), gigabytes(output["sizes"]["output"])
-        rows.append((name, size, *_kl(kl), _percent(output["top1"]), perplexity, output["verdict"]))
+        rows.append((name, size, *_kl(kl), percent(output["top1"]), perplexity, output["verdict"]))
         weights_only = output["weights_only"]
         if weights_only["kl"] != output["kl"]["mean"]:
-            cells = _percent(weights_only["top1"]), _number(weights_only["perplexity"])
+            cells = percent(weights_only["top1"]), _number(weights_only["perplexity"])
             rows.append(("  its weights alone", "", *_kl(weights_only), *cells, ""))
     lines = table(rows)
     for output in outputs:
@@ -66,7 +66,7 @@ def _layer_lines(output: Mapping[str, Any]) -> list[str]:
     ]
     routed = [layer["routed_otherwise"] for layer in layers if "routed_otherwise" in layer]
     if routed:
-        lines.append(f"tokens routed to other experts: {_percent(min(routed))} to {_percent(max(routed))}, by layer")
+        lines.append(f"tokens routed to other experts: {percent(min(routed))} to {percent(max(routed))}, by layer")
     return lines
 
 
@@ -84,7 +84,3 @@ def _kl(figures: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _number(value: float) -> str:
     return f"{value:.5g}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
