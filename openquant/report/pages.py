@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OpenQuantError, SourceError
-from ..files.checkpoint import Checkpoint, open_checkpoint
+from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination
 from ..files.evaluation import evaluation_digest, find_evaluation
 from ..plan import summary
@@ -143,15 +143,9 @@ def _evaluations(directory: Path | None) -> list[Mapping[str, Any]]:
 
 
 def _serving(output: Path, source: Path | None) -> Mapping[str, Any] | None:
+    """Return what serving takes; None if one of them cannot be opened, or has a format that openquant does not read."""
     try:
-        return _serving_figures(open_checkpoint(source or output), open_checkpoint(output))
-    except SourceError:
-        return None
-
-
-def _serving_figures(source: Checkpoint, output: Checkpoint) -> Mapping[str, Any] | None:
-    try:
-        return serving_to_json(stored_serving(source), stored_serving(output))
+        checkpoints = open_checkpoint(source or output), open_checkpoint(output)
+        return serving_to_json(*map(stored_serving, checkpoints))
     except OpenQuantError:
-        # One of them has a format that openquant does not read.
         return None
