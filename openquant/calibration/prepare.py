@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ..data.corpus import Corpus
 
 # Chooses the scale of a mapping, float32 [channels], or says why there is none; called from several threads.
-ChooseScale = Callable[[SmoothingMapping, Plan, Reader], Floats | str]
+ChooseScale = Callable[[SmoothingMapping, Reader], Floats | str]
 
 
 def calibration_path(source: Source, output: Path) -> Path:
@@ -190,7 +190,7 @@ def smoothquant_transforms(
             "start from the unquantized model, or leave --smooth out",
         )
 
-    def choose(mapping: SmoothingMapping, plan: Plan, reader: Reader) -> Floats | str:
+    def choose(mapping: SmoothingMapping, reader: Reader) -> Floats | str:
         return smoothquant_scale(mapping, plan, reader, calibration, exponent)
 
     return smoothing_transforms(prepared, f"SmoothQuant {exponent:g}", choose, ranks, reporter)
@@ -215,11 +215,12 @@ def awq_transforms(prepared: Prepared, calibration: Calibration, ranks: Ranks, r
         OutputError: shards cannot be written, or another rank has failed.
         UsageError: the disk has too little space for shards that are streamed.
     """
+    plan = prepared.plan
 
-    def choose(mapping: SmoothingMapping, plan: Plan, reader: Reader) -> Floats | str:
+    def choose(mapping: SmoothingMapping, reader: Reader) -> Floats | str:
         return awq_scale(mapping, plan, reader, calibration)
 
-    return with_importance(smoothing_transforms(prepared, "AWQ", choose, ranks, reporter), prepared.plan, calibration)
+    return with_importance(smoothing_transforms(prepared, "AWQ", choose, ranks, reporter), plan, calibration)
 
 
 def smoothing_transforms(
@@ -230,7 +231,7 @@ def smoothing_transforms(
     Args:
         prepared: options of the run, source checkpoint, output directory, and a plan without smoothing.
         name: name of the method, for notes and the model card, such as "SmoothQuant 0.5".
-        choose: called with a mapping, the plan and a reader of the source, from several threads at once; returns the
+        choose: called with a mapping and a reader of the source, from several threads at once; returns the
             mapping's scale, float32 [channels], or a text that says why there is none.
         ranks: the processes of this run, all of which call this together and get the same.
         reporter: receives notes and progress.
@@ -331,7 +332,7 @@ class _ScaleSearch:
             if number is None:
                 return
             mapping = self.mappings[number]
-            scale = self.choose(mapping, plan, reader)
+            scale = self.choose(mapping, reader)
             self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
             self.supply.finished(str(number))
             with self.lock:
