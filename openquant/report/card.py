@@ -254,15 +254,6 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
     ]
 
 
-def kv_cache_text(plan: Plan) -> str:
-    """Describe the scales of an FP8 KV cache: "one scale for keys and one for values in each of 28 layers".
-
-    Args:
-        plan: the plan of an output that has such scales.
-    """
-    return f"one scale for keys and one for values in each of {summary.cache_layers(plan)} layers"
-
-
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
     commands = serve_commands(plan, directory)
     settings, transforms, recipe = plan.quantization_config, plan.options.transforms, plan.provenance.recipe
@@ -275,6 +266,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
     origin = f"[{repo}](https://huggingface.co/{repo})" if repo and _REPOSITORY.fullmatch(repo) else name
     # If the source is quantized, quantizing the unquantized model does not give the same bytes.
     origin += QUANTIZED if settings and summary.has_quantized_source(plan) else ""
+    cache = f"FP8, one scale for keys and one for values in each of {summary.cache_layers(plan)} layers"
     lines = [
         f"# {name}: {summary.numbers(plan)} weights",
         "",
@@ -284,7 +276,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         *([f"| revision | `{revision}` |"] if revision else []),
         f"| format | {summary.description(plan)}{serialized} |",
         *([f"| rounded by | {ROUNDED_BY_GPTQ}, {tokens_of(plan.options.gptq)} |"] if plan.options.gptq else []),
-        *([f"| KV cache | FP8, {kv_cache_text(plan)} |"] if has_fp8_cache(plan) else []),
+        *([f"| KV cache | {cache} |"] if has_fp8_cache(plan) else []),
         *([f"| folded | {transforms.title} |"] if transforms and transforms.title else []),
         *([f"| scales | {WEIGHED.format(transforms.weighed)} |"] if transforms and transforms.weighed else []),
         f"| size | {gigabytes(summary.source_bytes(plan))} -> {gigabytes(summary.output_bytes(plan))} |",
