@@ -191,11 +191,11 @@ class PassCheckpoint:
             SourceError: the file's description of the output is invalid.
         """
 
-        def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        def zeros(_: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.zeros((), dtype=dtype, device=device).expand(*shape)
 
         with self.continuing():
-            return _rebuild(self._outputs[unit], None, lambda _, shape, dtype: zeros(shape, dtype))
+            return _rebuild(self._outputs[unit], None, zeros)
 
     def saved_calls(self, unit: str, waiting: Sequence[tuple[int, int, Any]], device: str) -> Iterator[Any]:
         """Yield the saved arguments of each pass that waits for a unit; they can be taken once.
