@@ -122,7 +122,7 @@ class LayerHessians:
 
     @property
     def _expert_hessians(self) -> list[ExpertHessians]:
-        return [stack for both in self.experts.values() for stack in (both.first, both.down) if stack is not None]
+        return [stack for points in self.experts.values() for stack in (points.first, points.down) if stack is not None]
 
     @property
     def hessians(self) -> list[Hessian]:
@@ -170,7 +170,7 @@ class HessianObserver(ModuleHooks[Hessian | ExpertHessians]):
         experts: dict[str, ExpertWeights[Hessian | ExpertHessians]] = {}
         for unit in units:
             linears.update(unit.linears)
-            experts.update({name: ExpertWeights(both.first, both.down) for name, both in unit.experts.items()})
+            experts.update({name: ExpertWeights(points.first, points.down) for name, points in unit.experts.items()})
         super().__init__(model, linears, experts)
 
     def on_input(self, values: Tensor, into: Hessian | ExpertHessians, place: str) -> Tensor:
@@ -247,8 +247,8 @@ def find_hessians(model: StreamedModel, plan: Plan) -> dict[str, LayerHessians]:
         weights = [pair for tensor in statistics.tensors for pair in rounded.get(tensor, ())]
         if weights and all(weight.shape[1] == statistics.width for weight, _ in weights):
             units.setdefault(model.unit_of(name), LayerHessians()).linears[name] = hessian_of(weights)
-    for name, both in experts.items():
-        stacks = ExpertWeights(expert_hessians(both.first, gate_up=True), expert_hessians(both.down, gate_up=False))
+    for name, points in experts.items():
+        stacks = ExpertWeights(expert_hessians(points.first, gate_up=True), expert_hessians(points.down, gate_up=False))
         if stacks.first is not None or stacks.down is not None:
             units.setdefault(model.unit_of(name), LayerHessians()).experts[name] = stacks
     # Fused layers that share a scale are rounded together: all of them, or none.

@@ -218,8 +218,10 @@ def observe_inputs(
     by_layer: dict[str, list[RunningStatistics]] = {layer: [] for layer in layers}
     for name, statistics in linears.items():
         by_layer[model.unit_of(name)].append(statistics)
-    for name, both in experts.items():
-        by_layer[model.unit_of(name)] += [stack for stack in (both.first, both.down) if stack is not None]
+    for name, points in experts.items():
+        by_layer[model.unit_of(name)] += [
+            statistics for statistics in (points.first, points.down) if statistics is not None
+        ]
     # With latent attention (MLA), engines cache latents where transformers caches keys and values.
     latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
     caches: dict[int, tuple[RunningStatistics, RunningStatistics]] = {}
@@ -279,9 +281,9 @@ def observe_inputs(
         for data in ranks.gather(_serialize(all_statistics)):
             _add_serialized(all_statistics, data)
     kv_absmax = {number: (keys.largest, values.largest) for number, (keys, values) in caches.items() if keys.tokens}
-    of_caches = {id(statistics) for both in caches.values() for statistics in both}
-    inputs = (each.to_input_statistics() for each in all_statistics if id(each) not in of_caches)
-    return _merge_same_inputs(inputs), kv_absmax
+    of_caches = {id(statistics) for keys_and_values in caches.values() for statistics in keys_and_values}
+    of_inputs = [statistics for statistics in all_statistics if id(statistics) not in of_caches]
+    return _merge_same_inputs(statistics.to_input_statistics() for statistics in of_inputs), kv_absmax
 
 
 def _merge_same_inputs(inputs: Iterable[InputStatistics]) -> tuple[InputStatistics, ...]:
@@ -407,5 +409,5 @@ def _require_statistics_of(done: Set[str], by_layer: Mapping[str, Sequence[Runni
     for layer, all_statistics in by_layer.items():
         # Not those of keys and values: a maximum may be taken twice, and image towers shift the indices of caches.
         of_inputs = [statistics for statistics in all_statistics if statistics.width]
-        if of_inputs and any(each.absmax is not None for each in of_inputs) != (layer in done):
+        if of_inputs and any(statistics.absmax is not None for statistics in of_inputs) != (layer in done):
             raise ValueError(f"it has {'no ' if layer in done else ''}statistics of {layer}")

@@ -199,7 +199,7 @@ def _run(program: str, task: Mapping[str, Any], cpu: int) -> Any:
     # More threads would only reserve memory.
     single_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", script, program, *map(os.path.abspath, sys.path)],
             input=json.dumps(task).encode(),
             capture_output=True,
@@ -209,13 +209,13 @@ def _run(program: str, task: Mapping[str, Any], cpu: int) -> Any:
     except subprocess.TimeoutExpired:
         raise _EndlessError from None
     # The kernel sends SIGXCPU at the CPU limit, and SIGKILL if the machine runs out of memory.
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise _EndlessError
     try:
-        return json.loads(done.stdout)
+        return json.loads(process.stdout)
     except ValueError:
-        last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise _FailedError(f"exit code {done.returncode}, {last_line}") from None
+        last_line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise _FailedError(f"exit code {process.returncode}, {last_line}") from None
 
 
 def serve(program: str) -> None:

@@ -202,7 +202,7 @@ def _destinations(
         UsageError: a file cannot be written.
     """
     # Nothing is written into the Hub's cache.
-    ours = {output.root for output in outputs if output.repo is None and (output.root / JOURNAL_FILE).exists()}
+    written = {output.root for output in outputs if output.repo is None and (output.root / JOURNAL_FILE).exists()}
     protected = protected_by(options, texts)
 
     def checked(path: Path, option: str, root: Path | None) -> Destination:
@@ -215,7 +215,9 @@ def _destinations(
         return lambda evaluation: iter(
             [(file, evaluation.outputs[0] if len(evaluation.outputs) == 1 else evaluation.to_json())]
         )
-    files = [checked(output.root / EVAL_FILE, "", output.root) if output.root in ours else None for output in outputs]
+    files = [
+        checked(output.root / EVAL_FILE, "", output.root) if output.root in written else None for output in outputs
+    ]
     return lambda evaluation: (
         (file, value) for file, value in zip(files, evaluation.outputs, strict=True) if file is not None
     )

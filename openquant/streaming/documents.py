@@ -39,11 +39,11 @@ class DocumentRanks(Protocol):
         """
 
 
-def documents_of_rank(documents: int, team: DocumentRanks | None) -> range:
+def documents_of_rank(documents: int, ranks: DocumentRanks | None) -> range:
     """Return the numbers of this rank's documents, every `size`-th of them.
 
     Args:
         documents: the number of documents.
-        team: the ranks; None for a single process, which has all documents.
+        ranks: the processes that share them; None for a single process, which has all documents.
     """
-    return range(documents) if team is None else range(team.rank, documents, team.size)
+    return range(documents) if ranks is None else range(ranks.rank, documents, ranks.size)

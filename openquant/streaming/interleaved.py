@@ -271,7 +271,11 @@ def _run_units(
         computed = waiting[0].unit
         for at, batch in enumerate(batches):
             store.restore(batch)
-            ready = [each for each in batch if not each.done and units[id(each.model)][1] == each.unit]
+            ready = [
+                suspended
+                for suspended in batch
+                if not suspended.done and units[id(suspended.model)][1] == suspended.unit
+            ]
             for suspended in ready:
                 output = driver.compute(suspended)
                 if checkpoint is not None and not isinstance(suspended.model.units[suspended.unit], nn.Embedding):
@@ -331,7 +335,8 @@ def _skip_computed(
     waiting = [suspended for batch in batches for suspended in batch]
     model, unit = waiting[0].model, waiting[0].unit
     if not checkpoint.enter_unit(unit, isinstance(model.units[unit], nn.Embedding)):
-        calls = checkpoint.saved_calls(unit, [(each.batch, each.number, each.call) for each in waiting], model.device)
+        current_calls = [(suspended.batch, suspended.number, suspended.call) for suspended in waiting]
+        calls = checkpoint.saved_calls(unit, current_calls, model.device)
         for suspended, call in zip(waiting, calls, strict=False):
             suspended.call = call
             if suspended is batches[suspended.batch][-1]:

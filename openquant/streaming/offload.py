@@ -231,15 +231,15 @@ class HiddenStateStore:
         """
         if self._scratch is None:
             return
-        waiting = [each for each in batch if not each.done]
-        size = sum(each.offloaded.track(each.call) for each in waiting)
+        waiting = [suspended for suspended in batch if not suspended.done]
+        size = sum(suspended.offloaded.track(suspended.call) for suspended in waiting)
         self._in_memory.pop(id(batch), None)
         if sum(self._in_memory.values()) + size <= self._scratch.budget:
             self._in_memory[id(batch)] = size
             return
         self._scratch.require_room(size * self._batches)
-        for each in waiting:
-            each.offloaded.offload(self._scratch)
+        for suspended in waiting:
+            suspended.offloaded.offload(self._scratch)
         self._offloaded += size
         if self._offloaded >= GIVEN_BACK:
             give_memory_back()
@@ -252,8 +252,8 @@ class HiddenStateStore:
             OutputError: the disk fails.
         """
         if self._scratch is not None:
-            for each in batch:
-                each.offloaded.restore(self._scratch)
+            for suspended in batch:
+                suspended.offloaded.restore(self._scratch)
 
 
 def require_disk(directory: Path, what: str) -> None:

@@ -188,15 +188,15 @@ def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: t
         plain = inner[0]
     try:
         with quiet_transformers():
-            made = config_class.from_dict(plain)
+            config_object = config_class.from_dict(plain)
     except Exception as error:
         raise SourceError(
             f"transformers {_installed()} refuses config.json: {_first_line(error)}", "download or copy it again"
         ) from error
-    for part in (made, *(getattr(made, name) for name in made.sub_configs)):
+    for part in (config_object, *(getattr(config_object, name) for name in config_object.sub_configs)):
         if part is not None:
             part.dtype = dtype
-    return made
+    return config_object
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
