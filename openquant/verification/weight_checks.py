@@ -96,30 +96,11 @@ class _Finder:
                 weight = Weight(pair.module, "", info, (info.shape[-2], info.shape[-1]), parts=(info,))
                 self.codes[pair.name] = self.stored[info.name] = weight
                 continue
-            shape = (*info.shape[:-1], info.shape[-1] * number.per_item)
-            scale_name = fmt.scale_of(pair.name)
             # Engines read a scale by no other name, but for weight_scale_inv of a per-tensor scale.
-            if scale is not None and scale.name != scale_name:
+            if scale is not None and scale.name != fmt.scale_of(pair.name):
                 scale = scale if fmt.shared and scale.name.endswith("_scale_inv") else None
                 per_tensor_scale_inv += scale is not None
-            if scale is None:
-                self.findings.problems.append(f"{self._place(info.name)} has no scale: {scale_name} is missing")
-            else:
-                self.scales.add(scale.name)
-                scale = self._checked(scale, fmt.scale_dtypes, fmt.scale_shapes(shape), info)
-            global_scale = self._global_scale(pair, fmt)
-            zeros = self._zero_points(pair, fmt, (shape[-2], shape[-1]))
-            self.scales.update(other.name for other in pair.companions if other.name.endswith(".input_global_scale"))
-            self.codes[pair.name] = self.stored[info.name] = Weight(
-                pair.module,
-                "",
-                TensorInfo(pair.name, info.dtype, shape),
-                (shape[-2], shape[-1]),
-                format=fmt,
-                parts=(info, *((scale, *global_scale, *zeros) if scale else ())),
-                input_scale=self._input_scale(pair, fmt),
-            )
-            self._check_shape_tensors(info, fmt, pair.module, (shape[-2], shape[-1]))
+            self._add_rows(pair, fmt, scale)
         twice = stored_twice(self.checkpoint.tensors, pairs)
         self.findings.problems += [
             f"{self._place(info.name)}: {message}" for info, message in twice if info.name in self.stored
@@ -147,65 +128,60 @@ class _Finder:
         source = TensorInfo(pair.name, info.dtype, shape)
         self.codes[pair.name] = self.stored[info.name] = Weight(pair.module, "", source, shape, format=fmt, parts=parts)
 
-    def _check_shape_tensors(self, info: TensorInfo, fmt: Format, module: str, shape: tuple[int, int]) -> None:
-        """Check that the tensor with a weight's shape is there, if its format has one."""
-        for expected, _ in fmt.constant_tensors(module, shape):
+    def _add_rows(self, pair: CodesAndScale, fmt: Format, scale: TensorInfo | None) -> None:
+        """Add a weight whose codes lie in rows, and check the other tensors of its format."""
+        info, module = pair.codes, pair.module
+        shape = (*info.shape[:-1], info.shape[-1] * fmt.number.per_item)
+        matrix = (shape[-2], shape[-1])
+        missing = f"scale: {fmt.scale_of(pair.name)} is missing"
+        scale = self._checked(info, scale, missing, fmt.scale_dtypes, fmt.scale_shapes(shape))
+        others: list[TensorInfo | None] = []
+        if fmt.global_scale is not None:
+            missing = f"global scale: {fmt.shared_scale_name(module)} is missing"
+            others.append(self._checked(info, pair.global_scale, missing, ("F32",), ((1,), ())))
+        if (zeros := fmt.zero_points(module, matrix)) is not None:
+            missing = f"zero points: {zeros.name} is missing"
+            others.append(self._checked(info, pair.zero_points, missing, (zeros.dtype,), (zeros.shape,)))
+        self.scales.update(other.name for other in pair.companions if other.name.endswith(".input_global_scale"))
+        input_scale = None
+        if fmt.input_scale is not None:
+            name, how = f"{module}.{fmt.input_scale}", "static" if fmt.static else "scaled under it"
+            missing = f"{name}, but its activations are {how}"
+            input_scale = self._checked(info, self.checkpoint.tensors.get(name), missing, FLOATS, ((), (1,)))
+        for expected, _ in fmt.constant_tensors(module, matrix):
             tensor = self.checkpoint.tensors.get(expected.name)
-            if tensor is None:
-                self.findings.problems.append(f"{self._place(info.name)} has no shape: {expected.name} is missing")
-            else:
-                self.scales.add(tensor.name)
-                self._checked(tensor, (expected.dtype,), (expected.shape,), info)
-
-    def _global_scale(self, pair: CodesAndScale, fmt: Format) -> tuple[TensorInfo, ...]:
-        """The global scale; () if the format has none, or it is missing or wrong."""
-        if fmt.global_scale is None:
-            return ()
-        info, tensor = pair.codes, pair.global_scale
-        if tensor is None:
-            name = fmt.shared_scale_name(pair.module)
-            self.findings.problems.append(f"{self._place(info.name)} has no global scale: {name} is missing")
-            return ()
-        self.scales.add(tensor.name)
-        checked = self._checked(tensor, ("F32",), ((1,), ()), info)
-        return () if checked is None else (checked,)
-
-    def _zero_points(self, pair: CodesAndScale, fmt: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
-        """The zero points; () if the format has none, or they are missing or wrong."""
-        info, tensor, expected = pair.codes, pair.zero_points, fmt.zero_points(pair.module, shape)
-        if expected is None:
-            return ()
-        if tensor is None:
-            self.findings.problems.append(f"{self._place(info.name)} has no zero points: {expected.name} is missing")
-            return ()
-        self.scales.add(tensor.name)
-        checked = self._checked(tensor, (expected.dtype,), (expected.shape,), info)
-        return () if checked is None else (checked,)
-
-    def _input_scale(self, pair: CodesAndScale, fmt: Format) -> TensorInfo | None:
-        """The scale of a layer's activations; None if the format has none, or it is missing or wrong."""
-        if fmt.input_scale is None:
-            return None
-        info, name = pair.codes, f"{pair.module}.{fmt.input_scale}"
-        tensor = self.checkpoint.tensors.get(name)
-        if tensor is None:
-            how = "static" if fmt.static else "scaled under it"
-            self.findings.problems.append(f"{self._place(info.name)} has no {name}, but its activations are {how}")
-            return None
-        self.scales.add(name)
-        return self._checked(tensor, FLOATS, ((), (1,)), info)
+            self._checked(info, tensor, f"shape: {expected.name} is missing", (expected.dtype,), (expected.shape,))
+        self.codes[pair.name] = self.stored[info.name] = Weight(
+            module,
+            "",
+            TensorInfo(pair.name, info.dtype, shape),
+            matrix,
+            format=fmt,
+            parts=(info, *((scale, *filter(None, others)) if scale else ())),
+            input_scale=input_scale,
+        )
 
     def _checked(
-        self, tensor: TensorInfo, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], info: TensorInfo
+        self,
+        info: TensorInfo,
+        tensor: TensorInfo | None,
+        missing: str,
+        dtypes: tuple[str, ...],
+        shapes: tuple[tuple[int, ...], ...],
     ) -> TensorInfo | None:
-        """Return a scale, zero points or a shape if its dtype and shape are right; else report a problem.
+        """Return a scale, zero points or a shape if it is there and its dtype and shape are right; else add a problem.
 
         Args:
-            tensor: the tensor.
+            info: the codes it belongs to.
+            tensor: the tensor; None if it is missing.
+            missing: what the codes then lack.
             dtypes: the dtypes that engines load; openquant writes the first.
             shapes: the shapes that engines load.
-            info: the codes it belongs to.
         """
+        if tensor is None:
+            self.findings.problems.append(f"{self._place(info.name)} has no {missing}")
+            return None
+        self.scales.add(tensor.name)
         if self.findings.ours:
             # openquant leaves scales in float16 if the source has them so.
             dtypes = dtypes[:1] if dtypes[0] != "BF16" else ("BF16", "F16")
