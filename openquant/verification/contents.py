@@ -18,7 +18,7 @@ from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
 from ..formats.finite import NonFinite, count_non_finite
 from ..formats.format import FLOATS
-from ..formats.kernels import Bits, from_float32, to_bfloat16, to_float32
+from ..formats.kernels import Bits, from_float32, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..threads import in_threads
@@ -224,44 +224,36 @@ class _Worker:
 
     def check_finite(self, info: TensorInfo) -> None:
         """Check a tensor for NaN and infinity, without comparing it with the source."""
-        place = self.checkpoint.where[info.name]
-        with self.output.open(place.shard) as file:
-            for low in range(0, info.nbytes, PIECE):
-                if self.reading.stopped.is_set():
-                    return
-                piece = self._buffer("output", min(PIECE, info.nbytes - low))
-                file.read(piece, place.offset + low, info.name)
-                self.reading.add_non_finite(info, piece)
-                self.reading.advance(piece.size)
+        for piece in self._tensor(info, self.output, "output"):
+            if self.reading.stopped.is_set():
+                return
+            self.reading.add_non_finite(info, piece)
+            self.reading.advance(piece.size)
 
     def _expected(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
         """The expected bytes of an unquantized tensor, in pieces."""
         if original is None:
-            return self._source_tensor(info)
+            return self._tensor(info, self.source, "source")
         if isinstance(original, bytes):
             return iter([np.frombuffer(original, np.uint8)])
         return self._source_weight(original)
 
-    def _source_tensor(self, info: TensorInfo) -> Iterator[Bytes]:
-        """The bytes of the source's tensor of the same name, in pieces."""
-        place = self.source.where[info.name]
-        with self.source.open(place.shard) as file:
+    def _tensor(self, info: TensorInfo, reader: Reader, buffer: str) -> Iterator[Bytes]:
+        """The bytes of the tensor of that name in the output or the source, in pieces."""
+        place = reader.where[info.name]
+        with reader.open(place.shard) as file:
             for low in range(0, info.nbytes, PIECE):
-                piece = self._buffer("source", min(PIECE, info.nbytes - low))
+                piece = self._buffer(buffer, min(PIECE, info.nbytes - low))
                 file.read(piece, place.offset + low, info.name)
                 yield piece
 
     def _source_weight(self, weight: Weight) -> Iterator[Bytes]:
         """The bytes of a weight of the source, in pieces: decoded to bfloat16 if it is quantized there."""
         for matrix in weight.matrices:
+            dtype = matrix.source.dtype
             for bits in self.source.rows(matrix, 1):
-                if matrix.format is None:
-                    plain = from_float32(bits.view(np.float32), matrix.source.dtype) if matrix.smoothed else bits
-                    yield plain.reshape(-1).view(np.uint8)
-                else:
-                    plain = np.empty(bits.shape, np.uint16)
-                    to_bfloat16(bits.view(np.float32), plain)
-                    yield plain.reshape(-1).view(np.uint8)
+                plain = bits if matrix.dtype == dtype else from_float32(bits.view(np.float32), dtype)
+                yield plain.reshape(-1).view(np.uint8)
 
     def check_weight(self, number: int, task: TensorTask, weight: Weight) -> None:
         """Check the codes and scales of a quantized weight, and compare it with the source if the task has one."""
