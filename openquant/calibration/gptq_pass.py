@@ -101,7 +101,7 @@ def round_layers(
             "remove it to begin again",
         )
     observer = HessianObserver(model.model, units.values())
-    reader = Reader(plan.decoded.where, model.shard_provider.path, _allocate, loops)
+    reader = Reader(plan.decoded.where, lambda shard: model.shard_provider.path(shard), loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
 
     @contextmanager
@@ -190,10 +190,6 @@ def _read_store(
         if missing:
             pending[unit] = missing
     return places, pending
-
-
-def _allocate(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)
 
 
 def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInfo, Bytes]]:

@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..distributed import Ranks, attempt
 from ..errors import PlanError
 from ..files.atomic import make_directory
@@ -325,7 +323,7 @@ class _ScaleSearch:
 
     def _work(self) -> None:
         plan = self.prepared.plan
-        reader = Reader(plan.decoded.where, self.supply.path, lambda nbytes: np.empty(nbytes, np.uint8))
+        reader = Reader(plan.decoded.where, self.supply.path)
         while True:
             with self.lock:
                 number = next(self.tasks, None)

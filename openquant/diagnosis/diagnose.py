@@ -180,7 +180,7 @@ class _DiagnosisRun:
         return MeasuredCheckpoint(layers, dict(sorted(self.not_finite.items())))
 
     def _work(self) -> None:
-        reader = Reader(self.plan.decoded.where, self.provider.path, lambda nbytes: np.empty(nbytes, np.uint8))
+        reader = Reader(self.plan.decoded.where, self.provider.path)
         while True:
             with self.task_lock:
                 next_task = next(self.tasks, None)

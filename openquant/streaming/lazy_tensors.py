@@ -19,7 +19,6 @@ import torch
 
 from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import Checkpoint
-from ..files.shardfile import Bytes
 from ..files.small_files import open_regular
 from ..files.tensors import TensorInfo
 from ..formats import kernels
@@ -136,7 +135,7 @@ class LazyTensors:
         decoded = torch.empty(weight.source.shape, dtype=torch.bfloat16)
         matrices = weight.matrices
         out = decoded.view(torch.int16).numpy().view(np.uint16).reshape(len(matrices), *decoded.shape[-2:])
-        reader = Reader(self.checkpoint.where, self.path, _memory)
+        reader = Reader(self.checkpoint.where, self.path)
         for target, matrix in zip(out, matrices, strict=True):
             low = 0
             for bits in reader.rows(matrix, 1):
@@ -195,7 +194,3 @@ def _plain(info: TensorInfo, file: mmap.mmap, offset: int) -> torch.Tensor:
 
 def _call(reads: Mapping[str, Callable[[], torch.Tensor]], name: str) -> torch.Tensor:
     return reads[name]()
-
-
-def _memory(size: int) -> Bytes:
-    return np.empty(size, np.uint8)

@@ -185,9 +185,9 @@ class _Worker:
     def __init__(self, reading: _Reading) -> None:
         self.reading = reading
         self.checkpoint = reading.checkpoint
-        self.output = _reader(reading.checkpoint)
+        self.output = Reader(self.checkpoint.where, self.checkpoint.root.joinpath)
         if reading.source is not None:
-            self.source = _reader(reading.source)
+            self.source = Reader(reading.source.where, reading.source.root.joinpath)
         self._buffers: dict[str, Bytes] = {}
 
     def _buffer(self, name: str, nbytes: int) -> Bytes:
@@ -465,11 +465,3 @@ class _Worker:
 
 def _is_smoothed(original: Weight | bytes | None) -> bool:
     return isinstance(original, bytes) or (original is not None and original.smoothed)
-
-
-def _reader(checkpoint: Checkpoint) -> Reader:
-    return Reader(checkpoint.where, lambda shard: checkpoint.root / shard, _allocate)
-
-
-def _allocate(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)

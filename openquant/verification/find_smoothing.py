@@ -75,8 +75,8 @@ class _Recognition:
 
     def __init__(self, plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> None:
         self.plan, self.checkpoint, self.codes, self.stated = plan, output, codes, stated
-        self.source = Reader(plan.decoded.where, lambda shard: plan.decoded.root / shard, _allocate)
-        self.output = Reader(output.where, lambda shard: output.root / shard, _allocate)
+        self.source = Reader(plan.decoded.where, plan.decoded.root.joinpath)
+        self.output = Reader(output.where, output.root.joinpath)
         self.problems: list[str] = []
 
     def run(self) -> RecognizedSmoothing:
@@ -193,7 +193,3 @@ def _row_norms(reader: Reader, weight: Weight) -> Floats:
         sums = [np.square(to_float32(bits, weight.dtype)).sum(axis=1) for bits in reader.rows(weight, 1)]
     norms: Floats = np.sqrt(np.concatenate(sums))
     return norms
-
-
-def _allocate(nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.empty(nbytes, np.uint8)

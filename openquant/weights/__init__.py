@@ -12,7 +12,7 @@ transform                 what a calibration changes about a weight before it is
 quant_error               quantization error of a layer, summed over pieces
 
 view, weights = decoded_view(checkpoint)     # view.tensors["model.layers.0.mlp.up_proj.weight"] is BF16
-reader = Reader(view.where, path, memory)
+reader = Reader(view.where, path)
 for bits in reader.rows(weights["model.layers.0.mlp.up_proj.weight"], multiple=128):
     ...                                      # [n, in], n a multiple of 128, about four megabytes
 """

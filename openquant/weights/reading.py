@@ -72,13 +72,17 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
     return buffer, extra
 
 
+def _allocate(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
+
+
 class Reader:
     """Reads weights of a checkpoint into one buffer. Each thread has a Reader of its own.
 
     Args:
         where: shard file name and byte offset of each tensor, by full tensor name.
         path: returns the path of a shard.
-        memory: allocates a buffer, uint8, of the given number of bytes.
+        memory: allocates a buffer, uint8, of the given number of bytes; by default as numpy does.
         loops: the kernels that decode.
     """
 
@@ -86,7 +90,7 @@ class Reader:
         self,
         where: Mapping[str, Location],
         path: Callable[[str], Path],
-        memory: Callable[[int], Bytes],
+        memory: Callable[[int], Bytes] = _allocate,
         loops: Loops = kernels,
     ) -> None:
         self.loops = loops

@@ -93,7 +93,7 @@ def test_query_heads_share_the_scale_of_their_value_head() -> None:
 @pytest.mark.parametrize("most", [16, 100, 5000])
 def test_sampled_rows_are_evenly_spaced(most: int) -> None:
     plan = make_plan(open_checkpoint(EXAMPLE), INT4_W4A16)
-    reader = Reader(plan.decoded.where, lambda shard: EXAMPLE / shard, lambda nbytes: np.empty(nbytes, np.uint8))
+    reader = Reader(plan.decoded.where, EXAMPLE.joinpath)
     weight = plan.layers["model.layers.1.mlp.up_proj"]
     values = small_checkpoints.read(EXAMPLE)["model.layers.1.mlp.up_proj.weight"].float().numpy()
     found = sample_rows(weight, reader, most)
