@@ -36,7 +36,7 @@ class ModelUnderTest:
         name: name for messages, such as "Qwen3-8B-FP8".
         checkpoint: the opened checkpoint.
         tokenizer_differences: behaviours in which its tokenizer differs from the source's, such as "the chat template".
-        given_fingerprint: fingerprint of a checkpoint whose shards are on the Hub; None for one in a directory.
+        given_fingerprint: fingerprint that the caller has made already; None to make it of the checkpoint's directory.
     """
 
     name: str

@@ -55,10 +55,8 @@ def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
 
     Embeddings count, because some models use them again in later layers.
     """
-    text_config = checkpoint.config.get("text_config")
-    configs = (config for config in (checkpoint.config, text_config) if isinstance(config, dict))
-    size = next((config.get("hidden_size") for config in configs), 0)
-    return 2 * tokens * (size if isinstance(size, int) else 0) * 2
+    sizes = (config.get("hidden_size") for config in config_levels(checkpoint.config))
+    return 2 * tokens * next((size for size in sizes if isinstance(size, int)), 0) * 2
 
 
 def scratch_for(hidden: int, directory: Path, budget: int, may_be_in_memory: bool) -> OffloadFile | None:
