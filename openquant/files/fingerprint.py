@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..errors import SourceError
 from .checkpoint import Checkpoint, RemoteFile, readable
-from .small_files import open_regular
+from .small_files import file_sha256
 
 # Bytes that are hashed at a time.
 _PIECE = 1 << 22
@@ -141,11 +140,8 @@ class Fingerprint:
 
 
 def _hash(path: Path) -> str:
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
-    with readable(), open_regular(path, str(path)) as file:
-        while count := os.readv(file.fileno(), [piece]):
-            digest.update(piece[:count])
-    return digest.hexdigest()
+    with readable():
+        return file_sha256(path, str(path))
 
 
 def _hash_remote(file: RemoteFile) -> str:

@@ -7,6 +7,7 @@ What these functions return is bounded in size and depth, and comes from a regul
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import reprlib
@@ -24,6 +25,8 @@ MAX_INDEX = 100_000_000
 MAX_DEPTH = 64
 # Values in a JSON text: four for each tensor that an index may list. More take seconds and gigabytes.
 MAX_VALUES = 4_000_000
+# Bytes that are hashed at a time.
+_PIECE = 1 << 22
 # Characters of foreign text that a message shows.
 _MAX_SHOWN = 100
 
@@ -63,6 +66,25 @@ def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = T
         os.close(handle)
         raise SourceError(f"{what} is not a regular file", hint)
     return os.fdopen(handle, "rb")
+
+
+def file_sha256(path: Path, what: str) -> str:
+    """Return the SHA-256 of a regular file of any size, hexadecimal. Links are followed.
+
+    Args:
+        path: the file.
+        what: name of the file in messages, such as "config.json".
+
+    Raises:
+        SourceError: it is not a regular file.
+        OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
+    """
+    # hashlib.file_digest is not in Python 3.10.
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    with open_regular(path, what) as file:
+        while count := os.readv(file.fileno(), [piece]):
+            digest.update(piece[:count])
+    return digest.hexdigest()
 
 
 def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:

@@ -24,7 +24,7 @@ from ..errors import SourceError
 from ..files.atomic import make_directory
 from ..files.cards import base_models, published_card
 from ..files.journal import PUSHED, WORK, output_errors
-from ..files.small_files import open_regular, parse_json, read_small
+from ..files.small_files import file_sha256, parse_json, read_small
 from ..options import Push
 from ..threads import FirstFailure
 from ..version import __version__
@@ -138,8 +138,8 @@ class Publisher:
             return bool(record["sha256"] == sha256)
         if not path.is_file():
             return False
-        with output_errors(path, "read"), open_regular(path, name) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+        with output_errors(path, "read"):
+            return file_sha256(path, name) == sha256
 
     def __enter__(self) -> Publisher:
         self._thread.start()

@@ -27,7 +27,7 @@ from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json, readable, refuse_without_weights
 from ..files.fingerprint import Stamp, stamps_of
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
-from ..files.small_files import open_regular, read_small
+from ..files.small_files import file_sha256, read_small
 from ..threads import in_thread
 from ..weights.find import TOOL_CONFIG_FILES
 from .error_mapping import Unreachable, is_offline, is_transient, source_errors, without_queries
@@ -152,8 +152,8 @@ class Source:
         return {} if self.revision is not None else {name: self._digest(name) for name in checkpoint.files}
 
     def _digest(self, name: str) -> str:
-        with readable(), open_regular(self.root / name, name) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with readable():
+            return file_sha256(self.root / name, name)
 
     def downloaded_commit(self) -> str | None:
         """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
