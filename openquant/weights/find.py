@@ -108,13 +108,6 @@ class CodesAndScale(NamedTuple):
         return self.codes.name != self.name
 
 
-class QuantizedWeight(NamedTuple):
-    """A quantized weight, and the names of the stored tensors that it replaces in the decoded view."""
-
-    weight: Weight
-    hidden: tuple[str, ...]
-
-
 def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iterator[CodesAndScale]:
     """Yield all codes of a checkpoint with their scales. Only this function decides which tensor is what.
 
@@ -274,9 +267,9 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
     # A tensor that is stored per rank holds several weights.
     by_codes: dict[str, list[Weight]] = {}
     hidden: set[str] = set()
-    for found in _find(checkpoint, all_pairs):
-        by_codes.setdefault(found.weight.codes.name, []).append(found.weight)
-        hidden.update(found.hidden)
+    for weight, pair in _find(checkpoint, all_pairs):
+        by_codes.setdefault(weight.codes.name, []).append(weight)
+        hidden.update(part.name for part in (*weight.parts, *pair.companions))
     hidden.update(unread_tensors(checkpoint.tensors, chain.from_iterable(by_codes.values())))
     tensors: dict[str, TensorInfo] = {}
     where = dict(checkpoint.where)
@@ -339,8 +332,8 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
         ) from None
 
 
-def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterator[QuantizedWeight]:
-    """Yield the weights of all codes, each checked."""
+def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterator[tuple[Weight, CodesAndScale]]:
+    """Yield the weights of all codes, each checked, with the tensors that it is made from."""
     model = MODELS.get(checkpoint.architecture)
     ranked = model.per_rank if model else None
     per_rank = compile_any(absolute_patterns(model, [ranked.pattern])) if model and ranked else None
@@ -348,26 +341,24 @@ def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterato
         info = pair.codes
         if per_rank and ranked and info.dtype == E4M3.dtype and per_rank.fullmatch(pair.module):
             fmt = _required_format(pair)
-            for weight in per_rank_projections(
-                pair.module, info, _any_scale(pair, fmt), fmt, ranked, checkpoint.config
-            ):
-                yield QuantizedWeight(weight, tuple(part.name for part in (*weight.parts, *pair.companions)))
-            continue
-        if pair.fmt is not None and pair.fmt.columns is not None:
-            weight = _columns(checkpoint, pair, pair.fmt)
+            scale = _any_scale(pair, fmt)
+            weights = per_rank_projections(pair.module, info, scale, fmt, ranked, checkpoint.config)
+        elif pair.fmt is not None and pair.fmt.columns is not None:
+            weights = [_columns(checkpoint, pair, pair.fmt)]
         elif info.name.endswith(".qweight"):
             raise SourceError(
                 f"{_described(info)}, but config.json does not say that its layer is in AWQ or GPTQ", _DAMAGED
             )
         elif pair.packed or info.dtype == "U8":
-            weight = _blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)
+            weights = [_blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)]
         elif _is_deepseek_mxfp4(pair):
-            weight = _deepseek_mxfp4(pair)
+            weights = [_deepseek_mxfp4(pair)]
         elif info.dtype in CODES and (info.name.endswith(".weight") or len(info.shape) == 3):
-            weight = _unpacked(pair)
+            weights = [_unpacked(pair)]
         else:
             raise PlanError(f"{_described(info)}, which is not supported", "start from the unquantized model")
-        yield QuantizedWeight(weight, tuple(part.name for part in (*weight.parts, *pair.companions)))
+        for weight in weights:
+            yield weight, pair
 
 
 def _unpacked(pair: CodesAndScale) -> Weight:
