@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..files.checkpoint import Checkpoint
-from ..formats.format import Group
+from ..formats.format import Format
 from ..models import GENERIC, MODELS
 from ..registry.architecture import MTP_LAYER
 from ..registry.rules import ModuleRules
@@ -36,7 +36,7 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
     config = text_config(decoded, entry.model)
     is_mtp_layer = mtp_layer_finder(entry.model, config)
     items: list[Item] = []
-    layers: list[tuple[Weight, Group]] = []
+    layers: list[tuple[Weight, Format | None]] = []
     for info in decoded.tensors.values():
         rule, weight = entry.rule(info.module), weights.get(info.name)
         in_mtp_layer = is_mtp_layer(info.module) or rule.keep == MTP_LAYER
@@ -44,11 +44,7 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
         why = FEW_AXES if small else MTP_LAYER if in_mtp_layer else ""
         items.append(PassthroughTensor(info, info.name if small else rule.name_template, why, weight))
         if not small and not in_mtp_layer and rule.split is not None:
-            form = weight.format if weight else None
             shape = (info.shape[-2], info.shape[-1])
-            layers.append((Weight(info.module, rule.name_template, info, shape), form.indivisible if form else (1, 1)))
+            layers.append((Weight(info.module, rule.name_template, info, shape), weight and weight.format))
     lines = plan_lines(Decisions(None, {"": items}, {}, {}, {}))
-    sizes = [
-        parallel.size for parallel in check_parallel_sizes(decoded, entry, layers, None) if parallel.problem is None
-    ]
-    return estimate_serving(lines, entry, config, sizes, output=False)
+    return estimate_serving(lines, entry, config, check_parallel_sizes(decoded, entry, layers, None), output=False)

@@ -230,12 +230,9 @@ def make_plan(
     refuse_experts(entry, decisions)
     refuse_nameless(entry, decisions)
 
-    # Describe. Unquantized layers divide anywhere.
-    groups = (
-        (layer, decision.scheme.format.indivisible if decision.scheme else (1, 1))
-        for layer, decision in decisions.decided()
-    )
-    parallel = check_parallel_sizes(decoded, entry, groups, options.tp)
+    # Describe.
+    formats = ((layer, chosen.scheme.format if chosen.scheme else None) for layer, chosen in decisions.decided())
+    parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
     notes = [
         *entry_notes(model),
         *scheme_notes,

@@ -20,7 +20,7 @@ from ..registry.architecture import MTP_LAYER, CachedRows, RecurrentState, absol
 from ..registry.parts import HEADS
 from ..registry.rules import ModuleRules
 from .printed import PlanLine
-from .tensor_parallel import config_value, fused_parts
+from .tensor_parallel import ParallelSize, config_value, fused_parts
 
 # GPU memory in units of 10^9 bytes, which is at most what such a GPU has.
 GPU_GB = (24, 48, 80, 96, 141, 192)
@@ -226,7 +226,11 @@ def serving_to_json(source: Serving, output: Serving) -> ServingFigures:
 
 
 def estimate_serving(
-    lines: Sequence[PlanLine], entry: ModuleRules, config: Mapping[str, Any], sizes: Iterable[int], output: bool
+    lines: Sequence[PlanLine],
+    entry: ModuleRules,
+    config: Mapping[str, Any],
+    parallel: Iterable[ParallelSize],
+    output: bool,
 ) -> Serving:
     """Compute what it takes to serve a plan's output, or its source.
 
@@ -234,7 +238,7 @@ def estimate_serving(
         lines: the printed plan's lines, which have the bytes of all tensors before and after.
         entry: what the registry says of each module of the architecture.
         config: the language model's part of config.json, as text_config returns it.
-        sizes: the tensor-parallel sizes (numbers of ranks) that can serve it.
+        parallel: tensor-parallel sizes in ascending order, each with the reason for which it cannot serve it, if any.
         output: True for the output, False for the source.
 
     Returns:
@@ -250,7 +254,8 @@ def estimate_serving(
     def rank_bytes(gpus: int) -> int:
         return sum(nbytes // gpus if is_divided else nbytes for is_divided, nbytes in divided)
 
-    fits = tuple(_fit(size, rank_bytes, cache, [gpus for gpus in GPUS if gpus in set(sizes)]) for size in GPU_GB)
+    allowed = [size.size for size in parallel if size.problem is None and size.size in GPUS]
+    fits = tuple(_fit(gpu_gb, rank_bytes, cache, allowed) for gpu_gb in GPU_GB)
     return Serving(sum(nbytes for _, nbytes in weights), cache, unknown, fits)
 
 

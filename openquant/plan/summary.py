@@ -160,13 +160,12 @@ def serving(plan: Plan) -> tuple[Serving, Serving] | None:
     """
     if not plan.quantization_config:
         return None
-    sizes = before = parallel_sizes(plan)
+    before = plan.parallel
     if plan.scheme is not None:
-        groups = ((layer, layer.format.indivisible if layer.format else (1, 1)) for layer in plan.layers.values())
-        source_sizes = check_parallel_sizes(plan.decoded, plan.entry, groups, None)
-        before = [parallel.size for parallel in source_sizes if parallel.problem is None]
+        formats = ((layer, layer.format) for layer in plan.layers.values())
+        before = check_parallel_sizes(plan.decoded, plan.entry, formats, None)
     config = text_config(plan.decoded, plan.model)
     return (
         estimate_serving(plan.lines, plan.entry, config, before, output=False),
-        estimate_serving(plan.lines, plan.entry, config, sizes, output=True),
+        estimate_serving(plan.lines, plan.entry, config, plan.parallel, output=True),
     )

@@ -137,15 +137,15 @@ _SORTED = "an engine sorts its rows by heads"
 
 
 def check_parallel_sizes(
-    checkpoint: Checkpoint, entry: ModuleRules, layers: Iterable[tuple[Weight, Group]], extra_size: int | None
+    checkpoint: Checkpoint, entry: ModuleRules, layers: Iterable[tuple[Weight, Format | None]], extra_size: int | None
 ) -> tuple[ParallelSize, ...]:
     """Check which tensor-parallel sizes divide all layers.
 
     Args:
         checkpoint: the opened source.
         entry: what the registry says of each module of the architecture.
-        layers: the weights that may be quantized, each with the rows and columns of it that ranks must not split
-            (Format.indivisible); None for an axis that they may split anywhere. (1, 1) if it is not quantized.
+        layers: the weights that may be quantized, each with its format; None if it is not quantized, and divides
+            anywhere.
         extra_size: a size to check besides the usual ones; None for no other.
 
     Returns:
@@ -153,7 +153,8 @@ def check_parallel_sizes(
     """
     config = text_config(checkpoint, entry.model)
     kinds: dict[tuple[str, tuple[int, int], Group], ParallelSplit | None] = {}
-    for weight, group in layers:
+    for weight, form in layers:
+        group = form.indivisible if form else (1, 1)
         key = (weight.name_template, weight.shape, group)
         if key not in kinds:
             kinds[key] = entry.rule(weight.module).split

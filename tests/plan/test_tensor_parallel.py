@@ -98,14 +98,14 @@ def test_the_first_layer_that_does_not_divide_is_named(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a"))
     entry = ModuleRules(MODELS["Qwen3ForCausalLM"])
     layers = make_plan(checkpoint, TENSOR).layers
-    quantized = [(layer, (1, 1)) for layer in layers.values()]
-    sizes = check_parallel_sizes(checkpoint, entry, quantized, None)
+    unquantized = [(layer, None) for layer in layers.values()]
+    sizes = check_parallel_sizes(checkpoint, entry, unquantized, None)
     heads = "model.layers.*.self_attn.o_proj: 4 heads do not divide by "
     assert sizes == (
         ParallelSize(1, None), ParallelSize(2, None), ParallelSize(4, None),
         ParallelSize(8, f"{heads}8"), ParallelSize(16, f"{heads}16"),
     )  # fmt: skip
-    asked = check_parallel_sizes(checkpoint, entry, quantized, 3)
+    asked = check_parallel_sizes(checkpoint, entry, unquantized, 3)
     assert asked[2] == ParallelSize(3, "model.layers.*.mlp.down_proj: 512 does not divide by 3")
     assert [entry.size for entry in asked] == [1, 2, 3, 4, 8, 16]
     # Only what is not divided is left.
