@@ -20,8 +20,8 @@ from ..registry.architecture import MTP_LAYER, ParallelSplit, absolute_patterns
 from ..registry.rules import ModuleRules
 from ..weights.weight import Weight
 from .config import ignored_layers
-from .decisions import FEW_AXES, Decision, PassthroughTensor, StackedTensor
-from .layout import output_tensors
+from .decisions import FEW_AXES, Decision, PassthroughTensor
+from .layout import output_tensors, weights_of_tensor
 from .plan import Plan
 from .tensor_parallel import TENSOR_PARALLEL_SIZES, text_config, why_indivisible
 
@@ -170,9 +170,8 @@ def _modules(plan: Plan) -> Iterator[_Module]:
         for item in items:
             if isinstance(item, PassthroughTensor):
                 yield _Module(item.tensor.module, item, shard)
-            else:
-                for weight in item.layers if isinstance(item, StackedTensor) else (item,):
-                    yield _Module(weight.module, weight, shard)
+            for weight in weights_of_tensor(item):
+                yield _Module(weight.module, weight, shard)
 
 
 def _group_key(plan: Plan, module: _Module) -> tuple[object, ...]:

@@ -277,8 +277,7 @@ class Layout:
         sizes: dict[tuple[str, tuple[int, int], Format | None], int] = {}
 
         def size(weight: Weight) -> int:
-            decision = decisions.overrides.get(weight.module)
-            scheme = decisions.scheme if decision is None else decision.scheme
+            scheme = decisions.of(weight.module).scheme
             key = weight.source.dtype, weight.shape, None if scheme is None else stored_as(weight, scheme)
             if key not in sizes:
                 sizes[key] = sum(info.nbytes for info in output_tensors(weight, scheme))
@@ -287,12 +286,9 @@ class Layout:
         nbytes = {name: 0 for name, items in decisions.items.items() if items}
         for name in nbytes:
             for item in decisions.items[name]:
-                if isinstance(item, Weight):
-                    nbytes[name] += size(item)
-                elif isinstance(item, StackedTensor):
-                    nbytes[name] += sum(map(size, item.layers))
-                else:
+                if isinstance(item, PassthroughTensor):
                     nbytes[name] += item.tensor.nbytes
+                nbytes[name] += sum(map(size, weights_of_tensor(item)))
         return tuple(Shard(name, total) for name, total in nbytes.items())
 
     def sources(self, shard: str) -> set[str]:
