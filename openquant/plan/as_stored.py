@@ -46,5 +46,5 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
         if not small and not in_mtp_layer and rule.split is not None:
             shape = (info.shape[-2], info.shape[-1])
             layers.append((Weight(info.module, rule.name_template, info, shape), weight and weight.format))
-    lines = plan_lines(Decisions(None, {"": items}, {}, {}, {}))
+    lines = plan_lines(Decisions(None, {"": items}))
     return estimate_serving(lines, entry, config, check_parallel_sizes(decoded, entry, layers, None), output=False)

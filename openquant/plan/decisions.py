@@ -150,9 +150,9 @@ class Decisions:
 
     scheme: Scheme | None
     items: dict[str, list[Item]]
-    layers: dict[str, Weight]
-    fused: dict[str, tuple[str, ...]]
-    overrides: dict[str, Decision]
+    layers: dict[str, Weight] = field(default_factory=dict)
+    fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    overrides: dict[str, Decision] = field(default_factory=dict)
     input_absmax: Mapping[str, float] = field(default_factory=dict)
     rounded: Mapping[str, TensorPlace] | None = None
 

@@ -47,4 +47,4 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         items[decoded.where[info.name].shard].append(kept)
     entry = ModuleRules(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
     notes = tuple(left_behind(checkpoint, weights.values()))
-    return Plan(checkpoint, decoded, entry, PlanOptions(), Decisions(None, items, {}, {}, {}), {}, (), notes, identity)
+    return Plan(checkpoint, decoded, entry, PlanOptions(), Decisions(None, items), {}, (), notes, identity)

@@ -215,7 +215,7 @@ def make_plan(
     # Decide.
     fused = entry.fused_groups(layers)
     input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
-    decisions = Decisions(scheme, items, layers, fused, {}, input_absmax)
+    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax)
     if stored:
         requested = schemes_of_output(stored, layers)
     else:

@@ -69,7 +69,7 @@ def make_unchanged_plan(
     cache_notes = add_scales(items, decoded, attentions, options.calibration)
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
-    decisions = Decisions(None, items, {}, {}, {})
+    decisions = Decisions(None, items)
     notes = (*entry_notes(model), *cache_notes, *serving_notes(model, decisions), *engine_notes(entry, decisions))
     parallel = check_parallel_sizes(decoded, entry, ((layer, None) for layer in layers.values()), options.tp)
     return Plan(checkpoint, decoded, entry, options, decisions, with_fp8_cache(DENSE), parallel, notes, identity)
