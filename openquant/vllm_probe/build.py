@@ -138,7 +138,7 @@ def _question(checkpoint: Checkpoint) -> Question | EngineFailed:
         return EngineFailed(f"config.json counts {short_repr(count)} layers", "nobody builds so many")
     shapes = sample_layers({info.name: info.shape for info in decoded.tensors.values()})
     if len(shapes) > MOST_TENSORS:
-        return EngineFailed(f"{len(shapes)} of its tensors are not pattern", "no engine loads so many")
+        return EngineFailed(f"{len(shapes)} of its tensors differ in more than the layer", "no engine loads so many")
     return Question(config, shapes)
 
 

@@ -483,3 +483,16 @@ def test_a_few_layers_of_each_kind_are_asked_about() -> None:
 
 def test_nothing_is_said_of_generic_that_is_not_of_it() -> None:
     assert architecture_from_json(architecture_to_json(replace(GENERIC, decided="x")), NAME) == GENERIC
+
+
+def test_an_engine_is_not_asked_about_more_tensors_or_layers_than_any_model_has(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(source)
+    monkeypatch.setattr(build, "MOST_TENSORS", 1)
+    with pytest.raises(PlanError, match=r"^\d+ of its tensors differ in more than the layer$") as refused:
+        build.build_architecture(checkpoint, Path("no-interpreter"))
+    assert refused.value.hint == "no engine loads so many"
+    monkeypatch.setattr(build, "MOST_LAYERS", 0)
+    with pytest.raises(PlanError, match=r"^config.json counts \d+ layers$"):
+        build.build_architecture(checkpoint, Path("no-interpreter"))
