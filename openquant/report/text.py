@@ -127,7 +127,7 @@ def serving_lines(source: Serving, output: Serving) -> list[str]:
     if cache is not None:
         sequence = f" and {gigabytes(cache.per_sequence(False))} a sequence" if cache.per_sequence(False) else ""
         token = gigabytes(cache.per_token(False))
-        legend = f"KV cache {token} a token{sequence}; the fewest GPUs: tokens of context, with that in FP8"
+        legend = f"KV cache {token} a token{sequence}; fewest GPUs: tokens with a bfloat16 cache, with an FP8 cache"
     rows = [["", *(f"{size} GB" for size in GPU_GB)]]
     for name, serving in (("source", source), ("output", output)):
         rows.append([name])
