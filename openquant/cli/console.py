@@ -334,7 +334,7 @@ class Terminal(Reporter):
         self._opened(source, output)
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
-        """Print the plan, or if `quiet` only its notes, on stderr. Of a second plan, print what is new."""
+        """Print the plan on stdout; if `quiet`, only the notes, on stderr. Of a second plan, print what is new."""
         self.close()
         before, self.plan = self.plan, plan
         if self.quiet:

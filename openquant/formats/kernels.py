@@ -66,7 +66,11 @@ class Loops(Protocol):
         zero_point: Floats | None = None,
         /,
     ) -> None:
-        """Dequantize codes into `out`, float32 [rows, cols]."""
+        """Dequantize rows of a matrix into `out`, float32 [rows, cols], from row `low` of the matrix on.
+
+        Codes are uint8 [rows, cols / codes per byte]; `scale` and `zero_point` are float32 [groups along these rows,
+        groups of a row].
+        """
 
     def first_unsound(self, codes: Codes, number: Number, /) -> int | None:
         """Return the position of the first NaN among codes, uint8 of any shape; None if there is none."""

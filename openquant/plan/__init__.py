@@ -10,7 +10,7 @@ engines           which engines load an output; what none can load stops the pla
 config            the output's config.json, and questions about it
 ignore_list       the quantization_config, with modules as engines look them up: ignore list, targets of other schemes
 tensor_parallel   the tensor-parallel sizes that can serve the output
-layout            a shard's header and offsets, and the jobs that write it
+layout            a shard's header, the order and offsets of its tensors, and the jobs that write it
 kv_cache, input_scales, gptq, transforms    what a calibration adds to a plan
 serving, as_stored    memory that GPUs need to serve source and output, or a checkpoint without a plan
 notes, missing    notes for the user

@@ -82,14 +82,14 @@ def output_notes(
 
 
 def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:
-    """Return a note about tensors of the source that the output lacks.
+    """Return a note about tensors beside quantized weights that engines refuse, and that the output leaves out.
 
     Args:
         checkpoint: the opened source.
         weights: the weights that are quantized in the source.
 
     Returns:
-        A list of one sentence; empty if the output has all.
+        A list of one sentence that names them; empty if there are none. Scales of decoded weights do not count.
     """
     names = unread_tensors(checkpoint.tensors, weights)
     return [f"left out, as engines refuse them: {', '.join(collapse(names))}"] if names else []

@@ -94,7 +94,7 @@ class PassProgress:
         self._report()
 
     def more_done(self, tokens: int) -> None:
-        """Note that so many of the tokens after the layers are computed."""
+        """Note that so many more of the tokens after the layers are computed."""
         self._done += tokens
         self._report()
 

@@ -68,7 +68,7 @@ class Headers:
     scales: set[str]
 
     def place(self, name: str) -> str:
-        """A tensor for a message: "model.safetensors: lm_head.weight"."""
+        """A stored tensor, by its full name, for a message: "model.safetensors: lm_head.weight"."""
         return f"{self.checkpoint.where[name].shard}: {name}"
 
     def owner(self, name: str) -> str | None:
