@@ -72,19 +72,17 @@ QWEN3_MOE = model(
 
 # Stacked experts [E, 2I, H] and [E, H, I] are siblings of the module in which vLLM has them; split ones have the usual
 # names in it (vLLM models/granitemoehybrid.py:409, models/granitemoe.py:305).
-GRANITE_EXPERTS = replace(
-    routed(
+GRANITE_EXPERTS = routed(
+    ".block_sparse_moe.experts",
+    experts=ExpertLayout(
         ".block_sparse_moe.experts",
-        experts=ExpertLayout(
-            ".block_sparse_moe.experts",
-            stacked=(
-                StackedExperts("input_linear", ("gate_proj", "up_proj")),
-                StackedExperts("output_linear", ("down_proj",)),
-            ),
-            beside=True,
+        stacked=(
+            StackedExperts("input_linear", ("gate_proj", "up_proj")),
+            StackedExperts("output_linear", ("down_proj",)),
         ),
+        beside=True,
     ),
-    keep=(Keep(".block_sparse_moe.router.layer", ROUTER),),
+    router=".block_sparse_moe.router.layer",
 )
 # transformers loads stacked experts only.
 GRANITE_MOE = model("GraniteMoeForCausalLM", ATTENTION, GRANITE_EXPERTS, transformers_reads_blocks=False)
@@ -103,18 +101,16 @@ GRANITE_MOE_SHARED = model(
 GRANITE_MOE_SWA = model(
     "GraniteMoeSWAForCausalLM",
     ATTENTION,
-    replace(
-        routed(
+    routed(
+        ".block_sparse_moe.experts",
+        experts=ExpertLayout(
             ".block_sparse_moe.experts",
-            experts=ExpertLayout(
-                ".block_sparse_moe.experts",
-                stacked=(
-                    StackedExperts("gate_up_proj", ("gate_proj", "up_proj")),
-                    StackedExperts("down_proj", ("down_proj",)),
-                ),
+            stacked=(
+                StackedExperts("gate_up_proj", ("gate_proj", "up_proj")),
+                StackedExperts("down_proj", ("down_proj",)),
             ),
         ),
-        keep=(Keep(".block_sparse_moe.router", ROUTER),),
+        router=".block_sparse_moe.router",
     ),
     GRANITE_SHARED,
     transformers_reads_blocks=False,
@@ -127,7 +123,7 @@ HUNYUAN_MOE = model(
     ATTENTION,
     MLP,
     gated(".mlp.shared_mlp"),
-    replace(ROUTED, keep=(Keep(".mlp.gate.wg", ROUTER),)),
+    routed(".mlp.experts", router=".mlp.gate.wg"),
     # Not as close as the others.
     transformers_reads_blocks=False,
     sglang=SGLangLimits(head=HEAD_IN_BFLOAT16, uniform_formats=FORMATS),
@@ -178,7 +174,7 @@ HY_V3 = model(
     "HYV3ForCausalLM",
     attention(listed_as="qkv_proj"),
     *(gated(path, listed_as="gate_up_proj") for path in (".mlp", ".mlp.shared_mlp")),
-    replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
+    routed(".mlp.experts", router=".mlp.router.gate"),
     draft_layers="num_hidden_layers",
 )
 
@@ -190,7 +186,7 @@ AFMOE = model(
     LayerPart((".self_attn.gate_proj",), splits=(ParallelSplit(".self_attn.gate_proj", "out", HEADS),)),
     MLP,
     SHARED_EXPERTS,
-    replace(ROUTED, keep=(Keep(".mlp.router.gate", ROUTER),)),
+    routed(".mlp.experts", router=".mlp.router.gate"),
     # models/afmoe.py:513
     head_refused=NAMELESS_HEAD,
     # SGLang models/afmoe.py:285 computes with the experts' codes and passes no scale on.
@@ -233,15 +229,13 @@ GPT_OSS = model(
 )
 
 # The Hub's files have stacks [E, 2I, H] and [E, H, I]; transformers saves a module for each expert.
-STACKED_EXPERTS = replace(
-    ROUTED,
-    experts=(
-        ExpertLayout(
-            ".mlp.experts",
-            stacked=(
-                StackedExperts("gate_up_proj", ("gate_proj", "up_proj")),
-                StackedExperts("down_proj", ("down_proj",)),
-            ),
+STACKED_EXPERTS = routed(
+    ".mlp.experts",
+    experts=ExpertLayout(
+        ".mlp.experts",
+        stacked=(
+            StackedExperts("gate_up_proj", ("gate_proj", "up_proj")),
+            StackedExperts("down_proj", ("down_proj",)),
         ),
     ),
 )
@@ -253,18 +247,16 @@ LLAMA4 = model(
     ATTENTION,
     gated(".feed_forward"),
     gated(".feed_forward.shared_expert"),
-    replace(
-        routed(
+    routed(
+        ".feed_forward.experts",
+        experts=ExpertLayout(
             ".feed_forward.experts",
-            experts=ExpertLayout(
-                ".feed_forward.experts",
-                stacked=(
-                    StackedExperts("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
-                    StackedExperts("down_proj", ("down_proj",), transposed=True),
-                ),
+            stacked=(
+                StackedExperts("gate_up_proj", ("gate_proj", "up_proj"), transposed=True),
+                StackedExperts("down_proj", ("down_proj",), transposed=True),
             ),
         ),
-        keep=(Keep(".feed_forward.router", ROUTER),),
+        router=".feed_forward.router",
     ),
     # transformers 5.19 does not find split experts and initializes new ones.
     transformers_reads_blocks=False,

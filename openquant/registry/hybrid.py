@@ -268,7 +268,7 @@ JAMBA = model(
         states=(RecurrentState(".mamba.conv1d", ("mamba_expand", "hidden_size", "mamba_d_state")),),
     ),
     gated(".feed_forward"),
-    replace(routed(".feed_forward.experts"), keep=(Keep(".feed_forward.router", ROUTER),)),
+    routed(".feed_forward.experts", router=".feed_forward.router"),
     renames=((".self_attn.", "."),),
     # models/jamba.py:426
     head_refused=f"{VLLM} builds it without a quantization",

@@ -9,7 +9,6 @@ from .architecture import (
     EMBEDDING,
     HEAD,
     MTP_LAYER,
-    ROUTER,
     CachedRows,
     ExpertLayout,
     FusedLayers,
@@ -108,7 +107,7 @@ DEEPSEEK_V4 = model(
     SHARED_KEYS,
     V4_DRAFTS,
     gated(".ffn.shared_experts", "w1", "w3", "w2"),
-    replace(routed(".ffn.experts", "w1", "w3", "w2"), keep=(Keep(".ffn.gate{,.tid2eid}", ROUTER),)),
+    routed(".ffn.experts", "w1", "w3", "w2", router=".ffn.gate{,.tid2eid}"),
     layers="layers.*",
     keep=(
         Keep("embed", EMBEDDING.why, divided=True),
@@ -173,7 +172,7 @@ LONGCAT = model(
     "LongcatFlashForCausalLM",
     latent(".self_attn.*"),
     gated(".mlps.*"),
-    replace(ROUTED, keep=(Keep(".mlp.router.classifier", ROUTER),)),
+    routed(".mlp.experts", router=".mlp.router.classifier"),
     # vLLM models/longcat_flash_mtp.py, which has no packed_modules_mapping.
     LayerPart(
         (),

@@ -7,7 +7,6 @@ from dataclasses import replace
 from ..version import VLLM
 from .architecture import (
     MTP_LAYER,
-    ROUTER,
     CachedRows,
     ExpertLayout,
     FusedLayers,
@@ -62,16 +61,13 @@ MIMO_V2 = replace(
 
 # Stacks [E, out, in] of one projection each, siblings of the router. vLLM (models/step3p5.py:683) also reads separate
 # experts, below `moe.experts`.
-STEP_EXPERTS = replace(
-    routed(
+STEP_EXPERTS = routed(
+    ".moe.experts",
+    experts=ExpertLayout(
         ".moe.experts",
-        experts=ExpertLayout(
-            ".moe.experts",
-            stacked=tuple(StackedExperts(name, (name,)) for name in ("gate_proj", "up_proj", "down_proj")),
-            beside=True,
-        ),
+        stacked=tuple(StackedExperts(name, (name,)) for name in ("gate_proj", "up_proj", "down_proj")),
+        beside=True,
     ),
-    keep=(Keep(".moe.gate", ROUTER),),
 )
 GROUPS = "num_attention_groups"
 STEP3P5 = model(

@@ -89,8 +89,9 @@ def routed(
     up: str = "up_proj",
     down: str = "down_proj",
     experts: ExpertLayout | None = None,
+    router: str | None = None,
 ) -> LayerPart:
-    """Return routed experts below `path`, one gated MLP each, and the router: a module named "gate" beside `path`.
+    """Return routed experts below `path`, one gated MLP each, and the router.
 
     Args:
         path: pattern of the experts' module, relative to the decoder layer: ".mlp.experts".
@@ -98,13 +99,14 @@ def routed(
         up: last segment of the name of an expert's up projection.
         down: last segment of the name of an expert's down projection.
         experts: how the checkpoint stores them; separate tensors if None.
+        router: pattern of the router's module; one named "gate" beside `path` if None.
 
     Returns:
         Patterns of the experts' projections and the router, and how engines fuse and divide them.
     """
     expert = gated(f"{path}.*", gate, up, down, sglang=None)
-    router = Keep(f"{path.rsplit('.', 1)[0]}.gate", ROUTER)
-    return replace(expert, experts=(experts or ExpertLayout(path),), keep=(router,))
+    kept = Keep(router or f"{path.rsplit('.', 1)[0]}.gate", ROUTER)
+    return replace(expert, experts=(experts or ExpertLayout(path),), keep=(kept,))
 
 
 def model(
