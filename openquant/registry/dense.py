@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..version import VLLM
 from .architecture import (
     MTP_LAYER,
     ROUTER,
@@ -20,6 +19,7 @@ from .architecture import (
 )
 from .parts import (
     ATTENTION,
+    BUILT_UNQUANTIZED,
     FORMATS,
     FUSED_NAMES,
     GATE_UP_TENSOR,
@@ -198,7 +198,7 @@ OPT = model(
     ),
     spellings=(("model.decoder.", "decoder."),),
     # models/opt.py:376
-    head_refused=f"{VLLM} builds it without a quantization",
+    head_refused=BUILT_UNQUANTIZED,
 )
 # vLLM models/gpt_j.py; older files also hold the attention mask.
 GPT_J = model(

@@ -18,6 +18,7 @@ from .architecture import (
 )
 from .parts import (
     ATTENTION,
+    BUILT_UNQUANTIZED,
     FORMATS,
     HEAD_IN_BFLOAT16,
     HEADS,
@@ -49,7 +50,7 @@ PHI_MOE = replace(
     name="PhiMoEForCausalLM",
     spellings=(),
     # models/phimoe.py:511
-    head_refused=f"{VLLM} builds it without a quantization",
+    head_refused=BUILT_UNQUANTIZED,
     sglang=SGLangLimits(),
 )
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..version import VLLM
 from .architecture import CachedRows, FusedLayers, Keep, ParallelSplit, Refusal, SGLangLimits
 from .experts import ROUTED, SHARED_EXPERTS
-from .parts import HEADS, KV_HEADS, NAMELESS_CACHE, NO_GROUPS, ONES_TAKEN, LayerPart, gated, model
+from .parts import BUILT_UNQUANTIZED, HEADS, KV_HEADS, NAMELESS_CACHE, NO_GROUPS, ONES_TAKEN, LayerPart, gated, model
 
 MLP = LayerPart(
     (".mlp.{dense_h_to_4h,dense_4h_to_h}",),
@@ -62,7 +61,7 @@ BLOOM = model(
     layers="{transformer.h,h}.*",
     keep=(Keep("{transformer.word_embeddings,word_embeddings}", "embedding", divided=True),),
     spellings=(("transformer.h.", "h."),),
-    head_refused=f"{VLLM} builds it without a quantization",
+    head_refused=BUILT_UNQUANTIZED,
 )
 
 # Run by the engines' Transformers backends, which leave the interleaved heads as they are.

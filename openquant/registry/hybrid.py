@@ -20,6 +20,7 @@ from .experts import DRAFTED_MLPS, GRANITE_EXPERTS, GRANITE_SHARED, MTP, ROUTED,
 from .latent import INDEXER, LATENT, latent
 from .parts import (
     ATTENTION,
+    BUILT_UNQUANTIZED,
     HEADS,
     KV_HEADS,
     MLP,
@@ -59,7 +60,7 @@ QWEN3_NEXT = model(
     ROUTED,
     keep=(MTP,),
     # models/qwen3_next.py:851
-    head_refused=f"{VLLM} builds it without a quantization",
+    head_refused=BUILT_UNQUANTIZED,
     sglang=SGLangLimits(
         (Refusal("tensor", "fp8", "it asks in_proj_qkvz for four scales", "--scheme channel and -w 128 load"),),
         # SGLang models/qwen3_next.py:311
@@ -142,7 +143,7 @@ QWEN4_EXP = model(
         Keep("{model,model.language_model}.hyper_connection_mixer.*", STREAMS),
     ),
     # models/qwen4_exp/nvidia/model.py:751
-    head_refused=f"{VLLM} builds it without a quantization",
+    head_refused=BUILT_UNQUANTIZED,
     # models/qwen4_exp/nvidia/qsa.py:365, for a config with a kv_cache_scheme.
     cache_refused=f"{VLLM} refuses a config that says so",
     # SGLang models/qwen4_exp.py:1826
@@ -176,7 +177,6 @@ KIMI_LINEAR = model(
 
 # vLLM models/glm5next/common/model.py:397 and models/glm5next/common/kda.py:211 build all attention without
 # quantization, whatever the files have.
-NO_ATTENTION = f"{VLLM} builds it without a quantization"
 GLM5_NEXT = model(
     "Glm5NextForCausalLM",
     LayerPart(
@@ -189,10 +189,10 @@ GLM5_NEXT = model(
         keep=(
             Keep(
                 ".self_attn.{q_proj,k_proj,v_proj,b_proj,f_b_proj,g_b_proj,q_b_proj,kv_b_proj,o_proj}",
-                NO_ATTENTION,
+                BUILT_UNQUANTIZED,
                 divided=True,
             ),
-            Keep(".self_attn.{f_a_proj,g_a_proj,q_a_proj,kv_a_proj_with_mqa}", NO_ATTENTION),
+            Keep(".self_attn.{f_a_proj,g_a_proj,q_a_proj,kv_a_proj_with_mqa}", BUILT_UNQUANTIZED),
             Keep(".self_attn.{q,k,v}_conv1d", CONVOLUTION),
             Keep(
                 ".self_attn.indexer.{wq_b,wk,weights_proj,index_kpool_compress_ape,index_kpool_compress_gate}",
@@ -249,7 +249,7 @@ MAMBA2_ALONE = model(
     layers="backbone.layers.*",
     keep=(Keep("backbone.embeddings", "embedding", divided=True),),
     # models/mamba2.py:202
-    head_refused=f"{VLLM} builds it without a quantization",
+    head_refused=BUILT_UNQUANTIZED,
     cache_refused="it keeps states alone",
 )
 
@@ -261,7 +261,7 @@ JAMBA = model(
     LayerPart(
         (),
         keep=(
-            Keep(".mamba.{in_proj,x_proj,dt_proj,out_proj}", NO_ATTENTION, divided=True),
+            Keep(".mamba.{in_proj,x_proj,dt_proj,out_proj}", BUILT_UNQUANTIZED, divided=True),
             Keep(".mamba.conv1d", CONVOLUTION),
             Keep(".mamba.A_log", "decay of a state"),
         ),
@@ -271,7 +271,7 @@ JAMBA = model(
     routed(".feed_forward.experts", router=".feed_forward.router"),
     renames=((".self_attn.", "."),),
     # models/jamba.py:426
-    head_refused=f"{VLLM} builds it without a quantization",
+    head_refused=BUILT_UNQUANTIZED,
     cache_refused=NAMELESS_CACHE,
 )
 
@@ -285,7 +285,7 @@ FALCON_H1 = model(
     renames=((".self_attn.", "."), (".mamba.", ".mixer."), (".feed_forward.", ".mlp.")),
     beyond=((".mamba.", "model.{}.mixer."),),
     # models/falcon_h1.py:597
-    head_refused=f"{VLLM} builds it without a quantization",
+    head_refused=BUILT_UNQUANTIZED,
 )
 
 LFM2_MIXERS = (

@@ -18,7 +18,7 @@ from .architecture import (
     SGLangLimits,
 )
 from .experts import DRAFTED_MLPS, ROUTED, STACKED_EXPERTS
-from .parts import HEADS, MLP, STREAMS, LayerPart, gated, model, routed
+from .parts import BUILT_UNQUANTIZED, HEADS, MLP, STREAMS, LayerPart, gated, model, routed
 
 
 # Latent attention (MLA). vLLM dequantizes kv_b_proj at load (layers/quantization/utils/quant_utils.py:511), so
@@ -122,7 +122,7 @@ DEEPSEEK_V4 = model(
     spellings=(("layers.", "model.layers."),),
     renames=((".shared_experts.w2", ".shared_experts.down_proj"),),
     # models/deepseek_v4/nvidia/model.py:1831 builds it without a quantization.
-    head_refused=f"{VLLM} builds it without a quantization",
+    head_refused=BUILT_UNQUANTIZED,
     transformers_reads_blocks=False,
     # models/deepseek_v4/attention.py:93
     cache_refused=f"{VLLM} has scales of its own in its cache, which is in FP8 as it is",

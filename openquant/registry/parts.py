@@ -174,6 +174,9 @@ ATTENTION, MLP = attention(), gated(".mlp")
 IF_ENABLED = SlidingWindows(enabled_by="use_sliding_window")
 PATTERN = "sliding_window_pattern"
 
+# Why vLLM cannot load a quantized layer, mostly the output head.
+BUILT_UNQUANTIZED = f"{VLLM} builds it without a quantization"
+
 # Facts about SGLang, each found by running its loader (tests/serve/test_sglang.py).
 # models/llama.py:723 and llama4's rename every weight_scale_inv to weight_scale, which block layers do not have.
 SCALES_LOST = SGLangLimits(
