@@ -40,7 +40,7 @@ from ..formats.schemes import MXFP4
 from ..models import MODELS
 from ..patterns import compile_any, template
 from ..registry.architecture import absolute_patterns
-from .packed_columns import packed_columns
+from .packed_columns import DAMAGED, name_and_type, packed_columns
 from .per_rank import per_rank_projections
 from .weight import Weight
 
@@ -63,7 +63,6 @@ _SCALE_SUFFIXES = ("_scale", "_scale_inv")
 _STACK_SUFFIXES = ("_weight_scale", f"_{INPUT_SCALE}")
 # Other tensors of a quantized layer. Mistral calls the first one by the second name.
 _COMPANIONS = (INPUT_SCALE, "activation_scale", "input_global_scale", "weight_shape")
-_DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 # Endings of names that only quantized checkpoints have.
 _QUANTIZED = (
     ".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}", ".qweight", ".weight_packed", ".weight.absmax",
@@ -263,7 +262,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
         return checkpoint, {}
     all_pairs = list(pairs(checkpoint.tensors, quantization))
     for _, message in stored_twice(checkpoint.tensors, all_pairs):
-        raise SourceError(message, _DAMAGED)
+        raise SourceError(message, DAMAGED)
     # A tensor that is stored per rank holds several weights.
     by_codes: dict[str, list[Weight]] = {}
     hidden: set[str] = set()
@@ -278,7 +277,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
         for weight in by_codes.get(info.name, ()):
             source = weight.source
             if source.name != info.name and source.name in checkpoint.tensors:
-                raise SourceError(f"{source.name} is there twice, as {info.name} too", _DAMAGED)
+                raise SourceError(f"{source.name} is there twice, as {info.name} too", DAMAGED)
             tensors[source.name] = source
             where[source.name] = checkpoint.where[info.name]
             weights[source.name] = weight
@@ -347,7 +346,7 @@ def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterato
             weights = [_columns(checkpoint, pair, pair.fmt)]
         elif info.name.endswith(".qweight"):
             raise SourceError(
-                f"{_described(info)}, but config.json does not say that its layer is in AWQ or GPTQ", _DAMAGED
+                f"{name_and_type(info)}, but config.json does not say that its layer is in AWQ or GPTQ", DAMAGED
             )
         elif pair.packed or info.dtype == "U8":
             weights = [_blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)]
@@ -356,7 +355,7 @@ def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterato
         elif info.dtype in CODES and (info.name.endswith(".weight") or len(info.shape) == 3):
             weights = [_unpacked(pair)]
         else:
-            raise PlanError(f"{_described(info)}, which is not supported", "start from the unquantized model")
+            raise PlanError(f"{name_and_type(info)}, which is not supported", "start from the unquantized model")
         for weight in weights:
             yield weight, pair
 
@@ -365,9 +364,9 @@ def _unpacked(pair: CodesAndScale) -> Weight:
     """Check a weight with one code in each element."""
     info, fmt = pair.codes, _required_format(pair)
     if len(info.shape) not in (2, 3) or 0 in info.shape:
-        raise SourceError(f"{_described(info)}, neither a matrix nor a stack of them", _DAMAGED)
+        raise SourceError(f"{name_and_type(info)}, neither a matrix nor a stack of them", DAMAGED)
     if fmt.number.dtype != info.dtype:
-        raise SourceError(f"{info.name} is {info.dtype}, but config.json has its layer as {fmt.number.title}", _DAMAGED)
+        raise SourceError(f"{info.name} is {info.dtype}, but config.json has its layer as {fmt.number.title}", DAMAGED)
     shape = info.shape[-2], info.shape[-1]
     if len(info.shape) == 3:
         return _stack(pair, shape, fmt)
@@ -407,7 +406,7 @@ def _input_scale(pair: CodesAndScale) -> TensorInfo | None:
 def _columns(checkpoint: Checkpoint, pair: CodesAndScale, fmt: Format) -> Weight:
     """Check a weight that is stored transposed (AutoAWQ, GPTQ)."""
     if not pair.codes.name.endswith(f".{fmt.codes}"):
-        raise SourceError(f"{_described(pair.codes)}, but config.json has its layer as {fmt.codes}", _DAMAGED)
+        raise SourceError(f"{name_and_type(pair.codes)}, but config.json has its layer as {fmt.codes}", DAMAGED)
     shape, parts = packed_columns(pair.module, pair.codes, fmt, checkpoint.tensors.get)
     return _weight(pair, shape, fmt, parts[1])._replace(parts=parts)
 
@@ -417,7 +416,7 @@ def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
     fmt, info = _required_format(pair), pair.codes
     if fmt.number.per_item == 1 or info.dtype != fmt.number.dtype or len(info.shape) != 2:
         raise PlanError(
-            f"{_described(info)}, which is not how {fmt.label} of {fmt.number.title} is packed",
+            f"{name_and_type(info)}, which is not how {fmt.label} of {fmt.number.title} is packed",
             "start from the unquantized model",
         )
     global_scale = _global_scale(pair, fmt)
@@ -433,7 +432,7 @@ def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
     shape_tensors = tuple(info for info in pair.companions if info.name.endswith(".weight_shape"))
     for info in shape_tensors:
         if info.shape != (2,) or info.dtype not in ("I32", "I64"):
-            raise SourceError(f"{_described(info)}, not two integers", _DAMAGED)
+            raise SourceError(f"{name_and_type(info)}, not two integers", DAMAGED)
     weight = _weight(pair, shape, fmt, _scale(pair, fmt, shape))
     input_scale = _input_scale(pair) if fmt.input_global_scale else None
     if input_scale is not None:
@@ -448,7 +447,7 @@ def _global_scale(pair: CodesAndScale, fmt: Format) -> tuple[TensorInfo, ...]:
     info = pair.global_scale
     if info is None:
         raise SourceError(
-            f"{pair.codes.name} has no global scale: {fmt.shared_scale_name(pair.module)} is missing", _DAMAGED
+            f"{pair.codes.name} has no global scale: {fmt.shared_scale_name(pair.module)} is missing", DAMAGED
         )
     _require_single(info)
     return (info,)
@@ -456,7 +455,7 @@ def _global_scale(pair: CodesAndScale, fmt: Format) -> tuple[TensorInfo, ...]:
 
 def _require_single(info: TensorInfo) -> None:
     if info.dtype != "F32" or math.prod(info.shape) != 1:
-        raise SourceError(f"{_described(info)}, not a single F32", _DAMAGED)
+        raise SourceError(f"{name_and_type(info)}, not a single F32", DAMAGED)
 
 
 def _zero_points(pair: CodesAndScale, fmt: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
@@ -465,12 +464,12 @@ def _zero_points(pair: CodesAndScale, fmt: Format, shape: tuple[int, int]) -> tu
     if expected is None:
         return ()
     if info is None:
-        raise SourceError(f"{pair.codes.name} has no zero points: {expected.name} is missing", _DAMAGED)
+        raise SourceError(f"{pair.codes.name} has no zero points: {expected.name} is missing", DAMAGED)
     if info != expected:
         raise SourceError(
-            f"{_described(info)}, for {list(shape)} with {fmt.label} it must be {expected.dtype} "
+            f"{name_and_type(info)}, for {list(shape)} with {fmt.label} it must be {expected.dtype} "
             f"{list(expected.shape)}",
-            _DAMAGED,
+            DAMAGED,
         )
     return (info,)
 
@@ -479,12 +478,12 @@ def _blocks(pair: CodesAndScale) -> Weight:
     """Check a stack of experts in MXFP4 blocks, as gpt-oss has them."""
     fmt, info, scale = _required_format(pair), pair.codes, pair.scale
     if fmt.number != E2M1 or len(info.shape) != 4 or info.shape[3] != 16:
-        raise SourceError(f"{_described(info)}, not MXFP4 blocks of 16 bytes", _DAMAGED)
+        raise SourceError(f"{name_and_type(info)}, not MXFP4 blocks of 16 bytes", DAMAGED)
     experts, rows, groups, _ = info.shape
     if scale is None:
-        raise SourceError(f"{info.name} has no scale: {fmt.scale_of(pair.name)} is missing", _DAMAGED)
+        raise SourceError(f"{info.name} has no scale: {fmt.scale_of(pair.name)} is missing", DAMAGED)
     if (scale.dtype, scale.shape) != ("U8", info.shape[:3]):
-        raise SourceError(f"{_described(scale)}, for {info.name} it must be U8 {list(info.shape[:3])}", _DAMAGED)
+        raise SourceError(f"{name_and_type(scale)}, for {info.name} it must be U8 {list(info.shape[:3])}", DAMAGED)
     source = TensorInfo(pair.name, DECODED_DTYPE, (experts, groups * 32, rows))
     return _weight(pair, (rows, groups * 32), fmt, scale)._replace(source=source, decodes_transposed=True)
 
@@ -509,7 +508,7 @@ def _weight(pair: CodesAndScale, shape: tuple[int, int], fmt: Format, scale: Ten
 def _required_format(pair: CodesAndScale) -> Format:
     if pair.fmt is None:
         info = pair.codes
-        raise SourceError(f"{info.name} is {info.dtype}, but no config group of config.json targets it", _DAMAGED)
+        raise SourceError(f"{info.name} is {info.dtype}, but no config group of config.json targets it", DAMAGED)
     return pair.fmt
 
 
@@ -532,19 +531,15 @@ def _any_scale(pair: CodesAndScale, fmt: Format) -> TensorInfo:
     if scale is None:
         raise SourceError(f"{pair.codes.name} has no scale: {fmt.scale_of(pair.name)} is missing", _UNKNOWN_LAYOUT)
     if scale.dtype not in fmt.scale_dtypes and scale.dtype not in ("F32", "F8_E8M0"):
-        raise SourceError(f"{scale.name} is {scale.dtype}, not {' or '.join(fmt.scale_dtypes)}", _DAMAGED)
+        raise SourceError(f"{scale.name} is {scale.dtype}, not {' or '.join(fmt.scale_dtypes)}", DAMAGED)
     return scale
-
-
-def _described(info: TensorInfo) -> str:
-    return f"{info.name} is {info.dtype} {list(info.shape)}"
 
 
 def _refuse_stray_scales(tensors: dict[str, TensorInfo], weights: Mapping[str, Weight]) -> None:
     """Refuse scales of no quantized weight, which would be copied without a meaning."""
     for name in tensors:
         if name.endswith(_STRAY_SCALES) and name not in weights:
-            raise SourceError(f"{name} is the scale of no quantized weight", _DAMAGED)
+            raise SourceError(f"{name} is the scale of no quantized weight", DAMAGED)
 
 
 def _refuse_unexplained(checkpoint: Checkpoint) -> None:

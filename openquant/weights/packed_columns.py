@@ -27,8 +27,16 @@ from .weight import Weight
 STRIP = 8 << 20
 # Most rows whose codes or zero points share a word.
 WORD_ROWS = 8
+DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 
-_DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
+
+def name_and_type(info: TensorInfo) -> str:
+    """Return a tensor's name, dtype and shape for a message: "lm_head.qweight is I32 [64, 32]".
+
+    Args:
+        info: name, dtype and shape of the tensor.
+    """
+    return f"{info.name} is {info.dtype} {list(info.shape)}"
 
 
 def packed_columns(
@@ -52,12 +60,12 @@ def packed_columns(
     columns, per_word = fmt.columns, fmt.number.per_item
     assert columns is not None
     if codes.dtype != "I32" or len(codes.shape) != 2:
-        raise SourceError(f"{_described(codes)}, not a matrix of I32", _DAMAGED)
+        raise SourceError(f"{name_and_type(codes)}, not a matrix of I32", DAMAGED)
     high, wide = codes.shape
     shape = (wide, high * per_word) if columns.order is None else (wide * per_word, high)
     for size, axis in zip(shape, ("outputs", "inputs"), strict=True):
         if size % per_word:
-            raise SourceError(f"{codes.name} has {size} {axis}, which do not fill words of {per_word}", _DAMAGED)
+            raise SourceError(f"{codes.name} has {size} {axis}, which do not fill words of {per_word}", DAMAGED)
     _, groups = grid_of(fmt.group, shape)
     parts = [codes]
     expected: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
@@ -70,12 +78,12 @@ def packed_columns(
     for suffix, dtypes, sizes in expected:
         info = find(f"{module}.{suffix}")
         if info is None:
-            raise SourceError(f"{codes.name} has no {suffix}: {module}.{suffix} is missing", _DAMAGED)
+            raise SourceError(f"{codes.name} has no {suffix}: {module}.{suffix} is missing", DAMAGED)
         if info.dtype not in dtypes or info.shape != sizes:
             raise SourceError(
-                f"{_described(info)}, for {codes.name} {list(codes.shape)} with {fmt.label} it must be "
+                f"{name_and_type(info)}, for {codes.name} {list(codes.shape)} with {fmt.label} it must be "
                 f"{' or '.join(dtypes)} {list(sizes)}",
-                _DAMAGED,
+                DAMAGED,
             )
         parts.append(info)
     return shape, tuple(parts)
@@ -188,7 +196,7 @@ class ColumnReader:
             raise SourceError(
                 f"{info.name} in {self._where(info.name).shard} holds {index[outside][0]}, but there are "
                 f"{groups} groups",
-                _DAMAGED,
+                DAMAGED,
             )
         if fmt.columns.act_order:
             return index
@@ -256,7 +264,3 @@ def _ordered(raw: Bytes, number: Number, order: tuple[int, ...]) -> Codes:
     """Unpack words [rows, bytes] to codes, one a byte [rows, codes]; `order` is the place of each code in its word."""
     codes = kernels.unpack(raw, number).reshape(len(raw), -1, number.per_item)
     return codes[:, :, list(order)].reshape(len(raw), -1)
-
-
-def _described(info: TensorInfo) -> str:
-    return f"{info.name} is {info.dtype} {list(info.shape)}"
