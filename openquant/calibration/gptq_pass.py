@@ -101,7 +101,7 @@ def round_layers(
             "remove it to begin again",
         )
     observer = HessianObserver(model.model, units.values())
-    reader = Reader(plan.decoded.where, lambda shard: model.shard_provider.path(shard), loops=loops)
+    reader = Reader(plan.decoded.where, model.shard_provider.path, loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
 
     @contextmanager

@@ -106,7 +106,7 @@ def _calibrated(
     """Calibrate with parsed options; the path of the file that the first rank has written."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
     source, checkpoint = open_model(options.model, options.revision, options.stream)
-    path = Path(options.out) if options.out is not None else source.beside(f"{source.name}{SUFFIX}")
+    path = Path(options.out) if options.out is not None else source.default_path(f"{source.name}{SUFFIX}")
     option = "-o" if options.out is not None else ""
     target = calibration_destination(path, option, "name another file with -o", source, checkpoint, options, texts)
     target.require()

@@ -123,7 +123,7 @@ class Source:
             )
 
     def default_path(self, name: str) -> Path:
-        """Return the default path of an output or a calibration: `name` in the working directory.
+        """Return the default path of an output or a calibration: `name` in the working directory, as a relative path.
 
         If the working directory is the source or lies in it, the path is beside the source.
         """
