@@ -515,8 +515,9 @@ ENTRIES = (
     LLAVA,
     *(
         replace(LLAVA, name=f"{name}ForConditionalGeneration")
-        for name in ("LlavaNext", "LlavaNextVideo", "LlavaOnevision", "PaliGemma")
+        for name in ("LlavaNext", "LlavaNextVideo", "LlavaOnevision")
     ),
+    replace(LLAVA, name="PaliGemmaForConditionalGeneration", attends_ahead=True),
     replace(LLAVA, name="Cohere2VisionForConditionalGeneration", windows=WINDOWS["Cohere2"], sglang=SGLangLimits()),
     INTERNVL,
     LFM2_VL,

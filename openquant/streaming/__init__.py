@@ -8,6 +8,7 @@ interleaved                 runs forward passes unit by unit, and reads every we
 hooks                       observes or replaces the inputs of layers
 lazy_tensors                tensors as transformers loads them, read or decoded when they are indexed; `expert_stacks`
                             stacks experts
+packing                     several questions in one sequence, each computed as if it were alone
 offload                     a file for hidden states that do not fit into memory
 pass_checkpoint             a file that forward passes are saved to, so that a stopped run continues
 shard_provider, session     downloads or finds the shards that a unit needs; tokenizer, scratch space and shards of a

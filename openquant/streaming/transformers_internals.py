@@ -282,6 +282,28 @@ def cache_argument(model: PreTrainedModel) -> str:
     return next(name for name in ("cache", "cache_params", "past_key_values") if name in parameters)
 
 
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Whether layers of a model keep a state that runs from token to token, as those of Mamba do."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def tree_mask(model: PreTrainedModel, visible: torch.Tensor) -> torch.Tensor:
+    """Return a mask of four axes as the attention of a model takes it.
+
+    Args:
+        model: the model.
+        visible: whether each token attends to each other, bool [1, 1, tokens, tokens].
+
+    Returns:
+        `visible` itself for torch's attention, which adds nothing to it; else what is added to scores: 0 or the lowest
+        number, in the dtype of the model.
+    """
+    if model.config.get_text_config()._attn_implementation == "sdpa":
+        return visible
+    lowest = torch.finfo(model.dtype).min
+    return torch.zeros(visible.shape, dtype=model.dtype, device=visible.device).masked_fill(~visible, lowest)
+
+
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Return the tied parameters: name -> name of the parameter that it shares its weight with."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
