@@ -65,13 +65,17 @@ class Tokenizer:
     template: str | None
     digest: str
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens that the tokenizer would add.
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            text: the text.
+            special: whether the tokenizer adds its special tokens, such as a BOS token.
 
         Raises:
             SourceError: the tokenizer fails.
         """
-        return _encode(self.inner, text, self.where, special=False)
+        return _encode(self.inner, text, self.where, special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""

@@ -1,0 +1,54 @@
+"""Reads the tasks that the user names: files of questions, and tasks of lm-eval.
+
+tasks = read_tasks(["my.jsonl", "arc_easy"], limit=200)
+tasks.questions         # 400
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import SourceError, UsageError
+from .lm_eval_tasks import read_lm_eval_tasks
+from .questions import SeveralTasks, Tasks, read_questions
+
+# Names that end in these are files.
+_FILES, _YAML = (".json", ".jsonl"), (".yaml", ".yml")
+
+
+def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Tasks:
+    """Read tasks.
+
+    Args:
+        names: paths of files (docs/evaluation.md says which), and names of tasks of lm-eval; at least one.
+        limit: the most questions of each task; None for all.
+
+    Raises:
+        SourceError: a file or a task cannot be read.
+        UsageError: lm-eval is needed and not installed, a task is no multiple-choice task, or two have the same name.
+    """
+    parts: list[Tasks] = []
+    for_lm_eval: list[str] = []
+    task_names: list[str] = []
+    for name in names:
+        path = Path(name)
+        if path.suffix in _YAML and path.is_file():
+            for_lm_eval.append(str(path))
+        elif path.is_file():
+            task = read_questions(path, limit)
+            task_names.append(task.name)
+            parts.append(task)
+        elif path.suffix in (*_FILES, *_YAML) or path.is_dir() or isinstance(name, os.PathLike):
+            raise SourceError(f"{path} is not a file", "give a .jsonl, .json or .yaml file, or a task of lm-eval")
+        else:
+            for_lm_eval.append(str(name))
+    if for_lm_eval:
+        from_lm_eval = read_lm_eval_tasks(for_lm_eval, limit)
+        task_names += from_lm_eval.names
+        parts.append(from_lm_eval)
+    if len(set(task_names)) < len(task_names):
+        twice = next(name for name in task_names if task_names.count(name) > 1)
+        raise UsageError(f"two tasks are named {twice}", "give each once, or rename a file")
+    return parts[0] if len(parts) == 1 else SeveralTasks(parts)

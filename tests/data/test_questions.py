@@ -1,0 +1,151 @@
+"""Files of multiple-choice questions: what is read of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openquant.data.questions import read_questions
+from openquant.data.tasks import read_tasks
+from openquant.errors import OpenQuantError, SourceError, UsageError
+from support.task_files import write_big_bench, write_lines
+
+NO_FLAGS = np.zeros(99, bool)
+
+
+def test_a_line_is_a_question_as_lm_evals_arc_asks_it(tmp_path: Path) -> None:
+    file = tmp_path / "planets.jsonl"
+    lines = [
+        {"question": "Which is a planet?", "choices": ["Mars", "The Moon"], "answer": 0},
+        {"question": "Which is red?", "choices": ["a", "b", "Mars"], "answer": "Mars"},
+    ]
+    file.write_text("\n" + "\n".join(map(json.dumps, lines)))
+    task = read_questions(file, None)
+    assert (task.name, task.questions) == ("planets", 2)
+    assert list(task.requests) == [
+        ("Question: Which is a planet?\nAnswer:", " Mars"),
+        ("Question: Which is a planet?\nAnswer:", " The Moon"),
+        ("Question: Which is red?\nAnswer:", " a"),
+        ("Question: Which is red?\nAnswer:", " b"),
+        ("Question: Which is red?\nAnswer:", " Mars"),
+    ]
+    # A longer choice has more to lose: by the character "The Moon" is more probable.
+    [answers] = task.answers(np.array([-4.0, -5, -3, -1, -2]), NO_FLAGS)
+    assert answers.picked.tolist() == [0, 1]
+    assert {metric: values.tolist() for metric, values in answers.scores.items()} == {"acc": [1, 0], "acc_norm": [0, 1]}
+    assert read_questions(file, 1).questions == 1
+
+
+def test_an_example_of_big_bench_is_asked_as_it_defines_it(tmp_path: Path) -> None:
+    file = tmp_path / "some_task" / "task.json"
+    file.parent.mkdir()
+    examples = [
+        {"input": "1 + 1?", "target_scores": {"2": 1, "3": 0}},
+        {"input": "Say anything.", "target": "anything"},
+        {"input": "2 + 2?", "target_scores": {"5": 0, "4": 1, "four": 0.5}},
+    ]
+    file.write_text(json.dumps({"examples": examples, "task_prefix": "Sums."}))
+    task = read_questions(file, None)
+    assert (task.name, task.questions) == ("some_task", 2)
+    prompt = task.requests[0][0]
+    assert prompt.startswith("Sums.\nQ: 1 + 1?\n  choice: ")
+    assert prompt.endswith("\nA: ")
+    assert sorted(prompt.splitlines()[2:4]) == ["  choice: 2", "  choice: 3"]
+    assert [choice for _, choice in task.requests] == ["2", "3", "5", "4", "four"]
+    [answers] = task.answers(np.array([-1.0, -2, -3, -3, -2]), NO_FLAGS)
+    assert {metric: values.tolist() for metric, values in answers.scores.items()} == {"acc": [1, 0.5]}
+    plain = write_big_bench(tmp_path / "plain.json", append_choices_to_input=False, example_input_prefix="")
+    assert read_questions(plain, None).requests[0][0].endswith("arguments?\nA: ")
+    assert read_questions(plain, None).name == "plain"
+
+
+LINE = {"question": "Why?", "choices": ["a", "b"], "answer": 0}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"[1]", "t.jsonl line 2 is [1], not a JSON object"),
+        (b"{", "t.jsonl line 2 is not valid JSON: "),
+        (b"[" * 100 + b"]" * 100, "t.jsonl line 2 is nested more than 64 levels deep"),
+        ({**LINE, "question": 3}, "t.jsonl line 2: question is 3, not a text"),
+        ({**LINE, "question": "x" * (1 << 19)}, "t.jsonl line 2: question has more than 262,144 characters"),
+        ({**LINE, "question": "\ud800"}, "t.jsonl line 2: question is '\\ud800', which is no Unicode text"),
+        ({**LINE, "choices": ["a"]}, "t.jsonl line 2: choices is ['a'], not a list of 2 to 1000 texts"),
+        ({**LINE, "choices": ["a", " "]}, "t.jsonl line 2: a choice is ' ', which is empty"),
+        ({**LINE, "choices": ["a", "a"]}, "t.jsonl line 2: two choices are equal"),
+        ({**LINE, "answer": 2}, "t.jsonl line 2: answer is 2, neither a choice nor the index of one"),
+        ({**LINE, "answer": True}, "t.jsonl line 2: answer is True, neither a choice nor the index of one"),
+        ({**LINE, "answer": "c"}, "t.jsonl line 2: answer is 'c', neither a choice nor the index of one"),
+    ],
+)
+def test_errors_name_the_line(tmp_path: Path, line: Any, says: str) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_bytes(
+        json.dumps(LINE).encode() + b"\n" + (line if isinstance(line, bytes) else json.dumps(line).encode())
+    )
+    with pytest.raises(SourceError) as caught:
+        read_questions(file, None)
+    assert str(caught.value).startswith(says)
+    assert caught.value.hint
+
+
+EXAMPLE = {"input": "Why?", "target_scores": {"a": 1, "b": 0}}
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ([], "t.json has no list of examples"),
+        ({"examples": {}}, "t.json has no list of examples"),
+        ({"examples": [{"input": "Why?", "target": "a"}]}, "t.json has no example with target_scores: "),
+        ({"examples": [EXAMPLE, 3]}, "t.json example 2 is 3, not a JSON object"),
+        ({"examples": [{**EXAMPLE, "input": None}]}, "t.json example 1: input is None, not a text"),
+        (
+            {"examples": [{**EXAMPLE, "target_scores": {"a": 1}}]},
+            "t.json example 1: target_scores is {'a': 1}, not 2 to",
+        ),
+        (
+            {"examples": [{**EXAMPLE, "target_scores": {"a": 1, "": 0}}]},
+            "t.json example 1: a choice is '', which is empty",
+        ),
+        (
+            {"examples": [{**EXAMPLE, "target_scores": {"a": 1, "b": "0"}}]},
+            "t.json example 1: the score of 'b' is '0', not a number from 0 to 1",
+        ),
+        ({"examples": [EXAMPLE], "choice_prefix": 1}, "t.json: choice_prefix is 1, not a text"),
+        (
+            {"examples": [EXAMPLE], "append_choices_to_input": 1},
+            "t.json: append_choices_to_input is 1, not true or false",
+        ),
+    ],
+)
+def test_errors_name_the_example(tmp_path: Path, task: Any, says: str) -> None:
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps(task))
+    with pytest.raises(SourceError) as caught:
+        read_questions(file, None)
+    assert str(caught.value).startswith(says)
+
+
+def test_a_pipe_is_no_file_of_questions(tmp_path: Path) -> None:
+    (tmp_path / "here.jsonl").mkdir()
+    for path in (tmp_path / "here.jsonl", tmp_path / "nowhere.json"):
+        with pytest.raises(OpenQuantError, match=rf"^{path} is not a file$"):
+            read_tasks([str(path)], None)
+
+
+def test_several_files_are_one_list_of_requests(tmp_path: Path) -> None:
+    first, second = write_lines(tmp_path / "a.jsonl", 3), write_big_bench(tmp_path / "b" / "task.json", 2)
+    tasks = read_tasks([first, second], None)
+    assert tasks.questions == 5
+    values = -np.arange(len(tasks.requests), dtype=float)
+    answers = tasks.answers(values, NO_FLAGS[: len(values)])
+    assert [each.task for each in answers] == ["a", "b"]
+    assert [number for each in answers for number in each.requests] == list(range(len(tasks.requests)))
+    with pytest.raises(UsageError, match=r"^two tasks are named a$"):
+        read_tasks([first, write_lines(tmp_path / "a.txt")], None)
