@@ -735,6 +735,20 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         "NAME",
         choices=("fp8", "auto"),
     )
+    tasks: Sequence[str | os.PathLike[str]] = option(
+        (),
+        "Multiple-choice tasks, separated by commas: files, or names of lm-eval. A file is JSON Lines with `question`, "
+        "`choices` and `answer`, the JSON of a BIG-bench task, or the YAML of an lm-eval task. Names and YAML need "
+        "lm-eval, the extra `tasks`.",
+        TEXTS,
+        "TASK",
+        read=filled,
+        repeated=True,
+        completes="file",
+    )
+    limit: int | None = option(
+        None, "Questions of each task that are asked (default: all). They are the first ones.", TEXTS, "N", read=int
+    )
     seed: int = option(0, "Seed of the noise floor and the intervals.", EXECUTION, "N", read=int)
     fail_above: float | None = option(
         None,
@@ -750,6 +764,17 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
             raise UsageError("no output is named", "give a directory that was made from the source")
         if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):
             raise UsageError("an output is given twice", "give each once")
+        # A file may have a comma in its name.
+        split = ([task] if not isinstance(task, str) or Path(task).exists() else task.split(",") for task in self.tasks)
+        object.__setattr__(self, "tasks", tuple(task for part in split for task in part))
+        if not all(os.fspath(task).strip() for task in self.tasks):
+            raise UsageError("--tasks has an empty name", "separate tasks by single commas")
+        if len({os.fspath(task) for task in self.tasks}) < len(self.tasks):
+            raise UsageError("a task is given twice", "give each once")
+        if self.limit is not None and not self.tasks:
+            raise UsageError("--limit is for --tasks", "give --tasks too, or leave --limit out")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"{self.limit} questions", "give --limit 1 or more")
         if self.stream and self.prompts is not None:
             raise UsageError(
                 "--prompts takes all weights once more, which --stream has let go of by then", "give one of them"
@@ -896,6 +921,7 @@ def values_for(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 _READ = {
     "text": "a text",
     "prompts": "the prompts",
+    "tasks": "a task",
     "dataset": "the dataset",
     "calibration": "the calibration",
     "recipe": "the recipe",
@@ -906,8 +932,8 @@ def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
     """Return the paths that options name as something to read.
 
     Args:
-        values: values of options, by the names of their fields; a list or tuple is several paths, None is none. Only
-            text, prompts, dataset, calibration and recipe are looked at.
+        values: values of options, by the names of their fields; of these text, prompts, tasks, dataset, calibration and
+            recipe are looked at.
 
     Returns:
         Each path with what messages call it: [(Path("wiki.txt"), "a text")]. A dataset is named without its subset and

@@ -257,6 +257,7 @@ def verb_parser() -> Parser:
         "OUTPUT [OUTPUT ...] --source MODEL [options]",
         "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
         "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
+        "Qwen3-8B-FP8 --source Qwen3-8B --tasks arc_easy,hellaswag --limit 200",
         "you/Qwen3-8B-FP8 --source Qwen/Qwen3-8B --stream",
     ).add_options(
         Evaluate, Texts, RendezvousOptions, JsonOutput, ProgressLines, ReportPage, ReportFigure, positional=("outputs",)

@@ -9,6 +9,8 @@ activation_rounding  rounds activations, keys and values as engines do
 weight_changes       how one weight differs from the source's, and how much of that its format explains
 generate, answers    greedy continuations of prompts by source and output, and where they differ
 counters, gathering  distances of hidden states and routes of tokens; figures of several ranks put together
+task_requests        multiple-choice questions as token ids; `task_passes` runs them among the texts
+task_statistics      intervals, McNemar's test; `task_results` and `task_types` are what eval.json has of tasks
 under_test           the checkpoints that are compared, with their settings
 verdict              "same", "close", "changed" or "broken", and the layers that stand out
 results, types       eval.json, and the types of its keys

@@ -10,7 +10,8 @@ Values are quantized and at once dequantized to the model's dtype, and the forwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,16 @@ class ClippedCount:
 
     def __init__(self) -> None:
         self._counts: dict[str | int, list[int]] = {}
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing while the context is entered."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def add(self, place: str | int, values: Tensor, limit: float) -> None:
         """Count the values beyond a limit.
@@ -94,7 +105,8 @@ class ClippedCount:
             values: activations of any shape.
             limit: largest absolute value that is not clipped.
         """
-        self._add(place, int((values.abs() > limit).sum()), values.numel())
+        if not self._is_paused:
+            self._add(place, int((values.abs() > limit).sum()), values.numel())
 
     def clear(self) -> None:
         """Reset all counts to zero."""

@@ -111,9 +111,11 @@ class ServedModel:
             yield
 
     def _logits(self, ids: Tensor) -> Tensor:
-        if not self.fp8_cache:
-            return logits(self.model, ids)
-        return logits(self.model, ids, Fp8Cache(self.model.model.config, self._scales_of_layer, self.clipped))
+        return logits(self.model, ids, self.text_cache())
+
+    def text_cache(self) -> Fp8Cache | None:
+        """Make an FP8 KV cache for one pass over a whole text; None if the cache is not in FP8."""
+        return Fp8Cache(self.model.model.config, self._scales_of_layer, self.clipped) if self.fp8_cache else None
 
     def cache(self) -> GrowingFp8Cache | None:
         """Make an empty FP8 KV cache for one continuation; None if the cache is not in FP8."""

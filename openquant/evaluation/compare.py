@@ -39,6 +39,8 @@ from .generate import TOKENS, continue_prompts, teacher_forced
 from .kl import ModelNames, compare_logits
 from .noise_floor import RoundingNoise
 from .results import Evaluation, Measurements, make_evaluation
+from .task_passes import TaskPasses
+from .task_results import evaluate_tasks
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .weight_changes import compare_weights
 
@@ -114,6 +116,11 @@ class _Comparison:
             self.measurements.routes.register_hooks(model.model)
             served = ServedModel(model, settings.kv_cache)
             self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
+        self.tasks: TaskPasses | None = None
+        if settings.tasks is not None:
+            served_models = [output.served for output in self.outputs]
+            names = [source.name, *(output.name for output in outputs)]
+            self.tasks = TaskPasses(settings.tasks, self.model, served_models, names, settings.ranks)
         # Units whose weights are compared already, by name and pass.
         self.compared: set[tuple[str, int]] = set()
         # The most probable next token at each position of the first document, by pass.
@@ -129,6 +136,8 @@ class _Comparison:
                 settings.prompts, settings.tokenizer, self.vocabulary, nbytes, settings.answer_memory
             )
         text_tokens = self.passes * len(self.local_documents) * corpus.length
+        if self.tasks is not None:
+            text_tokens += self.tasks.models * self.tasks.local_tokens
         answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_prompts else 0
         costs = layer_costs(self.model, [*self.model.layers, *self.head])
         self.progress = PassProgress(costs, text_tokens, progress, remaining, answer_tokens)
@@ -151,7 +160,11 @@ class _Comparison:
 
     def description(self) -> str:
         """Say what is to be done: "16 documents of 512 tokens: code (8), docs (8); 4 passes"."""
-        return f"{self.corpus.described}; {self.passes} passes"
+        described = f"{self.corpus.described}; {self.passes} passes"
+        if self.tasks is None or self.settings.tasks is None:
+            return described
+        questions, models = self.settings.tasks.tasks.questions, self.tasks.models
+        return f"{described}; {questions:,} questions of tasks, {self.tasks.tokens:,} tokens in {models} passes"
 
     def run(self) -> Evaluation:
         """Run all passes of all documents, and return the figures."""
@@ -174,7 +187,10 @@ class _Comparison:
     def _forecast_tail(self) -> None:
         """Estimate the time of the output head and of the answers, which follow the layers, from short trials."""
         for name in self.head:
-            self.progress.forecast.expect(name, len(self.local_documents) * self._seconds_of_head())
+            documents = float(len(self.local_documents))
+            if self.tasks is not None:
+                documents += self.tasks.local_rows * self.tasks.models / (self.corpus.length * self.passes)
+            self.progress.forecast.expect(name, documents * self._seconds_of_head())
         if self.answers_prompts:
             plain = partial(products_in_float32, self.settings.device)
             self.progress.forecast.expect("answers 0", self._seconds_of_answers(self.model, plain))
@@ -240,7 +256,7 @@ class _Comparison:
     def _run(self) -> Evaluation:
         self._forecast_tail()
         run_interleaved(
-            [self._passes_of(document) for document in self.local_documents],
+            [*map(self._passes_of, self.local_documents), *self._task_passes()],
             finished=self._finished,
             after_unit=self._after_unit,
             scratch=self.settings.scratch,
@@ -251,6 +267,9 @@ class _Comparison:
             return self._evaluation()
         for data in ranks.gather(pack_records(self.measurements.records, self.measurements.counts())):
             self.measurements.add(*unpack_records(data, self.corpus.documents))
+        if self.tasks is not None:
+            for data in ranks.gather(self.tasks.scores.to_bytes()):
+                self.tasks.scores.add_bytes(data)
         evaluation = self._evaluation() if ranks.rank == 0 else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
         return evaluation or Evaluation(first["source"], first["floor"], first["outputs"], tuple(first["notes"]))
@@ -268,7 +287,16 @@ class _Comparison:
             for output in self.outputs
             if output.smoothed
         ]
-        return make_evaluation(self.measurements, self._answers(), notes)
+        evaluation = make_evaluation(self.measurements, self._answers(), notes)
+        if self.tasks is not None and self.settings.tasks is not None:
+            figures = evaluate_tasks(self.settings.tasks, self.tasks, self.settings.seed)
+            for output, of_tasks in zip(evaluation.outputs, figures, strict=True):
+                output["tasks"] = of_tasks
+        return evaluation
+
+    def _task_passes(self) -> list[list[ForwardPass[Tensor]]]:
+        """Return the passes of all packs of questions, which come after those of the texts."""
+        return [] if self.tasks is None else [self.tasks.of_pack(number) for number in range(len(self.tasks.packs))]
 
     def _answers(self) -> list[list[dict[str, Any]]]:
         """Return the `texts` of each output: answers to prompts, or else teacher-forced predictions along a text."""
@@ -317,7 +345,9 @@ class _Comparison:
         return around
 
     def _after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
-        if unit in self.model.layers:
+        if group >= len(self.local_documents):
+            return
+        if unit in self.layers:
             self.measurements.distances.add(unit, number, hidden)
         if self.local_documents[group] == 0:
             self._compare_weights(unit, number)
@@ -354,6 +384,10 @@ class _Comparison:
             ]
 
     def _finished(self, group: int, number: int, pass_logits: Tensor) -> None:
+        if group >= len(self.local_documents):
+            assert self.tasks is not None
+            self.tasks.finished(group - len(self.local_documents), number, pass_logits)
+            return
         index = self.local_documents[group]
         if index == 0:
             self._compare_weights(REST, number)

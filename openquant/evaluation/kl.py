@@ -105,16 +105,29 @@ def compare_logits(
     step = max(1, CHUNK // source.shape[-1])
     for start in range(0, len(next_tokens), step):
         rows = slice(start, min(start + step, len(next_tokens)))
-        log_p = _log_probabilities(source[rows], start, name, models.source)
-        log_q = _log_probabilities(output[rows], start, name, models.output)
+        log_p = log_probabilities(source[rows], start, name, models.source)
+        log_q = log_probabilities(output[rows], start, name, models.output)
         chunks.append(_position_figures(log_p, log_q, next_tokens[rows]))
     columns = [torch.cat(column).cpu().numpy() for column in zip(*chunks, strict=True)]
     kl, confidence, source_nll, output_nll, top1, top5 = columns
     return DocumentRecord(domain, name, kl, confidence, source_nll, output_nll, top1, top5)
 
 
-def _log_probabilities(logits: Tensor, start: int, name: str, model: str) -> Tensor:
-    """Return float32 log-probabilities [n, vocabulary]. `start` is the position of the first row."""
+def log_probabilities(logits: Tensor, start: int, name: str, model: str) -> Tensor:
+    """Compute log-probabilities in float32.
+
+    Args:
+        logits: logits [n, vocabulary], any floating dtype.
+        start: position of the first row, for messages.
+        name: name of the text, for messages.
+        model: name of the model, for messages.
+
+    Returns:
+        The log-probabilities [n, vocabulary].
+
+    Raises:
+        SourceError: a logit is NaN or infinite.
+    """
     wide = logits.float()
     # The sum is a cheap check: it is finite only if every logit is. The rows are looked at only if it is not.
     if not torch.isfinite(wide.sum()):
@@ -129,24 +142,40 @@ def _log_probabilities(logits: Tensor, start: int, name: str, model: str) -> Ten
 
 def _position_figures(log_p: Tensor, log_q: Tensor, next_tokens: Tensor) -> tuple[Tensor, ...]:
     """Return the columns of a DocumentRecord, each [n], from log-probabilities [n, vocabulary] and next tokens [n]."""
-    p, gap = log_p.exp(), log_p - log_q
-    # KL is the sum of p * gap. Adding q - p to each term changes nothing, as both sum to 1, but makes every term
-    # p * (gap + expm1(-gap)): none is negative, and small ones are not lost to float32 rounding.
-    kl = (p * (gap + torch.expm1(-gap))).sum(-1, dtype=torch.float64)
-    overflowed = gap.amin(-1) < -MAX_EXPONENT
-    if overflowed.any():
-        kl[overflowed] = (p * gap - p + log_q.exp())[overflowed].sum(-1, dtype=torch.float64)
+    p = log_p.exp()
+    kl = divergences(p, log_p, log_q)
     top = log_p.argmax(-1, keepdim=True)
     rank = (log_q > log_q.gather(-1, top)).sum(-1)
     token = next_tokens[:, None]
     return (
-        kl.clamp(min=0),
+        kl,
         p.gather(-1, top)[:, 0].double(),
         -log_p.gather(-1, token)[:, 0].double(),
         -log_q.gather(-1, token)[:, 0].double(),
         log_q.argmax(-1) == top[:, 0],
         rank < 5,
     )
+
+
+def divergences(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Compute KL(p || q) of each row, in nats.
+
+    Args:
+        p: probabilities [n, vocabulary], float32.
+        log_p: log-probabilities [n, vocabulary], float32.
+        log_q: log-probabilities [n, vocabulary], float32.
+
+    Returns:
+        The divergences [n], float64, none below 0.
+    """
+    gap = log_p - log_q
+    # KL is the sum of p * gap. Adding q - p to each term changes nothing, as both sum to 1, but makes every term
+    # p * (gap + expm1(-gap)): none is negative, and small ones are not lost to float32 rounding.
+    kl = (p * (gap + torch.expm1(-gap))).sum(-1, dtype=torch.float64)
+    overflowed = gap.amin(-1) < -MAX_EXPONENT
+    if overflowed.any():
+        kl[overflowed] = (p * gap - p + log_q.exp())[overflowed].sum(-1, dtype=torch.float64)
+    return kl.clamp(min=0)
 
 
 def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any]:

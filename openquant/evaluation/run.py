@@ -50,6 +50,8 @@ def evaluate(
     out: str | os.PathLike[str] | None = None,
     stream: bool = False,
     prompts: str | os.PathLike[str] | None = None,
+    tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    limit: int | None = None,
     kv_cache: CacheScheme = "auto",
     device: str = "cpu",
     max_memory: int | str | None = None,
@@ -87,6 +89,8 @@ def evaluate(
         out=out,
         stream=stream,
         prompts=prompts,
+        tasks=tasks,
+        limit=limit,
         kv_cache=kv_cache,
         device=device,
         max_memory=max_memory,
@@ -120,7 +124,9 @@ def _evaluate(
     memory_left(options.max_memory, evaluation_steps(named, texts.length))
     # These import transformers.
     from ..data.corpus import read_corpus
+    from ..data.tasks import read_tasks
     from .compare import compare_outputs
+    from .task_requests import TaskRequests, encode_requests, longest_sequence
     from .under_test import EvaluationSettings, ModelUnderTest
 
     def advanced(done: int, total: int) -> None:
@@ -128,11 +134,22 @@ def _evaluate(
         if progress is not None:
             progress(done, total)
 
+    read = read_tasks(options.tasks, options.limit) if options.tasks else None
     with ExitStack() as stack:
         tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
         source_tokenizer = tokenizers[0]
         corpus = read_corpus(texts, source_tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
-        require_same(ranks, [corpus.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]])
+        tasks = None
+        if read is not None:
+            longest = longest_sequence(checkpoints[0].config, source_tokenizer)
+            requests = encode_requests(read.requests, source_tokenizer, longest, vocabulary_of(checkpoints[0]))
+            given = tuple(Path(task).name for task in options.tasks)
+            tasks = TaskRequests(read, requests, given, options.limit, texts.length)
+        inputs = ranks.agree(
+            None, [corpus.sha256, tasks and tasks.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]]
+        )
+        if any(other != inputs[0] for other in inputs):
+            raise SourceError("ranks see different texts, tasks or checkpoints", "let all of them read the same files")
         subjects = [
             ModelUnderTest(
                 name,
@@ -146,7 +163,13 @@ def _evaluate(
         # Two passes through each model.
         tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
         hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
-        left = memory_left(options.max_memory, evaluation_steps(named, corpus.length))
+        if tasks is not None:
+            # One pass, with a mask of up to four bytes for each pair of tokens.
+            task_tokens = -(-tasks.tokens // ranks.size)
+            mask = 4 * max(tasks.length, tasks.longest) * task_tokens
+            hidden += len(checkpoints) * (hidden_bytes(checkpoints[0], task_tokens) + mask)
+        longest_text = max(corpus.length, tasks.longest if tasks is not None else 0)
+        left = memory_left(options.max_memory, evaluation_steps(named, longest_text))
         scratch_file = scratch_for(hidden, directory, BUDGET if left is None else left, options.scratch is not None)
 
         @contextmanager
@@ -170,6 +193,7 @@ def _evaluate(
             can_reload=not options.stream,
             ranks=ranks if ranks.size > 1 else None,
             answer_memory=answer_memory(options.max_memory),
+            tasks=tasks,
         )
         evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
         for subject in subjects:

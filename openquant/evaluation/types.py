@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from .task_types import TasksEvaluation
+
 Divergence = TypedDict(
     "Divergence",
     {
@@ -124,9 +126,7 @@ class TextRead(_Read, total=False):
     dataset: str | None
 
 
-class OutputEvaluation(TypedDict):
-    """The evaluation of one output: the content of its eval.json."""
-
+class _OutputEvaluation(TypedDict):
     kl: Divergence
     kl_by_confidence: list[Bin]
     kl_by_position: list[Bin]
@@ -152,3 +152,9 @@ class OutputEvaluation(TypedDict):
     floor: Brief
     source: NamedModel
     output: NamedModel
+
+
+class OutputEvaluation(_OutputEvaluation, total=False):
+    """The evaluation of one output: the content of its eval.json. It has `tasks` only if tasks were named."""
+
+    tasks: TasksEvaluation

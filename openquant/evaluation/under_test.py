@@ -24,6 +24,7 @@ from ..streaming.model import StreamedModel, shards_by_unit
 from ..streaming.offload import OffloadFile
 from ..streaming.shard_provider import ShardProvider
 from .as_served import ServedModel
+from .task_requests import TaskRequests
 from .types import NamedModel
 from .weight_changes import WeightChange
 
@@ -78,6 +79,7 @@ class EvaluationSettings:
             needs; None if all shards are in the checkpoints' directories.
         can_reload: whether all weights can be read once more after the texts, to answer prompts.
         ranks: the processes that share the documents; None if this is the only one.
+        tasks: questions of tasks that the models answer too; None for none.
         answer_memory: bytes that the weights of a model which answers prompts may take; None for no limit but the
             machine's memory.
     """
@@ -92,6 +94,7 @@ class EvaluationSettings:
     can_reload: bool = True
     ranks: DocumentRanks | None = None
     answer_memory: int | None = None
+    tasks: TaskRequests | None = None
 
 
 @dataclass

@@ -41,6 +41,22 @@ class _Finite:
 NUMBER, FINITE, COUNT, TEXT = float, _Finite, int, str
 _LARGEST = 1e100
 INTERVAL = Nullable((NUMBER, NUMBER))
+# Scores of source and output in one metric; and the figures of a task.
+PAIR: dict[str, Any] = {
+    "source": NUMBER,
+    "output": NUMBER,
+    "difference": NUMBER,
+    "difference_interval": (NUMBER, NUMBER),
+    "recovery": Nullable(NUMBER),
+    "recovery_interval": INTERVAL,
+}
+TASK: dict[str, Any] = {
+    "task": TEXT,
+    "questions": COUNT,
+    "metrics": [{"metric": TEXT, **PAIR, "p": NUMBER, "lost": COUNT, "gained": COUNT}],
+    "answered_otherwise": NUMBER,
+    "kl": NUMBER,
+}
 # The keys that are read, and the kind of each value: a number, count or text, a list of one kind, a tuple for a list of
 # that length, or an object. Keys that end in "?" may be missing; other keys of the file are ignored.
 SCHEMA: dict[str, Any] = {
@@ -67,6 +83,15 @@ SCHEMA: dict[str, Any] = {
     "layers": [{"layer": TEXT, "distance": NUMBER, "floor?": Nullable(NUMBER), "routed_otherwise?": Nullable(NUMBER)}],
     # With `text`: the most likely tokens of both along that text. Without it: their answers to a prompt.
     "texts": [{"prompt": TEXT, "source": TEXT, "output": TEXT, "text?": TEXT, "differs_at": Nullable(COUNT)}],
+    "tasks?": {
+        "named": [TEXT],
+        "limit": Nullable(COUNT),
+        "questions": COUNT,
+        "tasks": [TASK],
+        "pooled": TASK,
+        "mean": [{"metric": TEXT, "tasks": COUNT, **PAIR}],
+        "reading": TEXT,
+    },
     "verdict": TEXT,
     "reasons": [TEXT],
     "suspects": [TEXT],

@@ -321,7 +321,8 @@ class Architecture:
         writes: (scheme, key, value): what an output in that scheme says in config.json outside its
             quantization_config, for engines that read it there.
         per_rank: a tensor that published files store as per-rank shards; it is read as separate projections.
-        attends_ahead: whether tokens of a prompt also attend to later ones, so that what follows a text changes it.
+        attends_ahead: whether tokens of a prompt also attend to later ones, so that what follows a text changes it. It
+            changes no output, and so no digest of a plan.
         decided: how an entry outside the registry was made (by vLLM, or from names), as a note says it; None for the
             registry's own. Not compared, since a reason that names a file differs from run to run.
     """
@@ -353,7 +354,7 @@ class Architecture:
     smoothing: tuple[SmoothingRule, ...] = ()
     writes: tuple[tuple[str, str, str], ...] = ()
     per_rank: PerRankTensor | None = None
-    attends_ahead: bool = False
+    attends_ahead: bool = field(default=False, repr=False)
     decided: str | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -22,6 +22,7 @@ from ..plan.plan import Plan
 from ..recipes import recipe_command
 from ..version import SGLANG, __version__
 from .escape import join_lines, markdown
+from .tasks import task_summary
 
 # Repository names that are safe in a Markdown link.
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -102,6 +103,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
             f"{perplexity['source']:.4g} -> {perplexity['output']:.4g}, "
             f"times {perplexity['ratio']:.4f}{_interval(perplexity['interval'], '.4f')}",
         ),
+        *([("accuracy on tasks", task_summary(evaluation["tasks"]))] if "tasks" in evaluation else []),
         (
             "measured on",
             f"{text['positions']:,} tokens of {text['documents']:,} texts, SHA-256 {markdown(text['sha256'][:12])}",
@@ -111,7 +113,15 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
     lines += [f"| {name} | {value} |" for name, value in rows]
     if evaluation["texts"]:
         lines += ["", *_answer_table(evaluation["texts"][0])]
-    lines += ["", "Intervals are of 95 %, over texts. Again:", "", "```", _eval_command(repo, source, text), "```", ""]
+    lines += [
+        "",
+        "Intervals are of 95 %, over texts. Again:",
+        "",
+        "```",
+        _eval_command(repo, source, evaluation),
+        "```",
+        "",
+    ]
     return card.rstrip("\n") + "\n" + join_lines(lines)
 
 
@@ -160,11 +170,14 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
-def _eval_command(repo: str, source: str, text: Mapping[str, Any]) -> str:
+def _eval_command(repo: str, source: str, evaluation: Mapping[str, Any]) -> str:
     """Return the command that repeats an evaluation, on one line."""
+    text, tasks = evaluation["text"], evaluation.get("tasks")
     words = [("openquant eval", repo), ("--source", source)]
     words += [("--text", name) for name in text.get("files", ())]
     words += [("--dataset", text["dataset"])] if text.get("dataset") else []
+    words += [("--tasks", name) for name in tasks["named"]] if tasks else []
+    words += [("--limit", str(tasks["limit"]))] if tasks and tasks["limit"] is not None else []
     words += [("--samples", str(text["documents"])), ("--length", str(text["length"]))]
     return " ".join(f"{flag} {shell_word(value)}" for flag, value in words)
 

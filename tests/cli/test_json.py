@@ -20,6 +20,7 @@ from openquant.cli.commands import VERBS, main
 from openquant.diagnosis.result import Advice
 from openquant.evaluation.types import OutputEvaluation
 from support.loopback_hub import LoopbackHub
+from support.task_files import write_lines
 
 # What is printed under a heading of another name.
 HEADINGS = {"compress": "compress and dequantize", "dequantize": "compress and dequantize"}
@@ -82,8 +83,9 @@ def test_every_key_is_documented(out: Path, tmp_path: Path, capsys: pytest.Captu
     # Sound layers get no advice.
     advice = dict.fromkeys(each.name for each in fields(Advice))
     require("diagnose", {**say("diagnose", EXAMPLE), "advice": [advice]})
+    tasks = write_lines(tmp_path / "tasks.jsonl", 3)
     require("calibrate", say("calibrate", EXAMPLE, "-o", tmp_path / "c", "--samples", 2, "--length", 16))
-    require("eval", say("eval", out, "--source", EXAMPLE, "--samples", 2, "--length", 16))
+    require("eval", say("eval", out, "--source", EXAMPLE, "--samples", 2, "--length", 16, "--tasks", tasks))
     require("completion", say("completion", "bash"))
     require("error", say("compress", "-m", tmp_path / "nowhere", code=2))
     with LoopbackHub(tmp_path / "hub", token="hf_x") as hub:

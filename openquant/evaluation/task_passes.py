@@ -1,0 +1,195 @@
+"""Runs the questions of tasks through a source and its outputs, among the texts of an evaluation.
+
+Packs of questions are batches of the same interleaved pass as the texts. Each has one pass of the source and one of
+each output as engines serve it; pass 0 is the source.
+
+    passes = TaskPasses(requests, source_model, [served], ["Qwen3-8B", "Qwen3-8B-FP8"], ranks=None)
+    run_interleaved([passes.of_pack(number) for number in range(len(passes.packs))], finished=passes.finished)
+    passes.scores.loglikelihoods(1)
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..models import MODELS
+from ..streaming.documents import DocumentRanks, documents_of_rank
+from ..streaming.interleaved import ForwardPass
+from ..streaming.matmul import products_in_float32
+from ..streaming.model import StreamedModel
+from ..streaming.packing import Pack, make_packs, packed_logits, packing_of
+from .as_served import ServedModel
+from .kl import CHUNK, divergences, log_probabilities
+from .task_requests import TaskRequests
+
+Figures = npt.NDArray[np.float64]
+
+# Rows of the scores.
+_LOGLIKELIHOOD, _GREEDY, _KL = range(3)
+
+
+class RequestScores:
+    """What each model makes of each request.
+
+    Args:
+        models: the number of models; the first is the source.
+        requests: the number of requests.
+    """
+
+    def __init__(self, models: int, requests: int) -> None:
+        # NaN until a request is computed; all ranks together compute each once.
+        self._scores = np.full((models, 3, requests), np.nan)
+
+    def loglikelihoods(self, model: int) -> Figures:
+        """Return the log-probability of each request's choice, in nats [requests]."""
+        values: Figures = self._scores[model, _LOGLIKELIHOOD]
+        return values
+
+    def greedy(self, model: int) -> npt.NDArray[np.bool_]:
+        """Return whether each token of a choice is the most probable one [requests]."""
+        top: npt.NDArray[np.bool_] = self._scores[model, _GREEDY] > 0
+        return top
+
+    def kl(self, model: int) -> Figures:
+        """Return KL(source || model), summed over the tokens of each choice, in nats [requests]."""
+        values: Figures = self._scores[model, _KL]
+        return values
+
+    def add(self, model: int, pack: Pack, logits: Tensor, source: Tensor, names: Sequence[str]) -> None:
+        """Score a model's logits for a pack.
+
+        Args:
+            model: number of the model.
+            pack: the pack.
+            logits: the model's logits [rows, vocabulary].
+            source: the source's logits [rows, vocabulary]; the same tensor for the source itself.
+            names: names of the models, for messages.
+
+        Raises:
+            SourceError: a logit is NaN or infinite.
+        """
+        scores = np.zeros((3, len(pack.requests)))
+        scores[_GREEDY] = 1
+        slots, rows, tokens = pack.predictions.T
+        step = max(1, CHUNK // logits.shape[-1])
+        for start in range(0, len(pack.rows), step):
+            log_q = log_probabilities(logits[start : start + step], start, "the tasks", names[model])
+            here = (rows >= start) & (rows < start + step)
+            chunk_rows, chunk_tokens = torch.from_numpy(rows[here] - start), torch.from_numpy(tokens[here])
+            np.add.at(scores[_LOGLIKELIHOOD], slots[here], log_q[chunk_rows, chunk_tokens].double().cpu().numpy())
+            is_top = (log_q.argmax(-1).cpu()[chunk_rows] == chunk_tokens).numpy()
+            np.minimum.at(scores[_GREEDY], slots[here], is_top)
+            if source is not logits:
+                log_p = log_probabilities(source[start : start + step], start, "the tasks", names[0])
+                kl = divergences(log_p.exp(), log_p, log_q).cpu().numpy()
+                np.add.at(scores[_KL], slots[here], kl[rows[here] - start])
+        self._scores[model][:, list(pack.requests)] = scores
+
+    def to_bytes(self) -> bytes:
+        """Return the scores of this process, for `add_bytes`."""
+        file = io.BytesIO()
+        np.save(file, self._scores, allow_pickle=False)
+        return file.getvalue()
+
+    def add_bytes(self, data: bytes) -> None:
+        """Add the scores of another process."""
+        other = np.load(io.BytesIO(data), allow_pickle=False)
+        self._scores = np.where(np.isnan(self._scores), other, self._scores)
+
+
+class TaskPasses:
+    """The passes of all packs of this process.
+
+    Args:
+        task_requests: the tokenized questions.
+        source: the source's model.
+        outputs: the outputs as engines serve them.
+        names: names of source and outputs, for messages.
+        ranks: the processes that share the packs; None for a single one.
+
+    Attributes:
+        packs: the packs of this process.
+        packed: whether requests share the tokens that they begin with.
+        tokens: the number of tokens of all packs of all processes, for one model.
+        scores: the scores of all requests so far.
+    """
+
+    def __init__(
+        self,
+        task_requests: TaskRequests,
+        source: StreamedModel,
+        outputs: Sequence[ServedModel],
+        names: Sequence[str],
+        ranks: DocumentRanks | None,
+    ) -> None:
+        self._source, self._outputs, self._names = source, outputs, names
+        requests = task_requests.requests
+        packing = packing_of(source.model, MODELS.get(source.checkpoint.architecture), task_requests.longest)
+        packs = make_packs(requests, task_requests.length, packing)
+        self.packed = packing == "tree"
+        self.tokens = sum(pack.ids.size for pack in packs)
+        self.packs = [packs[number] for number in documents_of_rank(len(packs), ranks)]
+        self.scores = RequestScores(1 + len(outputs), len(requests))
+        # The source's logits of the pack that is being compared.
+        self._source_logits: Tensor | None = None
+
+    @property
+    def models(self) -> int:
+        """The number of models, which is the number of passes of a pack."""
+        return 1 + len(self._outputs)
+
+    @property
+    def local_tokens(self) -> int:
+        """The number of tokens of this process's packs, for one model."""
+        return sum(pack.ids.size for pack in self.packs)
+
+    @property
+    def local_rows(self) -> int:
+        """The number of positions of this process's packs whose logits are computed, for one model."""
+        return sum(len(pack.rows) for pack in self.packs)
+
+    def of_pack(self, number: int) -> list[ForwardPass[Tensor]]:
+        """Return the passes of a pack of this process: the source, then each output as engines serve it."""
+        pack = self.packs[number]
+
+        def source_around() -> AbstractContextManager[Any]:
+            return products_in_float32(self._source.device)
+
+        passes = [ForwardPass(self._source, partial(_logits, self._source, pack, lambda: None), source_around)]
+        for served in self._outputs:
+            body = partial(_logits, served.model, pack, served.text_cache)
+            passes.append(ForwardPass(served.model, body, _uncounted(served)))
+        return passes
+
+    def finished(self, number: int, model: int, logits: Tensor) -> None:
+        """Score the logits of a pack of this process; called for the source first, then for each output."""
+        if model == 0:
+            self._source_logits = logits
+        assert self._source_logits is not None
+        self.scores.add(model, self.packs[number], logits, self._source_logits, self._names)
+        if model + 1 == self.models:
+            self._source_logits = None
+
+
+def _logits(model: StreamedModel, pack: Pack, cache: Callable[[], Any]) -> Tensor:
+    return packed_logits(model.model, pack, model.device, cache())
+
+
+def _uncounted(served: ServedModel) -> Callable[[], AbstractContextManager[Any]]:
+    """Round activations as served, without counting what static scales clip: figures of texts stay as they are."""
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with served.clipped.paused(), served.around():
+            yield
+
+    return around

@@ -1,0 +1,367 @@
+"""Tasks in an evaluation: what lm-eval's own model finds, what is the same and what is damaged, errors, ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conftest import EXAMPLE, change_json
+from openquant import compress, evaluate
+from openquant.cli.commands import main
+from openquant.data.questions import read_questions
+from openquant.data.tasks import read_tasks
+from openquant.data.tokenizer import load_tokenizer
+from openquant.errors import OpenQuantError, SourceError
+from openquant.evaluation import answers, run
+from openquant.evaluation.as_served import ServedModel
+from openquant.evaluation.results import Evaluation
+from openquant.evaluation.task_passes import TaskPasses
+from openquant.evaluation.task_requests import TaskRequests, encode_requests, longest_sequence
+from openquant.files.checkpoint import open_checkpoint
+from openquant.files.evaluation import check_evaluation
+from openquant.report.card import evaluated_card
+from openquant.report.evaluation import evaluation_text
+from openquant.streaming.interleaved import run_interleaved
+from openquant.streaming.model import StreamedModel
+from openquant.streaming.offload import OffloadFile
+from support import forked_ranks, small_checkpoints
+from support.task_files import questions, write_big_bench, write_lines, write_lm_eval
+
+# What ranks run, rather than what they run otherwise.
+OPENQUANT = "import sys\nfrom openquant.cli.commands import main\n"
+SMALL: dict[str, Any] = {"samples": 2, "length": 48}
+
+
+@pytest.fixture(autouse=True)
+def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers take most of the time, of which one is enough here."""
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(compress(EXAMPLE, tmp_path_factory.mktemp("made") / "tiny-INT4", "int4").output)
+
+
+@pytest.fixture(scope="module")
+def in_float32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("float32") / "tiny"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file({name: each.float() for name, each in small_checkpoints.read(EXAMPLE).items()}, folder / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    change_json(folder / "config.json", lambda found: found.update(dtype="float32"))
+    return folder
+
+
+def scored(folder: Path, pairs: Sequence[tuple[str, str]], length: int = 512) -> TaskPasses:
+    """The requests through a model and through itself as an output."""
+    tokenizer, checkpoint = load_tokenizer(folder), open_checkpoint(folder)
+    requests = encode_requests(pairs, tokenizer, longest_sequence(checkpoint.config, tokenizer), None)
+    task = read_questions(write_lines(folder.parent / "any.jsonl", 1), None)
+    model = StreamedModel(checkpoint)
+    served = ServedModel("itself", checkpoint, StreamedModel(checkpoint))
+    tasks = TaskRequests(task, requests, ("any",), None, length)
+    passes = TaskPasses(tasks, model, [served], ["tiny", "itself"], None)
+    run_interleaved([passes.of_pack(number) for number in range(len(passes.packs))], finished=passes.finished)
+    return passes
+
+
+# Contexts that end in spaces, that are empty, that begin with the first special token, and that are too long.
+PAIRS = [
+    ("def add(a, b):\n    return", " a + b"),
+    ("def add(a, b):\n    return", " a"),
+    ("import os\nimport ", "sys"),
+    ("import os\nimport  ", "json\n"),
+    ("", "class Numbers:"),
+    ("x = 1\n" * 900, "x = 2\n"),
+    ("<|endoftext|>import", " re"),
+]  # fmt: skip
+
+
+def test_log_probabilities_are_those_of_lm_evals_own_model(in_float32: Path) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    pairs = [
+        *PAIRS,
+        *(
+            (f"Question: {each['question']}\nAnswer:", f" {choice}")
+            for each in questions()
+            for choice in each["choices"]
+        ),
+    ]
+    theirs = HFLM(pretrained=str(in_float32), device="cpu", dtype="float32", batch_size=4)
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    expected = theirs.loglikelihood(asked, disable_tqdm=True)
+    found = scored(in_float32, pairs, 128)
+    assert found.packed and len(found.packs) < len(pairs) / 3
+    assert found.scores.loglikelihoods(0) == pytest.approx([value for value, _ in expected], rel=1e-3)
+    assert found.scores.loglikelihoods(0) == pytest.approx([value for value, _ in expected], rel=1e-4, abs=1e-3)
+    assert found.scores.greedy(0).tolist() == [top for _, top in expected]
+    assert np.array_equal(found.scores.loglikelihoods(1), found.scores.loglikelihoods(0))
+    assert set(found.scores.kl(1)) == {0}
+
+
+def easy(path: Path, folder: Path, count: int = 40) -> Path:
+    """Questions with four choices, whose answers are those that a model gives."""
+    generator = np.random.default_rng(0)
+    words = [word for word in (EXAMPLE / "README.md").read_text().split() if word.isalpha()]
+    asked = [
+        {"question": " ".join(generator.choice(words, 8)), "choices": sorted(set(generator.choice(words, 12)))[:4]}
+        for _ in range(count)
+    ]
+    pairs = [(f"Question: {each['question']}\nAnswer:", f" {choice}") for each in asked for choice in each["choices"]]
+    picked = scored(folder, pairs).scores.loglikelihoods(0).reshape(-1, 4).argmax(1)
+    lines = [{**each, "answer": int(right)} for each, right in zip(asked, picked, strict=True)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_an_output_that_is_its_source_answers_alike_and_a_damaged_one_guesses(tmp_path: Path, in_float32: Path) -> None:
+    same, damaged = tmp_path / "same", tmp_path / "damaged"
+    shutil.copytree(in_float32, same)
+    shutil.copytree(in_float32, damaged)
+    tensors = small_checkpoints.read(in_float32)
+    generator = torch.Generator().manual_seed(0)
+    noise = {
+        name: torch.randn(each.shape, generator=generator) * each.std()
+        for name, each in tensors.items()
+        if each.ndim > 1
+    }
+    save_file({**tensors, **noise}, damaged / "model.safetensors", {"format": "pt"})
+    task = easy(tmp_path / "easy.jsonl", in_float32)
+    found = evaluate([same, damaged], in_float32, **SMALL, tasks=task)
+    unchanged, guessed = (one["tasks"]["pooled"] for one in found.outputs)
+    metric = unchanged["metrics"][0]
+    assert (metric["metric"], metric["source"], metric["output"]) == ("acc", 1, 1)
+    assert (metric["recovery"], metric["recovery_interval"]) == (1, [1, 1])
+    assert (metric["difference"], metric["difference_interval"], metric["p"]) == (0, [0, 0], 1)
+    assert (metric["lost"], metric["gained"], unchanged["answered_otherwise"], unchanged["kl"]) == (0, 0, 0, 0)
+    assert "none went from right to wrong or back; a loss of 7.0 points" in found.outputs[0]["tasks"]["reading"]
+    # One of four choices is right.
+    metric = guessed["metrics"][0]
+    assert metric["output"] == pytest.approx(0.25, abs=0.2)
+    assert metric["lost"] == round(40 * (1 - metric["output"])) == round(40 * guessed["answered_otherwise"])
+    assert metric["p"] < 1e-6 and guessed["kl"] > 0.5
+    assert "more than chance" in found.outputs[1]["tasks"]["reading"]
+
+
+def without_tasks(evaluation: Evaluation) -> list[dict[str, Any]]:
+    return [{key: value for key, value in one.items() if key != "tasks"} for one in evaluation.outputs]
+
+
+def test_tasks_are_announced_written_and_shown_and_texts_stay_as_they_are(output: Path, tmp_path: Path) -> None:
+    tasks = [write_lines(tmp_path / "mine.jsonl"), write_big_bench(tmp_path / "theirs" / "task.json")]
+    told: list[str] = []
+    steps: list[tuple[int, int]] = []
+    found = evaluate(
+        output, EXAMPLE, **SMALL, tasks=tasks, limit=5, begun=told.append, progress=lambda *step: steps.append(step)
+    )
+    [one] = found.outputs
+    of_tasks = one["tasks"]
+    assert told == [
+        "2 documents of 48 tokens: code (1), docs (1); 3 passes; "
+        f"10 questions of tasks, {of_tasks['tokens']:,} tokens in 2 passes"
+    ]
+    done, total = zip(*steps, strict=True)
+    assert list(done) == sorted(done)
+    assert (done[-1], set(total)) == (total[0], {3 * 2 * 48 + 2 * of_tasks["tokens"] + 2 * 64})
+    assert json.loads((output / "eval.json").read_bytes()) == one == check_evaluation(json.loads(json.dumps(one)))
+    assert (of_tasks["named"], of_tasks["limit"], of_tasks["questions"]) == (["mine.jsonl", "task.json"], 5, 10)
+    assert of_tasks["packed"] and of_tasks["requests"] == 2 * sum(2 + number % 3 for number in range(5))
+    assert [(each["task"], each["questions"], [metric["metric"] for metric in each["metrics"]]) for each in of_tasks["tasks"]] == [
+        ("mine", 5, ["acc", "acc_norm"]), ("theirs", 5, ["acc"])
+    ]  # fmt: skip
+    assert [(each["metric"], each["tasks"]) for each in of_tasks["mean"]] == [("acc", 2), ("acc_norm", 1)]
+    assert 0 < of_tasks["pooled"]["kl"] < 1
+    # What is measured on texts is the same without tasks.
+    assert without_tasks(evaluate(output, EXAMPLE, **SMALL, out=tmp_path / "e.json")) == without_tasks(found)
+    text = evaluation_text(found.to_json(), found.notes)
+    assert re.search(
+        r"^ +questions +source +output +difference +95 % +p +recovery +lost +gained +other +KL$", text, re.M
+    )
+    assert re.search(
+        r"^  mine, acc +5 +\d+\.0 % .*\n  mine, acc_norm .*\n  theirs, acc +5 .*\n  all questions, acc +10 ", text, re.M
+    )
+    assert of_tasks["reading"] in text
+    card = evaluated_card("# A card\n", "me/it", one)
+    assert re.search(
+        r"^\| accuracy on tasks \| [\d.]+ % -> [\d.]+ %, recovery .*, 10 questions of mine, theirs \|$", card, re.M
+    )
+    assert "--tasks mine.jsonl --tasks task.json --limit 5 --samples 2" in card
+
+
+def test_an_fp8_cache_and_rounded_activations_apply_to_tasks(tmp_path: Path) -> None:
+    out = Path(compress(EXAMPLE, tmp_path / "out", "channel").output)
+    task = write_lines(tmp_path / "t.jsonl", 4)
+    found = [evaluate(out, EXAMPLE, **SMALL, tasks=task, kv_cache=cache).outputs[0] for cache in ("auto", "fp8")]
+    weights = Path(compress(EXAMPLE, tmp_path / "weights", "int8-weights").output)
+    plain = evaluate(weights, EXAMPLE, **SMALL, tasks=task).outputs[0]
+    assert plain["tasks"]["pooled"]["kl"] < found[0]["tasks"]["pooled"]["kl"] < found[1]["tasks"]["pooled"]["kl"]
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main(["eval", *map(str, words), "--source", str(EXAMPLE), "--samples", "2", "--length", "48"])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tasks", "bad.jsonl"], "error: bad.jsonl line 1: answer is 7, neither a choice nor the index of one"),
+        (["--tasks", "nowhere.jsonl"], "error: nowhere.jsonl is not a file"),
+        (["--tasks", "bad.jsonl,,x"], "error: --tasks has an empty name"),
+        (["--tasks", "bad.jsonl,bad.jsonl"], "error: a task is given twice"),
+        (["--tasks", "bad.jsonl", "--limit", "0"], "error: 0 questions"),
+        (["--limit", "3"], "error: --limit is for --tasks"),
+    ],
+)
+def test_errors_are_two_lines_and_nothing_is_written(
+    output: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text(json.dumps({"question": "Why?", "choices": ["a", "b"], "answer": 7}))
+    copy = shutil.copytree(output, tmp_path / "copy", ignore=shutil.ignore_patterns("eval.json"))
+    code, stdout, stderr = command(capsys, copy, *words)
+    assert (code, stdout, len(stderr.splitlines())) == (2, "", 2)
+    assert stderr.startswith(f"{says}\nhint: ")
+    assert not (copy / "eval.json").exists()
+
+
+def test_a_task_of_lm_eval_asks_for_lm_eval(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    code, _, stderr = command(capsys, output, "--tasks", "arc_easy")
+    assert code == 2
+    assert stderr == (
+        "error: arc_easy is not a file, and lm-eval, which has tasks, is not installed\n"
+        "hint: in the checkout of openquant: pip install -e '.[tasks]'\n"
+    )
+
+
+def test_a_task_of_lm_eval_has_the_accuracy_that_lm_eval_finds(in_float32: Path, tmp_path: Path) -> None:
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    yaml = write_lm_eval(tmp_path / "tasks")
+    found = evaluate(in_float32, in_float32, **SMALL, tasks=[yaml], limit=10, out=tmp_path / "e.json").outputs[0][
+        "tasks"
+    ]
+    theirs = lm_eval.simple_evaluate(
+        HFLM(pretrained=str(in_float32), device="cpu", dtype="float32"), tasks=["mine"], limit=10, bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(yaml.parent)),
+    )["results"]["mine"]  # fmt: skip
+    [task] = found["tasks"]
+    assert (task["task"], task["questions"], found["named"]) == ("mine", 10, ["mine.yaml"])
+    assert {metric["metric"]: metric["source"] for metric in task["metrics"]} == pytest.approx(
+        {name: theirs[f"{name},none"] for name in ("acc", "acc_norm")}
+    )
+    # The same questions from our own format, whose prompt is the same.
+    own = evaluate(in_float32, in_float32, **SMALL, tasks=yaml.parent / "data.jsonl", limit=10, out=tmp_path / "f.json")
+    assert own.outputs[0]["tasks"]["tasks"] == [{**task, "task": "data"}]
+    assert own.outputs[0]["tasks"]["sha256"] == found["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {
+                "output_type": "generate_until",
+                "doc_to_target": "{{choices[answer]}}",
+                "metric_list": [{"metric": "exact_match"}],
+            },
+            "mine of lm-eval asks for generated texts",
+        ),
+        (
+            {
+                "output_type": "loglikelihood_rolling",
+                "doc_to_target": "{{question}}",
+                "metric_list": [{"metric": "word_perplexity"}],
+            },
+            "mine of lm-eval asks for the probability of whole texts",
+        ),
+        ({"dataset_kwargs": {"data_files": {"test": "nowhere.jsonl"}}}, "lm-eval cannot make the questions of mine: "),
+    ],
+)
+def test_other_tasks_of_lm_eval_are_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(OpenQuantError) as caught:
+        read_tasks([write_lm_eval(tmp_path / "tasks", **settings)], None)
+    assert str(caught.value).startswith(says)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [", "t.yaml is not YAML: "),
+        ("a: 1", "t.yaml has no name of a task"),
+        ("- 1", "t.yaml has no name of a task"),
+    ],
+)
+def test_a_yaml_without_a_task_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(SourceError) as caught:
+        read_tasks([tmp_path / "t.yaml"], None)
+    assert str(caught.value).startswith(says)
+
+
+def test_a_choice_without_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(EXAMPLE)
+    with pytest.raises(SourceError, match=r"makes \d+ and 0 tokens of a prompt and its choice ''"):
+        encode_requests([("a", "")], tokenizer, 100, None)
+    with pytest.raises(SourceError, match=r"and a choice 2 at most"):
+        encode_requests([("a", " b c d e f")], tokenizer, 2, None)
+    with pytest.raises(SourceError, match=r"gives token \d+, the model has 3$"):
+        encode_requests([("a", " b")], tokenizer, 100, 3)
+
+
+@pytest.mark.parametrize("kinds", ["lines", "lm_eval"])
+def test_ranks_share_the_packs_and_write_what_one_process_writes(output: Path, tmp_path: Path, kinds: str) -> None:
+    task = write_lines(tmp_path / "mine.jsonl") if kinds == "lines" else write_lm_eval(tmp_path / "tasks")
+    one = evaluate(output, EXAMPLE, **SMALL, tasks=task, out=tmp_path / "one.json")
+    given = ["eval", output, "--source", EXAMPLE, "--samples", "2", "--length", "48", "--tasks", task]
+    first = f"{OPENQUANT}from openquant.evaluation import answers\nanswers.BUILT_IN = 1\nsys.exit(main())\n"
+    modules = ("transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
+    with forked_ranks.forks(*modules), forked_ranks.job() as job:
+        done = job.finish(2, *given, "--json", "--out", tmp_path / "many.json", first=first)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == one.to_json()
+    assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
+
+
+def test_states_and_masks_of_packs_wait_in_a_scratch_file_too(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"samples": 2, "length": 300, "tasks": write_lines(tmp_path / "t.jsonl", 30)}
+    found = evaluate(output, EXAMPLE, **given, out=tmp_path / "e.json")
+    monkeypatch.setattr(run, "BUDGET", 0)
+    written = 0
+    write = OffloadFile.write
+
+    def counted(self: OffloadFile, data: memoryview) -> int:
+        nonlocal written
+        written += len(data)
+        return write(self, data)
+
+    monkeypatch.setattr(OffloadFile, "write", counted)
+    again = evaluate(output, EXAMPLE, **given, scratch=tmp_path, out=tmp_path / "e.json")
+    assert written > 1 << 20
+    assert again.to_json() == found.to_json()

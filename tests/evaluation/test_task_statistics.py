@@ -1,0 +1,83 @@
+"""Statistics of tasks, against values from textbooks and tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from openquant.evaluation.task_statistics import (
+    PairedScores,
+    bootstrap_means,
+    difference_interval,
+    mcnemar,
+    recovery_interval,
+    smallest_loss,
+    wilson_interval,
+)
+
+
+def scores(*pairs: tuple[float, float, int]) -> PairedScores:
+    """Scores of source and output, each with how often they occur."""
+    return PairedScores(*(np.repeat([pair[side] for pair in pairs], [pair[2] for pair in pairs]) for side in (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("lost", "gained", "p"),
+    # Sums of binomial coefficients: 2 * (1 + 12 + 66) / 4096, 2 * 1 / 32, and both directions alike.
+    [(10, 2, 0.0386), (2, 10, 0.0386), (5, 0, 0.0625), (0, 0, 1), (3, 3, 1), (600, 400, 2.728e-10), (9000, 9000, 1)],
+)
+def test_mcnemar_is_the_binomial_test_of_a_coin(lost: int, gained: int, p: float) -> None:
+    assert mcnemar(lost, gained) == pytest.approx(p, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("score", "questions", "interval"),
+    # Of Brown, Cai and DasGupta's formula: 8 of 10, none of 10, and all of 10.
+    [(0.8, 10, [0.4902, 0.9433]), (0, 10, [0, 0.2775]), (1, 10, [0.7225, 1])],
+)
+def test_an_interval_of_a_share_stays_between_none_and_all(score: float, questions: int, interval: list[float]) -> None:
+    assert wilson_interval(score, questions) == pytest.approx(interval, abs=1e-4)
+
+
+def test_intervals_are_paired() -> None:
+    # The same questions are right but for 10 of 1,000: each alone varies by 3 points, the difference by 0.6.
+    both = scores((1, 1, 490), (0, 0, 500), (1, 0, 10))
+    means = bootstrap_means([both], 0)
+    low, high = difference_interval(*means)
+    assert low == pytest.approx(-0.0165, abs=0.002)
+    assert high == pytest.approx(-0.0045, abs=0.002)
+    recovered = recovery_interval(*means)
+    assert recovered is not None
+    assert recovered[0] < 0.98 < recovered[1] < 1
+    assert (both.lost, both.gained) == (10, 0)
+    assert np.array_equal(bootstrap_means([both], 0)[0], means[0])
+    assert not np.array_equal(bootstrap_means([both], 1)[0], means[0])
+
+
+def test_tasks_count_alike_whatever_their_number_of_questions() -> None:
+    means = bootstrap_means([scores((1, 0, 4)), scores((0, 0, 1000))], 0)
+    assert set(means[0].round(9)) == {0.5}
+    assert set(means[1]) == {0}
+
+
+def test_nothing_is_recovered_of_a_source_without_a_right_answer() -> None:
+    assert recovery_interval(*bootstrap_means([scores((0, 1, 3))], 0)) is None
+
+
+def test_grades_between_none_and_all_are_drawn_too() -> None:
+    source, output = bootstrap_means([scores((0.25, 0.5, 50), (0.75, 0.5, 50))], 0)
+    assert source.mean() == pytest.approx(0.5, abs=0.01)
+    assert set(output.round(9)) == {0.5}
+
+
+def test_the_smallest_loss_is_one_that_four_of_five_evaluations_show() -> None:
+    questions, rate = 1000, 0.05
+    loss = smallest_loss(int(rate * questions), questions)
+    assert loss == pytest.approx(0.0198, abs=1e-4)
+    generator = np.random.default_rng(0)
+    shown = 0
+    for _ in range(400):
+        lost, gained, _ = generator.multinomial(questions, [(rate + loss) / 2, (rate - loss) / 2, 1 - rate])
+        shown += mcnemar(int(lost), int(gained)) < 0.05
+    assert 0.72 < shown / 400 < 0.88
+    assert smallest_loss(0, 10) == pytest.approx(0.28, abs=0.01)
