@@ -149,7 +149,7 @@ def _evaluate(
             None, [corpus.sha256, tasks and tasks.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]]
         )
         if any(other != inputs[0] for other in inputs):
-            raise SourceError("ranks see different texts, tasks or checkpoints", "let all of them read the same files")
+            raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
         subjects = [
             ModelUnderTest(
                 name,
