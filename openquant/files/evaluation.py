@@ -79,7 +79,7 @@ SCHEMA: dict[str, Any] = {
     "perplexity": {"source": FINITE, "output": FINITE, "ratio": FINITE, "interval": Nullable((FINITE, FINITE))},
     "rms_dp": NUMBER,
     "weights_only": {"kl": NUMBER, "top1": NUMBER},
-    "floor": {"kl": NUMBER, "top1": NUMBER},
+    "floor": {"kl": NUMBER, "top1": NUMBER, "interval?": INTERVAL, "perplexity?": FINITE},
     "layers": [{"layer": TEXT, "distance": NUMBER, "floor?": Nullable(NUMBER), "routed_otherwise?": Nullable(NUMBER)}],
     # With `text`: the most likely tokens of both along that text. Without it: their answers to a prompt.
     "texts": [{"prompt": TEXT, "source": TEXT, "output": TEXT, "text?": TEXT, "differs_at": Nullable(COUNT)}],

@@ -4,7 +4,9 @@ text                 plan and summary of a run, and what verify found; `evaluati
                      those verbs
 card                 README.md of an output
 html, pages, charts  an HTML page, what it shows for each verb, and its charts
-figure               PNG of an evaluation, for a model card
+comparison           the picture of several outputs: size against KL
+words                what the words on a page mean
+figure               PNG of one evaluation or of several, for a model card
 escape               makes names and texts of others safe to print
 
 print(plan_text(plan, "Qwen/Qwen3-8B", Path("Qwen3-8B-FP8"), download, notes=()))

@@ -207,6 +207,16 @@ def gigabytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def per_cent(part: int, whole: int) -> str:
+    """Format a part of a whole: "62.5 %"; "-" if the whole is 0.
+
+    Args:
+        part: number of bytes, or of other things.
+        whole: number of all of them.
+    """
+    return f"{100 * part / whole:.3g} %" if whole else "-"
+
+
 def unquantized_lines(plan: Plan) -> list[str]:
     """List the matrices that stay unquantized, a line for each reason: "lm_head (output head)".
 

@@ -2,7 +2,8 @@
 
 matplotlib draws them without global state and without a display. Text and axes take the colour of the page's text, so
 a chart fits light and dark pages. Curves have colours of Okabe and Ito, which colour-blind people can tell apart, and
-also differ in line style. The same figures give the same bytes.
+also differ in line style. A dark page gives them lighter colours by variables of its style sheet. The same figures give
+the same bytes.
 """
 
 from __future__ import annotations
@@ -47,17 +48,28 @@ NOISE = "floor: the source with bfloat16's noise"
 Draw = Callable[["Axes"], None]
 
 
-def _chart(draw: Draw, size: tuple[float, float] = _SIZE) -> str:
-    """Draw a chart and return it as an SVG element."""
+def draw_svg(draw: Draw, size: tuple[float, float] = _SIZE, number: int = 0) -> str:
+    """Draw a chart and return it as an SVG element.
+
+    Args:
+        draw: draws into matplotlib's axes.
+        size: width and height in inches.
+        number: goes into the element's ids. Charts of a page that may be hidden apart from each other need different
+            numbers: what is hidden lends no pattern to others.
+    """
     ink: Any = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    with matplotlib.rc_context({**STYLE, **dict.fromkeys(ink, _INK)}):
+    salt: Any = {"svg.hashsalt": f"{STYLE['svg.hashsalt']} {number}"}
+    with matplotlib.rc_context({**STYLE, **dict.fromkeys(ink, _INK), **salt}):
         figure = Figure(size, layout="constrained")
         target = io.StringIO()
         with quiet_fonts():
             draw(figure.add_subplot())
             figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = target.getvalue()
-    return svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    for name, colour in (("output", OUTPUT), ("floor", FLOOR), ("routed", ROUTED)):
+        svg = svg.replace(f": {colour}", f": var(--{name}, {colour})")
+    return svg
 
 
 @contextmanager
@@ -71,16 +83,17 @@ def quiet_fonts() -> Iterator[None]:
         yield
 
 
-def distribution(evaluation: Mapping[str, Any]) -> str:
+def distribution(evaluation: Mapping[str, Any], number: int = 0) -> str:
     """Draw the histogram of the positions' KL, of the output and of the noise floor.
 
     Args:
         evaluation: the content of an eval.json.
+        number: number of the evaluation on its page.
 
     Returns:
         An SVG element, "<svg ..>..</svg>".
     """
-    return _chart(lambda axes: draw_distribution(axes, evaluation["kl_histogram"]))
+    return draw_svg(lambda axes: draw_distribution(axes, evaluation["kl_histogram"]), number=number)
 
 
 def draw_distribution(axes: Axes, histogram: Mapping[str, Any]) -> None:
@@ -93,36 +106,44 @@ def draw_distribution(axes: Axes, histogram: Mapping[str, Any]) -> None:
     """
     edges = histogram["edges"]
     shares = [[100 * share for share in histogram[name]] for name in ("floor", "output")]
-    axes.stairs(shares[0], edges, facecolor=f"{FLOOR}66", edgecolor=FLOOR, fill=True, hatch="///", label=NOISE)
-    axes.stairs(shares[1], edges, color=OUTPUT, linewidth=2.0, label="output")
+    # Twice, because in an SVG a hatch in a filled patch has the colour of the patch.
+    filled = axes.stairs(shares[0], edges, color=f"{FLOOR}66", fill=True)
+    hatched = axes.stairs(shares[0], edges, facecolor="none", edgecolor=FLOOR, hatch="///", baseline=None)
+    # From the first bin with a share to the last: a curve along zero, or down to it at its ends, shows nothing.
+    drawn = [number for number, share in enumerate(shares[1]) if share > 0] or [0]
+    first, last = drawn[0], drawn[-1] + 1
+    curve = axes.stairs(shares[1][first:last], edges[first : last + 1], baseline=None, color=OUTPUT, linewidth=2.0)
     largest = [max(pair) for pair in zip(*shares, strict=True)]
     visible = [number for number, share in enumerate(largest) if share > 0.005]
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(_plain_label)
-    axes.xaxis.set_minor_formatter(_no_label)
+    axes.xaxis.set_major_formatter(plain_label)
+    axes.xaxis.set_minor_formatter(no_label)
     if visible:
         axes.set_xlim(edges[visible[0]], edges[visible[-1] + 1])
     # Leave room for the legend.
     axes.set_ylim(0, 1.3 * max(largest, default=1) or 1)
     axes.set_xlabel("KL of a position, nats")
     axes.set_ylabel("share of positions, %")
-    axes.legend(frameon=False, loc="upper left", fontsize=8)
+    axes.legend([(filled, hatched), curve], [NOISE, "output"], frameon=False, loc="upper left", fontsize=8)
 
 
-def _plain_label(value: float, _: float) -> str:
+def plain_label(value: float, _: float) -> str:
+    """Format a tick of a logarithmic axis; for `set_major_formatter`."""
     return f"{value:g}"
 
 
-def _no_label(value: float, _: float) -> str:
+def no_label(value: float, _: float) -> str:
+    """Leave a tick of a logarithmic axis without a label; for `set_minor_formatter`."""
     del value
     return ""
 
 
-def by_confidence(evaluation: Mapping[str, Any]) -> str:
+def by_confidence(evaluation: Mapping[str, Any], number: int = 0) -> str:
     """Draw the mean KL by the source's largest probability.
 
     Args:
         evaluation: the content of an eval.json.
+        number: number of the evaluation on its page.
 
     Returns:
         An SVG element, "<svg ..>..</svg>".
@@ -138,14 +159,15 @@ def by_confidence(evaluation: Mapping[str, Any]) -> str:
         axes.set_ylabel("mean KL, nats")
         axes.legend(frameon=False, fontsize=8)
 
-    return _chart(draw)
+    return draw_svg(draw, number=number)
 
 
-def by_domain(evaluation: Mapping[str, Any]) -> str:
-    """Draw the mean KL of each domain (a file or dataset subset) with its interval, of the first twenty.
+def by_domain(evaluation: Mapping[str, Any], number: int = 0) -> str:
+    """Draw the mean KL of each domain (a file or dataset subset) with its interval.
 
     Args:
         evaluation: the content of an eval.json.
+        number: number of the evaluation on its page.
 
     Returns:
         An SVG element, "<svg ..>..</svg>".
@@ -163,16 +185,18 @@ def by_domain(evaluation: Mapping[str, Any]) -> str:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.set_xlabel("mean KL, nats, with its 95 % interval")
-        axes.legend(frameon=False, fontsize=8)
+        # Above the axes, because points may lie anywhere in them.
+        axes.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
 
-    return _chart(draw, (_SIZE[0], max(1.6, 0.9 + 0.3 * len(domains))))
+    return draw_svg(draw, (_SIZE[0], max(1.6, 0.9 + 0.3 * len(domains))), number)
 
 
-def by_position(evaluation: Mapping[str, Any]) -> str:
+def by_position(evaluation: Mapping[str, Any], number: int = 0) -> str:
     """Draw the mean KL by position in the text.
 
     Args:
         evaluation: the content of an eval.json.
+        number: number of the evaluation on its page.
 
     Returns:
         An SVG element, "<svg ..>..</svg>".
@@ -181,21 +205,22 @@ def by_position(evaluation: Mapping[str, Any]) -> str:
 
     def draw(axes: Axes) -> None:
         edges = [*(entry["from"] for entry in bins), bins[-1]["to"]] if bins else [0, 1]
-        axes.stairs([entry["kl"] for entry in bins] or [0], edges, color=OUTPUT, linewidth=2.0)
+        axes.stairs([entry["kl"] for entry in bins] or [0], edges, baseline=None, color=OUTPUT, linewidth=2.0)
         axes.axhline(evaluation["floor"]["kl"], color=FLOOR, linestyle="--", label="floor, all positions")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("position in the text, tokens")
         axes.set_ylabel("mean KL, nats")
         axes.legend(frameon=False, fontsize=8)
 
-    return _chart(draw)
+    return draw_svg(draw, number=number)
 
 
-def by_depth(evaluation: Mapping[str, Any]) -> str:
+def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
     """Draw, by decoder layer, the distance of hidden states and the share of tokens that are routed to other experts.
 
     Args:
         evaluation: the content of an eval.json.
+        number: number of the evaluation on its page.
 
     Returns:
         An SVG element, "<svg ..>..</svg>".
@@ -219,14 +244,14 @@ def by_depth(evaluation: Mapping[str, Any]) -> str:
             )
         if any(layer["distance"] > 0 for layer in layers):
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter(_plain_label)
-            axes.yaxis.set_minor_formatter(_no_label)
+            axes.yaxis.set_major_formatter(plain_label)
+            axes.yaxis.set_minor_formatter(no_label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("layer")
         axes.set_ylabel("relative distance")
         axes.legend(frameon=False, fontsize=8)
 
-    return _chart(draw)
+    return draw_svg(draw, number=number)
 
 
 def shades(values: Sequence[float | None]) -> list[tuple[str, str] | None]:

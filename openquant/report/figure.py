@@ -1,53 +1,74 @@
-"""The picture of an evaluation for a model card."""
+"""The picture for a model card, of one evaluation or of several."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from ..files.evaluation import evaluation_digest
 from ..version import __version__
-from .card import gigabytes
+from .card import gigabytes, per_cent
 from .charts import STYLE, chart_name, draw_distribution, quiet_fonts
+from .comparison import draw_comparison
 
 
-def draw_picture(evaluation: Mapping[str, Any], title: str, identity: str) -> bytes:
-    """Draw an evaluation as a PNG, 1600 pixels wide and legible at 800.
+def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
+    """Draw evaluations as a PNG, 1600 pixels wide and legible at 800.
 
     Args:
-        evaluation: the checked content of an eval.json.
-        title: name of the output.
-        identity: digest of the evaluation (`evaluation_digest`), for the picture's metadata.
+        evaluations: for each output the checked content of its eval.json. Of one output the picture shows the KL of
+            its positions and a table of figures; of several it shows size against KL.
 
     Returns:
-        The bytes of the PNG.
+        The bytes of the PNG. Its metadata name the evaluations by their digests (`evaluation_digest`).
     """
-    kl, sizes, perplexity = evaluation["kl"], evaluation["sizes"], evaluation["perplexity"]
     with matplotlib.rc_context({**STYLE, "font.size": 10.5}):
         figure = Figure((8.0, 4.2), layout="constrained", facecolor="white")
-        left, right = figure.subplots(1, 2, width_ratios=(1.45, 1.0))
-        figure.suptitle(f"{chart_name(title, 60)}: {chart_name(evaluation['verdict'])}", fontsize=15, fontweight="bold")
-        draw_distribution(left, evaluation["kl_histogram"])
-        right.set_axis_off()
-        interval = kl["interval"]
-        rows = [
-            ("mean KL", f"{kl['mean']:.3g} nats"),
-            ("", f"{interval[0]:.3g} to {interval[1]:.3g}" if interval else ""),
-            ("floor", f"{evaluation['floor']['kl']:.3g} nats"),
-            ("same top token", f"{100 * evaluation['top1']:.2f} %"),
-            ("perplexity", f"{perplexity['source']:.4g} to {perplexity['output']:.4g}"),
-            ("size", f"{gigabytes(sizes['source'])} to"),
-            ("", gigabytes(sizes["output"])),
-        ]
-        for number, (name, value) in enumerate(rows):
-            height = 0.95 - 0.125 * number
-            right.text(0.0, height, name, color="#444444")
-            right.text(1.0, height, value, ha="right", fontweight="bold")
         target = io.BytesIO()
-        metadata: dict[str, Any] = {"Software": f"openquant {__version__}", "Description": identity}
+        metadata: dict[str, Any] = {
+            "Software": f"openquant {__version__}",
+            "Description": " ".join(evaluation_digest(evaluation) for evaluation in evaluations),
+        }
         with quiet_fonts():
+            if len(evaluations) == 1:
+                _draw_one(figure, evaluations[0])
+            else:
+                _draw_several(figure, evaluations)
             figure.savefig(target, format="png", dpi=200, metadata=metadata)
     return target.getvalue()
+
+
+def _draw_several(figure: Figure, evaluations: Sequence[Mapping[str, Any]]) -> None:
+    name = chart_name(evaluations[0]["source"]["name"], 60)
+    _set_title(figure, f"{len(evaluations)} outputs of {name}")
+    draw_comparison(figure.add_subplot(), evaluations)
+
+
+def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
+    kl, sizes, perplexity = evaluation["kl"], evaluation["sizes"], evaluation["perplexity"]
+    _set_title(figure, f"{chart_name(evaluation['output']['name'], 60)}: {chart_name(evaluation['verdict'])}")
+    left, right = figure.subplots(1, 2, width_ratios=(1.45, 1.0))
+    draw_distribution(left, evaluation["kl_histogram"])
+    right.set_axis_off()
+    interval = kl["interval"]
+    rows = [
+        ("size", f"{gigabytes(sizes['source'])} to"),
+        ("", f"{gigabytes(sizes['output'])}, {per_cent(sizes['output'], sizes['source'])}"),
+        ("mean KL", f"{kl['mean']:.3g} nats"),
+        ("", f"{interval[0]:.3g} to {interval[1]:.3g}" if interval else ""),
+        ("floor", f"{evaluation['floor']['kl']:.3g} nats"),
+        ("same top token", f"{100 * evaluation['top1']:.2f} %"),
+        ("perplexity", f"{perplexity['source']:.4g} to {perplexity['output']:.4g}"),
+    ]
+    for number, (name, value) in enumerate(rows):
+        height = 0.95 - 0.125 * number
+        right.text(0.0, height, name, color="#444444")
+        right.text(1.0, height, value, ha="right", fontweight="bold")
+
+
+def _set_title(figure: Figure, text: str) -> None:
+    figure.suptitle(text, fontsize=15, fontweight="bold")

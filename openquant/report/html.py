@@ -24,9 +24,10 @@ from ..files.evaluation import evaluation_digest
 from ..files.names import EVAL_PAGE, EVAL_PICTURE
 from ..patterns import collapse, template
 from ..version import __version__, install_hint
-from .card import gigabytes, shortened
+from .card import gigabytes, per_cent, shortened
 from .escape import terminal
 from .text import short
+from .words import words_on_page
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -110,6 +111,7 @@ def render_page(page: PageContent) -> str:
     from markupsafe import Markup
 
     from . import charts
+    from .comparison import by_kl, comparison, names_in_picture
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, finalize=_escape_invisible, keep_trailing_newline=True
@@ -118,6 +120,7 @@ def render_page(page: PageContent) -> str:
         "size": gigabytes,
         "short": short,
         "number": _number,
+        "of": per_cent,
         "percent": lambda share: f"{100 * share:.4g} %",
         "interval": lambda edges: " to ".join(map(_number, edges)) if edges else "",
         "collapsed": lambda names: shortened(", ".join(collapse(names)), 400),
@@ -127,11 +130,15 @@ def render_page(page: PageContent) -> str:
     }
     environment.filters.update(filters)
     script = _read("page.js")
+    evaluations = by_kl(page.evaluations)
+    several = len(evaluations) > 1
     worst, heat = ([], []) if page.diagnosis is None else (_worst_layers(page.diagnosis), _heat_maps(page.diagnosis))
     return environment.from_string(_read("page.html")).render(
         title=page.title,
         about=page.about,
-        evaluations=page.evaluations,
+        evaluations=evaluations,
+        pictures=comparison(evaluations) if several else (),
+        beginning=names_in_picture([one["output"]["name"] for one in evaluations])[1] if several else "",
         diagnosis=page.diagnosis,
         worst=worst,
         heat=heat,
@@ -140,6 +147,7 @@ def render_page(page: PageContent) -> str:
         notes=page.notes,
         served=page.serving,
         commands=page.commands,
+        words=words_on_page(evaluations, page.diagnosis, page.verified, page.lines, page.serving),
         charts=charts,
         identity=evaluation_digest,
         most_texts=MOST_TEXTS,
@@ -172,13 +180,12 @@ def _mark_differences(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
         for name in ("source", "output")
     ]
     answers = (Markup(), Markup())
-    marks = (Markup("<del>{}</del>"), Markup("<ins>{}</ins>"))
-    same = Markup("{}")
+    mark, same = Markup("<mark>{}</mark>"), Markup("{}")
     for kind, *spans in difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
         pieces = ("".join(words[0][spans[0] : spans[1]]), "".join(words[1][spans[2] : spans[3]]))
         answers = tuple(  # type: ignore[assignment]
             before + (same if kind == "equal" or not piece else mark).format(piece)
-            for before, mark, piece in zip(answers, marks, pieces, strict=True)
+            for before, piece in zip(answers, pieces, strict=True)
         )
     return answers
 

@@ -19,3 +19,10 @@ for (const table of document.querySelectorAll("table.sorts")) {
     });
   });
 }
+// On paper everything is open. Browsers that know ::details-content do that by the style sheet alone.
+addEventListener("beforeprint", () => {
+  for (const details of document.querySelectorAll("details:not([open])")) {
+    details.open = true;
+    addEventListener("afterprint", () => { details.open = false; }, { once: true });
+  }
+});

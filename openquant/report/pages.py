@@ -10,15 +10,20 @@ from typing import Any
 from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination
-from ..files.evaluation import evaluation_digest, find_evaluation
+from ..files.evaluation import find_evaluation
 from ..plan import summary
 from ..plan.as_stored import stored_serving
+from ..plan.kv_cache import CACHED
 from ..plan.plan import Plan
+from ..plan.printed import PlanLine
 from ..plan.serving import serving_to_json
 from ..result import Result
 from ..verification.outcome import Report
 from .card import serve_commands
 from .html import PageContent, render_page
+
+# Most norms and biases that have lines of their own in a page's table of weights.
+MOST_NORMS = 20
 
 
 def planned_page(plan: Plan, result: Result) -> PageContent:
@@ -31,7 +36,34 @@ def planned_page(plan: Plan, result: Result) -> PageContent:
     Returns:
         The page's content, for `render_page`.
     """
-    lines = [
+    return PageContent(
+        Path(result.output).name,
+        f"{plan.model.name}, {summary.description(plan)}, made of {result.model}",
+        _evaluations(None if result.dry_run else Path(result.output)),
+        lines=weight_lines(plan.lines),
+        notes=plan.notes,
+        serving=result.serving,
+        commands=serve_commands(plan, result.repository or result.output, result.pushed_revision),
+    )
+
+
+def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
+    """Make the lines of a page's table of weights. Many norms and biases that stay as they are become one line.
+
+    Args:
+        lines: the lines of a plan.
+
+    Returns:
+        For each line the keys that `PageContent.lines` has.
+    """
+    small = [line for line in lines if len(line.shape) < 2 and not line.quantized and not line.decoded]
+    small = [line for line in small if line.why != CACHED]
+    count = sum(len(line.names) for line in small)
+    if count > MOST_NORMS:
+        before, after = (sum(getattr(line, name) for line in small) for name in ("bytes_before", "bytes_after"))
+        together = PlanLine((f"{count} norms and biases",), (), None, False, small[0].why, before, after)
+        lines = [*(line for line in lines if line not in small), together]
+    return [
         {
             "names": line.names,
             "scheme": line.scheme.name if line.scheme else None,
@@ -41,17 +73,8 @@ def planned_page(plan: Plan, result: Result) -> PageContent:
             "bytes_after": line.bytes_after,
             "why": line.why,
         }
-        for line in plan.lines
+        for line in lines
     ]
-    return PageContent(
-        Path(result.output).name,
-        f"{plan.model.name}, {summary.description(plan)}, made of {result.model}",
-        _evaluations(None if result.dry_run else Path(result.output)),
-        lines=lines,
-        notes=plan.notes,
-        serving=result.serving,
-        commands=serve_commands(plan, result.repository or result.output, result.pushed_revision),
-    )
 
 
 def verified_page(report: Report, directory: Path) -> PageContent:
@@ -78,7 +101,7 @@ def write_evaluated(
     page: Destination | None,
     figure: Destination | None,
 ) -> None:
-    """Write the HTML page of eval, and a picture of the first output.
+    """Write the HTML page of eval, and its picture.
 
     Args:
         evaluations: for each output the content of its eval.json; at least one.
@@ -96,8 +119,7 @@ def write_evaluated(
     if figure is not None:
         from .figure import draw_picture
 
-        first = evaluations[0]
-        figure.write(draw_picture(first, first["output"]["name"], evaluation_digest(first)))
+        figure.write(draw_picture(evaluations))
 
 
 def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Path]) -> PageContent:
@@ -111,9 +133,10 @@ def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Pa
         The page's content, for `render_page`.
     """
     local = len(models) == 2 and all(model.is_dir() for model in models)
+    first, source = evaluations[0], evaluations[0]["source"]["name"]
     return PageContent(
-        ", ".join(evaluation["output"]["name"] for evaluation in evaluations),
-        f"compared with {evaluations[0]['source']['name']}",
+        first["output"]["name"] if len(evaluations) == 1 else f"{len(evaluations)} outputs of {source}",
+        f"compared with {source}, on {first['text']['positions']:,} positions of {first['text']['documents']:,} texts",
         evaluations,
         serving=_serving(models[1], models[0]) if local else None,
     )

@@ -157,7 +157,7 @@ def test_what_openquant_writes_is_recognized_as_its_kind_alone(tmp_path: Path) -
         "evaluation": (EVALUATION, json.dumps(found).encode()),
         "several": (EVALUATION, json.dumps(several, indent=1).encode()),
         "page": (PAGE, render_page(PageContent("x" * 5000, evaluations=[found] * 9)).encode()),
-        "picture": (PICTURE, draw_picture(found, "x", "y")),
+        "picture": (PICTURE, draw_picture([found])),
     }
     for name, (_, data) in kinds.items():
         (tmp_path / name).write_bytes(data)

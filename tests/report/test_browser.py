@@ -14,8 +14,9 @@ from openquant.plan import summary
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import serving_to_json
 from openquant.report.html import PageContent, render_page
+from openquant.report.pages import evaluated_page
 from support.browser import CHROMIUM, Browser
-from support.evaluation_files import diagnosis, evaluation, hostile
+from support.evaluation_files import diagnosis, evaluation, hostile, several
 from support.published_checkpoints import published
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
@@ -83,6 +84,46 @@ def test_it_is_black_on_white_on_paper(browser: Browser, address: str) -> None:
     assert browser.value(BACKGROUND) == "rgb(255, 255, 255)"
     assert browser.value("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
     browser.see_as(800, "light")
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("report") / "several.html"
+    path.write_text(render_page(evaluated_page(several(), [])))
+    return path.as_uri()
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_several_outputs_fit_a_phone_and_a_screen(browser: Browser, compared: str, width: int) -> None:
+    browser.see_as(width, "light")
+    browser.open(compared)
+    assert browser.value(OVERFLOW) == 0
+    # One picture is seen, and the details of each output are folded.
+    pictures = "[...document.querySelectorAll('figure svg')].filter(svg => svg.checkVisibility())"
+    assert browser.value(f"{pictures}.length") == 1
+    assert browser.value(f"{pictures}[0].getBoundingClientRect().width") > 0.9 * min(width, 1216) - 32
+    assert browser.value("document.querySelectorAll('details.output:not([open])').length") == 3
+    # Nothing has to be moved sideways to be read.
+    cut = "[...document.querySelectorAll('.wide')].filter(wide => wide.scrollWidth > wide.clientWidth).length"
+    browser.value("document.querySelectorAll('details').forEach(details => { details.open = true; })")
+    assert browser.value(cut) == 0
+
+
+def test_all_details_are_open_on_paper(browser: Browser, compared: str) -> None:
+    closed = "[...document.querySelectorAll('details > p')].filter(p => !p.checkVisibility()).length"
+    browser.see_as(700, "light")
+    browser.open(compared)
+    browser.value("dispatchEvent(new Event('beforeprint'))")
+    assert browser.value("document.querySelectorAll('details:not([open])').length") == 0
+    browser.value("dispatchEvent(new Event('afterprint'))")
+    assert browser.value("document.querySelectorAll('details[open]').length") == 0
+    # By the style sheet alone, where no script runs.
+    browser.see_as(700, "light", "print")
+    height = "Math.min(...[...document.querySelectorAll('details.output')].map(d => d.getBoundingClientRect().height))"
+    assert browser.value(height) > 500
+    browser.see_as(700, "light")
+    assert browser.value(height) < 100
+    assert browser.value(closed) > 0
 
 
 def test_a_click_sorts_a_table(browser: Browser, address: str) -> None:

@@ -12,24 +12,30 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
 
 from conftest import EXAMPLE, Run
 from openquant import compress
 from openquant.cli.commands import main
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import evaluation_digest, find_evaluation
-from openquant.formats.schemes import SCHEMES
-from openquant.report.charts import by_depth, by_domain, distribution, shades
+from openquant.formats.schemes import SCHEMES, TENSOR
+from openquant.plan import summary
+from openquant.plan.plan import make_plan
+from openquant.report.card import per_cent
+from openquant.report.charts import by_depth, by_domain, distribution, draw_distribution, shades
 from openquant.report.figure import draw_picture
 from openquant.report.html import PageContent, render_page
-from openquant.report.pages import diagnosed_page, evaluated_page
+from openquant.report.pages import diagnosed_page, evaluated_page, weight_lines
 from support import small_checkpoints
-from support.evaluation_files import EVIL, diagnosis, evaluate, evaluation, hostile
+from support.evaluation_files import EVIL, diagnosis, evaluate, evaluation, hostile, several
+from support.published_checkpoints import published
 
 ALLOWED = {
     "html", "head", "meta", "link", "title", "style", "body", "h1", "h2", "h3", "h4", "p", "span", "ul", "li", "code",
     "pre", "div", "table", "thead", "tbody", "tr", "th", "td", "button", "figure", "figcaption", "section", "details",
-    "summary", "br", "del", "ins", "script",
+    "summary", "br", "mark", "script", "strong", "dl", "dt", "dd",
 }  # fmt: skip
 
 
@@ -57,7 +63,7 @@ def everything(of: dict[str, object]) -> PageContent:
 
 def test_the_same_figures_give_the_same_bytes() -> None:
     assert render_page(everything(evaluation())) == render_page(everything(evaluation()))
-    assert draw_picture(evaluation(), "tiny", "x") == draw_picture(evaluation(), "tiny", "x")
+    assert draw_picture([evaluation()]) == draw_picture([evaluation()])
 
 
 def test_nothing_that_others_wrote_is_markup() -> None:
@@ -117,13 +123,13 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
     assert text.count("<svg") == 5
     assert "Texts side by side" not in text
     assert "Suspects" not in text
-    assert draw_picture(found, "x", "y")
+    assert draw_picture([found])
 
 
 def test_words_that_only_one_answer_has_are_marked() -> None:
     text = render_page(PageContent("x", evaluations=[evaluation()]))
-    assert "there was a fox that <del>lived</del>" in text
-    assert "there was a fox that <ins>slept</ins>" in text
+    assert "there was a fox that <mark>lived</mark>" in text
+    assert "there was a fox that <mark>slept</mark>" in text
     assert "output, another from token 7 on" in text
     assert "output, the same" in text
 
@@ -163,12 +169,14 @@ def test_charts_take_the_colour_of_the_page() -> None:
         assert "#010203" not in svg
 
 
-def test_a_picture_names_the_evaluation_it_shows() -> None:
-    name = evaluation_digest(evaluation())
-    found = draw_picture(evaluation(), "tiny $x$ \u6a21\u578b", name)
-    assert found.startswith(b"\x89PNG")
-    assert name.encode() in found
-    assert name in render_page(PageContent("x", evaluations=[evaluation()]))
+def test_a_picture_names_the_evaluations_it_shows() -> None:
+    named = [{**evaluation(), "output": {"name": name, "digest": "2" * 64}} for name in ("tiny $x$ \u6a21\u578b", "y")]
+    for shown in (named[:1], named):
+        found = draw_picture(shown)
+        assert found.startswith(b"\x89PNG")
+        for one in shown:
+            assert evaluation_digest(one).encode() in found
+            assert evaluation_digest(one) in render_page(PageContent("x", evaluations=shown))
 
 
 def test_a_page_ends_as_it_should() -> None:
@@ -240,8 +248,77 @@ def test_eval_writes_a_page_and_a_picture_that_a_push_takes_along(tmp_path: Path
     assert (out / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_outputs_stand_in_one_table() -> None:
-    other = {**evaluation(), "output": {"name": "tiny-INT8", "digest": "2" * 64}}
-    text = render_page(evaluated_page([evaluation(), other], []))
-    assert "All outputs" in text
-    assert "<title>tiny-FP8, tiny-INT8</title>" in text
+def rows(text: str, table: int = 0) -> list[list[str]]:
+    """The text of each cell of a table of a page, by row, without the heading."""
+    body = re.findall(r"<tbody>(.*?)</tbody>", text, re.DOTALL)[table]
+    return [
+        re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
+    ]
+
+
+def test_several_outputs_come_in_the_order_of_their_kl_beside_source_and_floor() -> None:
+    text = render_page(evaluated_page(several(), []))
+    assert "<title>3 outputs of org/tiny</title>" in text
+    assert [row[:4] for row in rows(text)] == [
+        ["org/tiny (source)", "8.39 MB", "100 %", "0"],
+        ["floor: the source with noise", "", "", "7e-05"],
+        ["tiny-INT8", "5.3 MB", "63.1 %", "0.0004"],
+        ["tiny-FP8", "5.25 MB", "62.5 %", "0.00129"],
+        ["tiny-INT4", "3.7 MB", "44.1 %", "0.009"],
+    ]
+    details = re.findall(r"<details class=\"output\"( open)?><summary><h2>(.*?) beside", text)
+    assert details == [("", "tiny-INT8"), ("", "tiny-FP8"), ("", "tiny-INT4")]
+    # The picture is the first thing on the page, then the table, then details.
+    assert text.index("<svg") < text.index("<tbody>") < text.index("<details")
+
+
+def test_the_details_of_a_single_output_are_open() -> None:
+    text = render_page(evaluated_page([evaluation()], []))
+    assert '<details class="output" open><summary><h2>tiny-FP8 beside org/tiny' in text
+    assert rows(text)[0] == ["size", "8.39 MB", "", "", "5.25 MB, 62.5 %"]
+    assert "on-phone" not in text.split("</style>")[1]
+
+
+def test_each_cell_says_its_column_for_a_narrow_screen() -> None:
+    text = render_page(everything(evaluation()))
+    text += render_page(evaluated_page(several(), []))
+    for table in re.findall(r"<table class=\"[^\"]*stacks\">.*?</table>", text, re.DOTALL):
+        heads = [re.sub(r"<.*?>", "", head) for head in re.findall(r"<th[ >].*?</th>", table, re.DOTALL)]
+        heads = [head.split(">")[-1] for head in heads]
+        for row in re.findall(r"<tr>(.*?)</tr>", table.split("<tbody>")[1], re.DOTALL):
+            cells = re.findall(
+                r"<td( class=\"name\")?[^>]*?(?: data-column=\"(.*?)\")?(?: data-value=\"[^\"]*\")?>", row
+            )
+            assert len(cells) == len(heads)
+            assert all(name or column in (head, "") for (name, column), head in zip(cells, heads, strict=True))
+
+
+def test_curves_do_not_fall_to_zero_at_their_ends() -> None:
+    figure = Figure()
+    axes = figure.add_subplot()
+    draw_distribution(axes, evaluation()["kl_histogram"])
+    curve = axes.patches[-1]
+    assert isinstance(curve, StepPatch)
+    # The histogram has no share in its first bin, and the curve begins at the second.
+    assert list(curve.get_data().values) == pytest.approx([2, 18, 46, 31, 2.9, 0.1])
+    assert curve.get_path().vertices[0].tolist() == [1e-6, 2.0]
+    assert curve.get_data().baseline is None
+
+
+def test_many_norms_and_biases_are_one_line() -> None:
+    plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
+    lines = weight_lines(plan.lines)
+    [small] = [line for line in lines if len(line["shape"]) < 2]
+    assert small["names"] == ("113 norms and biases",)
+    before, after = (sum(line[key] for line in lines) for key in ("bytes_before", "bytes_after"))
+    assert (before, after) == (summary.source_bytes(plan), summary.output_bytes(plan))
+    text = render_page(PageContent("x", lines=lines))
+    assert rows(text)[-1][0] == "113 norms and biases"
+    # Sizes come first, before the table and in it.
+    assert text.index(f"<strong>{per_cent(after, before)}</strong>") < text.index("<table")
+    assert rows(text)[-1][1:4] == ["248 kB", "248 kB", "100 %"]
+
+
+def test_a_few_norms_have_a_line_each(example: Path) -> None:
+    lines = weight_lines(make_plan(open_checkpoint(example), TENSOR).lines)
+    assert [line["names"] for line in lines if len(line["shape"]) < 2][-1] == ("model.norm.weight",)

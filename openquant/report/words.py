@@ -1,0 +1,125 @@
+"""What the words on a page mean: a line for each term that is no household word.
+
+The page lists those that occur on it. `tests/report/test_words.py` checks that headings have a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..formats.schemes import SCHEMES
+
+_SEVERAL = {
+    "frontier": (
+        "The outputs than which no other one given is at most as large and at most as far from the source. Of the "
+        "others, each has one on the frontier that is better in size, KL or both, and worse in neither."
+    ),
+}
+_EVALUATED = {
+    "position": "A place in a text at which both models predict the next token. All figures are of the same positions.",
+    "KL, mean KL": (
+        "Kullback-Leibler divergence: how far the output's probabilities of all possible next tokens are from the "
+        "source's. It is 0 where they are equal. The mean is over all positions."
+    ),
+    "nats": "The unit of KL, which is computed with natural logarithms. 1 nat is 1.44 bits.",
+    "floor": (
+        "The same figures of the source itself, with noise as large as rounding to bfloat16 in each layer. Two "
+        "programs that run the same weights differ by about as much, so a difference below the floor means nothing."
+    ),
+    "95 % interval": (
+        "Other texts of the same kind would give another mean. It lies in this interval with a probability of about "
+        "95 %; found by drawing anew from the texts. If the intervals of two outputs overlap much, more texts are "
+        "needed to tell which is closer."
+    ),
+    "verdict": (
+        "What the mean KL and the floor say, in a word: same, close, changed or broken. The reasons stand below it."
+    ),
+    "same top token": "The share of positions at which both models find the same token the most probable.",
+    "source's top token among the output's five": (
+        "The share of positions at which the token that the source finds the most probable is one of the five that "
+        "the output finds the most probable."
+    ),
+    "perplexity": (
+        "How surprised a model is by the texts: e to the power of the mean of -ln p, where p is its probability of the "
+        "token that follows. Lower is better. The ratio is the output's to the source's."
+    ),
+    "weights alone": (
+        "The output with its weights decoded and activations not rounded. What it loses beyond that is lost by "
+        "activations and the KV cache."
+    ),
+    "RMS change of the next token's probability": (
+        "Square root of the mean over positions of the squared change of the probability of the token that follows."
+    ),
+    "median, 90 %, 99 %, 99.9 %": "Half of the positions, or so many of a hundred, have at most this KL.",
+    "source's largest probability": "How sure the source is: the probability of the token that it finds the likeliest.",
+    "domain": "The file or the part of a dataset that a text comes from.",
+    "relative distance": (
+        "The length of the difference of both models' hidden states (the vectors that a layer passes on), by the "
+        "length of the source's; the mean over tokens. Times the floor: by the same distance of the floor."
+    ),
+}
+_SUSPECTS = {"suspects": "Layers, modules or files that differ by more than their formats explain, or than others do."}
+_ROUTED = {
+    "routed otherwise": "The share of tokens that the layer's router sends to another expert than the source's does."
+}
+_DIAGNOSED = {
+    "error": "The length of the difference between decoded and source weights, by the length of the source's.",
+    "error of a row": "The same of each row by itself; the root of the mean square over rows.",
+    "max, mean": "The largest and the mean magnitude of the layer's weights. max/mean is large if there are outliers.",
+    "range": "The largest magnitude by the first percentile of those that are not zero.",
+    "to zero": "The share of weights that are not zero in the source and are zero in the output.",
+    "subnormal": "The share of weights whose code is so small that it has fewer bits of precision.",
+    "flags": "What is out of the ordinary: outliers, a wide range, weights that are all small, zero or too large.",
+}
+_VERIFIED = {
+    "sound": "No problem was found.",
+    "relative error": "The length of the difference between decoded and source weights, by the length of the source's.",
+}
+_WEIGHTS = {
+    "stored in": "The scheme in which a layer's weights are stored; as it is: the same bytes as in the source.",
+    "fewer than two axes": "A vector or a number, such as a norm or a bias: schemes quantize matrices.",
+}
+_SERVED = {
+    "KV cache": "What an engine keeps of each token that it has read: keys and values of its layers.",
+    "a sequence": "Memory that each sequence takes at once, whatever its length.",
+    "GPU": "The fewest GPUs of that memory that hold the weights; below it, how many tokens of context then fit.",
+}
+
+
+def words_on_page(
+    evaluations: Sequence[Mapping[str, Any]],
+    diagnosis: Mapping[str, Any] | None,
+    verified: Mapping[str, Any] | None,
+    lines: Sequence[Mapping[str, Any]],
+    served: Mapping[str, Any] | None,
+) -> dict[str, str]:
+    """Choose the terms that a page needs.
+
+    Args:
+        evaluations: evaluations on the page, each the content of an eval.json.
+        diagnosis: what `diagnose --json` prints, if it is on the page.
+        verified: what `verify --json` prints, if it is on the page.
+        lines: lines of a plan on the page, with the key scheme.
+        served: GPUs and memory to serve the model, if they are on the page.
+
+    Returns:
+        The meaning of each term, in the order in which they are listed.
+    """
+    words: dict[str, str] = {}
+    words |= _SEVERAL if len(evaluations) > 1 else {}
+    words |= _EVALUATED if evaluations else {}
+    words |= _SUSPECTS if any(one["suspects"] for one in evaluations) else {}
+    words |= _ROUTED if any("routed_otherwise" in layer for one in evaluations for layer in one["layers"]) else {}
+    words |= _DIAGNOSED if diagnosis else {}
+    words |= _VERIFIED if verified else {}
+    words |= _WEIGHTS if lines else {}
+    words |= _scheme_words(line["scheme"] for line in lines)
+    words |= _scheme_words(scheme for layer in (diagnosis or {}).get("layers", ()) for scheme in layer["errors"])
+    return words | (_SERVED if served else {})
+
+
+def _scheme_words(names: Iterable[str | None]) -> dict[str, str]:
+    """Describe schemes: {"channel": "float8_e4m3fn, one scale per output row"}."""
+    schemes = [SCHEMES[name] for name in dict.fromkeys(names) if name in SCHEMES]
+    return {scheme.name: f"{scheme.format.number.name}, {scheme.title}." for scheme in schemes}
