@@ -888,7 +888,7 @@ class ReportFigure:
 
     figure: str | None = option(
         None,
-        "Also write a picture for a model card, of all outputs (needs matplotlib).",
+        "Also write a picture for a model card. It shows all outputs, and needs matplotlib.",
         OUTPUT,
         "FILE.png",
         read=filled,

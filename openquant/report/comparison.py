@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
@@ -315,28 +315,38 @@ def _place_all(
                 break
             for preference, angle in enumerate(_ANGLES):
                 place = _candidate(spots[number], sizes[number], distance, angle)
-                cost = distance + 0.1 * preference
-                if not inside.holds(place.box):
-                    cost += 5000.0
+                cost = distance + 0.1 * preference + (0.0 if inside.holds(place.box) else 5000.0)
                 cost += 1000.0 * sum(place.box.overlaps(other.box) for other in placed.values())
                 cost += 1000.0 * sum(place.box.overlaps(marker) for marker in markers)
-                cost += 200.0 * sum(other.box.crossed_by(place.start, place.end) for other in placed.values())
-                cost += 200.0 * sum(place.box.crossed_by(other.start, other.end) for other in placed.values())
-                cost += 60.0 * sum(
-                    marker.crossed_by(place.start, place.end) for at, marker in enumerate(markers) if at != number
-                )
-                # A name belongs to the point that is nearest to it.
-                length = place.box.distance(spots[number])
-                cost += 15.0 * sum(
-                    place.box.distance(spot) < _NEARLY * length for at, spot in enumerate(spots) if at != number
-                )
-                cost += 40.0 * sum(place.box.distance(spot) < length for at, spot in enumerate(spots) if at != number)
-                cost += 12.0 * sum(place.box.crossed_by(*ends) for curve in curves for ends in pairwise(curve))
+                if best is not None and cost >= best.cost:
+                    continue
+                others = [at for at in range(len(spots)) if at != number]
+                cost += _crossings(place, placed.values(), [markers[at] for at in others], curves)
+                cost += _doubt(place.box, spots[number], [spots[at] for at in others])
                 if best is None or cost < best.cost:
                     best = _Place(place.box, place.start, place.end, cost)
         assert best is not None
         placed[number] = best
     return [placed[number] for number in range(len(spots))]
+
+
+def _crossings(
+    place: _Place, placed: Iterable[_Place], markers: Sequence[_Box], curves: Sequence[Sequence[tuple[float, float]]]
+) -> float:
+    """Return what it costs that lines cross a name, or a name's line other names and other points."""
+    cost = 0.0
+    for other in placed:
+        cost += 200.0 * other.box.crossed_by(place.start, place.end)
+        cost += 200.0 * place.box.crossed_by(other.start, other.end)
+    cost += 60.0 * sum(marker.crossed_by(place.start, place.end) for marker in markers)
+    return cost + 12.0 * sum(place.box.crossed_by(*ends) for curve in curves for ends in pairwise(curve))
+
+
+def _doubt(box: _Box, spot: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
+    """Return what it costs that a reader may take a name for that of another point, which is as near or nearer."""
+    length = box.distance(spot)
+    lengths = [box.distance(other) for other in others]
+    return sum(15.0 * (other < _NEARLY * length) + 40.0 * (other < length) for other in lengths)
 
 
 def _candidate(spot: tuple[float, float], size: tuple[float, float], distance: float, angle: float) -> _Place:

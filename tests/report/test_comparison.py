@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from typing import Any
 
 import matplotlib
@@ -105,11 +107,21 @@ def test_the_frontier_joins_outputs_than_which_none_is_smaller_and_closer() -> N
     ]  # fmt: skip
 
 
+def crowded() -> dict[str, tuple[float, float]]:
+    """Twenty outputs, which lie in four groups."""
+    rng = random.Random(0)
+    return {
+        f"scheme-{number}": (rng.choice([110e6, 112e6, 160e6, 165e6]) + 1e6 * rng.random(), 10 ** rng.uniform(-2, 0))
+        for number in range(20)
+    }
+
+
+@pytest.mark.parametrize("figures", [MEASURED, crowded()], ids=["measured", "crowded"])
 @pytest.mark.parametrize("size", SIZES)
-def test_every_name_can_be_read(size: tuple[float, float]) -> None:
-    axes = drawn(evaluations(MEASURED), size)
+def test_every_name_can_be_read(size: tuple[float, float], figures: dict[str, tuple[float, float]]) -> None:
+    axes = drawn(evaluations(figures), size)
     found = names(axes)
-    assert set(found) == set(MEASURED)
+    assert set(found) == set(figures)
     inside = axes.get_window_extent()
     for box in found.values():
         assert inside.x0 <= box.x0 < box.x1 <= inside.x1
@@ -117,6 +129,24 @@ def test_every_name_can_be_read(size: tuple[float, float]) -> None:
         assert not [spot for spot in points(axes) if box.contains(*spot)]
     for one, other in itertools.combinations(found.values(), 2):
         assert not one.overlaps(other)
+
+
+def test_the_nearest_point_to_a_name_is_its_own_or_a_line_leads_there() -> None:
+    axes = drawn(evaluations(MEASURED))
+    of = by_kl(evaluations(MEASURED))
+    spots = dict(zip([one["output"]["name"] for one in of], points(axes), strict=True))
+    starts = [
+        tuple(axes.transData.transform(line.get_xydata()[0]))
+        for line in axes.lines
+        if line.get_marker() == "None" and line.get_linewidth() == 0.6
+    ]
+    for name, box in names(axes).items():
+
+        def distance(spot: tuple[float, float], box: Any = box) -> float:
+            return math.hypot(max(box.x0 - spot[0], 0, spot[0] - box.x1), max(box.y0 - spot[1], 0, spot[1] - box.y1))
+
+        nearest = min(spots.values(), key=distance)
+        assert nearest == spots[name] or any(math.dist(start, spots[name]) < 1e-6 for start in starts), name
 
 
 def test_outputs_that_are_alike_or_equal_to_the_source_are_in_the_picture() -> None:

@@ -19,6 +19,7 @@ from conftest import EXAMPLE, Run
 from openquant import compress
 from openquant.cli.commands import main
 from openquant.files.checkpoint import open_checkpoint
+from openquant.files.destination import Destination
 from openquant.files.evaluation import evaluation_digest, find_evaluation
 from openquant.formats.schemes import SCHEMES, TENSOR
 from openquant.plan import summary
@@ -26,8 +27,8 @@ from openquant.plan.plan import make_plan
 from openquant.report.card import per_cent
 from openquant.report.charts import by_depth, by_domain, distribution, draw_distribution, shades
 from openquant.report.figure import draw_picture
-from openquant.report.html import PageContent, render_page
-from openquant.report.pages import diagnosed_page, evaluated_page, weight_lines
+from openquant.report.html import PICTURE, PageContent, render_page
+from openquant.report.pages import diagnosed_page, evaluated_page, weight_lines, write_evaluated
 from support import small_checkpoints
 from support.evaluation_files import EVIL, diagnosis, evaluate, evaluation, hostile, several
 from support.published_checkpoints import published
@@ -277,6 +278,13 @@ def test_the_details_of_a_single_output_are_open() -> None:
     assert '<details class="output" open><summary><h2>tiny-FP8 beside org/tiny' in text
     assert rows(text)[0] == ["size", "8.39 MB", "", "", "5.25 MB, 62.5 %"]
     assert "on-phone" not in text.split("</style>")[1]
+
+
+def test_eval_writes_a_picture_of_all_outputs(tmp_path: Path) -> None:
+    picture = Destination(tmp_path / "all.png", "--figure", PICTURE)
+    write_evaluated(several(), ["org/tiny", "a", "b", "c"], None, picture)
+    data = (tmp_path / "all.png").read_bytes()
+    assert all(evaluation_digest(one).encode() in data for one in several())
 
 
 def test_each_cell_says_its_column_for_a_narrow_screen() -> None:
