@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # Names up to this length are drawn whole. Longer ones lose the beginning that all share, and then their middle.
 _WHOLE_NAME, _LONGEST_NAME = 16, 24
+# A KL up to this is shown as zero.
+_LEAST_KL = 1e-15
 FRONTIER = "frontier: no other output is smaller and closer"
 # Width and height in inches: the text is legible when the first fills a screen, and the second the width of a phone.
 _ON_SCREEN, _ON_PHONE = (10.5, 4.8), (4.4, 4.4)
@@ -138,7 +140,7 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     axes.set_xlim(min(sizes) - margin, max(sizes) + margin)
     handles: list[Any] = []
     labels = []
-    if floor > 0:
+    if floor > low:
         # Twice, because in an SVG a hatch in a filled patch has the colour of the patch.
         filled = axes.axhspan(low, floor, facecolor=f"{FLOOR}44")
         hatched = axes.axhspan(low, floor, facecolor="none", edgecolor=FLOOR, hatch="///", linewidth=0.8)
@@ -166,8 +168,8 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
 
 def _kl_limits(kls: Sequence[float]) -> tuple[float, float]:
     """Return the limits of an axis for values of KL, of which some may be zero or too small to show."""
-    high = max([kl for kl in kls if kl > 0], default=1.0)
-    low = min([kl for kl in kls if kl > 1e-9 * high], default=high)
+    high = max([kl for kl in kls if kl > _LEAST_KL], default=1.0)
+    low = min([kl for kl in kls if kl > max(_LEAST_KL, 1e-9 * high)], default=high)
     return low / 2.5, high * 2.5
 
 
@@ -338,7 +340,7 @@ def _crossings(
     for other in placed:
         cost += 200.0 * other.box.crossed_by(place.start, place.end)
         cost += 200.0 * place.box.crossed_by(other.start, other.end)
-    cost += 60.0 * sum(marker.crossed_by(place.start, place.end) for marker in markers)
+    cost += 150.0 * sum(marker.crossed_by(place.start, place.end) for marker in markers)
     return cost + 12.0 * sum(place.box.crossed_by(*ends) for curve in curves for ends in pairwise(curve))
 
 

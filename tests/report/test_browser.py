@@ -107,6 +107,8 @@ def test_several_outputs_fit_a_phone_and_a_screen(browser: Browser, compared: st
     cut = "[...document.querySelectorAll('.wide')].filter(wide => wide.scrollWidth > wide.clientWidth).length"
     browser.value("document.querySelectorAll('details').forEach(details => { details.open = true; })")
     assert browser.value(cut) == 0
+    assert browser.complaints == []
+    assert [asked for asked in browser.requests if asked != "data:,"] == [compared]
 
 
 def test_all_details_are_open_on_paper(browser: Browser, compared: str) -> None:

@@ -17,6 +17,7 @@ from matplotlib.text import Annotation
 
 from openquant.report.charts import STYLE
 from openquant.report.comparison import by_kl, comparison, draw_comparison, names_in_picture, on_frontier
+from openquant.report.figure import draw_picture
 from support.evaluation_files import EVIL, evaluation, several
 
 SIZES = [(10.5, 4.8), (8.0, 4.2), (4.4, 4.4)]
@@ -157,6 +158,15 @@ def test_outputs_that_are_alike_or_equal_to_the_source_are_in_the_picture() -> N
     for height in (line.get_xydata()[0][1] for line in axes.lines if line.get_marker() == "o"):
         assert low < height < high
     assert set(names(drawn(evaluations({"a": (0, 0.0), "b": (0, 0.0)}, 0.0)))) == {"a: KL 0", "b: KL 0"}
+
+
+@pytest.mark.parametrize("kls", [(9e99, -5.0), (5e-324, 0.0), (9e99, 1e-300), (-9e99, -1.0)])
+@pytest.mark.parametrize("size", [0, 2**63 - 1])
+def test_figures_that_make_no_sense_are_drawn_all_the_same(kls: tuple[float, float], size: int) -> None:
+    of = evaluations({"a": (size, kls[0]), "": (1, kls[1])}, kls[1])
+    of[0]["sizes"]["source"] = of[1]["sizes"]["source"] = 0
+    of[0]["kl"]["interval"] = None
+    assert draw_picture(of)
 
 
 def test_long_names_lose_what_all_of_them_begin_with() -> None:
