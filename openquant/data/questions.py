@@ -9,7 +9,6 @@ choice with the highest probability is the model's answer.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ Numbers = npt.NDArray[np.int64]
 
 # Largest file of questions in bytes, most characters of a prompt, and most choices of a question.
 _MAX_FILE, _MAX_TEXT, _MAX_CHOICES = 256 << 20, 1 << 18, 1000
-# Seed of the order in which BIG-bench's prompts list the choices, its default.
+# Seed of the order in which BIG-bench's prompts list the choices (bigbench/api/json_task.py of bigbench 1.0.0).
 _SEED = 42
 _LINES_HINT = 'each line is {"question": "..", "choices": ["..", ".."], "answer": 0}'
 _BIG_BENCH_HINT = "give the task.json of a BIG-bench task that has examples with target_scores"
@@ -190,7 +189,6 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
         raise SourceError(
             f"{file}: append_choices_to_input is {short_repr(lists_choices)}, not true or false", _BIG_BENCH_HINT
         )
-    order = random.Random(_SEED)
     questions: list[ChoiceQuestion] = []
     for number, example in _scored(examples, file):
         if len(questions) == limit:
@@ -211,8 +209,9 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
                     _BIG_BENCH_HINT,
                 )
         if lists_choices:
-            # In random order, since in many files the right choice comes first.
-            text += "".join(f"{choice_prefix}{choice}" for choice in order.sample(sorted(choices), len(choices)))
+            # In random order, since in many files the right choice comes first; drawn anew for each example, as there.
+            order = np.random.RandomState(_SEED).permutation(len(choices))
+            text += "".join(f"{choice_prefix}{sorted(choices)[at]}" for at in order)
         prompt = _text(f"{task_prefix}{before}{text}{after}", f"{where}: its prompt", _BIG_BENCH_HINT)
         questions.append(ChoiceQuestion(prompt, choices, tuple(float(grades[choice]) for choice in choices)))
     if not questions:

@@ -47,17 +47,17 @@ def test_an_example_of_big_bench_is_asked_as_it_defines_it(tmp_path: Path) -> No
         {"input": "1 + 1?", "target_scores": {"2": 1, "3": 0}},
         {"input": "Say anything.", "target": "anything"},
         {"input": "2 + 2?", "target_scores": {"5": 0, "4": 1, "four": 0.5}},
+        {"input": "3 + 3?", "target_scores": {"d": 0, "b": 0, "a": 1, "c": 0}},
     ]
     file.write_text(json.dumps({"examples": examples, "task_prefix": "Sums."}))
     task = read_questions(file, None)
-    assert (task.name, task.questions) == ("some_task", 2)
-    prompt = task.requests[0][0]
-    assert prompt.startswith("Sums.\nQ: 1 + 1?\n  choice: ")
-    assert prompt.endswith("\nA: ")
-    assert sorted(prompt.splitlines()[2:4]) == ["  choice: 2", "  choice: 3"]
-    assert [choice for _, choice in task.requests] == ["2", "3", "5", "4", "four"]
-    [answers] = task.answers(np.array([-1.0, -2, -3, -3, -2]), NO_FLAGS)
-    assert {metric: values.tolist() for metric, values in answers.scores.items()} == {"acc": [1, 0.5]}
+    assert (task.name, task.questions) == ("some_task", 3)
+    # The order of RandomState(42).permutation, drawn anew for each example.
+    assert task.requests[0][0] == "Sums.\nQ: 1 + 1?\n  choice: 3\n  choice: 2\nA: "
+    assert task.requests[-1][0] == "Sums.\nQ: 3 + 3?\n  choice: b\n  choice: d\n  choice: a\n  choice: c\nA: "
+    assert [choice for _, choice in task.requests] == ["2", "3", "5", "4", "four", "d", "b", "a", "c"]
+    [answers] = task.answers(np.array([-1.0, -2, -3, -3, -2, -3, -2, -1, -4]), NO_FLAGS)
+    assert {metric: values.tolist() for metric, values in answers.scores.items()} == {"acc": [1, 0.5, 1]}
     plain = write_big_bench(tmp_path / "plain.json", append_choices_to_input=False, example_input_prefix="")
     assert read_questions(plain, None).requests[0][0].endswith("arguments?\nA: ")
     assert read_questions(plain, None).name == "plain"
