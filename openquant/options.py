@@ -932,8 +932,8 @@ def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
     """Return the paths that options name as something to read.
 
     Args:
-        values: values of options, by the names of their fields; of these text, prompts, tasks, dataset, calibration and
-            recipe are looked at.
+        values: values of options, by the names of their fields; a list or tuple is several paths, None is none. Only
+            text, prompts, tasks, dataset, calibration and recipe are looked at.
 
     Returns:
         Each path with what messages call it: [(Path("wiki.txt"), "a text")]. A dataset is named without its subset and

@@ -347,7 +347,7 @@ class _Comparison:
     def _after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
         if group >= len(self.local_documents):
             return
-        if unit in self.layers:
+        if unit in self.model.layers:
             self.measurements.distances.add(unit, number, hidden)
         if self.local_documents[group] == 0:
             self._compare_weights(unit, number)

@@ -145,11 +145,8 @@ def _evaluate(
             requests = encode_requests(read.requests, source_tokenizer, longest, vocabulary_of(checkpoints[0]))
             given = tuple(Path(task).name for task in options.tasks)
             tasks = TaskRequests(read, requests, given, options.limit, texts.length)
-        inputs = ranks.agree(
-            None, [corpus.sha256, tasks and tasks.sha256, [dict(checkpoint.shards) for checkpoint in checkpoints]]
-        )
-        if any(other != inputs[0] for other in inputs):
-            raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
+        shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
+        require_same(ranks, [corpus.sha256, tasks and tasks.sha256, shards])
         subjects = [
             ModelUnderTest(
                 name,

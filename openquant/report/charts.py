@@ -163,7 +163,7 @@ def by_confidence(evaluation: Mapping[str, Any], number: int = 0) -> str:
 
 
 def by_domain(evaluation: Mapping[str, Any], number: int = 0) -> str:
-    """Draw the mean KL of each domain (a file or dataset subset) with its interval.
+    """Draw the mean KL of each domain (a file or dataset subset) with its interval, of the first twenty.
 
     Args:
         evaluation: the content of an eval.json.

@@ -8,6 +8,7 @@ from typing import Any
 from .card import SIDES, difference_text, gigabytes, percent
 from .escape import join_lines, terminal
 from .tasks import task_rows
+from .text import table
 
 # Number of prompts whose answers are shown, and characters of each answer.
 SHOWN_PROMPTS, SHOWN_CHARACTERS = 2, 300
@@ -47,7 +48,7 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str]) -> str:
             lines.append("  so near the floor, KL does not predict which output does better in benchmarks")
         lines += [f"  {line}" for line in _layer_lines(output)]
         if "tasks" in output:
-            lines += ["", *(f"  {line}" for line in _table(task_rows(output["tasks"])))]
+            lines += ["", *(f"  {line}" for line in table(task_rows(output["tasks"])))]
             lines.append(f"  {terminal(output['tasks']['reading'])}")
         for text in output["texts"][:SHOWN_PROMPTS]:
             lines += ["", *_answers(text)]
