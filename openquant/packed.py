@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .formats import reference
 from .formats.scales import choose_scales, choose_shared_scale
-from .formats.schemes import VARIANTS, find_scheme
+from .formats.schemes import VARIANTS, Scheme, find_scheme
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -40,7 +40,8 @@ class PackedLinear(nn.Module):
         global_scale: float32 [1], for schemes that have a global scale ("nvfp4", "nvfp4-w4a4"); else None.
 
     Raises:
-        ValueError: the dtypes or shapes do not belong together, or do not fit `format` and `scheme`.
+        ValueError: the dtypes or shapes do not belong together, or do not fit `format` and `scheme`; or the layer
+            cannot hold the scheme.
     """
 
     bias: Tensor | None
@@ -55,13 +56,17 @@ class PackedLinear(nn.Module):
         global_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
+        variants = [variant for variant in VARIANTS if _why_not_held(variant) is None]
+        named = next((variant for variant in VARIANTS if variant.name == scheme), None)
+        if named is not None and scheme not in {variant.name for variant in variants}:
+            raise ValueError(_why_not_held(named))
         candidates = [
             variant
-            for variant in VARIANTS
+            for variant in variants
             if _DTYPES[variant.format.number.dtype] == weight.dtype and scheme in (None, variant.name)
         ]
         if not candidates or weight.ndim != 2:
-            dtypes = dict.fromkeys(str(_DTYPES[variant.format.number.dtype])[6:] for variant in VARIANTS)
+            dtypes = dict.fromkeys(str(_DTYPES[variant.format.number.dtype])[6:] for variant in variants)
             raise ValueError(
                 f"weight must be codes: {' or '.join([*dtypes][::-1])} matrix, not {weight.dtype} {list(weight.shape)}"
             )
@@ -113,14 +118,12 @@ class PackedLinear(nn.Module):
         Raises:
             UsageError: there is no such scheme, or it has no such format, scale format or group size.
             ValueError: the weight has NaN or infinity or is too large for the scheme, or its shape does not divide into
-                the scheme's groups.
+                the scheme's groups, or the layer cannot hold the scheme.
         """
         chosen = find_scheme(scheme, format, scale_format, group_size=group_size)
-        # No scheme of VARIANTS has zero points, which this layer could not hold.
-        assert not chosen.asymmetric
         fmt, weight = chosen.format, linear.weight.detach()
         shape = (weight.shape[0], weight.shape[1])
-        problem = fmt.shape_error(shape)
+        problem = _why_not_held(chosen) or fmt.shape_error(shape)
         if problem:
             raise ValueError(problem)
         absmax = reference.group_absmax(weight, fmt.group)
@@ -164,3 +167,11 @@ class PackedLinear(nn.Module):
         """Return what print() shows of the layer."""
         out_features, in_features = self.shape
         return f"in_features={in_features}, out_features={out_features}, scheme={self.scheme.name}"
+
+
+def _why_not_held(scheme: Scheme) -> str | None:
+    """Say why PackedLinear cannot hold a scheme: "PackedLinear has no zero points, and ..."; None if it can."""
+    if scheme.asymmetric:
+        return f"PackedLinear has no zero points, and scheme {scheme.name} needs them"
+    unknown = [dtype for dtype in (scheme.format.number.dtype, scheme.format.scale.dtype) if dtype not in _DTYPES]
+    return f"PackedLinear has no tensors of {unknown[0]}, and scheme {scheme.name} needs them" if unknown else None

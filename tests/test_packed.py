@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from openquant import PackedLinear
+from openquant import PackedLinear, packed
+from openquant.formats import schemes
+from openquant.formats.schemes import INT8_W8A8, SCHEMES, VARIANTS, ZERO_POINT, Scheme
 
 CODES = {
     "int8": {"weight": (torch.int8, (128, 256))},
@@ -119,3 +123,32 @@ def test_bad_parts_are_refused() -> None:
     for scheme in ("channel", "block", "mxfp8"):
         with pytest.raises(ValueError, match=r"reaches 3.3e\+38, engines load at most 2.97747e\+38"):
             PackedLinear.from_linear(linear, scheme)
+
+
+SHIFTED = replace(INT8_W8A8, name="shifted", format=replace(INT8_W8A8.format, zero_point=ZERO_POINT))
+NEW_NUMBER = replace(INT8_W8A8.format.number, dtype="F8_E5M2")
+NEW_DTYPE = replace(INT8_W8A8, name="e5m2", format=replace(INT8_W8A8.format, number=NEW_NUMBER))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (SHIFTED, "PackedLinear has no zero points, and scheme shifted needs them"),
+        (NEW_DTYPE, "PackedLinear has no tensors of F8_E5M2, and scheme e5m2 needs them"),
+    ],
+    ids=["zero points", "dtype"],
+)
+def test_a_scheme_that_the_layer_cannot_hold_is_refused(
+    scheme: Scheme, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (schemes, packed):
+        monkeypatch.setattr(module, "VARIANTS", (scheme, *VARIANTS))
+    monkeypatch.setitem(SCHEMES, scheme.name, scheme)
+    linear = nn.Linear(256, 128)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        PackedLinear.from_linear(linear, scheme.name)
+    codes, scale = torch.zeros(128, 256, dtype=torch.int8), torch.ones(128, 1)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        PackedLinear(codes, scale, scheme=scheme.name)
+    # Without a name, the layer is not taken for one of that scheme.
+    assert PackedLinear(codes, scale).scheme is INT8_W8A8
