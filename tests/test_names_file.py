@@ -32,7 +32,8 @@ def test_what_alike_tensors_have_is_one_line(tmp_path: Path) -> None:
     assert lines[:4] == [
         "# small, 35 tensors",
         "# names, shapes and dtypes: the headers of the shards of a directory",
-        "# num_attention_heads 4, num_key_value_heads 2, num_hidden_layers 2, num_experts 4, num_experts_per_tok 2",
+        "# num_attention_heads 4, num_key_value_heads 2, head_dim 64, num_hidden_layers 2, num_experts 4, "
+        "num_experts_per_tok 2, norm_topk_prob true",
         "lm_head.weight  1  [512, 256]  BF16",
     ]
     assert "model.layers.{0..1}.self_attn.q_proj.weight  2  [256, 256]  BF16" in lines
@@ -60,6 +61,20 @@ def test_layers_that_are_not_all_alike_take_several_lines(tmp_path: Path) -> Non
         "model.layers.1.experts.0.weight  1  [256]  BF16",
         "model.layers.{0..4..2}.experts.{0..1}.weight  6  [256]  BF16",
     ]
+
+
+def test_it_prints_the_counts_and_switches_that_the_tests_read(tmp_path: Path) -> None:
+    root = small_checkpoints.write(tmp_path / "small")
+    read = {"num_hidden_layers": 2, "loop_num": 2, "n_layer": 2, "mamba_n_heads": 4, "head_dim": 64}
+    read |= {"v_head_dim": 32, "o_groups": 8, "group_norm_size": 4, "attention_k_eq_v": True}
+    other = {"hidden_size": 256, "learn_rate": 3, "tie_word_embeddings": False, "multi_query": None, "num_labels": "2"}
+    (root / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **read, **other}))
+    text = run(root).stdout
+    assert text.splitlines()[2] == (
+        "# num_hidden_layers 2, loop_num 2, n_layer 2, mamba_n_heads 4, head_dim 64, v_head_dim 32, o_groups 8, "
+        "group_norm_size 4, attention_k_eq_v true"
+    )
+    assert described(text, "LlamaForCausalLM").config == read
 
 
 def test_a_quantized_checkpoint_s_config_is_told(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ from openquant.formats.quantization import find_quantization
 from openquant.hub.source import Source, find_source
 
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9]\d{0,17})(?=\.|$)")
-# What plans ask config.json for: how many there are of heads, layers and experts.
-_COUNT = re.compile(r"\w*(?:num_|heads)\w*")
+# What plans ask config.json for: how many there are of heads, layers and experts, and sizes of heads and groups. The
+# tests read these keys (tests/support/published_checkpoints.py), and those that are true.
+_COUNT = re.compile(r"n_\w+|\w*(?:num_|_num|heads|head_dim|groups|norm_size)\w*")
 
 
 def describe(checkpoint: Checkpoint, source: Source) -> list[str]:
@@ -40,11 +41,12 @@ def describe(checkpoint: Checkpoint, source: Source) -> list[str]:
     text = checkpoint.config.get("text_config")
     config = text if isinstance(text, dict) else checkpoint.config
     counts = {key: value for key, value in config.items() if _COUNT.fullmatch(key) and type(value) is int}
+    switches = [f"{key} true" for key, value in config.items() if re.fullmatch(r"\w+_\w+", key) and value is True]
     origin = source.identity or "a directory"
     lines = [
         f"# {source.name}, {len(checkpoint.tensors)} tensors",
         f"# names, shapes and dtypes: the headers of the shards of {origin}",
-        "# " + ", ".join(f"{key} {value}" for key, value in counts.items()),
+        "# " + ", ".join([*(f"{key} {value}" for key, value in counts.items()), *switches]),
     ]
     quantization = find_quantization(checkpoint.config)
     if quantization is not None:
