@@ -3,7 +3,7 @@
     python benchmarks/schemes.py examples/tiny-qwen3
 
 prints the table of docs/evaluation.md. The model is converted once in each scheme, and all of them are evaluated in one
-pass on the built-in texts.
+pass on the built-in texts. --scheme NAME measures that scheme alone.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
+    parser.add_argument(
+        "--scheme", action="append", choices=list(SCHEME_NAMES), help="measure this scheme (repeatable; default: all)"
+    )
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--prompts", type=Path, help="a file of prompts; built-in ones if there is none")
     parser.add_argument("--scratch", type=Path, help="where outputs go (default: beside the source)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.scratch or options.source.parent) as scratch:
-        outputs = [Path(scratch) / scheme for scheme in SCHEME_NAMES]
+        outputs = [Path(scratch) / scheme for scheme in dict.fromkeys(options.scheme or SCHEME_NAMES)]
         for output in outputs:
             openquant.compress(options.source, output, output.name)
         found = openquant.evaluate(

@@ -45,13 +45,15 @@ def test_a_diagnosis_is_timed_beside_a_conversion(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_scheme_is_evaluated_on_one_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [[], ["int8", "channel"]], ids=["all", "named"])
+def test_schemes_are_evaluated_on_one_model(named: list[str], tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("import os\n")
     command = [sys.executable, ROOT / "benchmarks" / "schemes.py", EXAMPLE, "--samples", "2", "--length", "32"]
     command += ["--prompts", tmp_path / "prompts.txt", "--scratch", tmp_path]
+    command += [word for scheme in named for word in ("--scheme", scheme)]
     done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
     rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:-2]]
-    assert [row[0] for row in rows] == list(SCHEMES)
+    assert [row[0] for row in rows] == (named or list(SCHEMES))
     assert {len(row) for row in rows} == {8}
     assert {row[6] for row in rows} <= {"same", "close"}
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
