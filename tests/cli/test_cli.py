@@ -23,6 +23,7 @@ import torch
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
 from openquant.errors import UsageError
+from openquant.formats.names import SCHEME_NAMES
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import COMMANDS, finish, forked
 
@@ -151,7 +152,7 @@ ERRORS = [
      "--scheme-for does not go with --scheme mxfp8 in the compressed-tensors format: all layers are alike", MIXING),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "**.o_proj=mxfp8"],
      "--scheme-for **.o_proj=mxfp8: mxfp8 is not a scheme to mix",
-     "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4, nvfp4, nvfp4-w4a4"),
+     f"choose one of {', '.join(name for name, scheme in SCHEME_NAMES.items() if scheme.mixes)}"),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "lm_head=tensor"],
      "--scheme-for lm_head=tensor matches no module that can be quantized",
      "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"),

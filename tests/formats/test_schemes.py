@@ -387,7 +387,7 @@ def test_every_name_has_a_default_and_every_format_is_found() -> None:
         (
             ("rows",),
             "rows is not a scheme",
-            "choose one of tensor, channel, block, mxfp8, int8, int8-weights, int4, mxfp4, nvfp4, nvfp4-w4a4",
+            f"choose one of {', '.join(SCHEME_NAMES)}",
         ),
         (
             ("int8-weights", None, None, "dynamic", "64"),
@@ -444,7 +444,7 @@ def test_schemes_that_no_config_holds_together() -> None:
         find_others(CHANNEL, {"**": "mxfp8"})
     assert (caught.value.message, caught.value.hint) == (
         "--scheme-for **=mxfp8: mxfp8 is not a scheme to mix",
-        "choose one of tensor, channel, block, int8, int8-weights, int4, mxfp4, nvfp4, nvfp4-w4a4",
+        f"choose one of {', '.join(name for name, scheme in SCHEME_NAMES.items() if scheme.mixes)}",
     )
 
 
