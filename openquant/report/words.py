@@ -12,8 +12,8 @@ from ..formats.schemes import SCHEMES
 
 _SEVERAL = {
     "frontier": (
-        "The outputs than which no other one given is at most as large and at most as far from the source. Of the "
-        "others, each has one on the frontier that is better in size, KL or both, and worse in neither."
+        "The outputs that no other one given beats. One output beats another if it is smaller or closer to the "
+        "source, and neither larger nor farther."
     ),
 }
 _EVALUATED = {
