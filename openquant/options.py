@@ -765,7 +765,11 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         if len({os.fspath(output) for output in self.outputs}) < len(self.outputs):
             raise UsageError("an output is given twice", "give each once")
         # A file may have a comma in its name.
-        split = ([task] if not isinstance(task, str) or Path(task).exists() else task.split(",") for task in self.tasks)
+        # Path.exists() raises if all names together are longer than the name of a file may be.
+        split = (
+            [task] if not isinstance(task, str) or os.path.exists(task) else task.split(",")  # noqa: PTH110
+            for task in self.tasks
+        )
         object.__setattr__(self, "tasks", tuple(task for part in split for task in part))
         if not all(os.fspath(task).strip() for task in self.tasks):
             raise UsageError("--tasks has an empty name", "separate tasks by single commas")

@@ -34,13 +34,15 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Ta
     task_names: list[str] = []
     for name in names:
         path = Path(name)
-        if path.suffix in _YAML and path.is_file():
+        # Unlike Path.is_file(), this does not raise if a name is longer than that of a file may be.
+        is_file = os.path.isfile(path)  # noqa: PTH113
+        if path.suffix in _YAML and is_file:
             for_lm_eval.append(str(path))
-        elif path.is_file():
+        elif is_file:
             task = read_questions(path, limit)
             task_names.append(task.name)
             parts.append(task)
-        elif path.suffix in (*_FILES, *_YAML) or path.is_dir() or isinstance(name, os.PathLike):
+        elif path.suffix in (*_FILES, *_YAML) or os.path.exists(path) or isinstance(name, os.PathLike):  # noqa: PTH110
             raise SourceError(f"{path} is not a file", "give a .jsonl, .json or .yaml file, or a task of lm-eval")
         else:
             for_lm_eval.append(str(name))

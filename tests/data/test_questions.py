@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,8 @@ def test_errors_name_the_example(tmp_path: Path, task: Any, says: str) -> None:
 
 def test_a_pipe_is_no_file_of_questions(tmp_path: Path) -> None:
     (tmp_path / "here.jsonl").mkdir()
-    for path in (tmp_path / "here.jsonl", tmp_path / "nowhere.json"):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "here.jsonl", tmp_path / "nowhere.json", tmp_path / "pipe"):
         with pytest.raises(OpenQuantError, match=rf"^{path} is not a file$"):
             read_tasks([str(path)], None)
 

@@ -255,6 +255,16 @@ def test_a_task_of_lm_eval_asks_for_lm_eval(
     )
 
 
+def test_names_may_be_longer_together_than_the_name_of_a_file(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for names in (",".join(f"task_{number}" for number in range(1000)), "task_0" * 1000):
+        code, _, stderr = command(capsys, output, "--tasks", names)
+        assert (code, len(stderr.splitlines())) == (2, 2)
+        assert stderr.startswith("error: task_0")
+
+
 def test_a_task_of_lm_eval_has_the_accuracy_that_lm_eval_finds(in_float32: Path, tmp_path: Path) -> None:
     import lm_eval
     from lm_eval.models.huggingface import HFLM
