@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import io
 import logging
+import math
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,7 @@ class LMEvalTasks:
 
     Args:
         tasks: their names, or the names of groups of them.
-        folders: directories in which lm-eval looks for tasks beside its own.
-        has_own: whether some of the tasks are lm-eval's own.
+        files: the YAML file of each task that is not lm-eval's own, by name.
         limit: the most questions of each task; None for all.
 
     Attributes:
@@ -45,13 +46,16 @@ class LMEvalTasks:
         UsageError: a task asks for something else than probabilities of choices.
     """
 
-    def __init__(self, tasks: Sequence[str], folders: Sequence[str], has_own: bool, limit: int | None) -> None:
+    def __init__(self, tasks: Sequence[str], files: Mapping[str, Path], limit: int | None) -> None:
         from lm_eval.tasks import TaskManager
 
         self._tasks, self._limit = list(tasks), limit
         with _quiet():
             # Listing all of its own tasks takes seconds.
-            self._manager = TaskManager(include_path=list(folders) or None, include_defaults=has_own)
+            folders = list(dict.fromkeys(str(path.parent) for path in files.values()))
+            self._manager = TaskManager(include_path=folders or None, include_defaults=len(files) < len(tasks))
+        for task, path in files.items():
+            self._require_file(task, path)
         asked: list[Any] = []
 
         def record(instances: list[Any]) -> list[tuple[float, bool]]:
@@ -68,6 +72,20 @@ class LMEvalTasks:
         for name, of_task in samples.items():
             if not of_task or not any(metric in of_task[0] for metric in METRICS):
                 raise UsageError(f"{name} of lm-eval has no accuracy", f"choose tasks with {' or '.join(METRICS)}")
+            for sample in of_task:
+                for metric in METRICS:
+                    if metric in of_task[0]:
+                        _score(sample, metric, name)
+
+    def _require_file(self, task: str, path: Path) -> None:
+        """Refuse a file if lm-eval would take the task from another one, which has the same name of a task."""
+        entry: Any = self._manager.task_index.get(task)
+        # Older versions have dicts.
+        taken = entry.get("yaml_path") if isinstance(entry, dict) else getattr(entry, "yaml_path", None)
+        if isinstance(taken, (str, os.PathLike)) and Path(taken).resolve() != path.resolve():
+            raise UsageError(
+                f"{path.name} and {Path(taken).name} in its directory both define the task {task}", "rename one of them"
+            )
 
     def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers; see `questions.Tasks`."""
@@ -81,7 +99,7 @@ class LMEvalTasks:
             TaskAnswers(
                 name,
                 {
-                    metric: np.array([float(sample[metric]) for sample in of_task], np.float64)
+                    metric: np.array([_score(sample, metric, name) for sample in of_task], np.float64)
                     for metric in METRICS
                     if metric in of_task[0]
                 },
@@ -160,15 +178,20 @@ def read_lm_eval_tasks(names: Sequence[str], limit: int | None) -> LMEvalTasks:
         raise UsageError(
             f"{names[0]} is not a file, and lm-eval, which has tasks, is not installed", install_hint("tasks")
         ) from None
-    tasks, folders = [], []
+    tasks: list[str] = []
+    files: dict[str, Path] = {}
     for name in names:
         path = Path(name)
-        if path.suffix in (".yaml", ".yml"):
-            tasks.append(_name_in(path))
-            folders.append(str(path.parent))
-        else:
-            tasks.append(name)
-    return LMEvalTasks(tasks, list(dict.fromkeys(folders)), len(folders) < len(tasks), limit)
+        task = name
+        if path.suffix == ".yml":
+            raise SourceError(f"{path.name} is no YAML that lm-eval finds", f"rename it to {path.stem}.yaml")
+        if path.suffix == ".yaml":
+            task = _name_in(path)
+            files.setdefault(task, path)
+        if task in tasks:
+            raise UsageError(f"two tasks are named {task}", "give each once, or rename one in its file")
+        tasks.append(task)
+    return LMEvalTasks(tasks, files, limit)
 
 
 class _Loader(yaml.SafeLoader):
@@ -189,7 +212,8 @@ def _name_in(path: Path) -> str:
         data = read_small(path, path.name)
     try:
         value = yaml.load(data, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML raises some of these for values such as `!!bool x`.
         raise SourceError(
             f"{path.name} is not YAML: {short_repr(str(error))}", "give the YAML of an lm-eval task"
         ) from None
@@ -204,22 +228,47 @@ def _texts(instance: Any) -> tuple[str, str]:
     return str(context), str(continuation)
 
 
+def _score(sample: Mapping[str, Any], metric: str, task: str) -> float:
+    """Return a question's score, which functions of a YAML may compute."""
+    try:
+        score = float(sample[metric])
+    except (LookupError, TypeError, ValueError):
+        score = math.nan
+    if not 0 <= score <= 1:
+        raise SourceError(
+            f"{task} of lm-eval has a question whose {metric} is {short_repr(sample.get(metric))}, "
+            "not a number from 0 to 1",
+            "leave that task out",
+        )
+    return score
+
+
 def _picked(sample: Mapping[str, Any]) -> int:
     """Return which of a question's requests has the highest probability; of one request, whether it is greedy."""
     values = [response[0] for response in sample["filtered_resps"]]
+    contexts = [request[0] for request in sample["arguments"]]
+    half = len(values) // 2
+    if not any(contexts[half:]) and all(contexts[:half]):
+        # For acc_mutual_info the choices are asked for once more, without the question.
+        values = values[:half]
     return int(np.argmax(values)) if len(values) > 1 else int(sample["filtered_resps"][0][1])
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep lm-eval from logging, showing progress bars, warning, and changing the state of random numbers."""
+    """Keep lm-eval from logging, printing, warning, and changing the state of random numbers."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
     levels = [logger.level for logger in loggers]
     states = random.getstate(), np.random.get_state()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+            _quiet_subprocesses(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -227,3 +276,22 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
         random.setstate(states[0])
         np.random.set_state(states[1])
+
+
+@contextmanager
+def _quiet_subprocesses() -> Iterator[None]:
+    """Send the stderr of subprocesses nowhere: lm-eval runs git, which complains outside of a repository."""
+    try:
+        saved = os.dup(2)
+    except OSError:
+        # It is closed.
+        yield
+        return
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

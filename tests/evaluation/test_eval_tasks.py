@@ -21,7 +21,7 @@ from openquant.cli.commands import main
 from openquant.data.questions import read_questions
 from openquant.data.tasks import read_tasks
 from openquant.data.tokenizer import load_tokenizer
-from openquant.errors import OpenQuantError, SourceError
+from openquant.errors import OpenQuantError, SourceError, UsageError
 from openquant.evaluation import answers, run
 from openquant.evaluation.as_served import ServedModel
 from openquant.evaluation.results import Evaluation
@@ -324,6 +324,9 @@ def test_other_tasks_of_lm_eval_are_refused(tmp_path: Path, settings: dict[str, 
         ("a: [", "t.yaml is not YAML: "),
         ("a: 1", "t.yaml has no name of a task"),
         ("- 1", "t.yaml has no name of a task"),
+        ("task: !!bool x", "t.yaml is not YAML: "),
+        ("task: !!timestamp x", "t.yaml is not YAML: "),
+        ('task: !!int ""', "t.yaml is not YAML: "),
     ],
 )
 def test_a_yaml_without_a_task_is_refused(tmp_path: Path, text: str, says: str) -> None:
@@ -331,6 +334,47 @@ def test_a_yaml_without_a_task_is_refused(tmp_path: Path, text: str, says: str) 
     with pytest.raises(SourceError) as caught:
         read_tasks([tmp_path / "t.yaml"], None)
     assert str(caught.value).startswith(says)
+
+
+def test_a_task_is_taken_from_the_file_that_is_named(tmp_path: Path) -> None:
+    first = write_lm_eval(tmp_path / "a")
+    with pytest.raises(UsageError, match=r"^two tasks are named mine$"):
+        read_tasks([first, write_lm_eval(tmp_path / "b")], None)
+    last = shutil.copy(first, first.with_name("zero.yaml"))
+    with pytest.raises(UsageError, match=r"^zero.yaml and mine.yaml in its directory both define the task mine$"):
+        read_tasks([last], None)
+    assert read_tasks([first], 1).questions == 1
+    with pytest.raises(SourceError, match=r"^other.yml is no YAML that lm-eval finds$"):
+        read_tasks([shutil.copy(first, tmp_path / "other.yml")], None)
+
+
+def test_lm_eval_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # It runs git, which complains here.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    read_tasks([write_lm_eval(tmp_path / "tasks")], 1)
+    print("seen", file=sys.stderr)
+    assert tuple(capfd.readouterr()) == ("", "seen\n")
+
+
+def test_a_choice_without_its_question_is_no_answer(tmp_path: Path) -> None:
+    metrics = [{"metric": "acc"}, {"metric": "acc_mutual_info"}]
+    tasks = read_tasks([write_lm_eval(tmp_path / "tasks", metric_list=metrics)], 1)
+    assert [context == "" for context, _ in tasks.requests] == [False, False, True, True]
+    [answers] = tasks.answers(np.array([-3.0, -2.0, -1.0, -9.0]), np.zeros(4, bool))
+    assert answers.picked.tolist() == [1]
+
+
+def test_a_score_that_a_function_makes_is_checked(tmp_path: Path) -> None:
+    yaml = write_lm_eval(tmp_path / "tasks")
+    yaml.with_name("scores.py").write_text("def score(doc, results):\n    return {'acc': 100.0}\n")
+    task = json.loads(yaml.read_text())
+    lines = [f"{key}: {json.dumps(value)}" for key, value in task.items()]
+    yaml.write_text("\n".join([*lines, "process_results: !function scores.score"]))
+    with pytest.raises(SourceError, match=r"^mine of lm-eval has a question whose acc is 100.0, not a number from 0"):
+        read_tasks([yaml], 1)
 
 
 def test_a_choice_without_tokens_is_refused(tmp_path: Path) -> None:
