@@ -39,7 +39,7 @@ class LMEvalTasks:
         limit: the most questions of each task; None for all.
 
     Attributes:
-        names: names of all tasks, those of groups included.
+        metrics: the metrics of all tasks, those of groups included, by their names.
 
     Raises:
         SourceError: lm-eval fails on a task.
@@ -67,15 +67,17 @@ class LMEvalTasks:
         self._requests_of: dict[str, list[int]] = {}
         for number, instance in enumerate(asked):
             self._requests_of.setdefault(instance.task_name, []).append(number)
-        self.names = list(samples)
         self.questions = sum(len(of_task) for of_task in samples.values())
         for name, of_task in samples.items():
             if not of_task or not any(metric in of_task[0] for metric in METRICS):
                 raise UsageError(f"{name} of lm-eval has no accuracy", f"choose tasks with {' or '.join(METRICS)}")
-            for sample in of_task:
-                for metric in METRICS:
-                    if metric in of_task[0]:
-                        _score(sample, metric, name)
+        self.metrics: Mapping[str, Sequence[str]] = {
+            name: [metric for metric in METRICS if metric in of_task[0]] for name, of_task in samples.items()
+        }
+        for name, metrics in self.metrics.items():
+            for sample in samples[name]:
+                for metric in metrics:
+                    _score(sample, metric, name)
 
     def _require_file(self, task: str, path: Path) -> None:
         """Refuse a file if lm-eval would take the task from another one, which has the same name of a task."""
@@ -100,8 +102,7 @@ class LMEvalTasks:
                 name,
                 {
                     metric: np.array([_score(sample, metric, name) for sample in of_task], np.float64)
-                    for metric in METRICS
-                    if metric in of_task[0]
+                    for metric in self.metrics[name]
                 },
                 np.array([_picked(sample) for sample in of_task], np.int64),
                 np.array(self._requests_of[name], np.int64),

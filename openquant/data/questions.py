@@ -56,10 +56,12 @@ class Tasks(Protocol):
     Attributes:
         requests: context and continuation of each request, as text.
         questions: the number of questions.
+        metrics: the metrics of each task, by its name.
     """
 
     requests: Sequence[tuple[str, str]]
     questions: int
+    metrics: Mapping[str, Sequence[str]]
 
     def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers.
@@ -98,6 +100,7 @@ class QuestionTask:
     def __init__(self, name: str, questions: Sequence[ChoiceQuestion], space: str, has_norm: bool) -> None:
         self.name, self._questions, self._has_norm = name, questions, has_norm
         self.questions = len(questions)
+        self.metrics: Mapping[str, Sequence[str]] = {name: ("acc", "acc_norm") if has_norm else ("acc",)}
         self.requests: Sequence[tuple[str, str]] = [
             (question.prompt, f"{space}{choice}") for question in questions for choice in question.choices
         ]
@@ -105,7 +108,7 @@ class QuestionTask:
     def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers; see `Tasks`."""
         del greedy
-        scores: dict[str, list[float]] = {"acc": [], **({"acc_norm": []} if self._has_norm else {})}
+        scores: dict[str, list[float]] = {metric: [] for metric in self.metrics[self.name]}
         picked, start = [], 0
         for question in self._questions:
             of_choices = loglikelihoods[start : start + len(question.choices)]
@@ -258,6 +261,9 @@ class SeveralTasks:
         self._parts = parts
         self.requests: Sequence[tuple[str, str]] = [request for part in parts for request in part.requests]
         self.questions = sum(part.questions for part in parts)
+        self.metrics: Mapping[str, Sequence[str]] = {
+            task: metrics for part in parts for task, metrics in part.metrics.items()
+        }
 
     def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers; see `Tasks`."""

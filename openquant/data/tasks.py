@@ -27,7 +27,8 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Ta
 
     Raises:
         SourceError: a file or a task cannot be read.
-        UsageError: lm-eval is needed and not installed, a task is no multiple-choice task, or two have the same name.
+        UsageError: lm-eval is needed and not installed, a task is no multiple-choice task, two have the same name, or they have
+            no metric in common.
     """
     parts: list[Tasks] = []
     for_lm_eval: list[str] = []
@@ -48,9 +49,13 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Ta
             for_lm_eval.append(str(name))
     if for_lm_eval:
         from_lm_eval = read_lm_eval_tasks(for_lm_eval, limit)
-        task_names += from_lm_eval.names
+        task_names += from_lm_eval.metrics
         parts.append(from_lm_eval)
     if len(set(task_names)) < len(task_names):
         twice = next(name for name in task_names if task_names.count(name) > 1)
         raise UsageError(f"two tasks are named {twice}", "give each once, or rename a file")
-    return parts[0] if len(parts) == 1 else SeveralTasks(parts)
+    tasks = parts[0] if len(parts) == 1 else SeveralTasks(parts)
+    if not set.intersection(*map(set, tasks.metrics.values())):
+        listed = ", ".join(f"{name} has {' and '.join(metrics)}" for name, metrics in tasks.metrics.items())
+        raise UsageError(f"the tasks have no metric in common: {listed}", "evaluate them one after the other")
+    return tasks

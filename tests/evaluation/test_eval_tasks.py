@@ -348,6 +348,16 @@ def test_a_task_is_taken_from_the_file_that_is_named(tmp_path: Path) -> None:
         read_tasks([shutil.copy(first, tmp_path / "other.yml")], None)
 
 
+def test_tasks_have_a_metric_in_common(tmp_path: Path) -> None:
+    yaml = write_lm_eval(tmp_path / "tasks", metric_list=[{"metric": "acc_norm"}])
+    assert read_tasks([yaml, write_lines(tmp_path / "lines.jsonl")], 1).metrics == {
+        "lines": ("acc", "acc_norm"),
+        "mine": ["acc_norm"],
+    }
+    with pytest.raises(UsageError, match=r"no metric in common: foreign has acc, mine has acc_norm$"):
+        read_tasks([yaml, write_big_bench(tmp_path / "foreign.json")], 1)
+
+
 def test_lm_eval_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
