@@ -158,7 +158,10 @@ def _reading(pooled: TaskFigures, metric: TaskMetric, loss: float) -> str:
         found = f"the difference of {difference:+.1f} points is within chance (p = {p:.2g})"
     else:
         found = f"the difference of {difference:+.1f} points is more than chance (p = {p:.2g})"
-    return (
-        f"of {pooled['questions']:,} questions {flips}; a loss of {100 * loss:.1f} points or more would show in 4 of 5 "
-        f"such evaluations, a smaller one mostly not; {found}"
-    )
+    if mcnemar(pooled["questions"], 0) >= 0.05:
+        power = "so few questions show no loss, not even of all right answers"
+    else:
+        power = (
+            f"a loss of {100 * loss:.1f} points or more would show in 4 of 5 such evaluations, a smaller one mostly not"
+        )
+    return f"of {pooled['questions']:,} questions {flips}; {power}; {found}"

@@ -21,6 +21,8 @@ Figures = npt.NDArray[np.float64]
 RESAMPLES, _AT_ONCE = 2000, 100
 # Quantiles of the normal distribution: for intervals of 95 %, and for finding a loss in 4 of 5 evaluations.
 _INTERVAL, _POWER = 1.959964, 0.841621
+# Fewest changed questions for which the smallest loss is not larger than all of them: (1.96 + 0.84)^2.
+_FEWEST = 8
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,11 @@ def smallest_loss(changed: int, questions: int) -> float:
     A difference varies by as much as there are questions that only one of the models answers rightly.
 
     Args:
-        changed: the number of those questions. One is assumed at least.
+        changed: the number of those questions. Eight are assumed at least: with fewer, a loss of all of them would be
+            smaller than what shows.
         questions: the number of all questions.
 
     Returns:
         The loss as a fraction of 1.
     """
-    return min(1.0, (_INTERVAL + _POWER) * math.sqrt(max(1, changed)) / questions)
+    return min(1.0, (_INTERVAL + _POWER) * math.sqrt(max(_FEWEST, changed)) / questions)

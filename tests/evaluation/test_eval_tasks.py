@@ -147,7 +147,7 @@ def test_an_output_that_is_its_source_answers_alike_and_a_damaged_one_guesses(tm
     assert (metric["recovery"], metric["recovery_interval"]) == (1, [1, 1])
     assert (metric["difference"], metric["difference_interval"], metric["p"]) == (0, [0, 0], 1)
     assert (metric["lost"], metric["gained"], unchanged["answered_otherwise"], unchanged["kl"]) == (0, 0, 0, 0)
-    assert "none went from right to wrong or back; a loss of 7.0 points" in found.outputs[0]["tasks"]["reading"]
+    assert "none went from right to wrong or back; a loss of 19.8 points" in found.outputs[0]["tasks"]["reading"]
     # One of four choices is right.
     metric = guessed["metrics"][0]
     assert metric["output"] == pytest.approx(0.25, abs=0.2)
@@ -208,6 +208,10 @@ def test_an_fp8_cache_and_rounded_activations_apply_to_tasks(tmp_path: Path) -> 
     weights = Path(compress(EXAMPLE, tmp_path / "weights", "int8-weights").output)
     plain = evaluate(weights, EXAMPLE, **SMALL, tasks=task).outputs[0]
     assert plain["tasks"]["pooled"]["kl"] < found[0]["tasks"]["pooled"]["kl"] < found[1]["tasks"]["pooled"]["kl"]
+    assert (
+        "of 4 questions " in plain["tasks"]["reading"]
+        and "; so few questions show no loss, " in plain["tasks"]["reading"]
+    )
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:

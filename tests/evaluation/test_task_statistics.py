@@ -80,4 +80,10 @@ def test_the_smallest_loss_is_one_that_four_of_five_evaluations_show() -> None:
         lost, gained, _ = generator.multinomial(questions, [(rate + loss) / 2, (rate - loss) / 2, 1 - rate])
         shown += mcnemar(int(lost), int(gained)) < 0.05
     assert 0.72 < shown / 400 < 0.88
-    assert smallest_loss(0, 10) == pytest.approx(0.28, abs=0.01)
+    assert smallest_loss(0, 10) == smallest_loss(8, 10) == pytest.approx(0.792, abs=1e-3)
+
+
+def test_the_smallest_loss_shows_where_nothing_else_changes() -> None:
+    questions = 200
+    lost = np.random.default_rng(0).binomial(questions, smallest_loss(0, questions), 400)
+    assert 0.72 < np.mean([mcnemar(int(number), 0) < 0.05 for number in lost]) < 0.88
