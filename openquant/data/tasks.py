@@ -27,8 +27,8 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Ta
 
     Raises:
         SourceError: a file or a task cannot be read.
-        UsageError: lm-eval is needed and not installed, a task is no multiple-choice task, two have the same name, or they have
-            no metric in common.
+        UsageError: lm-eval is needed and not installed, a task is no multiple-choice task, two have the same name, or
+            they have no metric in common.
     """
     parts: list[Tasks] = []
     for_lm_eval: list[str] = []

@@ -17,6 +17,7 @@ from .task_statistics import (
     bootstrap_means,
     difference_interval,
     mcnemar,
+    recovery,
     recovery_interval,
     smallest_loss,
     wilson_interval,
@@ -113,7 +114,7 @@ def _metric(metric: str, scores: PairedScores, seed: int) -> TaskMetric:
         "difference": after - before,
         "difference_interval": difference_interval(*means),
         "p": mcnemar(scores.lost, scores.gained),
-        "recovery": after / before if before else None,
+        "recovery": recovery(before, after),
         "recovery_interval": recovery_interval(*means),
         "lost": scores.lost,
         "gained": scores.gained,
@@ -142,7 +143,7 @@ def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: i
                 "output": after,
                 "difference": after - before,
                 "difference_interval": difference_interval(*resampled),
-                "recovery": after / before if before else None,
+                "recovery": recovery(before, after),
                 "recovery_interval": recovery_interval(*resampled),
             }
         )

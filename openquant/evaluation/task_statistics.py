@@ -23,6 +23,8 @@ RESAMPLES, _AT_ONCE = 2000, 100
 _INTERVAL, _POWER = 1.959964, 0.841621
 # Fewest changed questions for which the smallest loss is not larger than all of them: (1.96 + 0.84)^2.
 _FEWEST = 8
+# Lower scores are none: grades of a file may be so small that a quotient is infinite.
+_NONE_RIGHT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,14 @@ def difference_interval(source: Figures, output: Figures) -> list[float]:
     return _interval(output - source)
 
 
+def recovery(source: float, output: float) -> float | None:
+    """Return output / source; None if the source has none right."""
+    return None if source < _NONE_RIGHT else output / source
+
+
 def recovery_interval(source: Figures, output: Figures) -> list[float] | None:
     """Return the 95 % interval of output / source, from `bootstrap_means`; None if the source's is 0 in a resample."""
-    return None if (source <= 0).any() else _interval(output / source)
+    return None if (source < _NONE_RIGHT).any() else _interval(output / source)
 
 
 def _interval(values: Figures) -> list[float]:

@@ -140,6 +140,9 @@ def check_evaluation(value: Any) -> dict[str, Any]:
     """
     _check(value, SCHEMA, "")
     _check_histogram(value["kl_histogram"])
+    if "tasks" in value and not value["tasks"]["mean"]:
+        # Cards show the first.
+        _refuse([], "tasks.mean")
     evaluation: dict[str, Any] = value
     return evaluation
 

@@ -10,6 +10,7 @@ from openquant.evaluation.task_statistics import (
     bootstrap_means,
     difference_interval,
     mcnemar,
+    recovery,
     recovery_interval,
     smallest_loss,
     wilson_interval,
@@ -61,7 +62,10 @@ def test_tasks_count_alike_whatever_their_number_of_questions() -> None:
 
 
 def test_nothing_is_recovered_of_a_source_without_a_right_answer() -> None:
-    assert recovery_interval(*bootstrap_means([scores((0, 1, 3))], 0)) is None
+    for score in (0, 5e-324):
+        assert recovery_interval(*bootstrap_means([scores((score, 1, 3))], 0)) is None
+        assert recovery(score, 1) is None
+    assert recovery(0.8, 0.6) == pytest.approx(0.75)
 
 
 def test_grades_between_none_and_all_are_drawn_too() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,20 @@ def out(tmp_path: Path, source: Path) -> Path:
 
 def found(directory: Path) -> FoundEvaluation | None:
     return find_evaluation(open_checkpoint(directory))
+
+
+def test_figures_of_tasks_are_checked_and_have_a_mean() -> None:
+    figures = {"difference": 0, "difference_interval": [0, 0], "recovery": None, "recovery_interval": None}
+    mean = {"metric": "acc", "tasks": 1, "source": 0, "output": 0, **figures}
+    task = {"task": "mine", "questions": 1, "metrics": [], "answered_otherwise": 0, "kl": 0}
+    tasks = {"named": ["mine.jsonl"], "limit": None, "questions": 1, "tasks": [task], "pooled": task, "reading": ""}
+    assert check_evaluation({**evaluation(), "tasks": {**tasks, "mean": [mean]}})
+    for damaged, said in (
+        ({"mean": []}, "mean is [], "),
+        ({"mean": [{**mean, "recovery": 1e300}]}, "mean[0].recovery"),
+    ):
+        with pytest.raises(SourceError, match=rf"^eval.json: tasks.{re.escape(said)}"):
+            check_evaluation({**evaluation(), "tasks": {**tasks, **damaged}})
 
 
 @pytest.mark.parametrize(
