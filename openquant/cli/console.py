@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 # Seconds for which a process that must end at once waits until its message is printed.
-TIME_TO_PRINT = 0.5
+TIME_TO_PRINT = 2.0
 
 
 class Interrupts:
