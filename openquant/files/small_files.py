@@ -46,7 +46,7 @@ def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = T
         The open binary file, which the caller closes.
 
     Raises:
-        SourceError: it is not a regular file, or `path` is no possible path.
+        SourceError: it is not a regular file, or no file can have this path.
         OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
     """
     try:

@@ -241,7 +241,7 @@ def place_names(
 ) -> None:
     """Write a name beside each point, so that no name covers a point or another name.
 
-    Names lie as near to their points as they can; those that are not beside them have a line to their point.
+    Each name is as near to its point as possible. If it is not beside the point, a line joins the two.
 
     Args:
         axes: matplotlib's axes, complete but for the names. The layout of their figure is fixed here.
