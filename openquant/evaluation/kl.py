@@ -186,8 +186,8 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
         seed: seed of the bootstrap.
 
     Returns:
-        The keys of eval.json that come from logits: `kl`, `kl_by_confidence`, `kl_by_position`, `kl_by_domain` (all
-        in nats), `top1` and `top5` as shares of 1, `perplexity`, and `rms_dp`, the root mean square of the difference
+        The keys of eval.json that come from logits: `kl`, `kl_by_confidence`, `kl_by_position`, `kl_by_domain`,
+        `kl_by_document` (all in nats), `top1` and `top5` as shares of 1, `perplexity`, and `rms_dp`, the root mean square of the difference
         in probability of the next token. `types.OutputEvaluation` has their types.
     """
     kl = _concatenate(records, lambda record: record.kl)
@@ -234,6 +234,7 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
             for domain in domains
             for domain_kl in [[record.kl for record in records if record.domain == domain]]
         ],
+        "kl_by_document": [mean(record.kl) for record in records],
         "top1": float(_concatenate(records, lambda record: record.top1).mean()),
         "top5": float(_concatenate(records, lambda record: record.top5).mean()),
         "perplexity": {

@@ -131,6 +131,7 @@ class _OutputEvaluation(TypedDict):
     kl_by_confidence: list[Bin]
     kl_by_position: list[Bin]
     kl_by_domain: list[DomainFigures]
+    kl_by_document: list[float]
     kl_histogram: Histogram
     top1: float
     top5: float

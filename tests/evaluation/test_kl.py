@@ -86,6 +86,7 @@ def test_figures_are_those_of_a_plain_implementation() -> None:
     assert [each["domain"] for each in found["kl_by_domain"]] == ["domain 0", "domain 1"]
     assert found["kl_by_domain"][1]["kl"] == pytest.approx(by_position[1::2].mean(), rel=1e-5)
     assert found["kl_by_domain"][1]["positions"] == 3 * (LENGTH - 1)
+    assert found["kl_by_document"] == pytest.approx(by_position.mean(1), rel=1e-5)
 
 
 def test_a_small_kl_is_not_lost_in_float32() -> None:
