@@ -21,8 +21,11 @@ from ..formats.format import Format
 from ..formats.numbers import Number
 from ..formats.reference import nearest
 
-# Added to the Hessian's diagonal, as a share of its mean; ten times as much after each failed Cholesky decomposition.
-PERCDAMP, PERCDAMP_GROWTH = 0.01, 10.0
+# Added to each element of the Hessian's diagonal, as a share of it; ten times as much after each failed Cholesky
+# decomposition. A few tokens have inputs hundreds of times as large as all others. Without damping the errors of one
+# column correct the others for these tokens alone. A share of the diagonal's mean, as in the paper, does not prevent
+# that, as such inputs make up the mean: on SmolLM2-135M it leaves 1.4 times the KL.
+DAMPING, DAMPING_GROWTH = 0.2, 10.0
 # Up to this many columns, each error goes to the next columns at once. Larger ranges are halved, and the errors of the
 # first half go to the second in one matrix product.
 MIN_RANGE = 16
@@ -48,8 +51,8 @@ class ErrorPropagation:
 def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) -> ErrorPropagation:
     """Compute act-order and error coefficients from a Hessian, with damping.
 
-    Inputs that are always zero neither give nor receive errors. Damping adds 1 % of the diagonal's mean to it, and
-    more if rounding in the Hessian itself leaves it not positive definite.
+    Inputs that are always zero neither give nor receive errors. Damping raises each element of the diagonal by a fifth,
+    and more if rounding in the Hessian itself leaves it not positive definite.
 
     Args:
         hessian: X'X of the layer's inputs X [tokens, in], float32 or float64 [in, in], symmetric and finite.
@@ -65,14 +68,14 @@ def find_error_propagation(hessian: Tensor, dtype: torch.dtype = torch.float32) 
     order = torch.argsort(diagonal, descending=True, stable=True)
     # An upper triangular root in act-order is a lower triangular one, which torch computes, in reversed order.
     reversed_order = order.flip(0)
-    damping, failed = PERCDAMP * mean, torch.ones((), dtype=torch.int32, device=hessian.device)
+    damping, failed = DAMPING, torch.ones((), dtype=torch.int32, device=hessian.device)
     while int(failed):
         root = hessian[reversed_order[:, None], reversed_order].double()
         root.diagonal()[~nonzero[reversed_order]] = mean
-        root.diagonal().add_(damping)
+        root.diagonal().mul_(1 + damping)
         # In place: the transpose has LAPACK's memory order, so that no copy is made.
         torch.linalg.cholesky_ex(root.mT, out=(root.mT, failed))
-        damping *= PERCDAMP_GROWTH
+        damping *= DAMPING_GROWTH
     lower = root.mT
     lower /= lower.diagonal().clone()
     # A panel at a time, since root and coefficients are in memory together.
@@ -110,8 +113,10 @@ def round_columns(
         propagation.coefficients,
         fmt.number,
         torch.div(order, fmt.group[1] or cols, rounding_mode="floor").tolist(),
-        scale.T.repeat_interleave(height, 1)[:, :rows].contiguous(),
-        None if zero_point is None else zero_point.T.repeat_interleave(height, 1)[:, :rows].contiguous(),
+        scale.to(weight.dtype).T.repeat_interleave(height, 1)[:, :rows].contiguous(),
+        None
+        if zero_point is None
+        else zero_point.to(weight.dtype).T.repeat_interleave(height, 1)[:, :rows].contiguous(),
     )
     rounding.round_range(0, cols)
     quotients = torch.empty(rows, cols, dtype=torch.float32, device=weight.device)

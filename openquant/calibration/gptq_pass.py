@@ -208,7 +208,9 @@ def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInf
         key = b"" if columns is None else columns.tobytes()
         if key not in propagations:
             propagations = {key: _smoothed_propagation(matrix, columns)}
-        yield from _round_weight(weight, scheme, propagations[key], shared_absmax, reader)
+        squares: Floats = matrix.diagonal().cpu().numpy()
+        importance = squares if columns is None else squares / np.square(columns)
+        yield from _round_weight(weight, scheme, propagations[key], shared_absmax, importance, reader)
 
 
 def _smoothed_propagation(matrix: Tensor, columns: Floats | None) -> ErrorPropagation:
@@ -232,15 +234,22 @@ def _shared_absmax(hessian: Hessian, reader: Reader) -> Floats:
 
 
 def _round_weight(
-    weight: Weight, scheme: Scheme, propagation: ErrorPropagation, shared_absmax: Floats, reader: Reader
+    weight: Weight,
+    scheme: Scheme,
+    propagation: ErrorPropagation,
+    shared_absmax: Floats,
+    importance: Floats,
+    reader: Reader,
 ) -> Iterator[tuple[TensorInfo, Bytes]]:
-    """Round one weight; yield its codes, scales, global scale and zero points, as its format has them."""
+    """Round one weight; yield its codes, scales, global scale and zero points, as its format has them.
+
+    `importance`, float32 [in], are the sums of squares of the inputs, by which the search for scales weights errors.
+    """
     fmt, loops, device = scheme.format, reader.loops, propagation.coefficients.device
     global_scale = choose_shared_scale(fmt, shared_absmax) if fmt.global_scale is not None else None
     codes: list[Any] = []
     scales: list[Any] = []
     zero_points: list[Any] = []
-    importance = None if weight.transform is None else weight.transform.importance
     for bits in _row_blocks(reader, weight, fmt.height):
         group_absmax = shared_absmax
         if not fmt.shared:

@@ -424,9 +424,10 @@ class _Verification:
             original = self.originals.get(weight.module) if self.full else None
             original = original if original and original.shape == weight.source.shape else None
             scheme = self._scheme_of(weight) if self.recomputes else None
-            tasks.append(
-                TensorTask(weight.codes, weight, original, scheme, self.weighted_search, weight.module in gptq_rounded)
-            )
+            by_gptq = weight.module in gptq_rounded
+            # GPTQ's search is weighted by the Hessian.
+            weighted = self.weighted_search or by_gptq
+            tasks.append(TensorTask(weight.codes, weight, original, scheme, weighted, by_gptq))
         tasks += [TensorTask(info, kv_cache_scale=True) for info in self.cache_scales]
         read_names = {task.info.name for task in tasks} | self.headers.scales
         tasks += [

@@ -23,6 +23,7 @@ from openquant.errors import PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.layer_store import LayerStore
 from openquant.formats import kernels
+from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
 from openquant.job import connected, open_source, prepare
 from openquant.options import Run
@@ -103,15 +104,30 @@ def test_gptq_lowers_the_error_of_all_layers(
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in one.items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in other.items()
     }
-    # Scales are those of the weights, and what is not rounded stays.
-    codes = scheme.format.codes
+    # All codes of rounded layers change, their scales and zero points only where they are searched for, and nothing else.
     for name, tensor in one.items():
         same = torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
-        assert same == (not (name.endswith(f"_proj.{codes}") and ".layers." in name)), name
+        if name.endswith(f"_proj.{scheme.format.codes}") and ".layers." in name:
+            assert not same, name
+        elif not (scheme.searches_scales and "_proj." in name and ".layers." in name):
+            assert same, name
     before, after = (losses(source, tmp_path / kind, found) for kind in ("nearest", "gptq"))
     assert len(after) == layers
     assert all(after[name] < before[name] for name in before)
     assert sum(after.values()) < 0.8 * sum(before.values())
+
+
+def test_the_search_for_scales_is_weighted_by_the_hessian(
+    shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]
+) -> None:
+    source, scheme, layer = shelf.source("Qwen3ForCausalLM"), SCHEMES["int4"], "model.layers.0.mlp.down_proj"
+    compressed(source, tmp_path / "gptq", scheme, gptq=True)
+    compressed(source, tmp_path / "nearest", scheme, gptq=False)
+    bits = small_checkpoints.read(source)[f"{layer}.weight"].view(torch.uint16).numpy()
+    importance = found[f"{layer}.weight"].diagonal().float().numpy()
+    for kind, weighting in (("gptq", importance), ("nearest", None)):
+        stored = small_checkpoints.read(tmp_path / kind)[f"{layer}.weight_scale"].float().numpy()
+        assert np.array_equal(stored, choose_scales(scheme, bits, "BF16", importance=weighting).scale), kind
 
 
 @pytest.mark.parametrize("name", ["CohereForCausalLM", "DeepseekV3ForCausalLM", "Gemma3ForConditionalGeneration"])
@@ -195,8 +211,9 @@ def test_experts_are_rounded_by_their_own_tokens(shelf: Shelf, tmp_path: Path) -
     )
     one, other = small_checkpoints.read(tmp_path / "gptq"), small_checkpoints.read(tmp_path / "nearest")
     differ = {name for name in one if not torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8))}
-    assert {name.rpartition(".")[2] for name in differ} == {"weight_packed"}
-    assert len(differ) == 4 * small_checkpoints.LAYERS + 3 + experts
+    assert {name.rpartition(".")[2] for name in differ} == {"weight_packed", "weight_scale"}
+    codes = {name for name in differ if name.endswith("weight_packed")}
+    assert len(codes) == 4 * small_checkpoints.LAYERS + 3 + experts
     for out in (tmp_path / "gptq", tmp_path / "nearest"):
         dequantize(out, out.with_name(f"{out.name}-plain"))
     before, nearest, after = (

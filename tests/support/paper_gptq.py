@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openquant.calibration.gptq import PERCDAMP
+from openquant.calibration.gptq import DAMPING
 from openquant.formats.format import Format
 
 
@@ -17,12 +17,15 @@ def spread(grid: Tensor, form: Format, shape: torch.Size) -> Tensor:
 
 
 def by_hand(weight: Tensor, scale: Tensor, hessian: Tensor, form: Format, zero: Tensor | None) -> Tensor:
-    """As Frantar et al. have it: the inverse of the Hessian by its Cholesky root, column by column."""
+    """As Frantar et al. have it: the inverse of the Hessian by its Cholesky root, column by column.
+
+    Only the damping is ours: a share of each element of the diagonal, not of its mean.
+    """
     cols = weight.shape[1]
     left, found = weight.double().clone(), torch.zeros_like(weight)
     scales = spread(scale, form, weight.shape)
     zeros = torch.zeros_like(scales) if zero is None else spread(zero, form, weight.shape)
-    raised = hessian.double() + PERCDAMP * hessian.diagonal().mean() * torch.eye(cols, dtype=torch.float64)
+    raised = hessian.double() + DAMPING * torch.diag(hessian.diagonal().double())
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     root = torch.linalg.cholesky(torch.linalg.inv(raised[order][:, order]), upper=True)
     left = left[:, order]
