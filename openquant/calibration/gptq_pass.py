@@ -208,8 +208,8 @@ def _round_weights(hessian: Hessian, reader: Reader) -> Iterator[tuple[TensorInf
         key = b"" if columns is None else columns.tobytes()
         if key not in propagations:
             propagations = {key: _smoothed_propagation(matrix, columns)}
-        squares: Floats = matrix.diagonal().cpu().numpy()
-        importance = squares if columns is None else squares / np.square(columns)
+        factors = np.float32(1) if columns is None else columns
+        importance = (matrix.diagonal().cpu().numpy() / factors / factors).astype(np.float32)
         yield from _round_weight(weight, scheme, propagations[key], shared_absmax, importance, reader)
 
 
