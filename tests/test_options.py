@@ -52,6 +52,7 @@ FORMS = {
     "max_memory": "int | str | None",
     "outputs": PATHS,
     "scheme_for": "Mapping[str, SchemeName] | Sequence[tuple[str, SchemeName]] | None",
+    "server": "str | Sequence[str]",
     "tasks": PATHS,
     "text": PATHS,
 }

@@ -3,7 +3,7 @@
 domains    where texts come from: files, datasets, the standard library of Python
 corpus     texts as documents of equally many tokens; those for evaluation and for calibration never overlap
 prompts    texts that a model continues
-tasks      multiple-choice tasks: `questions` reads them from files, `lm_eval_tasks` has lm-eval make and score them
+tasks      questions of tasks: `questions` reads them from files, `lm_eval_tasks` has lm-eval make and score them
 tokenizer  a checkpoint's tokenizer, which is tried in the sandbox before it is loaded
 sandbox    runs chat templates and tokenizers that came with a checkpoint in a subprocess with limits
 

@@ -18,17 +18,18 @@ from .questions import SeveralTasks, Tasks, read_questions
 _FILES, _YAML = (".json", ".jsonl"), (".yaml", ".yml")
 
 
-def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Tasks:
+def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None, generates: bool = False) -> Tasks:
     """Read tasks.
 
     Args:
         names: paths of files (docs/evaluation.md says which), and names of tasks of lm-eval; at least one.
         limit: the most questions of each task; None for all.
+        generates: whether there are servers, which generate texts; at least one task must then ask for texts.
 
     Raises:
         SourceError: a file or a task cannot be read.
-        UsageError: lm-eval is needed and not installed, a task is no multiple-choice task, two have the same name, or
-            they have no metric in common.
+        UsageError: lm-eval is needed and not installed, a task asks for something that cannot be computed, two have
+            the same name, or they have no metric in common.
     """
     parts: list[Tasks] = []
     for_lm_eval: list[str] = []
@@ -48,13 +49,18 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None) -> Ta
         else:
             for_lm_eval.append(str(name))
     if for_lm_eval:
-        from_lm_eval = read_lm_eval_tasks(for_lm_eval, limit)
+        from_lm_eval = read_lm_eval_tasks(for_lm_eval, limit, generates)
         task_names += from_lm_eval.metrics
         parts.append(from_lm_eval)
     if len(set(task_names)) < len(task_names):
         twice = next(name for name in task_names if task_names.count(name) > 1)
         raise UsageError(f"two tasks are named {twice}", "give each once, or rename a file")
     tasks = parts[0] if len(parts) == 1 else SeveralTasks(parts)
+    if generates and not tasks.generations:
+        raise UsageError(
+            f"{', '.join(task_names)}: no question asks for a generated text, which is what --server is for",
+            "leave --server out",
+        )
     if not set.intersection(*map(set, tasks.metrics.values())):
         listed = ", ".join(f"{name} has {' and '.join(metrics)}" for name, metrics in tasks.metrics.items())
         raise UsageError(f"the tasks have no metric in common: {listed}", "evaluate them one after the other")

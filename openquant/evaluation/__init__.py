@@ -10,7 +10,8 @@ weight_changes       how one weight differs from the source's, and how much of t
 generate, answers    greedy continuations of prompts by source and output, and where they differ
 counters, gathering  distances of hidden states and routes of tokens; figures of several ranks put together
 task_requests        multiple-choice questions as token ids; `task_passes` runs them among the texts
-task_statistics      intervals, McNemar's test; `task_results` and `task_types` are what eval.json has of tasks
+task_servers         has running servers generate the answers to other tasks
+task_statistics      intervals, paired tests; `task_results` and `task_types` are what eval.json has of tasks
 under_test           the checkpoints that are compared, with their settings
 verdict              "same", "close", "changed" or "broken", and the layers that stand out
 results, types       eval.json, and the types of its keys

@@ -41,6 +41,8 @@ from .noise_floor import RoundingNoise
 from .results import Evaluation, Measurements, make_evaluation
 from .task_passes import TaskPasses
 from .task_results import evaluate_tasks
+from .task_servers import generate_texts
+from .task_types import counted_questions
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .weight_changes import compare_weights
 
@@ -121,6 +123,8 @@ class _Comparison:
             served_models = [output.served for output in self.outputs]
             names = [source.name, *(output.name for output in outputs)]
             self.tasks = TaskPasses(settings.tasks, self.model, served_models, names, settings.ranks)
+        # The texts that each model's server generates for tasks.
+        self.generated: list[list[str]] = [[] for _ in range(1 + len(outputs))]
         # Units whose weights are compared already, by name and pass.
         self.compared: set[tuple[str, int]] = set()
         # The most probable next token at each position of the first document, by pass.
@@ -140,7 +144,7 @@ class _Comparison:
             text_tokens += self.tasks.models * self.tasks.local_tokens
         answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_prompts else 0
         costs = layer_costs(self.model, [*self.model.layers, *self.head])
-        self.progress = PassProgress(costs, text_tokens, progress, remaining, answer_tokens)
+        self.progress = PassProgress(costs, text_tokens, progress, remaining, answer_tokens + self.generated_tokens)
 
     @property
     def head(self) -> list[str]:
@@ -158,13 +162,24 @@ class _Comparison:
         """Number of forward passes of each document: two of the source, and one or two of each output."""
         return self.outputs[-1].last + 1 if self.outputs else 2
 
+    @property
+    def generated_tokens(self) -> int:
+        """The most tokens of the texts that servers generate."""
+        tasks = self.settings.tasks
+        return 0 if tasks is None else len(tasks.servers) * sum(text.max_tokens for text in tasks.tasks.generations)
+
     def description(self) -> str:
         """Say what is to be done: "16 documents of 512 tokens: code (8), docs (8); 4 passes"."""
         described = f"{self.corpus.described}; {self.passes} passes"
         if self.tasks is None or self.settings.tasks is None:
             return described
-        questions, models = self.settings.tasks.tasks.questions, self.tasks.models
-        return f"{described}; {questions:,} questions of tasks, {self.tasks.tokens:,} tokens in {models} passes"
+        described += f"; {counted_questions(self.settings.tasks.tasks.questions)} of tasks"
+        if self.tasks.tokens:
+            described += f", {self.tasks.tokens:,} tokens in {self.tasks.models} passes"
+        if self.generated_tokens:
+            names = ", ".join(server.url for server in self.settings.tasks.servers)
+            described += f", answered by {names} with {self.generated_tokens:,} tokens at most"
+        return described
 
     def run(self) -> Evaluation:
         """Run all passes of all documents, and return the figures."""
@@ -254,6 +269,10 @@ class _Comparison:
         return max(0.0, with_load - decode) + prefill_per_token * prompt_tokens + decode_all
 
     def _run(self) -> Evaluation:
+        if self.settings.tasks is not None and self.settings.tasks.servers:
+            # First, as servers are what fails most easily.
+            servers, requests = self.settings.tasks.servers, self.settings.tasks.tasks.generations
+            self.generated = generate_texts(servers, requests, self.progress.more_done)
         self._forecast_tail()
         run_interleaved(
             [*map(self._passes_of, self.local_documents), *self._task_passes()],
@@ -289,7 +308,7 @@ class _Comparison:
         ]
         evaluation = make_evaluation(self.measurements, self._answers(), notes)
         if self.tasks is not None and self.settings.tasks is not None:
-            figures = evaluate_tasks(self.settings.tasks, self.tasks, self.settings.seed)
+            figures = evaluate_tasks(self.settings.tasks, self.tasks, self.generated, self.settings.seed)
             for output, of_tasks in zip(evaluation.outputs, figures, strict=True):
                 output["tasks"] = of_tasks
         return evaluation

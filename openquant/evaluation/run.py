@@ -51,6 +51,7 @@ def evaluate(
     stream: bool = False,
     prompts: str | os.PathLike[str] | None = None,
     tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    server: str | Sequence[str] = (),
     limit: int | None = None,
     kv_cache: CacheScheme = "auto",
     device: str = "cpu",
@@ -90,6 +91,7 @@ def evaluate(
         stream=stream,
         prompts=prompts,
         tasks=tasks,
+        server=server,
         limit=limit,
         kv_cache=kv_cache,
         device=device,
@@ -115,6 +117,8 @@ def _evaluate(
 ) -> Evaluation:
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
     device = find_device(options.device, ranks.local_rank)
+    if options.server and ranks.size > 1:
+        raise UsageError("several ranks cannot share --server", "run one process, without torchrun")
     models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
     if options.stream and all(model.repo is None for model in models):
         raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
@@ -127,6 +131,7 @@ def _evaluate(
     from ..data.tasks import read_tasks
     from .compare import compare_outputs
     from .task_requests import TaskRequests, encode_requests, longest_sequence
+    from .task_servers import find_servers
     from .under_test import EvaluationSettings, ModelUnderTest
 
     def advanced(done: int, total: int) -> None:
@@ -134,7 +139,8 @@ def _evaluate(
         if progress is not None:
             progress(done, total)
 
-    read = read_tasks(options.tasks, options.limit) if options.tasks else None
+    servers = find_servers(options.server, models) if options.server else []
+    read = read_tasks(options.tasks, options.limit, generates=bool(servers)) if options.tasks else None
     with ExitStack() as stack:
         tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
         source_tokenizer = tokenizers[0]
@@ -143,8 +149,9 @@ def _evaluate(
         if read is not None:
             longest = longest_sequence(checkpoints[0].config, source_tokenizer)
             requests = encode_requests(read.requests, source_tokenizer, longest, vocabulary_of(checkpoints[0]))
-            given = tuple(Path(task).name for task in options.tasks)
-            tasks = TaskRequests(read, requests, given, options.limit, texts.length)
+            # Private directories are not published.
+            given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
+            tasks = TaskRequests(read, requests, given, options.limit, texts.length, tuple(servers))
         shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
         require_same(ranks, [corpus.sha256, tasks and tasks.sha256, shards])
         subjects = [

@@ -1,6 +1,6 @@
 """Builds the figures of tasks, as eval.json has them; docs/evaluation.md explains the keys.
 
-evaluate_tasks(task_requests, task_passes, seed=0)[0]["pooled"]["metrics"][0]["recovery"]      # 0.993
+evaluate_tasks(task_requests, task_passes, [[], []], seed=0)[0]["pooled"]["metrics"][0]["recovery"]      # 0.993
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..data.questions import TaskAnswers
+from ..data.questions import Figures, TaskAnswers
 from .task_passes import TaskPasses
 from .task_requests import TaskRequests
 from .task_statistics import (
@@ -17,57 +17,61 @@ from .task_statistics import (
     bootstrap_means,
     difference_interval,
     mcnemar,
+    paired_p,
     recovery,
     recovery_interval,
     smallest_loss,
     wilson_interval,
 )
-from .task_types import MeanMetric, TaskFigures, TaskMetric, TasksEvaluation
+from .task_types import MeanMetric, TaskFigures, TaskMetric, TasksEvaluation, counted_questions
 
 # Name of the figures over the questions of all tasks.
 ALL = "all questions"
 
 
-def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -> list[TasksEvaluation]:
+def evaluate_tasks(
+    task_requests: TaskRequests, passes: TaskPasses, generated: Sequence[Sequence[str]], seed: int
+) -> list[TasksEvaluation]:
     """Compute the figures of each output.
 
     Args:
         task_requests: the questions.
         passes: their passes, after all are finished.
+        generated: for the source and each output the texts that it generates [generations].
         seed: seed of the bootstrap.
 
     Returns:
         For each output what its eval.json has as `tasks`.
     """
     scores, tasks = passes.scores, task_requests.tasks
-    source = tasks.answers(scores.loglikelihoods(0), scores.greedy(0))
+    source = tasks.answers(scores.loglikelihoods(0), scores.greedy(0), generated[0])
     choice_tokens = np.array([len(request.choice) for request in task_requests.requests], np.float64)
     evaluations = []
     for model in range(1, passes.models):
-        output = tasks.answers(scores.loglikelihoods(model), scores.greedy(model))
+        output = tasks.answers(scores.loglikelihoods(model), scores.greedy(model), generated[model])
         kl = scores.kl(model)
+
+        def mean_kl(answers: Sequence[TaskAnswers], kl: Figures = kl) -> float | None:
+            requests = np.concatenate([of_task.requests for of_task in answers])
+            return float(kl[requests].sum() / choice_tokens[requests].sum()) if len(requests) else None
+
         of_tasks = [
-            _figures(
-                before.task,
-                [before],
-                [after],
-                float(kl[before.requests].sum() / choice_tokens[before.requests].sum()),
-                seed,
-            )
+            _figures(before.task, [before], [after], mean_kl([before]), seed)
             for before, after in zip(source, output, strict=True)
         ]
-        pooled = _figures(ALL, source, output, float(kl.sum() / choice_tokens.sum()), seed)
+        pooled = _figures(ALL, source, output, mean_kl(source), seed)
         first = pooled["metrics"][0]
-        loss = smallest_loss(first["lost"] + first["gained"], pooled["questions"])
+        changed = _paired(first["metric"], source, output).changed
+        loss = smallest_loss(changed, pooled["questions"])
         evaluations.append(
             TasksEvaluation(
                 named=list(task_requests.named),
                 limit=task_requests.limit,
                 sha256=task_requests.sha256,
                 questions=pooled["questions"],
-                requests=len(task_requests.requests),
+                requests=len(task_requests.requests) + len(tasks.generations),
                 tokens=passes.tokens,
-                packed=passes.packed,
+                packed=passes.packed and bool(task_requests.requests),
                 tasks=of_tasks,
                 pooled=pooled,
                 mean=_means(source, output, seed),
@@ -79,7 +83,7 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
 
 
 def _figures(
-    name: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], kl: float, seed: int
+    name: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], kl: float | None, seed: int
 ) -> TaskFigures:
     """Compute the figures of the questions of some tasks together, with the metrics that all of them have."""
     picked = [np.concatenate([answers.picked for answers in model]) for model in (source, output)]
@@ -87,19 +91,18 @@ def _figures(
         "task": name,
         "questions": len(picked[0]),
         "metrics": [
-            _metric(
-                metric,
-                PairedScores(
-                    *(np.concatenate([answers.scores[metric] for answers in model]) for model in (source, output))
-                ),
-                seed,
-            )
+            _metric(metric, _paired(metric, source, output), seed)
             for metric in source[0].scores
             if all(metric in answers.scores for answers in source)
         ],
         "answered_otherwise": float((picked[0] != picked[1]).mean()),
         "kl": kl,
     }
+
+
+def _paired(metric: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers]) -> PairedScores:
+    """Put the scores of some tasks in a metric together."""
+    return PairedScores(*(np.concatenate([answers.scores[metric] for answers in model]) for model in (source, output)))
 
 
 def _metric(metric: str, scores: PairedScores, seed: int) -> TaskMetric:
@@ -113,7 +116,7 @@ def _metric(metric: str, scores: PairedScores, seed: int) -> TaskMetric:
         "output_interval": wilson_interval(after, questions),
         "difference": after - before,
         "difference_interval": difference_interval(*means),
-        "p": mcnemar(scores.lost, scores.gained),
+        "p": paired_p(scores, seed),
         "recovery": recovery(before, after),
         "recovery_interval": recovery_interval(*means),
         "lost": scores.lost,
@@ -165,4 +168,4 @@ def _reading(pooled: TaskFigures, metric: TaskMetric, loss: float) -> str:
         power = (
             f"a loss of {100 * loss:.1f} points or more would show in 4 of 5 such evaluations, a smaller one mostly not"
         )
-    return f"of {pooled['questions']:,} questions {flips}; {power}; {found}"
+    return f"of {counted_questions(pooled['questions'])} {flips}; {power}; {found}"

@@ -1,4 +1,4 @@
-"""Statistics of scores of the same questions under two models: intervals, McNemar's test, the smallest loss that shows.
+"""Statistics of scores of the same questions under two models: intervals, a paired test, the smallest loss that shows.
 
 A score is a number from 0 to 1 for each question, mostly one of the two. Intervals of differences are paired: each
 resample draws questions, with the scores of both models.
@@ -19,6 +19,8 @@ Figures = npt.NDArray[np.float64]
 
 # Resamples of the bootstrap, and how many are drawn at a time.
 RESAMPLES, _AT_ONCE = 2000, 100
+# Number of random sign changes of the permutation test.
+PERMUTATIONS = 9999
 # Quantiles of the normal distribution: for intervals of 95 %, and for finding a loss in 4 of 5 evaluations.
 _INTERVAL, _POWER = 1.959964, 0.841621
 # Fewest changed questions for which the smallest loss is not larger than all of them: (1.96 + 0.84)^2.
@@ -48,6 +50,11 @@ class PairedScores:
     def gained(self) -> int:
         """The number of questions whose score is higher under the output."""
         return int((self.output > self.source).sum())
+
+    @property
+    def changed(self) -> float:
+        """The sum of the squared differences: the number of questions that changed, if all scores are 0 or 1."""
+        return float(((self.output - self.source) ** 2).sum())
 
 
 def wilson_interval(score: float, questions: int) -> list[float]:
@@ -80,6 +87,28 @@ def mcnemar(lost: int, gained: int) -> float:
         tail += term
         term = term * (changed - number) // (number + 1)
     return min(1.0, 2 * tail / (1 << changed))
+
+
+def paired_p(scores: PairedScores, seed: int) -> float:
+    """Return the p-value of a paired permutation test, two-sided.
+
+    It is the probability of a difference as large as this one, if the sign of each question's difference is random. If
+    all scores are 0 or 1, that is McNemar's exact test. Otherwise signs are drawn PERMUTATIONS times.
+
+    Args:
+        scores: the scores.
+        seed: seed of the signs.
+    """
+    differences = scores.output - scores.source
+    if np.isin(differences, (-1, 0, 1)).all():
+        return mcnemar(scores.lost, scores.gained)
+    generator, sums = np.random.default_rng(seed), np.zeros(PERMUTATIONS)
+    # Signs of equal differences are drawn together: the number of positive ones is binomial.
+    for size, count in zip(*np.unique(np.abs(differences), return_counts=True), strict=True):
+        sums += size * (2 * generator.binomial(count, 0.5, PERMUTATIONS) - count)
+    # Sums in another order differ by rounding.
+    as_large = int((np.abs(sums) >= abs(differences.sum()) - 1e-9).sum())
+    return (1 + as_large) / (1 + PERMUTATIONS)
 
 
 def bootstrap_means(tasks: Sequence[PairedScores], seed: int) -> tuple[Figures, Figures]:
@@ -124,14 +153,14 @@ def _interval(values: Figures) -> list[float]:
     return [float(edge) for edge in np.quantile(values, [0.025, 0.975])]
 
 
-def smallest_loss(changed: int, questions: int) -> float:
+def smallest_loss(changed: float, questions: int) -> float:
     """Return the smallest loss that an evaluation would show in 4 of 5 cases, at a level of 95 %.
 
     A difference varies by as much as there are questions that only one of the models answers rightly.
 
     Args:
-        changed: the number of those questions. Eight are assumed at least: with fewer, a loss of all of them would be
-            smaller than what shows.
+        changed: the number of those questions, as `PairedScores.changed`. Eight are assumed at least: with fewer, a
+            loss of all of them would be smaller than what shows.
         questions: the number of all questions.
 
     Returns:

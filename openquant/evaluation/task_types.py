@@ -6,7 +6,7 @@ from typing import TypedDict
 
 
 class TaskMetric(TypedDict):
-    """One metric of a task under source and output; scores are fractions of 1, `p` is that of McNemar's test."""
+    """One metric of a task under source and output; scores are fractions of 1, `p` is that of a paired test."""
 
     metric: str
     source: float
@@ -36,13 +36,13 @@ class MeanMetric(TypedDict):
 
 
 class TaskFigures(TypedDict):
-    """The figures of one task, or of the questions of all tasks."""
+    """The figures of one task, or of the questions of all tasks; `kl` is None if all answers are generated texts."""
 
     task: str
     questions: int
     metrics: list[TaskMetric]
     answered_otherwise: float
-    kl: float
+    kl: float | None
 
 
 class TasksEvaluation(TypedDict):
@@ -60,3 +60,8 @@ class TasksEvaluation(TypedDict):
     mean: list[MeanMetric]
     smallest_loss: float
     reading: str
+
+
+def counted_questions(count: int) -> str:
+    """Return a number of questions in words: "1 question", "1,319 questions"."""
+    return "1 question" if count == 1 else f"{count:,} questions"

@@ -55,7 +55,7 @@ TASK: dict[str, Any] = {
     "questions": COUNT,
     "metrics": [{"metric": TEXT, **PAIR, "p": NUMBER, "lost": COUNT, "gained": COUNT}],
     "answered_otherwise": NUMBER,
-    "kl": NUMBER,
+    "kl": Nullable(NUMBER),
 }
 # The keys that are read, and the kind of each value: a number, count or text, a list of one kind, a tuple for a list of
 # that length, or an object. Keys that end in "?" may be missing; other keys of the file are ignored.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..evaluation.task_types import counted_questions
 from .escape import markdown, terminal
 
 
@@ -15,7 +16,8 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
         tasks: `tasks` of its eval.json.
 
     Returns:
-        The rows, with the same number of cells: a title, then each metric of each task, and those of all tasks.
+        The rows, with the same number of cells: a title, then each metric of each task, and those of all tasks. If all
+        answers are generated texts, there is no column of KL.
     """
     rows: list[tuple[str, ...]] = [
         ("", "questions", "source", "output", "difference", "95 %", "p", "recovery", "lost", "gained", "other", "KL")
@@ -36,14 +38,14 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
                     str(metric["lost"]),
                     str(metric["gained"]),
                     _percent(figures["answered_otherwise"]) if first else "",
-                    f"{figures['kl']:.3g}" if first else "",
+                    f"{figures['kl']:.3g}" if first and figures["kl"] is not None else "",
                 )
             )
     for mean in tasks["mean"] if several else ():
         name = f"mean of {mean['tasks']} tasks, {terminal(mean['metric'])}"
         scores = _percent(mean["source"]), _percent(mean["output"])
         rows.append((name, "", *scores, *_difference(mean), "", recovery_text(mean), "", "", "", ""))
-    return rows
+    return rows if tasks["pooled"]["kl"] is not None else [row[:-1] for row in rows]
 
 
 def recovery_text(metric: Mapping[str, Any]) -> str:
@@ -64,7 +66,7 @@ def task_summary(tasks: Mapping[str, Any]) -> str:
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more tasks" if len(names) > _NAMED else "")
     return (
         f"{_percent(mean['source'])} -> {_percent(mean['output'])}, recovery {recovery_text(mean)}{between}, "
-        f"{pooled['questions']:,} questions of {shown}"
+        f"{counted_questions(pooled['questions'])} of {shown} ({markdown(mean['metric'])})"
     )
 
 

@@ -51,7 +51,7 @@ class PassProgress:
         tokens: the number of tokens of all texts, in all models.
         advanced: called whenever a batch is through a layer; None for no call.
         remaining: called with the remaining seconds, from the end of the first layer on; None for no call.
-        more: the number of tokens that are computed after the layers, such as those of answers to prompts.
+        more: the number of tokens that are computed before or after, such as those of answers to prompts.
 
     Attributes:
         forecast: estimates the remaining time; other steps can be added to it.
@@ -69,7 +69,7 @@ class PassProgress:
         self._numbers = {layer: number for number, layer in enumerate(costs)}
         # Number of the first layer that text goes through: layers of vision towers come before it.
         self._first: int | None = None
-        self._tokens, self._more, self._done = tokens, more, 0
+        self._tokens, self._more, self._done, self._more_done = tokens, more, 0, 0
         self._advanced, self._remaining = advanced, remaining
 
     def layer_done(self, unit: str, done: int, batches: int) -> None:
@@ -94,13 +94,14 @@ class PassProgress:
         self._report()
 
     def more_done(self, tokens: int) -> None:
-        """Note that so many more of the tokens after the layers are computed."""
-        self._done += tokens
+        """Note that so many of the tokens before or after the layers are computed."""
+        self._more_done += tokens
         self._report()
 
     def _report(self) -> None:
         if self._advanced is not None:
-            self._advanced(min(self._done, self._tokens + self._more), self._tokens + self._more)
+            total = self._tokens + self._more
+            self._advanced(min(self._done + self._more_done, total), total)
         seconds = self.forecast.remaining()
         if self._remaining is not None and seconds is not None:
             self._remaining(seconds)

@@ -196,7 +196,9 @@ def test_tasks_are_announced_written_and_shown_and_texts_stay_as_they_are(output
     assert of_tasks["reading"] in text
     card = evaluated_card("# A card\n", "me/it", one)
     assert re.search(
-        r"^\| accuracy on tasks \| [\d.]+ % -> [\d.]+ %, recovery .*, 10 questions of mine, theirs \|$", card, re.M
+        r"^\| accuracy on tasks \| [\d.]+ % -> [\d.]+ %, recovery .*, 10 questions of mine, theirs \(acc\) \|$",
+        card,
+        re.M,
     )
     assert "--tasks mine.jsonl --tasks task.json --limit 5 --samples 2" in card
 
@@ -302,7 +304,7 @@ def test_a_task_of_lm_eval_has_the_accuracy_that_lm_eval_finds(in_float32: Path,
                 "doc_to_target": "{{choices[answer]}}",
                 "metric_list": [{"metric": "exact_match"}],
             },
-            "mine of lm-eval asks for generated texts",
+            "mine of lm-eval asks for generated texts, which an engine generates",
         ),
         (
             {
