@@ -76,7 +76,7 @@ def evaluate_tasks(
                 pooled=pooled,
                 mean=_means(source, output, seed),
                 smallest_loss=loss,
-                reading=_reading(pooled, first, loss),
+                reading=_reading(pooled, first, loss, graded=changed != first["lost"] + first["gained"]),
             )
         )
     return evaluations
@@ -153,10 +153,11 @@ def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: i
     return means
 
 
-def _reading(pooled: TaskFigures, metric: TaskMetric, loss: float) -> str:
+def _reading(pooled: TaskFigures, metric: TaskMetric, loss: float, graded: bool) -> str:
     """Say what the figures can tell at this number of questions."""
     changed = metric["lost"] + metric["gained"]
-    flips = "none went from right to wrong or back" if not changed else f"{changed:,} went from right to wrong or back"
+    count = f"{changed:,}" if changed else "none"
+    flips = f"{count} got another score" if graded else f"{count} went from right to wrong or back"
     difference, p = 100 * metric["difference"], metric["p"]
     if p >= 0.05:
         found = f"the difference of {difference:+.1f} points is within chance (p = {p:.2g})"

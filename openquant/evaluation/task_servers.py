@@ -14,11 +14,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import BaseHandler, HTTPRedirectHandler, ProxyHandler, Request, build_opener
+from urllib.request import BaseHandler, HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from ..data.questions import GenerationRequest
 from ..errors import SourceError, UsageError
@@ -188,6 +189,15 @@ class _NoRedirects(HTTPRedirectHandler):
         del request
 
 
+@cache
+def _opener(is_local: bool) -> OpenerDirector:
+    """Return what opens URLs; those of this machine without a proxy, which would not reach it."""
+    handlers: list[BaseHandler] = [_NoRedirects()]
+    if is_local:
+        handlers.append(ProxyHandler({}))
+    return build_opener(*handlers)
+
+
 def _fetch(url: str, body: bytes | None, seconds: float) -> bytes:
     """Send a request, once more if the connection breaks or the server is busy; return the body of the answer.
 
@@ -223,14 +233,10 @@ def _fetch(url: str, body: bytes | None, seconds: float) -> bytes:
 
 def _fetch_once(url: str, body: bytes | None, seconds: float) -> bytes:
     end = time.monotonic() + seconds
-    handlers: list[BaseHandler] = [_NoRedirects()]
-    if urlsplit(url).hostname in _LOOPBACK:
-        # No proxy reaches this machine.
-        handlers.append(ProxyHandler({}))
     request = Request(url, body, {"Content-Type": "application/json", "Accept": "application/json"})
     parts: list[bytes] = []
     left = _MAX_BYTES
-    with build_opener(*handlers).open(request, timeout=seconds) as response:
+    with _opener(urlsplit(url).hostname in _LOOPBACK).open(request, timeout=seconds) as response:
         while part := response.read1(min(left, 1 << 16)):
             parts.append(part)
             left -= len(part)

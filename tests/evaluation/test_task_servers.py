@@ -129,6 +129,23 @@ def test_probabilities_stay_in_our_pass_beside_generated_texts(output: Path, tmp
     assert found.outputs[0]["tasks"]["packed"]
 
 
+def test_a_single_question_and_files_as_they_are_typed(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_generation(tmp_path / "tasks")
+    told: list[str] = []
+    with servers(output, knows(2), knows(2)) as (first, second):
+        found = evaluate(output, EXAMPLE, **SMALL, tasks="tasks/made.yaml", server=[first.url, second.url], limit=1,
+                         begun=told.append, out="e.json")  # fmt: skip
+    [one] = found.outputs
+    assert f"; 1 question of tasks, answered by {first.url}, " in told[0]
+    assert one["tasks"]["reading"].startswith("of 1 question none went from right to wrong or back; ")
+    card = evaluated_card("# A card\n", "me/it", one)
+    assert ", 1 question of made (" in card
+    assert "--tasks tasks/made.yaml --server URL --server URL --limit 1" in card
+
+
 def run(capsys: pytest.CaptureFixture[str], output: Path, task: object, *urls: str) -> str:
     """The error of a command, which ends with two lines; nothing is written."""
     before = sorted(path.name for path in output.iterdir())

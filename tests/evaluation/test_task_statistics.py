@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from openquant.evaluation.task_statistics import (
     bootstrap_means,
     difference_interval,
     mcnemar,
+    paired_p,
     recovery,
     recovery_interval,
     smallest_loss,
@@ -29,6 +32,26 @@ def scores(*pairs: tuple[float, float, int]) -> PairedScores:
 )
 def test_mcnemar_is_the_binomial_test_of_a_coin(lost: int, gained: int, p: float) -> None:
     assert mcnemar(lost, gained) == pytest.approx(p, rel=2e-3)
+
+
+def test_the_paired_test_of_right_and_wrong_answers_is_mcnemars() -> None:
+    both = scores((1, 0, 10), (0, 1, 2), (1, 1, 90))
+    assert paired_p(both, 0) == mcnemar(10, 2)
+    assert both.changed == 12
+
+
+def test_the_paired_test_of_grades_weighs_them() -> None:
+    generator = np.random.default_rng(0)
+    both = PairedScores(generator.random(12), generator.random(12))
+    differences = both.output - both.source
+    sums = np.abs(np.array(list(itertools.product((-1, 1), repeat=12))) @ differences)
+    exact = (sums >= abs(differences.sum()) - 1e-9).mean()
+    assert paired_p(both, 0) == pytest.approx(exact, abs=0.02)
+    assert paired_p(both, 0) == paired_p(both, 0) != paired_p(both, 1)
+    # By signs alone many small losses would outweigh as many points of gains.
+    uneven = scores((0.5, 0.49, 40), (0.1, 0.2, 4))
+    assert paired_p(uneven, 0) == 1 > mcnemar(40, 4)
+    assert paired_p(scores((0.5, 0.4, 40)), 0) == 1e-4
 
 
 @pytest.mark.parametrize(
