@@ -3,6 +3,7 @@
     engine.py logprobs OUTPUT DIRECTORY...     of random prompts
     engine.py text OUTPUT DIRECTORY...         of text_prompts.json, which are of examples/tiny-qwen3's tokenizer
     engine.py cached OUTPUT DIRECTORY...       of these, with an FP8 cache whatever config.json says
+    engine.py FILE.json OUTPUT DIRECTORY...    of the prompts in a file like text_prompts.json
     engine.py layers OUTPUT DIRECTORY...
     engine.py auto|fp8 OUTPUT DIRECTORY...     what is kept of a token in a cache of that dtype
 
@@ -196,9 +197,9 @@ def answer(mode: str, directory: Path, output: Path) -> None:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         if mode == "logprobs":
             np.save(output.with_suffix(".npy"), logprobs(directory, random_prompts(vocabulary_of(directory))))
-        elif mode in ("text", "cached"):
-            prompts, cached = json.loads(TEXT.read_text()), "fp8" if mode == "cached" else "auto"
-            np.save(output.with_suffix(".npy"), logprobs(directory, prompts, cached))
+        elif mode in ("text", "cached") or mode.endswith(".json"):
+            prompts = json.loads((TEXT if mode in ("text", "cached") else Path(mode)).read_text())
+            np.save(output.with_suffix(".npy"), logprobs(directory, prompts, "fp8" if mode == "cached" else "auto"))
         else:
             found = layers(directory) if mode == "layers" else cache(directory, mode)
             output.with_suffix(".json").write_text(json.dumps(found))

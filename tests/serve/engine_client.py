@@ -79,7 +79,10 @@ class Engine:
     python: Path
 
     def logprobs(self, models: Mapping[str, Path], output: Path, mode: str = "logprobs") -> Answers:
-        """Log-probabilities of the same prompts by each model, [position, token]: random ones, with "text" text, with "cached" text by an FP8 cache."""
+        """Log-probabilities of the same prompts by each model, [position, token].
+
+        The prompts are random ones, with "text" text, with "cached" text by an FP8 cache, with FILE.json those of a file.
+        """
         found = self._ask(mode, list(models.values()), output)
         answers = [answer if isinstance(answer, EngineError) else np.load(answer) for answer in found]
         return Answers(zip(models, answers, strict=True))
