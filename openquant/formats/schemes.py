@@ -483,6 +483,8 @@ def find_scheme(
         raise UsageError(f"{name} is not a scheme", f"choose one of {', '.join(SCHEMES)}")
     format = format or SCHEMES[name].method
     of_name = [scheme for scheme in (ASYMMETRIC if asymmetric else VARIANTS) if scheme.name == name]
+    if not of_name and SCHEMES[name].asymmetric:
+        raise UsageError(f"--scheme {name} always has zero points", "leave --asymmetric out")
     if not of_name:
         raise UsageError(f"--scheme {name} has no zero points", "use --scheme int4, or leave --asymmetric out")
     of_format = [scheme for scheme in of_name if scheme.method == format]
