@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from . import smoothing
 from .architecture import (
     MTP_LAYER,
     ROUTER,
@@ -59,7 +60,18 @@ WINDOWS = {
     "SmolLM3": IF_ENABLED,
 }
 
-LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST)
+# Where they are not those of Llama.
+SMOOTHING = {
+    "Gemma": smoothing.GEMMA,
+    "Gemma2": smoothing.GEMMA2,
+    "Gemma3": smoothing.GEMMA3,
+    # Norms follow the layers, or attention and MLP read the same norm.
+    **dict.fromkeys(("Exaone4", "Olmo2", "Olmo3", "PanguEmbedded", "Rnj1", "VaultGemma", "Cohere", "Cohere2"), ()),
+    # It clips queries, keys and values.
+    "Olmo": (),
+}
+
+LLAMA = model("LlamaForCausalLM", ATTENTION, MLP, sglang=SCALES_LOST, smoothing=smoothing.DENSE)
 DENSE = replace(LLAMA, sglang=SGLangLimits())
 
 # Qwen2 with an MTP layer under a name of its own. vLLM models/mimo_mtp.py:115 builds it as the layer after the last,
@@ -94,9 +106,10 @@ PHI3 = model(
     GATE_UP_TENSOR,
     renames=FUSED_NAMES,
     sglang=SCALES_LOST,
+    smoothing=smoothing.PHI3,
 )
 
-GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:])
+GLM4 = model("Glm4ForCausalLM", ATTENTION, GATE_UP_TENSOR, renames=FUSED_NAMES[3:], smoothing=smoothing.GLM)
 
 ARCEE = model("ArceeForCausalLM", ATTENTION, plain(".mlp"))
 
@@ -294,7 +307,13 @@ MUSE_GLIMMER = model(
 
 ENTRIES = (
     *(
-        replace(DENSE, name=f"{name}ForCausalLM", sglang=sglang, windows=WINDOWS.get(name, SlidingWindows()))
+        replace(
+            DENSE,
+            name=f"{name}ForCausalLM",
+            sglang=sglang,
+            windows=WINDOWS.get(name, SlidingWindows()),
+            smoothing=SMOOTHING.get(name, DENSE.smoothing),
+        )
         for sglang, names in DENSE_NAMES.items()
         for name in names
     ),
@@ -302,7 +321,7 @@ ENTRIES = (
     MIMO,
     PHI3,
     GLM4,
-    model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR),
+    model("GlmForCausalLM", ATTENTION, GATE_UP_TENSOR, smoothing=smoothing.GLM),
     ARCEE,
     replace(ARCEE, name="ApertusForCausalLM"),
     *(replace(ARCEE, name=f"{name}ForCausalLM", sglang=NO_GROUPS) for name in ("Nemotron", "Jais2")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..version import VLLM
+from . import smoothing
 from .architecture import (
     MTP_LAYER,
     ROUTER,
@@ -42,6 +43,7 @@ MIXTRAL = model(
     # SGLang models/mixtral.py:303.
     spellings=(("model.layers.", "layers."),),
     sglang=SGLangLimits(head=HEAD_IN_BFLOAT16),
+    smoothing=smoothing.MIXTRAL,
 )
 
 # vLLM models/phimoe.py; SGLang models/phimoe.py.
@@ -58,7 +60,15 @@ SHARED_EXPERT = replace(gated(".mlp.shared_expert"), keep=(Keep(".mlp.shared_exp
 SHARED_EXPERTS = gated(".mlp.shared_experts")
 ROUTED = routed(".mlp.experts")
 
-QWEN2_MOE = model("Qwen2MoeForCausalLM", ATTENTION, MLP, SHARED_EXPERT, ROUTED, windows=IF_ENABLED)
+QWEN2_MOE = model(
+    "Qwen2MoeForCausalLM",
+    ATTENTION,
+    MLP,
+    SHARED_EXPERT,
+    ROUTED,
+    windows=IF_ENABLED,
+    smoothing=smoothing.QWEN2_MOE,
+)
 
 QWEN3_MOE = model(
     "Qwen3MoeForCausalLM",
@@ -69,6 +79,7 @@ QWEN3_MOE = model(
     # vLLM models/qwen3_moe.py:170 builds the router with quant_config, so the router must be in the ignore list.
     ROUTED,
     windows=IF_ENABLED,
+    smoothing=smoothing.QWEN3_MOE,
 )
 
 # Stacked experts [E, 2I, H] and [E, H, I] are siblings of the module in which vLLM has them; split ones have the usual

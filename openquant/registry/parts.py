@@ -239,13 +239,13 @@ def wrapped(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, 
         name: the wrapper's class in config.json's `architectures`.
         towers: names of its vision and audio modules, at the top or below "model": "visual".
         layers: pattern of one decoder layer.
-        more: other fields of Architecture. Without `text_config` it is "text_config", and without `sglang` there are
-            no limits, whatever the language model's entry says.
+        more: other fields of Architecture. Without `text_config` it is "text_config". Without `sglang` there are no
+            limits, and without `smoothing` no rules, whatever the language model's entry says.
 
     Returns:
         The language model's entry with these names and fields, and with the towers kept.
     """
     kept = tuple(Keep(f"{{{tower},model.{tower}}}.**", "vision or audio") for tower in towers)
     more = {"text_config": "text_config", "towers": towers, **more}
-    more = {"sglang": SGLangLimits(), **more}
+    more = {"sglang": SGLangLimits(), "smoothing": (), **more}
     return replace(text, name=name, layers=layers, keep=(*text.keep, *kept), **more)

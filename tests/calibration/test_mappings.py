@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from openquant.calibration.mappings import SmoothingMapping, find_smoothing_mappings
 from openquant.models import MODELS
-from openquant.registry.smoothing import SMOOTHING_RULES
 from support import small_checkpoints
 from support.conversions import Shelf
 
 Weights = dict[str, torch.Tensor]
 IDS = torch.randint(10, 500, (1, 24), generator=torch.Generator().manual_seed(0))
-SMOOTHED = [name for name in small_checkpoints.ARCHITECTURES if name in SMOOTHING_RULES]
+SMOOTHED = [name for name in small_checkpoints.ARCHITECTURES if MODELS[name].smoothing]
 
 
 def opened(root: Path) -> tuple[Weights, tuple[SmoothingMapping, ...]]:
@@ -96,8 +95,13 @@ def test_smoothing_leaves_logits_as_they_are(shelf: Shelf, tmp_path: Path, archi
 
 
 def test_every_architecture_with_smoothing_rules_is_tested() -> None:
-    assert SMOOTHING_RULES.keys() == set(SMOOTHED)
-    assert {name for name, model in MODELS.items() if model.smoothing} == SMOOTHING_RULES.keys()
+    assert {name for name, model in MODELS.items() if model.smoothing} == set(SMOOTHED)
+
+
+def test_an_entry_made_from_another_has_its_rules() -> None:
+    assert MODELS["PhiMoEForCausalLM"].smoothing == MODELS["MixtralForCausalLM"].smoothing != ()
+    # Unless it says otherwise. So do all wrappers.
+    assert MODELS["Olmo2ForCausalLM"].smoothing == MODELS["Qwen2VLForConditionalGeneration"].smoothing == ()
 
 
 def test_a_mapping_has_all_balance_layers(shelf: Shelf) -> None:
