@@ -842,10 +842,11 @@ class Check(Workers, ModelDirectory):
     )
     full: bool = option(
         False,
-        "Also decode every layer and measure its error. The source is needed: every quantized layer is compared with "
-        "it, and the source is quantized again.",
+        "Also decode every layer (needs --source). Each layer's error is measured against the source, and the source "
+        "is quantized again.",
         EXECUTION,
     )
+    architecture: str | None = same_as(Recipe, "architecture")
 
 
 # For the command line only.

@@ -29,16 +29,19 @@ from ..formats.quantization import read_quantization
 from ..formats.scales import choose_shared_scale
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
 from ..machine import available_cpus
-from ..models import MODELS
+from ..models import GENERIC, MODELS
 from ..options import Check, documented
 from ..patterns import collapse, template
+from ..plan.architecture import find_architecture
 from ..plan.config import ignored_layers
 from ..plan.decisions import PlanOptions, StoredLayout
 from ..plan.gptq import gptq_weights
 from ..plan.plan import Plan, make_plan
 from ..plan.unchanged import make_unchanged_plan
+from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
 from ..version import VLLM
+from ..vllm_probe.choose import ArchitectureChoice
 from ..weights.find import decoded_view, tool_config_file, with_tool_config
 from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
@@ -62,6 +65,7 @@ def verify(
     full: bool = False,
     *,
     workers: int | None = None,
+    architecture: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Check an FP8, INT8, INT4 or FP4 directory, made by this tool or another.
@@ -107,13 +111,19 @@ def verify(
             os.fspath(directory), source_name, None, format_title, (error.message,), notes, seconds=_since(start)
         )
     journal_files = set(journal["files"]) if journal else set()
-    model = MODELS.get(checkpoint.architecture)
+    requested = None
+    if architecture is not None:
+        requested = find_architecture(checkpoint, ArchitectureChoice(architecture).entry(checkpoint))
+    model = requested or MODELS.get(checkpoint.architecture)
+    if model == GENERIC:
+        # The generic entry says nothing of engines.
+        model = None
     card = card_of(checkpoint)
     card_source = source_of(card)
     ours = journal is not None or card_source is not None
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours)
     recomputable = ours and QUANTIZED not in (card_source or "")
-    verification = _Verification(headers, findings, journal_files, origin, full, recomputable, card)
+    verification = _Verification(headers, findings, journal_files, origin, full, recomputable, card, requested)
     verification.run(workers or available_cpus(), progress)
     contents = verification.contents
     return Report(
@@ -156,8 +166,11 @@ class _Verification:
         full: bool,
         recomputable: bool,
         card: str,
+        architecture: Architecture | None,
     ) -> None:
         self.headers = headers
+        # The entry that --architecture names; None for that of the class.
+        self.architecture = architecture
         self.findings = findings
         # Names of the files that the run wrote; empty if not known.
         self.files = files
@@ -275,20 +288,22 @@ class _Verification:
             source: the source as if unquantized.
             origin: the source as it is.
         """
-        if source.architecture not in MODELS:
+        entry = self.architecture
+        if entry is None and source.architecture not in MODELS:
             return
         try:
             if not self.headers.quantization.groups:
-                self.plan = make_unchanged_plan(origin, PlanOptions())
+                self.plan = make_unchanged_plan(origin, PlanOptions(), architecture=entry)
                 return
             # For another tool's output the plan only gives names, which all schemes of a method share.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
             options, layout = PlanOptions(head=self.headers.head, fp8_kv_cache=self.fp8_cache), self._stored_layout()
-            self.plan = make_plan(origin, scheme, options, stored=layout)
+            self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
             if self.ours:
                 self._recognize_smoothing(self.plan)
-                self.plan = make_plan(origin, scheme, replace(options, transforms=self.transforms), stored=layout)
+                options = replace(options, transforms=self.transforms)
+                self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return

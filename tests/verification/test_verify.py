@@ -789,6 +789,36 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     assert problem.startswith(f"{ONE}: {Q}.weight is off by ")
 
 
+def test_an_output_is_checked_by_the_entry_it_was_made_with(tmp_path: Path) -> None:
+    source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
+    change_json(source / "config.json", lambda config: config.update(architectures=["FooForCausalLM"]))
+    compress(source, out, architecture="Qwen3ForCausalLM", ignore=[f"{DOWN}*"])
+    assert_clean(verify(out, source, full=True, architecture="Qwen3ForCausalLM"))
+    note = (
+        "FooForCausalLM is not a known architecture: it was not checked which unquantized layers must be in the "
+        "ignore list, and which layers are fused"
+    )
+    # The generic entry says nothing of engines. Of the source it plans the same.
+    for architecture in (None, "generic"):
+        assert_clean(verify(out, source, full=True, architecture=architecture), note)
+    for key in ("ignored_layers", "modules_to_not_convert"):
+        change_json(out / "config.json", lambda config, key=key: config["quantization_config"][key].remove(DOWN))
+    assert verify(out).problems == ()
+    (problem,) = verify(out, architecture="Qwen3ForCausalLM").problems
+    assert DOWN in problem
+    with pytest.raises(OpenQuantError, match="BarForCausalLM is not a known architecture"):
+        verify(out, architecture="BarForCausalLM")
+
+
+def test_the_entry_of_auto_is_read_from_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
+    change_json(source / "config.json", lambda config: config.update(architectures=["FooForCausalLM"]))
+    # No vLLM is there to be asked, neither for the output nor for its check.
+    monkeypatch.setenv("OPENQUANT_VLLM", str(tmp_path / "none"))
+    compress(source, out, architecture="auto")
+    assert verify(out, source, full=True, architecture="auto").problems == ()
+
+
 @pytest.mark.parametrize("listed", [True, False])
 def test_stacks_beside_the_experts_are_listed_as_these(tmp_path: Path, listed: bool) -> None:
     source = small_checkpoints.write(tmp_path / "source", "GraniteMoeForCausalLM")
