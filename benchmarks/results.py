@@ -31,6 +31,7 @@ OUTPUTS = {
     "nvfp4-w4a4": "--scheme nvfp4-w4a4",
     "mxfp4": "--scheme mxfp4",
     "int4": "--scheme int4",
+    "int4-g64": "--scheme int4 --group-size 64",
     "int4-g32": "--scheme int4 --group-size 32",
     "int4-asym": "--scheme int4 --asymmetric",
     "int4-gptq": "--scheme int4 --gptq",

@@ -418,6 +418,7 @@ def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmet
 
 # Every kernel takes groups of 32 (vLLM layers/quantization/utils/marlin_utils.py:32-37), which divide what 128
 # does not, such as 11008 inputs on 4 ranks.
+# Groups of 64 where they divide are smaller and lose more (docs/formats.md).
 INT4_W4A16_32 = _int4(32, "-INT4-G32")
 INT4_W4A16_64 = _int4(64, "-INT4-G64", fallback=INT4_W4A16_32)
 INT4_W4A16 = _int4(128, "-INT4", fallback=INT4_W4A16_32)
