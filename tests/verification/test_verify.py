@@ -792,7 +792,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
 def test_an_output_is_checked_by_the_entry_it_was_made_with(tmp_path: Path) -> None:
     source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
     change_json(source / "config.json", lambda config: config.update(architectures=["FooForCausalLM"]))
-    compress(source, out, architecture="Qwen3ForCausalLM", ignore=[f"{DOWN}*"])
+    compress(source, out, architecture="Qwen3ForCausalLM", ignore=[DOWN])
     assert_clean(verify(out, source, full=True, architecture="Qwen3ForCausalLM"))
     note = (
         "FooForCausalLM is not a known architecture: it was not checked which unquantized layers must be in the "
