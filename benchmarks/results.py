@@ -1,10 +1,11 @@
-"""The table of docs/results.md: what each scheme and method costs on a model that somebody else trained.
+"""The tables of docs/results.md: what each scheme and method costs on a model that somebody else trained.
 
     python benchmarks/real_models.py DIR
     python benchmarks/results.py DIR --work WORK
 
 Each line of OUTPUTS is compressed into WORK, and all outputs are evaluated in one pass, on documents of articles, chats
-and code that no calibration reads. What WORK has already is not made again. Two hours on two CPU cores.
+and code that no calibration reads. Those of ANSWERED also answer questions of TASKS. What WORK has already is not made
+again. Two hours on two CPU cores.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ OUTPUTS = {
     "int4-awq": "--scheme int4 --awq",
     "int4-awq-gptq": "--scheme int4 --awq --gptq",
 }
+ANSWERED = ("int8-weights", "channel", "nvfp4-gptq", "int4-awq-gptq", "nvfp4", "int4-asym", "int4")
+TASKS = ("general_knowledge", "social_iqa", "strategyqa", "winowhy")
 READS_TEXTS = ("--calibrate", "--smooth", "--gptq", "--awq")
 TEXTS = ("articles", "chats", "code")
 
@@ -49,6 +52,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where outputs and eval.json are kept")
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--limit", type=int, default=150, help="questions of each task")
     options = parser.parse_args()
     source = options.directory / "smollm2-135m"
     texts = [part for name in TEXTS for part in ("--text", str(options.directory / "texts" / f"{name}.jsonl"))]
@@ -58,14 +62,22 @@ def main() -> None:
         if not (output / "config.json").exists():
             read = texts if any(option in given for option in READS_TEXTS) else []
             run("compress", "-m", str(source), "-o", str(output), "-q", *shlex.split(given), *read)
+    (options.work / "prompts.txt").write_text("The capital of France is\n")
     results = options.work / "eval.json"
     if not results.exists():
-        prompts = options.work / "prompts.txt"
-        prompts.write_text("The capital of France is\n")
         outputs = [str(options.work / name) for name in OUTPUTS]
         size = ["--samples", str(options.samples), "--length", str(options.length)]
-        run("eval", *outputs, "--source", str(source), *texts, *size, "--prompts", str(prompts), "--out", str(results))
+        asked = [*size, "--prompts", str(options.work / "prompts.txt"), "--out", str(results)]
+        run("eval", *outputs, "--source", str(source), *texts, *asked)
     print_table(json.loads(results.read_text()))
+    answers = options.work / "tasks.json"
+    if not answers.exists():
+        tasks = ",".join(str(options.directory / "tasks" / f"{name}.json") for name in TASKS)
+        outputs = [str(options.work / name) for name in ANSWERED]
+        size = ["--samples", "3", "--length", "64", "--prompts", str(options.work / "prompts.txt")]
+        asked = ["--tasks", tasks, "--limit", str(options.limit), *size, "--out", str(answers)]
+        run("eval", *outputs, "--source", str(source), *texts, *asked)
+    print_tasks(json.loads(answers.read_text()))
 
 
 def run(*arguments: str) -> None:
@@ -91,6 +103,25 @@ def print_table(evaluation: dict[str, Any]) -> None:
         f"{first['text']['positions']:,} positions of {first['text']['documents']} documents, "
         f"SHA-256 {first['text']['sha256'][:16]}."
     )
+
+
+def print_tasks(evaluation: dict[str, Any]) -> None:
+    """Print the figures of questions, in order of the share that is answered otherwise, as Markdown."""
+    print("\n| `openquant compress` | accuracy | difference | recovery | otherwise | right to wrong, wrong to right |")
+    print("|---|---|---|---|---|---|")
+    outputs = sorted(evaluation["outputs"], key=lambda output: float(output["tasks"]["pooled"]["answered_otherwise"]))
+    for output in outputs:
+        pooled = output["tasks"]["pooled"]
+        [metric] = pooled["metrics"]
+        accuracy, difference, recovery = (f"{100 * metric[key]:.1f} %" for key in ("output", "difference", "recovery"))
+        interval = ", ".join(f"{100 * edge:+.1f}" for edge in metric["difference_interval"])
+        print(
+            f"| `{OUTPUTS[output['output']['name']]}` | {accuracy} | {difference} [{interval}] | {recovery} "
+            f"| {100 * pooled['answered_otherwise']:.1f} % | {metric['lost']}, {metric['gained']} |"
+        )
+    tasks = outputs[0]["tasks"]
+    source = tasks["pooled"]["metrics"][0]["source"]
+    print(f"\nSource: {100 * source:.1f} % of {tasks['questions']} questions, {tasks['tokens']:,} tokens.")
 
 
 if __name__ == "__main__":
