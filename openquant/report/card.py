@@ -23,6 +23,7 @@ from ..recipes import recipe_command
 from ..version import SGLANG, __version__
 from .escape import join_lines, markdown
 from .tasks import task_summary
+from .words import verdict_meaning
 
 # Repository names that are safe in a Markdown link.
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -93,8 +94,9 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
     """
     kl, floor, perplexity = evaluation["kl"], evaluation["floor"], evaluation["perplexity"]
     text, source = evaluation["text"], evaluation["source"]["name"]
+    reasons = "; ".join([verdict_meaning(evaluation), *evaluation["reasons"]])
     rows = [
-        ("verdict", f"{markdown(evaluation['verdict'])}: {markdown('; '.join(evaluation['reasons']))}"),
+        ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(reasons)}"),
         ("KL to the source, mean", f"{kl['mean']:.3g} nats{_interval(kl['interval'])}"),
         ("floor, bfloat16's own noise", f"{floor['kl']:.3g} nats"),
         ("same most probable token", f"{percent(evaluation['top1'])} (floor {percent(floor['top1'])})"),

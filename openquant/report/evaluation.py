@@ -9,6 +9,7 @@ from .card import SIDES, difference_text, gigabytes, percent
 from .escape import join_lines, terminal
 from .tasks import task_rows
 from .text import table
+from .words import verdict_meaning
 
 # Number of prompts whose answers are shown, and characters of each answer.
 SHOWN_PROMPTS, SHOWN_CHARACTERS = 2, 300
@@ -42,7 +43,7 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str]) -> str:
             rows.append(("  its weights alone", "", *_kl(weights_only), *cells, ""))
     lines = table(rows)
     for output in outputs:
-        lines += ["", f"{terminal(output['output']['name'])}: {output['verdict']}"]
+        lines += ["", f"{terminal(output['output']['name'])}: {output['verdict']}: {verdict_meaning(output)}"]
         lines += [f"  {terminal(reason)}" for reason in output["reasons"]]
         if output["verdict"] == "same":
             lines.append("  so near the floor, KL does not predict which output does better in benchmarks")

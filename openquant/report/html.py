@@ -27,7 +27,7 @@ from ..version import __version__, install_hint
 from .card import gigabytes, per_cent, shortened
 from .escape import terminal
 from .text import short
-from .words import words_on_page
+from .words import verdict_meaning, words_on_page
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -126,6 +126,7 @@ def render_page(page: PageContent) -> str:
         "collapsed": lambda names: shortened(", ".join(collapse(names)), 400),
         "cut": lambda text: shortened(text, MOST_LETTERS),
         "compared": _mark_differences,
+        "verdict_meaning": verdict_meaning,
         "drawn": Markup,
     }
     environment.filters.update(filters)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..evaluation.task_types import counted_questions
 from ..formats.schemes import SCHEMES
 
 _SEVERAL = {
@@ -33,7 +34,8 @@ _EVALUATED = {
         "needed to tell which is closer."
     ),
     "verdict": (
-        "What the mean KL and the floor say, in a word: same, close, changed or broken. The reasons stand below it."
+        "What the mean KL and the floor say, in a word: same, close, changed or broken. Beside it stands how many "
+        "tokens differ: positions at which the two models find other tokens the most probable."
     ),
     "same top token": "The share of positions at which both models find the same token the most probable.",
     "source's top token among the output's five": (
@@ -123,3 +125,28 @@ def _scheme_words(names: Iterable[str | None]) -> dict[str, str]:
     """Describe schemes: {"channel": "float8_e4m3fn, one scale per output row"}."""
     schemes = [SCHEMES[name] for name in dict.fromkeys(names) if name in SCHEMES]
     return {scheme.name: f"{scheme.format.number.name}, {scheme.title}." for scheme in schemes}
+
+
+def verdict_meaning(evaluation: Mapping[str, Any]) -> str:
+    """Return what an output's verdict stands for: "one token in 31 differs".
+
+    Args:
+        evaluation: the content of an eval.json.
+
+    Returns:
+        How many tokens differ, and, if it answered questions, whether its accuracy differs by more than chance.
+    """
+    differing = 1 - evaluation["top1"]
+    if differing == 0:
+        meaning = "no token differs"
+    elif differing < 2 / 3:
+        meaning = f"one token in {round(1 / differing):,} differs"
+    else:
+        meaning = f"{100 * differing:.0f} % of tokens differ"
+    if "tasks" in evaluation:
+        pooled = evaluation["tasks"]["pooled"]
+        metric = pooled["metrics"][0]
+        low, high = metric["difference_interval"]
+        change = "no change beyond chance" if low <= 0 <= high else f"{100 * metric['difference']:+.1f} points"
+        meaning += f"; {change} in accuracy on {counted_questions(pooled['questions'])}"
+    return meaning

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from openquant.formats.schemes import TENSOR
 from openquant.plan import summary
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import serving_to_json
 from openquant.report.html import PageContent, render_page
 from openquant.report.pages import evaluated_page, weight_lines
+from openquant.report.words import verdict_meaning
 from support.evaluation_files import diagnosis, evaluation, several
 from support.published_checkpoints import published
 
@@ -68,3 +71,26 @@ def test_words_that_a_page_does_not_use_are_not_listed() -> None:
     found = terms(render_page(PageContent("x", diagnosis=diagnosis())))
     assert {"tensor", "channel", "block", "int8", "flags"} <= found
     assert "floor" not in found
+
+
+@pytest.mark.parametrize(
+    ("top1", "meaning"),
+    [
+        (1.0, "no token differs"),
+        (0.9999, "one token in 10,000 differs"),
+        (0.968, "one token in 31 differs"),
+        (0.34, "one token in 2 differs"),
+        (0.2, "80 % of tokens differ"),
+    ],
+)
+def test_a_verdict_says_how_many_tokens_differ(top1: float, meaning: str) -> None:
+    assert verdict_meaning({"verdict": "close", "top1": top1}) == meaning
+
+
+@pytest.mark.parametrize(
+    ("interval", "change"), [([-0.02, 0.0], "no change beyond chance"), ([-0.06, -0.01], "-3.0 points")]
+)
+def test_a_verdict_says_whether_accuracy_changes(interval: list[float], change: str) -> None:
+    metrics = [{"difference": -0.03, "difference_interval": interval}, {"difference": 1, "difference_interval": [1, 1]}]
+    evaluation = {"verdict": "changed", "top1": 0.75, "tasks": {"pooled": {"questions": 1520, "metrics": metrics}}}
+    assert verdict_meaning(evaluation) == f"one token in 4 differs; {change} in accuracy on 1,520 questions"
