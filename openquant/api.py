@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from .calibration.prepare import run_texts, texts_steps
 from .diagnosis.diagnose import diagnose_layers, shards_to_read
+from .diagnosis.measured import choices, measured_kl
 from .diagnosis.result import Diagnosis
-from .diagnosis.suggestions import with_advice
+from .diagnosis.statistics import normal_row_error
 from .distributed import Ranks
 from .errors import UsageError
 from .files.cards import card_of, is_smoothed
@@ -501,7 +502,7 @@ def diagnose(
         progress: called with the bytes of weights read so far and in all, from any thread, one at a time.
 
     Returns:
-        The figures of each layer; `advice` has options of compress where another scheme halves the error of layers.
+        The errors of each layer; and `choices`, options of compress that were measured to lose less on another model.
 
     Raises:
         OpenQuantError: a weight that would be quantized has NaN or infinity, or something else that the caller can fix.
@@ -530,16 +531,19 @@ def diagnose(
         threads = min(request.workers or min(MOST_WORKERS, available_cpus()), limit)
         layers, not_finite = diagnose_layers(plan, supply, threads, request.full, progress)
     rows = sum(layer.shape[0] for layer in layers)
-    diagnosis = Diagnosis(
+    return Diagnosis(
         model=os.fspath(model),
         revision=source.revision,
         architecture=plan.model.name,
         scheme=chosen.name,
         rows_read=sum(layer.rows for layer in layers) / rows if rows else 1.0,
         layers=layers,
+        normal={name: normal_row_error(scheme) for name, scheme in SCHEMES.items()},
+        bytes=summary.output_bytes(plan),
+        kl=measured_kl(chosen),
+        choices=choices(plan),
         not_finite={name: counts.text for name, counts in not_finite.items()},
     )
-    return with_advice(diagnosis, plan, request.ignore)
 
 
 def push(directory: str | os.PathLike[str], target: Push) -> str:

@@ -121,31 +121,6 @@ def collapse(names: Iterable[str]) -> list[str]:
     return result
 
 
-def patterns_of(names: Iterable[str]) -> list[str]:
-    """Return patterns that match these names and no others of their template.
-
-    If names differ in several numbers, there is one pattern for all names that differ in the first number only.
-
-    Args:
-        names: full names of modules: "model.layers.0.mlp.up_proj".
-
-    Returns:
-        The patterns: ["model.layers.{0,3}.mlp.up_proj"].
-    """
-    groups: dict[tuple[str, ...], dict[str, None]] = {}
-    for name in names:
-        number = _NUMBER.search(name)
-        if number is None:
-            groups.setdefault((name,), {})
-        else:
-            groups.setdefault((name[: number.start()], name[number.end() :]), {})[number.group()] = None
-    return [
-        parts[0] if not numbers
-        else f"{parts[0]}{next(iter(numbers)) if len(numbers) == 1 else '{' + ','.join(numbers) + '}'}{parts[1]}"
-        for parts, numbers in groups.items()
-    ]  # fmt: skip
-
-
 def _ranges(numbers: list[int]) -> str:
     runs: list[list[int]] = []
     for number in numbers:

@@ -1,10 +1,10 @@
-"""Diagnosis: what quantizing would do to each layer, from its weights alone, before there is an output.
+"""Diagnosis: before there is an output, what quantizing would do to the weights of each layer, and what loses less.
 
 diagnose     measures every layer under every scheme, fused layers together
-statistics   the statistics of one layer, summed over pieces of it
-suggestions  where another scheme halves a layer's error, and the options of compress that ask for it
+statistics   the errors of one layer, summed over pieces of it
+measured     what schemes and calibrations lose on a real model, and which of them to try
 result       the types of a diagnosis
 
-diagnosis = openquant.diagnose("Qwen/Qwen3-8B")
-[layer.flags for layer in diagnosis.layers if layer.module.endswith("0.mlp.down_proj")]       # [("outliers",), ..]
+diagnosis = openquant.diagnose("Qwen/Qwen3-8B", "int4")
+[choice.options for choice in diagnosis.choices]        # ["--scheme nvfp4 --gptq", "--scheme int4 --awq --gptq", ..]
 """

@@ -1,8 +1,7 @@
 """`openquant diagnose`: measures what quantizing does to each layer, from its weights alone.
 
-Every weight is read: absmax, mean, standard deviation and all scales are exact, and any NaN or infinity is found, also
-in tensors that stay unquantized. The errors of schemes are measured on evenly spaced rows and on the row of the largest
-weight, or with `full` on all rows.
+Every weight is read: all scales are exact, and any NaN or infinity is found, also in tensors that stay unquantized. The
+errors of schemes are measured on evenly spaced rows and on the row of the largest weight, or with `full` on all rows.
 
     diagnose_layers(plan, provider, workers=2).layers
 """
@@ -31,7 +30,7 @@ from ..weights.quant_error import row_energies
 from ..weights.reading import Reader
 from ..weights.weight import Weight
 from .result import LayerDiagnosis
-from .statistics import RowSample, RowSums, SchemeLoss, WeightTotals, layer_diagnosis
+from .statistics import RowSample, RowSums, SchemeLoss, WeightRanges, layer_diagnosis
 
 # About so many weights of a layer are sampled, and at least so many rows.
 SAMPLE_WEIGHTS, SAMPLE_ROWS = 1 << 16, 32
@@ -97,7 +96,7 @@ def diagnose_layers(
     """Measure every layer that a plan quantizes, and look for NaN and infinity in all other tensors.
 
     Args:
-        plan: a plan with a scheme, which decides about the flag "large".
+        plan: the plan, whose quantized layers are measured.
         provider: makes the shards of `shards_to_read` available as local files.
         workers: number of threads.
         full: whether all rows of each layer are measured, not a sample.
@@ -105,7 +104,7 @@ def diagnose_layers(
             count as unquantized.
 
     Returns:
-        Statistics and errors of each layer, in the order of the checkpoint; and by tensor name, the numbers of NaN and
+        Errors of each layer, in the order of the checkpoint; and by tensor name, the numbers of NaN and
         of infinite elements in tensors that stay unquantized.
 
     Raises:
@@ -140,9 +139,7 @@ class _DiagnosisRun:
     """One call of `diagnose_layers`: the tasks still to do, and what was measured so far."""
 
     def __init__(self, plan: Plan, provider: ShardProvider, full: bool, progress: Progress | None) -> None:
-        assert plan.scheme is not None
         self.plan = plan
-        self.scheme = plan.scheme
         self.provider = provider
         self.full = full
         self.progress = progress
@@ -235,14 +232,14 @@ class _FusedLayers:
     def measure(self) -> list[LayerDiagnosis]:
         """Measure all of them."""
         layers = [self._read(weight) for weight in self.weights]
-        shared_absmax = np.max([totals.absmax for totals, _ in layers], axis=0)
-        return [self._diagnose(totals, samples, shared_absmax) for totals, samples in layers]
+        shared_absmax = np.max([ranges.absmax for ranges, _ in layers], axis=0)
+        return [self._diagnose(ranges, samples, shared_absmax) for ranges, samples in layers]
 
-    def _read(self, weight: Weight) -> tuple[WeightTotals, list[RowSample]]:
+    def _read(self, weight: Weight) -> tuple[WeightRanges, list[RowSample]]:
         """Read all of a layer, and sample rows of it; none with `full`, when all rows are read a second time."""
-        totals, samples, low, step = WeightTotals(weight, self.run.loops), [], 0, sample_step(weight.shape)
-        for bits in self.reader.rows(weight, totals.height):
-            if not totals.add(low, bits):
+        ranges, samples, low, step = WeightRanges(weight, self.run.loops), [], 0, sample_step(weight.shape)
+        for bits in self.reader.rows(weight, ranges.height):
+            if not ranges.add(low, bits):
                 extent = weight.extent(self.reader.where)
                 raise SourceError(
                     f"{extent.label} in {extent.shard} holds NaN or infinity",
@@ -253,31 +250,30 @@ class _FusedLayers:
                 samples.append(RowSample(np.arange(low + first, low + len(bits), step), bits[first::step].copy()))
             low += len(bits)
             self.run.advance(_unquantized_bytes(weight, len(bits)))
-        return totals, samples
+        return ranges, samples
 
-    def _diagnose(self, totals: WeightTotals, samples: list[RowSample], shared_absmax: Floats) -> LayerDiagnosis:
-        weight = totals.weight
-        usable = [
-            scheme
-            for scheme in totals.schemes
-            if (shared_absmax if scheme.format.shares_scale else totals.absmax).item() <= scheme.largest
-        ]
-        sums, losses = RowSums(), {scheme.name: SchemeLoss() for scheme in usable}
+    def _diagnose(self, ranges: WeightRanges, samples: list[RowSample], shared_absmax: Floats) -> LayerDiagnosis:
+        weight = ranges.weight
+        usable = {
+            name: scheme
+            for name, scheme in ranges.schemes.items()
+            if (shared_absmax if scheme.format.shares_scale else ranges.absmax).item() <= scheme.largest
+        }
+        sums, losses = RowSums(), {name: SchemeLoss() for name in usable}
         # Source codes that a scheme keeps lose nothing. Schemes that store weights in the same way share one loss.
-        encoded: dict[object, Scheme] = {}
-        for scheme in usable:
+        encoded: dict[object, str] = {}
+        for name, scheme in usable.items():
             if not self._keeps_codes(scheme, weight):
-                same_storage = encoded.setdefault(
-                    (scheme.format.weights_only, scheme.searches_scales, scheme.clip_ratios), scheme
-                )
-                losses[scheme.name] = losses[same_storage.name]
-        for rows in self._all_rows(weight) if self.run.full else _sampled_rows(totals, samples):
+                storage = scheme.format.weights_only, scheme.searches_scales, scheme.clip_ratios
+                losses[name] = losses[encoded.setdefault(storage, name)]
+        for rows in self._all_rows(weight) if self.run.full else _sampled_rows(ranges, samples):
             values = to_float32(rows.bits, weight.dtype)
             energies = row_energies(values)
-            sums.add(rows, values, energies)
-            for scheme in encoded.values():
-                losses[scheme.name].add(scheme, rows, values, energies, *totals.scales(scheme, rows, shared_absmax))
-        return layer_diagnosis(totals, sums, losses, self.run.scheme)
+            sums.add(rows, energies)
+            for name in encoded.values():
+                scales = ranges.scales(usable[name], rows, shared_absmax)
+                losses[name].add(usable[name], rows, values, energies, *scales)
+        return layer_diagnosis(weight, sums, losses)
 
     def _all_rows(self, weight: Weight) -> Iterator[RowSample]:
         """All rows of a layer, about CHUNK weights at a time."""
@@ -296,16 +292,16 @@ class _FusedLayers:
         )
 
 
-def _sampled_rows(totals: WeightTotals, samples: list[RowSample]) -> Iterator[RowSample]:
+def _sampled_rows(ranges: WeightRanges, samples: list[RowSample]) -> Iterator[RowSample]:
     """The rows to be measured, about CHUNK weights at a time.
 
     The row of the largest weight comes first and stands for itself only. The sampled rows stand for all others.
     """
-    outlier, indices = totals.absmax_row, np.concatenate([rows.indices for rows in samples])
+    outlier, indices = ranges.absmax_row, np.concatenate([rows.indices for rows in samples])
     others = indices != outlier.indices
     indices = np.concatenate([outlier.indices, indices[others]])
     bits = np.concatenate([outlier.bits, np.concatenate([rows.bits for rows in samples])[others]])
-    share = (totals.weight.shape[0] - 1) / max(1, len(indices) - 1)
+    share = (ranges.weight.shape[0] - 1) / max(1, len(indices) - 1)
     step = -(-len(indices) // max(1, round(bits.size / CHUNK)))
     for start in range(0, len(indices), step):
         rows = slice(start, start + step)

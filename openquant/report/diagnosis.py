@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
-
-from ..diagnosis.result import FLAGS, Advice, Diagnosis, LayerDiagnosis
+from ..diagnosis.measured import MODEL, activations
+from ..diagnosis.result import Diagnosis
 from ..formats.schemes import SCHEMES
 from ..patterns import collapse
 from .card import gigabytes
@@ -17,7 +15,7 @@ WORST = 10
 
 
 def diagnosis_text(diagnosis: Diagnosis, every: bool) -> str:
-    """Format a diagnosis for a terminal: two tables of layers, flags, and suggestions.
+    """Format a diagnosis for a terminal: the errors of layers, and what was measured to lose less.
 
     Args:
         diagnosis: the result of diagnose.
@@ -31,36 +29,23 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool) -> str:
     rows = (
         "all their rows"
         if diagnosis.rows_read == 1
-        else f"{100 * diagnosis.rows_read:.2g} % of their rows, spread evenly; the largest weight and scales from all"
+        else f"{100 * diagnosis.rows_read:.2g} % of their rows, spread evenly; scales from all"
     )
+    shown = "row error of weights" if every else f"row error of weights, {len(layers)} largest"
+    errors = [(terminal(layer.module), *map(_percent, layer.row_errors.values())) for layer in layers]
+    normal = ("normally distributed weights", *map(_percent, diagnosis.normal.values()))
     lines = [
         terminal(f"{name}: {diagnosis.architecture}, --scheme {diagnosis.scheme}"),
         f"{len(diagnosis.layers)} layers, measured on {rows}",
         "",
+        *table([(shown, *SCHEMES), *errors, normal]),
+        "",
+        "activations, which most schemes round too, are not counted",
+        *not_finite_notes(diagnosis.not_finite),
+        *_conspicuous(diagnosis),
+        *_choices(diagnosis),
     ]
-    shown = "layers" if every else f"{len(layers)} layers of the largest row error"
-    head = (shown, "shape", "max", "mean", "std", "max/mean", "range", "to zero", "subnormal", "error", "flags")
-    lines += table([head, *(_figures(layer, diagnosis.scheme) for layer in layers)], left=(0, len(head) - 1))
-    lines.append("")
-    row_errors = [
-        (terminal(layer.module), *(_percent(layer.row_errors[scheme]) for scheme in SCHEMES)) for layer in layers
-    ]
-    lines += table([("row error", *SCHEMES), *row_errors])
-    lines += ["", *not_finite_notes(diagnosis.not_finite), *_flags(diagnosis.layers), *_advice(diagnosis)]
     return join_lines(lines)
-
-
-def _figures(layer: LayerDiagnosis, scheme: str) -> tuple[str, ...]:
-    return (
-        terminal(layer.module),
-        " x ".join(map(str, layer.shape)),
-        *(f"{value:.3g}" for value in (layer.max, layer.mean, layer.std)),
-        *(f"{value:.3g}" for value in (layer.outlier_ratio, layer.dynamic_range)),
-        _percent(layer.zero_shares[scheme]),
-        _percent(layer.subnormal_shares[scheme]),
-        _percent(layer.errors[scheme]),
-        ", ".join(layer.flags),
-    )
 
 
 def _percent(share: float | None) -> str:
@@ -68,46 +53,42 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.3g} %"
 
 
-def _flags(layers: Sequence[LayerDiagnosis]) -> list[str]:
-    lines = []
-    for flag, meaning in FLAGS.items():
-        flagged = [layer.module for layer in layers if flag in layer.flags]
-        if flagged:
-            lines.append(f"{flag}: {len(flagged)} of {len(layers)} layers: {meaning}: {_names(flagged)}")
-    return lines or ["no layer is out of the ordinary"]
-
-
-def _names(modules: Sequence[str]) -> str:
-    names = collapse(modules)
+def _conspicuous(diagnosis: Diagnosis) -> list[str]:
+    layers = diagnosis.conspicuous
+    if not layers:
+        return ["no layer loses more than twice what normally distributed weights do"]
+    names = collapse([layer.module for layer in layers])
     more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
-    return terminal(", ".join(names[:WORST]) + more)
-
-
-def _advice(diagnosis: Diagnosis) -> list[str]:
-    notes = [f"note: {note}" for note in diagnosis.notes]
-    if not diagnosis.advice:
-        return ["no other scheme that can be mixed in halves the error of a layer", *notes]
-    lines = [_advice_line(advice) for advice in diagnosis.advice[:WORST]]
-    if len(diagnosis.advice) > WORST:
-        lines.append(f"and {len(diagnosis.advice) - WORST} more, see --json")
-    change = _size_change(diagnosis.bytes_after - diagnosis.bytes_before)
+    remedy = f"; none does with --scheme {' or '.join(diagnosis.remedies)}" if diagnosis.remedies else ""
     return [
-        *lines,
-        *notes,
-        "",
-        f"all of it: {gigabytes(diagnosis.bytes_before)} {change}",
-        "",
-        f"  {terminal(shlex.join(['openquant', 'compress', '-m', diagnosis.model, *diagnosis.options]))}",
+        terminal(
+            f"{len(layers)} of {len(diagnosis.layers)} layers lose more than twice what normally distributed weights "
+            f"do, or cannot be stored: {', '.join(names[:WORST])}{more}{remedy}"
+        )
     ]
 
 
-def _advice_line(advice: Advice) -> str:
-    before = _percent(advice.error_before) if advice.error_before is not None else "cannot be stored"
-    return terminal(
-        f"{_names(advice.layers)}: {before} -> {_percent(advice.error_after) if advice.scheme else 'as it is'}, "
-        f"{_size_change(advice.bytes)}: {advice.option}"
-    )
-
-
-def _size_change(nbytes: int) -> str:
-    return f"{'-' if nbytes < 0 else '+'} {gigabytes(abs(nbytes))}"
+def _choices(diagnosis: Diagnosis) -> list[str]:
+    if diagnosis.kl is None:
+        return [f"--scheme {diagnosis.scheme} was not measured on {MODEL}"]
+    if not diagnosis.choices:
+        return [f"nothing of about this size lost a tenth less on {MODEL}"]
+    rows = [
+        (
+            choice.options,
+            f"{choice.kl:.3g}",
+            f"{100 * choice.gain:.0f} % less",
+            gigabytes(choice.bytes),
+            choice.activations,
+            ("no", "once", "twice")[choice.readings],
+        )
+        for choice in diagnosis.choices
+    ]
+    requested, size = SCHEMES[diagnosis.scheme], gigabytes(diagnosis.bytes)
+    first = (f"--scheme {requested.name}", f"{diagnosis.kl:.3g}", "", size, activations(requested), "no")
+    return [
+        "",
+        f"what lost less on {MODEL} at about the same size, and the size of this model:",
+        "",
+        *table([("openquant compress", "KL, nats", "", "size", "activations", "texts run"), first, *rows]),
+    ]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from ..diagnosis.measured import MODEL
 from ..errors import UsageError
 from ..files.destination import FileKind
 from ..files.evaluation import evaluation_digest
@@ -141,6 +142,7 @@ def render_page(page: PageContent) -> str:
         pictures=comparison(evaluations) if several else (),
         beginning=names_in_picture([one["output"]["name"] for one in evaluations])[1] if several else "",
         diagnosis=page.diagnosis,
+        measured=MODEL,
         worst=worst,
         heat=heat,
         verified=page.verified,

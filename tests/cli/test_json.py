@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -17,7 +16,6 @@ import pytest
 from conftest import EXAMPLE, ROOT, run_openquant
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import VERBS, main
-from openquant.diagnosis.result import Advice
 from openquant.evaluation.types import OutputEvaluation
 from support.loopback_hub import LoopbackHub
 from support.task_files import write_lines
@@ -80,9 +78,7 @@ def test_every_key_is_documented(out: Path, tmp_path: Path, capsys: pytest.Captu
     require("compress", compressed, say("dequantize", out, "-o", tmp_path / "plain"))
     require("explain", say("explain", EXAMPLE, "**.{q_proj,down_proj}", "--scheme", "block"))
     require("verify", say("verify", out, "--source", EXAMPLE, "--full"))
-    # Sound layers get no advice.
-    advice = dict.fromkeys(each.name for each in fields(Advice))
-    require("diagnose", {**say("diagnose", EXAMPLE), "advice": [advice]})
+    require("diagnose", say("diagnose", EXAMPLE))
     tasks = write_lines(tmp_path / "tasks.jsonl", 3)
     require("calibrate", say("calibrate", EXAMPLE, "-o", tmp_path / "c", "--samples", 2, "--length", 16))
     require("eval", say("eval", out, "--source", EXAMPLE, "--samples", 2, "--length", 16, "--tasks", tasks))

@@ -18,7 +18,7 @@ import torch
 from conftest import EXAMPLE, run_openquant
 from openquant import Diagnosis, compress, dequantize, diagnose, verify
 from openquant.diagnosis.diagnose import sample_step
-from openquant.diagnosis.result import DYNAMIC_RANGE, LayerDiagnosis
+from openquant.diagnosis.result import LayerDiagnosis
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import grid_of
@@ -61,17 +61,14 @@ def only(found: Diagnosis) -> LayerDiagnosis:
     return found.layers[0]
 
 
-def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[float, float, float, float]:
-    """The errors of all and of rows, and the shares that become zero and subnormal, of a weight [out, in], one weight
-    after the other.
-    """
+def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[float, float]:
+    """The errors of all and of rows of a weight [out, in], one weight after the other."""
     form, number = scheme.format, scheme.format.number
     values = sorted({float(value) for value in number.values() if abs(value) <= number.largest})
     odd = {value: (place - values.index(0)) % 2 for place, value in enumerate(values)}
     (rows, cols), (down, along) = weight.shape, grid_of(form.group, weight.shape)
     height, width = rows // down, cols // along
     off, signal = [0.0] * rows, [0.0] * rows
-    zeros = subnormal = 0
     for top in range(down):
         for left in range(along):
             group = weight[top * height : (top + 1) * height, left * width : (left + 1) * width]
@@ -91,33 +88,22 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
                 code = min(near, key=lambda each: (abs(each - quotient), odd[each]))
                 off[row] += (code * scale - float(value)) ** 2
                 signal[row] += float(value) ** 2
-                zeros += code == 0 and value != 0
-                subnormal += 0 < abs(code) < number.normal
     mean_square = sum(one / other for one, other in zip(off, signal, strict=True) if other) / rows
-    return math.sqrt(sum(off) / sum(signal)), math.sqrt(mean_square), zeros / weight.size, subnormal / weight.size
+    return math.sqrt(sum(off) / sum(signal)), math.sqrt(mean_square)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_statistics_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_errors_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = noise(128, 128, dtype=dtype)
     # Something becomes zero, something is zero, one weight stands out.
     weight[3, :20], weight[5, 7], weight[9], weight[11, 5] = 1e-6, 40.0, 0.0, 0.0
     layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=weight)))
     plain = weight.double().numpy()
-    magnitudes = np.sort(np.abs(plain[plain != 0]))
-    assert (layer.shape, layer.rows, layer.max) == ((128, 128), 128, 40.0)
-    assert layer.mean == pytest.approx(np.abs(plain).mean(), rel=1e-6)
-    assert layer.std == pytest.approx(plain.std(), rel=1e-6)
-    assert layer.outlier_ratio == pytest.approx(40 / np.abs(plain).mean(), rel=1e-6)
-    first = magnitudes[math.ceil(magnitudes.size / 100) - 1]
-    assert layer.dynamic_range == pytest.approx(40 / first, rel=0 if dtype == torch.bfloat16 else 1 / 128)
-    assert layer.flags == ("outliers", "range")
+    assert (layer.shape, layer.rows) == ((128, 128), 128)
     for name, scheme in SCHEMES.items():
-        error, row_error, zeros, subnormal = stored_by_loop(plain, scheme, 40.0)
+        error, row_error = stored_by_loop(plain, scheme, 40.0)
         assert layer.errors[name] == pytest.approx(error, rel=1e-4), name
         assert layer.row_errors[name] == pytest.approx(row_error, rel=1e-4), name
-        assert (layer.zero_shares[name], layer.subnormal_shares[name]) == pytest.approx((zeros, subnormal)), name
-    assert layer.zero_shares["tensor"] and layer.subnormal_shares["tensor"]
 
 
 @cache
@@ -155,9 +141,6 @@ def test_a_sample_is_close_to_all_rows(tmp_path: Path, make: Callable[[int, int]
     layer, exact = only(sampled), only(full)
     assert sampled.rows_read == layer.rows / 1024 < 0.25 < full.rows_read == 1.0
     assert exact.rows == 1024
-    same = ("max", "mean", "std", "outlier_ratio", "flags")
-    assert [getattr(layer, name) for name in same] == [getattr(exact, name) for name in same]
-    assert layer.dynamic_range == pytest.approx(exact.dynamic_range, rel=0.1)
     for name in SCHEMES:
         assert layer.errors[name] == pytest.approx(exact.errors[name], rel=0.03), name
         assert layer.row_errors[name] == pytest.approx(exact.row_errors[name], rel=0.03), name
@@ -174,48 +157,17 @@ def test_a_sample_is_always_the_same(tmp_path: Path) -> None:
     assert diagnose(source, workers=1) == diagnose(source, workers=3)
 
 
-def test_flags_at_their_limits(tmp_path: Path) -> None:
-    def flags(weight: torch.Tensor) -> tuple[str, ...]:
-        return only(diagnose(model(tmp_path / "model", mlp__down_proj=weight))).flags
-
-    # 19 weights of one and one of x: the mean is (19 + x) / 20, so x = 380 / 0 is never reached; 400 weights: x = 21.
-    ones = torch.ones(1, 400, dtype=torch.float32)
-    ones[0, 0] = 20 * 399 / 380
-    assert flags(ones) == ()
-    ones[0, 0] *= 1.0001
-    assert flags(ones) == ("outliers",)
-
-    # One weight in a hundred is the percentile, and a second one is not.
-    wide = torch.full((1, 200), 3000.0)
-    wide[0, 0], wide[0, 1], wide[0, 2] = DYNAMIC_RANGE, 1, 1
-    assert flags(wide) == ()
-    wide[0, 0] += 1
-    assert flags(wide) == ("range",)
-    wide[0, 1] = 2
-    assert flags(wide) == ()
-
-    narrow = torch.tensor([[1.0, -1.0] * 64]) * 0.001
-    assert flags(narrow * 1.001) == ()
-    assert flags(narrow * 0.999) == ("small",)
-
-    large = torch.ones(1, 1, dtype=torch.float32) * 65504
-    assert flags(large) == ("small",)
-    assert flags(large * 1.001) == ("small", "large")
-
-
-def test_a_layer_of_zeros_has_statistics(tmp_path: Path) -> None:
+def test_a_layer_of_zeros_has_no_error(tmp_path: Path) -> None:
     source = model(tmp_path / "model", mlp__down_proj=torch.zeros(256, 128, dtype=torch.float32))
     for full in (False, True):
         layer = only(diagnose(source, full=full))
-        assert (layer.max, layer.mean, layer.std, layer.outlier_ratio, layer.dynamic_range) == (0, 0, 0, 0, 0)
-        assert (layer.flags, layer.errors, layer.zero_shares["tensor"]) == (("zero",), dict.fromkeys(SCHEMES, 0.0), 0)
+        assert layer.errors == layer.row_errors == dict.fromkeys(SCHEMES, 0.0)
 
 
 def test_all_but_one_weight_zero(tmp_path: Path) -> None:
     weight = torch.zeros(4096, 256, dtype=torch.bfloat16)
     weight[4000, 3] = 1.0
     layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=weight)))
-    assert (layer.max, layer.mean, layer.outlier_ratio, layer.dynamic_range) == (1.0, 2.0**-20, 2.0**20, 1.0)
     rounded = {"int8-weights": pytest.approx(0, abs=1e-5), "int4": pytest.approx(0, abs=2e-3)}
     assert layer.row_errors == dict.fromkeys(SCHEMES, 0.0) | rounded
     assert layer.errors["tensor"] == 0
@@ -225,9 +177,14 @@ def test_all_but_one_weight_zero(tmp_path: Path) -> None:
 def test_layers_that_a_scheme_cannot_store_have_no_error(tmp_path: Path, shape: tuple[int, int]) -> None:
     layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=noise(*shape))))
     stored = {name for name, error in layer.errors.items() if error is not None}
-    assert stored == {name for name, scheme in SCHEMES.items() if scheme.format.shape_error(shape) is None}
+    # int4 falls back to groups of 32.
+    assert stored == {
+        name
+        for name, scheme in SCHEMES.items()
+        if any(form and form.format.shape_error(shape) is None for form in (scheme, scheme.fallback))
+    }
     assert {"tensor", "channel", "int8"} <= stored
-    assert {name for name, share in layer.zero_shares.items() if share is not None} == stored
+    assert {name for name, error in layer.row_errors.items() if error is not None} == stored
     assert layer.rows == shape[0]
 
 
@@ -237,9 +194,7 @@ def test_fused_layers_share_a_per_tensor_scale(tmp_path: Path) -> None:
     gate[0, 0] = 9000.0
     found = diagnose(model(tmp_path / "both", mlp__gate_proj=gate, mlp__up_proj=up)).layers[1]
     assert found.module == alone.module
-    assert found.max == alone.max
     assert found.errors["tensor"] > 5 * alone.errors["tensor"]
-    assert found.zero_shares["tensor"] > 0.1 > 0.001 > alone.zero_shares["tensor"]
     # Under a global scale that is far too large for it, its own are small, and of few bits.
     assert found.errors["nvfp4"] > 1.1 * alone.errors["nvfp4"]
     shared = dict.fromkeys(("tensor", "nvfp4", "nvfp4-w4a4"), 0)
@@ -247,7 +202,7 @@ def test_fused_layers_share_a_per_tensor_scale(tmp_path: Path) -> None:
     # Beyond what one scale may hold for its neighbour, it cannot be stored either.
     gate[0, 0] = 70000.0
     found = diagnose(model(tmp_path / "large", mlp__gate_proj=gate, mlp__up_proj=up)).layers[1]
-    assert (found.errors["tensor"], found.flags) == (None, ("large",))
+    assert (found.errors["tensor"], found.row_errors["tensor"]) == (None, None)
 
 
 def test_a_quantized_source_is_measured_by_its_decoded_weights(tmp_path: Path) -> None:
@@ -261,9 +216,8 @@ def test_a_quantized_source_is_measured_by_its_decoded_weights(tmp_path: Path) -
     before, after = (small_checkpoints.read(tmp_path / f"{name}-plain") for name in ("blocks", "channel"))
     for layer in found.layers:
         plain, other = (weights[f"{layer.module}.weight"].double() for weights in (before, after))
-        assert layer.max == pytest.approx(float(plain.abs().max()), rel=1e-2)
         assert layer.errors["channel"] == pytest.approx(float((other - plain).norm() / plain.norm()), rel=0.05)
-        assert (layer.errors["block"], layer.row_errors["block"], layer.zero_shares["block"]) == (0, 0, 0)
+        assert (layer.errors["block"], layer.row_errors["block"]) == (0, 0)
 
 
 def test_per_tensor_codes_stay_if_fused_layers_share_a_scale(tmp_path: Path) -> None:
@@ -299,8 +253,9 @@ def test_experts_of_stacks_are_layers(shelf: Shelf) -> None:
     layers = {layer.module: layer for layer in found.layers}
     up = stack[2, :, 128:].T.double()
     layer = layers["model.layers.1.feed_forward.experts.2.up_proj"]
-    assert (layer.shape, layer.max) == (tuple(up.shape), float(up.abs().max()))
-    assert layer.mean == pytest.approx(float(up.abs().mean()), rel=1e-6)
+    assert layer.shape == tuple(up.shape)
+    error, row_error = stored_by_loop(up.numpy(), CHANNEL, float(up.abs().max()))
+    assert (layer.errors["channel"], layer.row_errors["channel"]) == pytest.approx((error, row_error), rel=1e-4)
     assert sum(".experts." in module for module in layers) == 12
 
 
@@ -333,10 +288,7 @@ def test_every_architecture_has_all_its_layers_measured(shelf: Shelf, architectu
     plan = make_plan(open_checkpoint(source), CHANNEL)
     assert [layer.module for layer in found.layers] == [weight.module for weight, _ in plan.decisions.quantized]
     for layer in found.layers:
-        # What small_checkpoints.tensors makes, deviating by 0.05; the smallest layers have a thousand weights.
-        assert layer.std == pytest.approx(0.05, rel=0.1)
         assert layer.errors["channel"] == pytest.approx(0.0262, rel=0.1)
-        assert layer.flags == ()
 
 
 def test_progress_and_an_interrupt(example: Path) -> None:
@@ -357,13 +309,20 @@ def test_progress_and_an_interrupt(example: Path) -> None:
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("openquant")] == []
 
 
-def test_sound_layers_raise_no_flag(example: Path) -> None:
-    """The thresholds are above what trained layers and normal weights have."""
-    found = diagnose(example, full=True)
-    assert {layer.flags for layer in found.layers} == {()}
-    assert max(layer.dynamic_range for layer in found.layers) < DYNAMIC_RANGE / 40
-    assert max(layer.outlier_ratio for layer in found.layers) < 10
-    assert (found.advice, found.options) == ((), ())
+def test_sound_layers_are_not_conspicuous(example: Path) -> None:
+    """Trained layers lose about what normally distributed weights do, in every scheme."""
+    for scheme in SCHEMES:
+        found = diagnose(example, scheme)  # type: ignore[arg-type]
+        assert found.conspicuous == []
+        for layer in found.layers:
+            assert layer.row_errors[scheme] == pytest.approx(found.normal[scheme], rel=0.15)
+
+
+def test_the_smaller_groups_that_compress_falls_back_to_are_measured(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", weights={f"{DOWN}.weight": noise(256, 576)})
+    compress(source, tmp_path / "out", "int4")
+    [error] = verify(tmp_path / "out", source, full=True).errors
+    assert only(diagnose(source, full=True)).errors["int4"] == pytest.approx(error.relative, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -401,13 +360,24 @@ def test_the_table_and_json(example: Path) -> None:
         f"{example}: Qwen3ForCausalLM, --scheme tensor",
         "28 layers, measured on all their rows",
     ]
-    assert sum(line.startswith("model.layers.") for line in lines) == 20
-    assert lines[-2:] == [
-        "no layer is out of the ordinary",
-        "no other scheme that can be mixed in halves the error of a layer",
+    assert sum(line.startswith("model.layers.") for line in lines) == 10
+    assert lines[14:] == [
+        "normally distributed weights      "
+        "2.64 %   2.64 %  2.65 %  2.66 %  0.778 %       0.779 %  10.1 %  11.1 %  8.21 %      8.21 %",
+        "",
+        "activations, which most schemes round too, are not counted",
+        "no layer loses more than twice what normally distributed weights do",
+        "",
+        "what lost less on SmolLM2-135M-Instruct at about the same size, and the size of this model:",
+        "",
+        "openquant compress          KL, nats                size  activations  texts run",
+        "--scheme tensor               0.0355             5.25 MB          FP8         no",
+        "--scheme int8-weights         0.0051  86 % less  5.27 MB      16 bits         no",
+        "--scheme int8 --smooth 0.5    0.0202  43 % less  5.29 MB         INT8       once",
+        "--scheme channel              0.0299  16 % less  5.29 MB          FP8         no",
     ]
     every = run_openquant("diagnose", example, "--verbose").stdout.splitlines()
-    assert [line.split()[0] for line in every if line.startswith("model.layers.")][:28] == [
+    assert [line.split()[0] for line in every if line.startswith("model.layers.")] == [
         layer.module for layer in diagnose(example).layers
     ]
     done = run_openquant("diagnose", example, "--json", "--scheme", "channel", "--full")
@@ -416,24 +386,21 @@ def test_the_table_and_json(example: Path) -> None:
     assert found == json.loads(json.dumps(diagnose(example, "channel", full=True).to_json())) | {"model": str(example)}
     assert (found["scheme"], found["rows_read"], len(found["layers"])) == ("channel", 1.0, 28)
     layer = found["layers"][0]
-    assert layer["zero_share"] == layer["zero_shares"]["channel"]
-    assert layer["subnormal_share"] == layer["subnormal_shares"]["channel"] > 0
+    assert layer["row_errors"]["channel"] > 0
 
 
 def test_the_table_says_what_was_measured(tmp_path: Path) -> None:
     done = run_openquant("diagnose", model(tmp_path / "model", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128)))
     lines = done.stdout.splitlines()
-    assert lines[1] == "2 layers, measured on 11 % of their rows, spread evenly; the largest weight and scales from all"
-    assert "outliers: 1 of 2 layers: the largest weight is more than 20 times the mean magnitude: " + DOWN in lines
+    assert lines[1] == "2 layers, measured on 11 % of their rows, spread evenly; scales from all"
 
 
 @pytest.mark.parametrize("power", [110, -80])
-def test_statistics_of_weights_whose_squares_overflow_float32(tmp_path: Path, power: int) -> None:
+def test_errors_of_weights_whose_squares_overflow_float32(tmp_path: Path, power: int) -> None:
     plain, other = (
         only(diagnose(model(tmp_path / str(shift), mlp__down_proj=noise(256, 128) * 2.0**shift)))
         for shift in (0, power)
     )
-    assert (other.mean, other.std) == pytest.approx((plain.mean * 2.0**power, plain.std * 2.0**power), rel=1e-5)
     for name in ("channel", "block", "mxfp8", "int8"):
         assert other.errors[name] == pytest.approx(plain.errors[name], rel=1e-5), name
         assert other.row_errors[name] == pytest.approx(plain.row_errors[name], rel=1e-5), name

@@ -112,28 +112,22 @@ def diagnosis() -> dict[str, Any]:
             {
                 "module": f"model.layers.{number}.{module}",
                 "shape": [256, 256],
-                "max": 0.8,
-                "mean": 0.04,
-                "std": 0.05,
-                "outlier_ratio": 20.0 + number,
-                "dynamic_range": 400.0,
-                "flags": ["outliers"] if number == 3 else [],
                 "errors": {scheme: 0.026 / (1 + at) + 0.001 * number for at, scheme in enumerate(SCHEMES)},
                 "row_errors": {scheme: 0.027 + 0.001 * number if scheme != "block" else None for scheme in SCHEMES},
-                "zero_share": 0.0001,
-                "subnormal_share": 0.01,
             }
             for number in range(4)
             for module in MODULES
         ],
-        "advice": [
+        "normal": dict.fromkeys(SCHEMES, 0.026),
+        "kl": 0.0355,
+        "choices": [
             {
-                "layers": ["model.layers.3.mlp.down_proj"],
-                "scheme": "channel",
-                "error_before": 0.1,
-                "error_after": 0.02,
-                "bytes": 4096,
-                "option": "--scheme-for 'model.layers.3.mlp.down_proj=channel'",
+                "options": "--scheme int8 --smooth 0.5",
+                "kl": 0.0202,
+                "gain": 0.43,
+                "readings": 1,
+                "activations": "INT8",
+                "bytes": 5_290_000,
             }
         ],
     }

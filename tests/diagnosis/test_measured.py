@@ -1,0 +1,163 @@
+"""What diagnose says of a whole model: what was measured to lose less than the scheme that a user asks for."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import EXAMPLE, ROOT, run_openquant
+from openquant import compress, diagnose, evaluate, verify
+from openquant.cli.commands import main
+from openquant.diagnosis.measured import MEASURED, MODEL
+from openquant.evaluation import answers
+from openquant.formats.names import SCHEME_NAMES
+from support import small_checkpoints
+from support.quantized_checkpoints import BLOCKS, by_blocks, store
+
+# Smaller texts than a user would take.
+TEXTS = ["--samples", "2", "--length", "16"]
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    text = (ROOT / "docs" / "results.md").read_text()
+    rows = re.findall(r"^\| `(--scheme [^`]+)` \| [^|]+ \| ([\d.]+) ", text, re.MULTILINE)
+    # Static scales are for engines that need them, and gain nothing.
+    measured = {options: float(kl) for options, kl in rows if "static" not in options}
+    assert {row.options: row.kl for row in MEASURED} == measured
+    assert f"{MODEL}," in text
+    assert {row.scheme.name for row in MEASURED} == set(SCHEME_NAMES) - {"block"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ("tensor", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
+        ("int8", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
+        ("int8-weights", []),
+        ("nvfp4", ["--scheme nvfp4 --gptq", "--scheme int4 --awq --gptq"]),
+        (
+            "int4",
+            [
+                *("--scheme nvfp4 --gptq", "--scheme int4 --awq --gptq", "--scheme nvfp4", "--scheme int4 --awq"),
+                *("--scheme int4 --gptq", "--scheme int4 --asymmetric", "--scheme int4 --group-size 32"),
+                "--scheme nvfp4-w4a4",
+            ],
+        ),
+    ],
+)
+def test_what_lost_less_at_about_the_same_size(example: Path, scheme: str, expected: list[str]) -> None:
+    found = diagnose(example, scheme)  # type: ignore[arg-type]
+    assert [choice.options for choice in found.choices] == expected
+    assert found.kl is not None
+    for choice in found.choices:
+        assert choice.gain == pytest.approx(1 - choice.kl / found.kl)
+        assert choice.gain >= 0.1
+        assert 0.9 * found.bytes < choice.bytes < 1.11 * found.bytes
+        assert choice.readings == sum(word in choice.options for word in ("--awq", "--gptq", "--smooth"))
+
+
+def test_options_can_be_typed_and_sizes_are_as_promised(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    for scheme in ("int8", "int4"):
+        for choice in diagnose(source, scheme).choices:  # type: ignore[arg-type]
+            output = tmp_path / choice.options.replace(" ", "")
+            if not choice.readings:
+                assert main(["compress", "-m", str(source), "-o", str(output), "-q", *shlex.split(choice.options)]) == 0
+                assert verify(output, source).nbytes == choice.bytes
+
+
+@pytest.mark.parametrize("options", sorted({row.options for row in MEASURED if row.readings}))
+def test_options_that_read_texts_can_be_typed(options: str, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert main(["compress", "-m", str(EXAMPLE), "-o", str(output), "-q", *TEXTS, *shlex.split(options)]) == 0
+    scheme = options.split()[1]
+    sizes = {choice.options: choice.bytes for choice in diagnose(EXAMPLE, scheme).choices}  # type: ignore[arg-type]
+    assert verify(output).nbytes == sizes[options]
+
+
+def test_ignored_layers_stay_out_of_sizes(example: Path) -> None:
+    some, every = (diagnose(example, "int8", ignore=ignore) for ignore in (["**.down_proj"], []))
+    assert [choice.options for choice in some.choices] == [choice.options for choice in every.choices]
+    assert all(one.bytes > other.bytes for one, other in zip(some.choices, every.choices, strict=True))
+
+
+def test_a_quantized_source_gains_nothing_by_texts(tmp_path: Path) -> None:
+    source = store(tmp_path / "blocks", by_blocks(), BLOCKS)
+    assert {choice.readings for choice in diagnose(source, "tensor").choices} == {0}
+
+
+def test_schemes_that_engines_cannot_load_are_left_out(tmp_path: Path) -> None:
+    """No layer of the model has inputs that divide by 32."""
+    weights = {"model.layers.0.mlp.down_proj.weight": torch.randn(64, 68).bfloat16()}
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
+    found = diagnose(source, "tensor")
+    assert {choice.options.split()[1] for choice in found.choices} == {"int8-weights", "int8", "channel"}
+
+
+def test_a_scheme_that_was_not_measured(tmp_path: Path) -> None:
+    found = diagnose(EXAMPLE, "block")
+    assert (found.kl, found.choices) == (None, ())
+    assert (
+        f"--scheme block was not measured on {MODEL}" in run_openquant("diagnose", EXAMPLE, "--scheme", "block").stdout
+    )
+    done = run_openquant("diagnose", EXAMPLE, "--scheme", "int8-weights")
+    assert done.stdout.splitlines()[-1] == f"nothing of about this size lost a tenth less on {MODEL}"
+
+
+def test_conspicuous_layers_and_a_scheme_in_which_they_are_not(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    weights["model.layers.1.mlp.down_proj.weight"][7, 3] = 9000.0
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
+    found = diagnose(source)
+    assert [layer.module for layer in found.conspicuous] == ["model.layers.1.mlp.down_proj"]
+    assert found.to_json()["conspicuous"] == ["model.layers.1.mlp.down_proj"]
+    assert diagnose(source, "channel").conspicuous == []
+    text = run_openquant("diagnose", source).stdout
+    assert (
+        "1 of 14 layers lose more than twice what normally distributed weights do, or cannot be stored: "
+        "model.layers.1.mlp.down_proj; none does with --scheme channel or mxfp8\n"
+    ) in text
+    # What it says is what compress does.
+    for scheme, most in (("tensor", 1.0), ("channel", 0.03)):
+        compress(source, tmp_path / scheme, scheme)  # type: ignore[arg-type]
+        layer = found.worst[0]
+        assert layer.row_errors[scheme] < most
+    assert found.worst[0].row_errors["tensor"] > 2 * found.normal["tensor"]
+
+
+def test_a_weight_too_large_for_the_scheme_is_conspicuous(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    weights["model.layers.0.mlp.down_proj.weight"][7, 3] = 70000.0
+    found = diagnose(small_checkpoints.write(tmp_path / "source", weights=weights))
+    [layer] = found.conspicuous
+    assert (layer.errors["tensor"], layer.row_errors["tensor"]) == (None, None)
+    assert layer.row_errors["channel"] < 0.03
+
+
+def test_conspicuous_layers_lose_more_and_the_other_scheme_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example with v and up of one layer 65,536 times as large, which o and down take back."""
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+
+    def enlarge(weights: dict[str, torch.Tensor]) -> None:
+        place = "model.layers.1.mlp"
+        weights[f"{place}.up_proj.weight"][:6] *= 2.0**16
+        weights[f"{place}.down_proj.weight"][:, :6] /= 2.0**16
+
+    source = tmp_path / "source"
+    shutil.copytree(EXAMPLE, source)
+    small_checkpoints.change_weights(source, enlarge)
+    found = diagnose(source)
+    assert [layer.module.split("mlp.")[1] for layer in found.conspicuous] == ["gate_proj", "up_proj"]
+    assert "channel" in found.remedies
+    for scheme in ("tensor", "channel"):
+        compress(source, tmp_path / scheme, scheme)
+    outputs = evaluate([tmp_path / "tensor", tmp_path / "channel"], source, samples=2, length=64).outputs
+    tensor, channel = (output["weights_only"]["kl"] for output in outputs)
+    assert tensor > 3 * channel
