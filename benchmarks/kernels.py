@@ -73,7 +73,7 @@ def main() -> None:
         weight = (torch.randn(rows, 2048 if dtype != "F32" else 1024) * 0.02).to(kind)
         bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy().view(kernels.BITS_TYPE[dtype])
         for name, scheme in {**SCHEMES, **unsearched}.items():
-            out = np.empty((len(bits), bits.shape[1] // scheme.format.number.per_byte), np.uint8)
+            out = np.empty((len(bits), scheme.format.number.nbytes(bits.shape[1])), np.uint8)
             calls: list[Callable[[], object]] = [partial(ours, loops, bits, dtype, scheme, out) for loops in LOOPS]
             found = best([*calls, partial(theirs, weight, scheme.format)], bits.nbytes)
             print(f"| {dtype} | {name} | {' | '.join(found)} |", flush=True)

@@ -263,11 +263,12 @@ def _require_smooth(scheme: str, exponent: float) -> None:
 
 
 def _require_awq(recipe: Recipe) -> None:
-    """Refuse AWQ if no layer is INT4, and together with SmoothQuant."""
-    if "int4" not in (recipe.scheme, *(recipe.scheme_for or {}).values()):
+    """Refuse AWQ if no layer has integers in groups, and together with SmoothQuant."""
+    names = (recipe.scheme, *(recipe.scheme_for or {}).values())
+    if not any(SCHEMES[name].group_size for name in names if name in SCHEMES):
         raise UsageError(
-            f"--awq brings --scheme {recipe.scheme} nothing: it is for groups of INT4",
-            "use --scheme int4, or leave --awq out",
+            f"--awq brings --scheme {recipe.scheme} nothing: it is for groups of integers",
+            "use --scheme int4 or another of int2 to int7, or leave --awq out",
         )
     if recipe.smooth is not None:
         raise UsageError("--smooth and --awq both divide inputs of layers", "give one of them")

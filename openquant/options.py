@@ -516,9 +516,9 @@ class Recipe(OptionGroup):
     )
     awq: bool = option(
         False,
-        "Use AWQ for int4. The inputs of layers are divided as with `smooth`, by AWQ's factors, where this lowers the "
-        "error of the layers' outputs. The search for scales weighs the error of each column by its activations, "
-        "which come from a calibration.",
+        "Use AWQ for int2 to int7. The inputs of layers are divided as with `smooth`, by AWQ's factors, where this "
+        "lowers the error of the layers' outputs. The search for scales weighs the error of each column by its "
+        "activations, which come from a calibration.",
         QUANTIZATION,
     )
     gptq: bool = option(
@@ -538,7 +538,7 @@ class Recipe(OptionGroup):
     )
     group_size: str | None = option(
         None,
-        "int4 group size: 32, 64, 128 (default), channel. Each group of inputs shares a scale; a group of "
+        "int2-int7 group: 32, 64, 128 (default), channel. Each group of inputs shares a scale; a group of "
         '"channel" is a whole row.',
         QUANTIZATION,
         "N",
@@ -546,13 +546,13 @@ class Recipe(OptionGroup):
     )
     asymmetric: bool = option(
         False,
-        "Store a zero point with each int4 scale. This lowers the rounding error. transformers "
+        "Store a zero point with each int2 to int7 scale. This lowers the rounding error. transformers "
         f"{CITED['transformers']} cannot load such a checkpoint.",
         QUANTIZATION,
     )
     no_search: bool = option(
         False,
-        "Do not search for int4 and nvfp4 scales. Each scale then comes from the largest weight of its group, not "
+        "Do not search for scales (int2-int7, nvfp4). Each scale then comes from the largest weight of its group, not "
         "from a search for the least squared error.",
         QUANTIZATION,
     )

@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
                 f"weight must be codes: {' or '.join([*dtypes][::-1])} matrix, not {weight.dtype} {list(weight.shape)}"
             )
         number = candidates[0].format.number
-        shape = (weight.shape[0], weight.shape[1] * number.per_item)
+        shape = (weight.shape[0], number.count(weight.shape[1]))
         fitting = [
             variant
             for variant in candidates

@@ -112,7 +112,7 @@ def awq_scale(mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration
     samples, means = [], []
     for weight in weights:
         scheme, inputs = plan.decisions.of(weight.module).scheme, statistics_of(weight, calibration)
-        if scheme is None or scheme.name != "int4":
+        if scheme is None or scheme.group_size is None:
             return "a layer is stored in another scheme"
         if inputs is None or inputs.square is None:
             return "the calibration has no inputs of a layer"
@@ -216,14 +216,14 @@ def search_scale(mapping: SmoothingMapping, samples: Sequence[SampledRows], mean
 
 
 def with_importance(transforms: WeightTransforms, plan: Plan, calibration: Calibration) -> WeightTransforms:
-    """Add to the transforms of INT4 layers the importance of each column, by which the search for scales weighs errors.
+    """Add the importance of columns, which weighs errors in the search for scales, to the transforms of integer layers.
 
     It is the mean square of the column's inputs after smoothing. Queries and keys that are fused with a smooth_layer of
     values are left out, as in AWQ's clipping: attention multiplies their outputs with each other.
 
     Args:
         transforms: what smoothing changes, with the column factors of each layer.
-        plan: what becomes of each tensor; its INT4 layers are given an importance.
+        plan: what becomes of each tensor; its layers of integers in groups are given an importance.
         calibration: statistics of the inputs of layers, with mean squares.
 
     Returns:
@@ -236,7 +236,9 @@ def with_importance(transforms: WeightTransforms, plan: Plan, calibration: Calib
     excluded, weights = _queries_and_keys(plan), dict(transforms.weights)
     for module, weight in plan.layers.items():
         scheme, inputs = plan.decisions.of(module).scheme, statistics_of(weight, calibration)
-        if scheme is None or scheme.name != "int4" or module in excluded or inputs is None or inputs.square is None:
+        if scheme is None or scheme.group_size is None or module in excluded:
+            continue
+        if inputs is None or inputs.square is None:
             continue
         transform = weights.get(module, WeightTransform())
         factors = np.ones(1) if transform.columns is None else transform.columns.astype(np.float64)

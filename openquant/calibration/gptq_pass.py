@@ -264,11 +264,9 @@ def _round_weight(
         shift = None if zero_point is None else torch.from_numpy(zero_point).to(device)
         quotients = round_columns(values, torch.from_numpy(scale).to(device), propagation, fmt, shift)
         block = fmt.number.encode(quotients.cpu().numpy())
-        if fmt.number.per_byte > 1:
-            packed = np.empty((len(block), block.shape[1] // fmt.number.per_byte), np.uint8)
-            pack(block, packed)
-            block = packed
-        codes.append(block)
+        stored = np.empty((len(block), fmt.number.nbytes(block.shape[1])), np.uint8)
+        pack(block, stored, fmt.number)
+        codes.append(stored)
     arrays = {fmt.codes: codes, fmt.scale.name: scales}
     if fmt.zero_point is not None:
         arrays[fmt.zero_point] = zero_points

@@ -550,7 +550,7 @@ class _Worker:
             if zero_point is not None and zero_target is not None:
                 zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
             buffer = self._next_buffer()
-            codes = buffer.take(target, bits.size // fmt.number.per_byte)
+            codes = buffer.take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
             out = codes.reshape(len(bits), -1)
             self.kernels.encode(loaded, weight.dtype, scale, fmt, out, global_scale, zero_point)
             buffer.send(file, codes, target)

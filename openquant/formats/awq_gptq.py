@@ -98,9 +98,9 @@ def _number(bits: object, accepted: tuple[int, ...]) -> Number:
 def _group(size: object, number: Number) -> Group:
     if type(size) is int and size == -1:
         return 1, None
-    if type(size) is not int or not 0 < size <= 1 << 16 or size % number.per_item:
+    if type(size) is not int or not 0 < size <= 1 << 16 or size % number.run:
         raise UsageError(
             f"config.json has the group_size {json.dumps(size)[:100]}",
-            f"known are -1 and multiples of {number.per_item}",
+            f"known are -1 and multiples of {number.run}",
         )
     return 1, size

@@ -24,7 +24,7 @@ from .format import Format, Group, StoredScales, grid_of
 from .kernels import Bits, to_float32
 from .numbers import E2M1, E4M3, Codes, Floats, Number
 
-u8, u16, u32, i32, f32 = np.uint8, np.uint16, np.uint32, np.int32, np.float32
+u8, u16, u32, u64, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
 
 # Adding and subtracting it rounds a float32 to an integer, ties to even: at this size the last bit is worth one.
 _ROUNDS = 1.5 * 2.0**23
@@ -118,7 +118,7 @@ def encode_stored(
     global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
-    """Quantize weights and write their codes to `out` as they are stored, two per byte if they have four bits.
+    """Quantize weights and write their codes to `out` as they are stored, without gaps between them.
 
     Args:
         bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
@@ -126,7 +126,7 @@ def encode_stored(
         scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
             already divided out.
         group: (height, width) of a group; None is the whole axis.
-        out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
+        out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
         number: numeric format of the codes.
         global_scale: float32 [1, 1] or None; ignored, only kernels.encode_stored needs it.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
@@ -134,7 +134,7 @@ def encode_stored(
     del global_scale
     rows, cols = bits.shape
     height, width = group[0] or rows, group[1] or cols
-    arguments = bits, *_kind(dtype), scale, height, width, number.per_byte, out
+    arguments = bits, *_kind(dtype), scale, height, width, number.bits, out
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
         _encode_integers(
@@ -144,7 +144,7 @@ def encode_stored(
         _encode_pairs(np.ascontiguousarray(bits).view(u32), scale, height, width // 2, out)
     else:
         steps = u32(round(number.normal / number.smallest))
-        _encode_floats(*arguments, *_range(number)[1:], steps, u32(0x80 if number.per_byte == 1 else 8))
+        _encode_floats(*arguments, *_range(number)[1:], steps, u32(1 << (number.bits - 1)))
 
 
 def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
@@ -173,7 +173,7 @@ def decode_rows(
     """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
 
     Args:
-        codes: uint8 [rows, cols / codes per byte].
+        codes: uint8 [rows, cols * bits / 8].
         number: numeric format of the codes.
         scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
         group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
@@ -188,8 +188,9 @@ def decode_rows(
     if number.normal:
         (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*arguments)
     else:
-        half = 128 if number.per_byte == 1 else 8
-        _decode_integers(*arguments, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half))
+        half = 1 << (number.bits - 1)
+        turn = u32(half - number.encode(np.zeros(1, f32)).item())
+        _decode_integers(*arguments, turn, np.int32(half), number.bits)
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
@@ -314,10 +315,54 @@ def _load(line: Any, half: Any, below: Any, values: Any) -> None:
 
 
 @_compiled
-def _pack(codes: Any, out: Any) -> None:
-    """Pack two codes into a byte, the first in the low half."""
-    for i in range(out.size):
-        out[i] = codes[2 * i] | u8(codes[2 * i + 1] << u8(4))
+def _lanes(width: Any, lane: Any) -> Any:
+    """Return the mask of the low `width` bits in each lane of 64 bits; `lane` is a lane's bits."""
+    mask, start = u64(0), u64(0)
+    while start < u64(64):
+        mask |= u64(u64(u64(1) << width) - u64(1)) << start
+        start += lane
+    return mask
+
+
+@_compiled
+def _pack(codes: Any, bits: Any, out: Any) -> None:
+    """Pack the codes of a row, of less than 8 bits, without gaps, the first in the lowest bits."""
+    if bits == 4:
+        for i in range(out.size):
+            out[i] = codes[2 * i] | u8(codes[2 * i + 1] << u8(4))
+        return
+    # Eight codes take as many bytes as a code has bits. They are brought together by pairs, pairs of pairs, and those.
+    width, packed = u64(bits), codes.view(u64)
+    first, second, third = _lanes(width, u64(16)), _lanes(width * u64(2), u64(32)), _lanes(width * u64(4), u64(64))
+    gap, eight = u64(8) - width, u64(8)
+    for i in range(packed.size):
+        together = packed[i]
+        together = (together & first) | ((together >> gap) & (first << width))
+        together = (together & second) | ((together >> (gap * u64(2))) & (second << (width * u64(2))))
+        together = (together & third) | ((together >> (gap * u64(4))) & (third << (width * u64(4))))
+        for byte in range(bits):
+            out[i * bits + byte] = u8(together)
+            together >>= eight
+
+
+@_compiled
+def _unpack(packed: Any, bits: Any, codes: Any) -> None:
+    """Undo `_pack`."""
+    if bits == 4:
+        for i in range(packed.size):
+            codes[2 * i] = packed[i] & u8(15)
+            codes[2 * i + 1] = packed[i] >> u8(4)
+        return
+    width, spread = u64(bits), codes.view(u64)
+    first, second, third = _lanes(width, u64(16)), _lanes(width * u64(2), u64(32)), _lanes(width * u64(4), u64(64))
+    gap = u64(8) - width
+    for i in range(spread.size):
+        apart = u64(0)
+        for byte in range(bits):
+            apart |= u64(packed[i * bits + byte]) << u64(8 * byte)
+        apart = (apart & third) | ((apart & (third << (width * u64(4)))) << (gap * u64(4)))
+        apart = (apart & second) | ((apart & (second << (width * u64(2)))) << (gap * u64(2)))
+        spread[i] = (apart & first) | ((apart & (first << width)) << gap)
 
 
 @_compiled
@@ -328,7 +373,7 @@ def _encode_integers(
     scale: Any,
     height: Any,
     width: Any,
-    per_byte: Any,
+    code_bits: Any,
     out: Any,
     least: Any,
     most: Any,
@@ -338,7 +383,7 @@ def _encode_integers(
     values, codes = np.empty(bits.shape[1], f32), np.empty(bits.shape[1], u8)
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
-        into = codes if per_byte == 2 else out[row]
+        into = codes if code_bits < 8 else out[row]
         for group in range(scale.shape[1]):
             divisor, shift = scale[row // height, group], zero[row // height, group]
             part = values[group * width : (group + 1) * width]
@@ -347,8 +392,8 @@ def _encode_integers(
                 quotient = f32(f32(part[i] / divisor) + shift)
                 whole = f32(min(max(quotient, least), most) + f32(_ROUNDS))
                 group_codes[i] = u8(u32(f32(whole).view(u32) + middle))
-        if per_byte == 2:
-            _pack(codes, out[row])
+        if code_bits < 8:
+            _pack(codes, code_bits, out[row])
 
 
 @_compiled
@@ -359,7 +404,7 @@ def _encode_floats(
     scale: Any,
     height: Any,
     width: Any,
-    per_byte: Any,
+    code_bits: Any,
     out: Any,
     largest: Any,
     normal: Any,
@@ -371,7 +416,7 @@ def _encode_floats(
     lowest = f32(normal).view(u32)
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
-        into = codes if per_byte == 2 else out[row]
+        into = codes if code_bits < 8 else out[row]
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             part = values[group * width : (group + 1) * width]
@@ -386,8 +431,8 @@ def _encode_floats(
                 above = u32(u32(u32(binade - lowest) >> u32(23)) * steps)
                 sign = u32(u32(f32(quotient).view(u32) >> u32(31)) * mark)
                 group_codes[i] = u8(u32(u32(step + above) | sign))
-        if per_byte == 2:
-            _pack(codes, out[row])
+        if code_bits < 8:
+            _pack(codes, code_bits, out[row])
 
 
 @_compiled
@@ -433,18 +478,16 @@ def _scaled(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
 
 @_compiled
 def _decode_integers(
-    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any
+    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any, bits: Any
 ) -> None:
-    values, mask = np.empty(out.shape[1], f32), u32(2 * half - 1)
+    values, unpacked, mask = np.empty(out.shape[1], f32), np.empty(out.shape[1], u8), u32(2 * half - 1)
     for row in range(out.shape[0]):
         line, above = codes[row], (low + row) // height
-        if half == 128:
-            for i in range(line.size):
-                values[i] = f32(i32(u32(u32(line[i] + turn) & mask)) - half)
-        else:
-            for i in range(line.size):
-                values[2 * i] = f32(i32(i32(u32(u32(line[i] & 15) + turn) & mask) - half))
-                values[2 * i + 1] = f32(i32(i32(u32(u32(line[i] >> 4) + turn) & mask) - half))
+        if bits < 8:
+            _unpack(line, bits, unpacked)
+            line = unpacked
+        for i in range(line.size):
+            values[i] = f32(i32(u32(u32(line[i] + turn) & mask)) - half)
         _scaled(values, scale[above], zero[above], width, out[row])
 
 

@@ -227,7 +227,7 @@ class Format:
         Returns:
             Name, dtype and shape of each tensor; the first two are codes and scales.
         """
-        codes = TensorInfo(f"{module}.{self.codes}", self.number.dtype, (shape[0], shape[1] // self.number.per_item))
+        codes = TensorInfo(f"{module}.{self.codes}", self.number.dtype, (shape[0], self.number.items(shape[1])))
         scale = TensorInfo(f"{module}.{self.scale.name}", self.scale.dtype, self.scale_shape(shape))
         optional: list[TensorInfo | None] = [
             _global_scale_tensor(module, self.global_scale),
@@ -264,11 +264,11 @@ class Format:
         return grid[: self.scale.axes]
 
     def zero_points(self, module: str, shape: tuple[int, int]) -> TensorInfo | None:
-        """Return the tensor of a weight's zero points: words [out / codes per word, in / width]; None without them."""
+        """Return the tensor of a weight's zero points: words [out * bits / 32, in / width]; None without them."""
         if self.zero_point is None:
             return None
         rows, cols = grid_of(self.group, shape)
-        return TensorInfo(f"{module}.{self.zero_point}", "I32", (-(-rows // self.number.per_item), cols))
+        return TensorInfo(f"{module}.{self.zero_point}", "I32", (self.number.items(rows), cols))
 
     def shape_error(self, shape: tuple[int, int]) -> str | None:
         """Return why a weight of shape (out, in) cannot be stored; None if it can."""
@@ -277,24 +277,26 @@ class Format:
             return f"{shape[1]} inputs per row do not divide into groups of {width}"
         if shape[0] % height or shape[1] % width:
             return f"{shape[0]} x {shape[1]} does not divide into {height} x {width} blocks"
-        if shape[1] % self.number.per_item:
-            return f"rows of {shape[1]} do not divide into words of {self.number.per_item} codes"
-        if self.zero_point is not None and shape[0] % self.number.per_item:
-            return f"{shape[0]} rows do not divide into words of {self.number.per_item} zero points"
+        run = self.number.run
+        words = f"words of {run}" if self.number.items(run) == 1 else f"{self.number.items(run)} words with {run}"
+        if shape[1] % run:
+            return f"rows of {shape[1]} do not divide into {words} codes"
+        if self.zero_point is not None and shape[0] % run:
+            return f"{shape[0]} rows do not divide into {words} zero points"
         return None
 
     @property
     def height(self) -> int:
-        """Number of rows that must be encoded together: they share a scale, or a word of zero points."""
-        return self.number.per_item if self.zero_point is not None else self.group[0] or 1
+        """Number of rows that must be encoded together: they share a scale, or words of zero points."""
+        return self.number.run if self.zero_point is not None else self.group[0] or 1
 
     @property
     def indivisible(self) -> Group:
-        """Rows and columns that tensor parallelism must not split: (1, 4) where a word has four codes. None for an axis
+        """Rows and columns that tensor parallelism must not split: (1, 4) if 4 codes fill a word. None for an axis
         that may be split anywhere, even if all of it shares a scale.
         """
         height, width = self.group
-        words = self.number.per_item
+        words = self.number.run
         height = height if self.zero_point is None else self.height
         return height, math.lcm(width or 1, words) if width is not None or words > 1 else None
 
@@ -368,7 +370,7 @@ class Format:
     def ranges(self, low: Floats, high: Floats) -> tuple[Floats, Floats]:
         """Compute the scale and zero point of each group from its range, extended to include zero.
 
-        With four bits the scale is (high - low) / 15, as in compressed-tensors. Only for formats with zero points.
+        With 4 bits the scale is (high - low) / 15, as in compressed-tensors. Only for formats with zero points.
 
         Args:
             low: finite float32 of any shape, the smallest weight of each group.

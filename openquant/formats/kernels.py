@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .format import Format, Group, StoredScales, grid_of
-from .numbers import E4M3, Codes, Floats, Number, nearest_bfloat16
+from .numbers import E4M3, Codes, Floats, Number, lanes, nearest_bfloat16
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 Entry = TypeVar("Entry", bound=np.generic)
@@ -53,7 +53,7 @@ class Loops(Protocol):
         zero_point: Floats | None = None,
         /,
     ) -> None:
-        """Write the codes of weights [rows, cols] to `out`, uint8 [rows, cols / codes per byte]."""
+        """Write the codes of weights [rows, cols] to `out`, uint8 [rows, cols * bits / 8]."""
 
     def decode_rows(
         self,
@@ -68,7 +68,7 @@ class Loops(Protocol):
     ) -> None:
         """Dequantize rows of a matrix into `out`, float32 [rows, cols], from row `low` of the matrix on.
 
-        Codes are uint8 [rows, cols / codes per byte]; `scale` and `zero_point` are float32 [groups along these rows,
+        Codes are uint8 [rows, cols * bits / 8]; `scale` and `zero_point` are float32 [groups along these rows,
         groups of a row].
         """
 
@@ -284,7 +284,7 @@ def encode_stored(
     global_scale: Floats | None = None,
     zero_point: Floats | None = None,
 ) -> None:
-    """Quantize weights and write their codes to `out` as they are stored, two per byte if they have four bits.
+    """Quantize weights and write their codes to `out` as they are stored, without gaps between them.
 
     Args:
         bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
@@ -292,58 +292,84 @@ def encode_stored(
         scale: float32 [rows / height, cols / width]: weight = (code value - zero point) * scale, so any global scale is
             already divided out.
         group: (height, width) of a group; None is the whole axis.
-        out: uint8 [rows, cols / codes per byte], contiguous; is overwritten.
+        out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
         number: numeric format of the codes.
         global_scale: float32 [1, 1]: `scale` is the stored scale divided by it; None without one.
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
     """
-    if number.per_byte == 1:
+    if number.bits == 8:
         encode(bits, dtype, scale, group, out, number, global_scale, zero_point)
         return
     # All rows at once: allocating codes for each chunk would take twice as long.
     codes = np.empty(bits.shape, np.uint8)
     encode(bits, dtype, scale, group, codes, number, global_scale, zero_point)
     for low, high, _ in _chunks((1, None), bits.shape):
-        pack(codes[low:high], out[low:high])
+        pack(codes[low:high], out[low:high], number)
 
 
-def pack(codes: Codes, out: Codes) -> None:
-    """Pack two codes into a byte, the first in the low half.
+def pack(codes: Codes, out: Codes, number: Number) -> None:
+    """Pack codes without gaps, the first in the lowest bits.
 
     Args:
-        codes: uint8 [rows, cols], each below 16; contiguous, with an even number of columns.
-        out: uint8 [rows, cols / 2]; is overwritten.
+        codes: uint8 [rows, cols], each below 2^bits; contiguous, `cols` a multiple of `number.run`.
+        out: uint8 [rows, cols * bits / 8], contiguous; is overwritten.
+        number: numeric format of the codes.
     """
-    pairs = codes.view("<u2")
-    np.copyto(out, pairs | pairs >> 4, casting="unsafe")
+    if number.bits == 8:
+        np.copyto(out, codes)
+    elif number.bits == 4:
+        pairs = codes.view("<u2")
+        np.copyto(out, pairs | pairs >> 4, casting="unsafe")
+    else:
+        # Eight codes take as many bytes as a code has bits.
+        packed, width = codes.reshape(-1).view("<u8"), number.bits
+        for lane in (8, 16, 32):
+            low = np.uint64(lanes(width, 2 * lane))
+            packed = packed & low | packed >> np.uint64(lane - width) & low << np.uint64(width)
+            width *= 2
+        of_eight, into = packed.view(np.uint8).reshape(-1, 8), out.reshape(-1, number.bits)
+        for byte in range(number.bits):
+            into[:, byte] = of_eight[:, byte]
 
 
 def unpack(codes: Codes, number: Number) -> Codes:
     """Unpack stored codes.
 
     Args:
-        codes: uint8 [rows, cols / codes per byte].
+        codes: uint8 [rows, cols * bits / 8], contiguous; `cols` is a multiple of `number.run`.
         number: numeric format of the codes.
 
     Returns:
         uint8 [rows, cols], one code per byte; `codes` itself if it has that already.
     """
-    if number.per_byte == 1:
+    if number.bits == 8:
         return codes
-    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    if number.bits == 4:
+        return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    of_eight = np.zeros((codes.size // number.bits, 8), np.uint8)
+    packed = codes.reshape(-1, number.bits)
+    for byte in range(number.bits):
+        of_eight[:, byte] = packed[:, byte]
+    spread, width = of_eight.reshape(-1).view("<u8"), 4 * number.bits
+    for lane in (32, 16, 8):
+        low = np.uint64(lanes(width, 2 * lane))
+        spread = spread & low | (spread & low << np.uint64(width)) << np.uint64(lane - width)
+        width //= 2
+    return spread.view(np.uint8).reshape(len(codes), -1)
 
 
 def unpack_words(words: npt.NDArray[np.uint32], number: Number) -> Codes:
     """Unpack words that have the codes of several rows, the first row in the lowest bits.
 
     Args:
-        words: uint32 [rows / codes per word, cols].
+        words: uint32 [ceil(rows * bits / 32), cols].
         number: numeric format of the codes.
 
     Returns:
-        uint8 [rows, cols], one code per byte, including rows of padding in the last word.
+        uint8 [rows, cols], one code per byte, including rows of padding in the last words.
     """
-    return unpack(np.ascontiguousarray(words.T).view(np.uint8), number).T
+    whole = np.pad(words, ((0, -len(words) % number.items(number.run)), (0, 0)))
+    return unpack(np.ascontiguousarray(whole.T).view(np.uint8), number).T
 
 
 def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
@@ -354,14 +380,12 @@ def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
         number: numeric format of the codes.
 
     Returns:
-        uint32 [ceil(rows / codes per word), cols].
+        uint32 [ceil(rows * bits / 32), cols].
     """
-    along = np.ascontiguousarray(np.pad(codes, ((0, -len(codes) % number.per_item), (0, 0))).T)
-    if number.per_byte > 1:
-        packed = np.empty((along.shape[0], along.shape[1] // number.per_byte), np.uint8)
-        pack(along, packed)
-        along = packed
-    return np.ascontiguousarray(along.view(np.uint32).T)
+    along = np.ascontiguousarray(np.pad(codes, ((0, -len(codes) % number.run), (0, 0))).T)
+    packed = np.empty((len(along), number.nbytes(along.shape[1])), np.uint8)
+    pack(along, packed, number)
+    return np.ascontiguousarray(packed.view(np.uint32).T[: number.items(len(codes))])
 
 
 def best_scales(
@@ -433,14 +457,17 @@ def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point:
     """Dequantize codes into `out`: (value - zero point) * scale. NaN codes give NaN, overflow gives infinity.
 
     Args:
-        codes: uint8 [rows, cols / codes per byte].
+        codes: uint8 [rows, cols * bits / 8].
         scale: float32 of any shape that broadcasts over [rows, cols], with any global scale divided out.
         out: float32 [rows, cols], contiguous; is overwritten.
         number: numeric format of the codes.
         zero_point: float32 of the shape of `scale`; None if zero points are 0.
     """
-    values = bytes_of(number)
-    np.take(values, codes, out=out.view(values.dtype), mode="clip")
+    if number.bits in (4, 8):
+        values = bytes_of(number)
+        np.take(values, codes, out=out.view(values.dtype), mode="clip")
+    else:
+        np.take(number.values(), unpack(codes, number), out=out, mode="clip")
     if zero_point is not None:
         out -= zero_point
     with np.errstate(over="ignore"):
@@ -453,7 +480,7 @@ def decode_rows(
     """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
 
     Args:
-        codes: uint8 [rows, cols / codes per byte].
+        codes: uint8 [rows, cols * bits / 8].
         number: numeric format of the codes.
         scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
         group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
@@ -514,13 +541,13 @@ def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex
     """Return the value of every stored byte.
 
     Args:
-        number: numeric format of the codes.
+        number: numeric format of codes of 4 or 8 bits.
 
     Returns:
         float32 [256]; or complex64 [256] where a byte has two codes, with the low half's value as the real part.
     """
     values = number.values()
-    if number.per_byte == 1:
+    if number.bits == 8:
         return values
     byte = np.arange(256)
     # numpy looks up a pair of float32 in one step if it is a complex number.

@@ -24,8 +24,9 @@ class SchemeInfo(NamedTuple):
 
 # For callers' type checkers; tests/test_options.py compares them with the choices of options.
 SchemeName: TypeAlias = Literal[
-    "tensor", "channel", "block", "mxfp8", "int8", "int8-weights", "int4", "mxfp4", "nvfp4", "nvfp4-w4a4", "none"
-]
+    "tensor", "channel", "block", "mxfp8", "int8", "int8-weights", "int7", "int6", "int5", "int4", "int3", "int2",
+    "mxfp4", "nvfp4", "nvfp4-w4a4", "none"
+]  # fmt: skip
 FormatName: TypeAlias = Literal["fp8", "compressed-tensors"]
 ScaleFormat: TypeAlias = Literal["float", "ue8m0"]
 ActivationScheme: TypeAlias = Literal["dynamic", "static"]
@@ -41,7 +42,12 @@ SCHEME_NAMES: dict[str, SchemeInfo] = {
     "mxfp8": SchemeInfo("one per 32 inputs of a row", "-MXFP8", mixes=False),
     "int8": SchemeInfo("INT8 weights and activations, one scale per output row", "-INT8"),
     "int8-weights": SchemeInfo("INT8 weights alone, one scale per output row", "-INT8-W8A16"),
+    "int7": SchemeInfo("integers of 7 bits, scales as in int4", "-INT7"),
+    "int6": SchemeInfo("integers of 6 bits, scales as in int4", "-INT6"),
+    "int5": SchemeInfo("integers of 5 bits, scales as in int4", "-INT5"),
     "int4": SchemeInfo("INT4 weights alone, one scale per 128 inputs of a row", "-INT4"),
+    "int3": SchemeInfo("integers of 3 bits, scales as in int4", "-INT3"),
+    "int2": SchemeInfo("integers of 2 bits, scales as in int4", "-INT2"),
     "mxfp4": SchemeInfo("FP4 weights alone, one power-of-two scale per 32 inputs of a row", "-MXFP4"),
     "nvfp4": SchemeInfo("FP4 weights alone, one scale per 16 inputs of a row and a global scale", "-NVFP4"),
     "nvfp4-w4a4": SchemeInfo("FP4 weights and activations, scales as in nvfp4", "-NVFP4-W4A4"),

@@ -1,7 +1,8 @@
 """Numeric formats: the values of codes, the nearest code to a value, and how codes are packed in a tensor.
 
-A numeric format has at most 256 codes, each a byte while we compute. If it has 16, two codes share a stored byte, the
-first in the low half. Scales are not known here: a weight is the value of its code times the scale of its group.
+A numeric format has at most 256 codes, each a byte while we compute. Stored codes follow one another without gaps,
+the first in the lowest bits: two of 4 bits share a byte, and 32 of 5 bits fill five words of 32 bits. Scales are not
+known here: a weight is the value of its code times the scale of its group.
 
     E4M3.decode(np.uint8([0x7E, 0x38]))   # [448.0, 1.0]
     E4M3.encode(np.float32([500, 1.03]))  # [0x7e, 0x38]: clamped to 448, rounded to the nearest, to even of two as near
@@ -9,12 +10,15 @@ first in the low half. Scales are not known here: a weight is the value of its c
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
 import numpy.typing as npt
+
+from ..files.tensors import DTYPE_BITS
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
@@ -29,8 +33,7 @@ class Number(ABC):
         title: its name in plans and cards: "FP8".
         name: its name as a dtype: "float8_e4m3fn".
         dtype: safetensors dtype of the code tensor.
-        per_item: codes in one element of that dtype.
-        per_byte: codes in one byte.
+        bits: bits of a stored code.
         largest: largest magnitude of a code's value.
         normal: smallest normal value; 0 for integers, which have no subnormal values.
     """
@@ -38,10 +41,41 @@ class Number(ABC):
     title: str
     name: str
     dtype: str
-    per_item: int
-    per_byte: int
+    bits: int
     largest: float
     normal: float
+
+    @property
+    def item_bits(self) -> int:
+        """Bits of an element of the code tensor."""
+        return DTYPE_BITS[self.dtype]
+
+    @property
+    def run(self) -> int:
+        """The smallest number of codes that fill whole elements: 1 of FP8, 8 of INT4, 32 of INT5."""
+        return math.lcm(self.bits, self.item_bits) // self.bits
+
+    @property
+    def packed(self) -> bool:
+        """Whether several codes share an element."""
+        return self.bits < self.item_bits
+
+    def items(self, codes: int) -> int:
+        """Return how many elements a number of codes takes; the last is padded if they do not fill it."""
+        return -(-codes * self.bits // self.item_bits)
+
+    def count(self, items: int) -> int:
+        """Return how many codes a number of elements can have."""
+        return items * self.item_bits // self.bits
+
+    def nbytes(self, codes: int) -> int:
+        """Return how many bytes a number of codes takes as whole elements."""
+        return self.items(codes) * self.item_bits // 8
+
+    def row_error(self, items: int) -> str | None:
+        """Return why rows of some elements are not read; None if they are whole runs, such as 5 words with 32 codes."""
+        words = self.items(self.run)
+        return f"its rows are not whole sets of {words} words with {self.run} codes" if items % words else None
 
     @abstractmethod
     def encode(self, quotients: Floats) -> Codes:
@@ -56,7 +90,7 @@ class Number(ABC):
 
     @abstractmethod
     def values(self) -> Floats:
-        """Return the value of every code, float32 [256] or [16]; NaN for codes that are no number."""
+        """Return the value of every code, float32 [2^bits]; NaN for codes that are no number."""
 
     @abstractmethod
     def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
@@ -155,7 +189,7 @@ class _E4M3(_Float):
 
 @dataclass(frozen=True)
 class _Integer(Number):
-    """Integers from -largest to `highest`, stored as value + `excess`, modulo 256 if they are a byte.
+    """Integers from -largest to `highest`, stored as value + `excess`, modulo 256 if they are bytes.
 
     Codes below -largest, such as -128 of INT8, are decoded too, since other tools write them.
     """
@@ -176,7 +210,7 @@ class _Integer(Number):
         return np.clip(whole, np.float32(-self.largest), np.float32(self.highest), out=whole)
 
     def values(self) -> Floats:
-        count = 256 if self.per_byte == 1 else 16
+        count = 1 << self.bits
         whole = np.arange(count) - self.excess
         return np.where(whole < count // 2, whole, whole - count).astype(np.float32)
 
@@ -185,7 +219,7 @@ class _Integer(Number):
         bound = size * np.float32(slack)
         bound += scale * np.float32(0.5 * (1 + slack))
         if self.highest < self.largest:
-            # A search clips the largest weights of INT4 on purpose, at most to half.
+            # A search clips the largest weights on purpose, at most to half.
             beyond = size - scale * np.float32(self.highest)
             bound = np.where(size <= scale * np.float32(2 * self.span), np.maximum(bound, beyond), bound)
         return bound
@@ -206,6 +240,16 @@ class _E2M1(_Float):
         bound *= np.float32(2 / 5 + slack)
         np.maximum(bound, scale * np.float32(1 / 4 + slack), out=bound)
         return bound
+
+
+def lanes(width: int, lane: int) -> int:
+    """Return the mask of the low `width` bits in each lane of a word of 64 bits.
+
+    Args:
+        width: number of bits that are set.
+        lane: number of bits of a lane, which divides 64.
+    """
+    return sum(((1 << width) - 1) << start for start in range(0, 64, lane))
 
 
 def nearest_bfloat16(values: Floats) -> npt.NDArray[np.uint32]:
@@ -254,12 +298,19 @@ def _nearest_of_bfloat16(number: _Float) -> Codes:
     return np.concatenate([magnitudes, magnitudes | sign])
 
 
-E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", per_item=1, per_byte=1, largest=448, normal=2.0**-6)
-E2M1 = _E2M1("FP4", "float4_e2m1", "U8", per_item=2, per_byte=2, largest=6, normal=1)
-INT8 = _Integer("INT8", "int8", "I8", per_item=1, per_byte=1, largest=127, normal=0)
-# In words of 32 bits, the first of eight or four codes lowest (compressed-tensors, compressors/pack_quantized).
-INT4 = _Integer("INT4", "int4", "I32", per_item=8, per_byte=2, largest=8, normal=0, highest=7, excess=8)
-INT8_WORDS = _Integer("INT8", "int8", "I32", per_item=4, per_byte=1, largest=127, normal=0, excess=128)
+def _integer_in_words(bits: int) -> Number:
+    """Return the integers of some bits that fill words of 32 bits, from -2^(bits - 1) to 2^(bits - 1) - 1."""
+    half = 1 << (bits - 1)
+    return _Integer(f"INT{bits}", f"int{bits}", "I32", bits=bits, largest=half, normal=0, highest=half - 1, excess=half)
+
+
+E4M3 = _E4M3("FP8", "float8_e4m3fn", "F8_E4M3", bits=8, largest=448, normal=2.0**-6)
+E2M1 = _E2M1("FP4", "float4_e2m1", "U8", bits=4, largest=6, normal=1)
+INT8 = _Integer("INT8", "int8", "I8", bits=8, largest=127, normal=0)
+# In words of 32 bits without gaps, the first code lowest (compressed-tensors since 0.18,
+# compressors/pack_quantized/helpers.py; before, widths that do not divide 32 left bits of each word unused).
+INT2, INT3, INT4, INT5, INT6, INT7 = (_integer_in_words(bits) for bits in range(2, 8))
+INT8_WORDS = _Integer("INT8", "int8", "I32", bits=8, largest=127, normal=0, excess=128)
 
 # Numeric formats with one code per element, by dtype.
 CODES = {number.dtype: number for number in (E4M3, INT8)}

@@ -23,9 +23,9 @@ from .schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
     CHANNEL,
-    INT4_W4A16,
     INT8_W8A8,
     INT8_W8A16,
+    INTEGER_GROUPS,
     MXFP4,
     MXFP8,
     NVFP4,
@@ -261,12 +261,12 @@ def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantizat
 
 
 _KNOWN_GROUPS = (
-    "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
+    "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
     "tensor, channel or group, and asymmetric ones in words by channel or group"
 )
 # Formats of integers by type, bits and the config's format (None for any other); the group is replaced later.
 _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
-    (("int", 4, None), INT4_W4A16.format),
+    *((("int", bits, None), groups[0].format) for bits, groups in INTEGER_GROUPS.items()),
     (("int", 8, INT8_W8A16.settings["format"]), INT8_W8A16.format),
     (("int", 8, None), INT8_W8A8.format),
 )
@@ -291,9 +291,9 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, activations:
         return (NVFP4_W4A4 if activations.get("dynamic") == "local" else NVFP4).format
     forms = [fmt for key, fmt in _INTEGERS if key in ((*kind, stored), (*kind, None))]
     # Only packed formats have zero points.
-    if forms and (not asymmetric or (forms[0].number.per_item > 1 and strategy != "tensor")):
-        # Rows must fill their words, since the packed tensor tells their length.
-        is_whole = isinstance(size, int) and 0 < size <= MAX_SIDE and size % forms[0].number.per_item == 0
+    if forms and (not asymmetric or (forms[0].number.packed and strategy != "tensor")):
+        # Groups must fill their words, since the packed tensor tells the length of rows.
+        is_whole = isinstance(size, int) and 0 < size <= MAX_SIDE and size % forms[0].number.run == 0
         groups: list[tuple[str, Group]] = [("channel", (1, None)), ("tensor", (None, None))]
         groups += [("group", (1, size))] if is_whole else []
         group = dict(groups).get(str(strategy))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .format import Format, Group, grid_of
-from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Number
+from .numbers import E2M1, E4M3, INT8, Number, lanes
 
 
 def group_absmax(weight: Tensor, group: Group) -> Tensor:
@@ -143,21 +144,22 @@ def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | N
         zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
 
     Returns:
-        The codes as they are stored: float8_e4m3fn or int8 [out, in], int32 words or uint8 pairs [out, in / codes per
-        element].
+        The codes as they are stored: float8_e4m3fn or int8 [out, in], uint8 pairs [out, in / 2] or int32 words
+        [out, in * bits / 32].
     """
     quotient = _grouped(weight.float(), format.group) / _spread(scale, weight, format.group)
     if zero_point is not None:
         quotient += _spread(zero_point, weight, format.group)
     largest = format.number.largest
-    return _WRITTEN[format.number](quotient.clamp(-largest, largest).reshape(weight.shape))
+    quotient, number = quotient.clamp(-largest, largest).reshape(weight.shape), format.number
+    return _WRITTEN[number](quotient) if number in _WRITTEN else _write_words(quotient, number)
 
 
 def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
     """Dequantize codes: (value - zero point) * scale.
 
     Args:
-        codes: [out, in / codes per element], as `encode` returns them.
+        codes: as `encode` returns them.
         scale: float32 [out / height, in / width], any global scale divided out; without a global scale also as stored.
         format: how the weight is stored.
         zero_point: float32 of the shape of `scale`; None if zero points are 0.
@@ -165,7 +167,7 @@ def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | No
     Returns:
         float32 [out, in].
     """
-    values = _READ[format.number](codes)
+    values = _READ[format.number](codes) if format.number in _READ else _read_words(codes, format.number)
     grouped = _grouped(values, format.group)
     if zero_point is not None:
         grouped = grouped - _spread(zero_point, values, format.group)
@@ -214,28 +216,57 @@ def _e2m1(quotient: Tensor) -> Tensor:
     return below + reached + 8 * quotient.signbit().byte()
 
 
-def _pack(codes: Tensor) -> Tensor:
-    """Pack two codes into a byte, the first in the low half."""
-    return codes[..., ::2] | codes[..., 1::2] << 4
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes, uint8 [rows, cols], without gaps, the first in the lowest bits: uint8 [rows, cols * bits / 8]."""
+    if bits == 8:
+        return codes
+    if bits == 4:
+        return codes[..., ::2] | codes[..., 1::2] << 4
+    packed, width = codes.contiguous().view(torch.int64), bits
+    for lane in (8, 16, 32):
+        low = lanes(width, 2 * lane)
+        packed = packed & low | packed >> (lane - width) & low << width
+        width *= 2
+    return packed.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
 
 
-def _unpack(pairs: Tensor) -> Tensor:
-    """Unpack bytes of two codes, the first in the low half, to int32."""
-    return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2).int()
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Unpack bytes of codes as `_pack` returns them, to uint8 [rows, cols]."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+    of_eight = packed.unflatten(-1, (-1, bits))
+    spread = torch.nn.functional.pad(of_eight, (0, 8 - bits)).view(torch.int64).squeeze(-1)
+    width = 4 * bits
+    for lane in (32, 16, 8):
+        low = lanes(width, 2 * lane)
+        spread = spread & low | (spread & low << width) << (lane - width)
+        width //= 2
+    return spread.contiguous().view(torch.uint8)
 
 
-# By numeric format: quotients to stored codes, and stored codes to values, float32.
+def _write_words(quotient: Tensor, number: Number) -> Tensor:
+    """Round quotients to integers, and pack them into int32 words."""
+    middle = int(number.encode(np.zeros(1, np.float32)).item())
+    codes = quotient.round().clamp(max=2 * number.span - number.largest) + middle
+    return _pack(codes.to(torch.uint8), number.bits).contiguous().view(torch.int32)
+
+
+def _read_words(words: Tensor, number: Number) -> Tensor:
+    """Unpack int32 words of integers to their values, float32."""
+    middle = int(number.encode(np.zeros(1, np.float32)).item())
+    return _unpack(words.view(torch.uint8), number.bits).float() - middle
+
+
+# By numeric format: quotients to stored codes, and stored codes to values, float32. All others are integers in words.
 _WRITTEN: dict[Number, Callable[[Tensor], Tensor]] = {
     E4M3: lambda quotient: quotient.to(torch.float8_e4m3fn),
     INT8: lambda quotient: quotient.round().to(torch.int8),
-    INT4: lambda quotient: _pack((quotient.round().clamp(max=7) + 8).to(torch.uint8)).view(torch.int32),
-    INT8_WORDS: lambda quotient: (quotient.round() + 128).to(torch.uint8).view(torch.int32),
-    E2M1: lambda quotient: _pack(_e2m1(quotient)),
+    E2M1: lambda quotient: _pack(_e2m1(quotient), 4),
 }
 _READ: dict[Number, Callable[[Tensor], Tensor]] = {
     E4M3: lambda codes: codes.float(),
     INT8: lambda codes: codes.float(),
-    INT4: lambda codes: _unpack(codes.view(torch.uint8)).float() - 8,
-    INT8_WORDS: lambda codes: codes.view(torch.uint8).float() - 128,
-    E2M1: lambda codes: torch.from_numpy(E2M1.values()).to(codes.device)[_unpack(codes)],
+    E2M1: lambda codes: torch.from_numpy(E2M1.values()).to(codes.device)[_unpack(codes, 4).int()],
 }

@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..version import CITED, VLLM
 from .format import Format, GlobalScale, Scale
 from .kv_cache import without_fp8_cache
-from .numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
+from .numbers import E2M1, E4M3, INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT8_WORDS, Number
 
 # The format of a compressed-tensors config whose groups each name a format of their own.
 MIXED_FORMAT = "mixed-precision"
@@ -378,58 +378,126 @@ NVFP4_W4A4 = replace(
 )
 
 
-def _int4(size: int | None, suffix: str, fallback: Scheme | None = None, asymmetric: bool = False) -> Scheme:
-    """Make an INT4 scheme with one scale per `size` inputs of a row; None for one per row."""
-    weights: dict[str, Any] = {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
-    if asymmetric:
-        weights["symmetric"] = False
-    return Scheme(
-        "int4",
-        # vLLM compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237. compressed-tensors gives a
-        # group of zeros the spacing of bfloat16 (quantization/utils/helpers.py:379).
-        Format(
-            INT4,
-            (1, size),
-            Scale("weight_scale", dtype="BF16", of_zeros=2.0**-7),
-            codes="weight_packed",
-            shape=True,
-            zero_point=ZERO_POINT if asymmetric else None,
-        ),
-        suffix=suffix,
-        settings=_compressed_tensors({"num_bits": 4, **weights}, None, "pack-quantized", "int"),
-        head=True,
-        fallback=fallback,
-        # More and smaller ratios reduce the error by at most a hundredth.
-        searches_scales=True,
-        clip_ratios=(1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7),
-        group_size="channel" if size is None else str(size),
-        tag="int4-w4a16",
-        notes=(
-            "four bits lose more than eight: KL 0.47 to the source on SmolLM2-135M, with --awq --gptq 0.14, as "
-            "--scheme channel 0.03; activations stay as they are: for NVIDIA GPUs from Turing on, in SGLang from "
-            "Ampere on, and for CPUs in vLLM",
-            *((f"transformers {_NO_ZERO_POINTS}",) if asymmetric else ()),
-        ),
-        transformers=_NO_ZERO_POINTS if asymmetric else None,
-        # SGLang fused_moe_triton/layer.py:879 has no room for their zero points.
-        expert_engines=("vLLM",) if asymmetric else ("vLLM", "SGLang"),
+@dataclass(frozen=True)
+class _Width:
+    """What differs between integers in words that share a scale by groups of inputs.
+
+    Attributes:
+        number: the integers.
+        tag: tag of the model card.
+        clip_ratios: see Scheme. More and smaller ratios reduce the error by at most 1.5 %.
+        notes: what the plan tells of quality and hardware.
+        engines: engines that serve them.
+        experts_by_row: whether engines load experts with one scale for each row.
+    """
+
+    number: Number
+    tag: str
+    clip_ratios: tuple[float, ...]
+    notes: tuple[str, ...]
+    engines: tuple[str, ...] = ("vLLM", "SGLang")
+    experts_by_row: bool = True
+
+
+_COARSE = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+_FINE = (1.0, 0.99, 0.98, 0.97, 0.96, 0.95, 0.94)
+
+
+def _width(number: Number, clip_ratios: tuple[float, ...], quality: str) -> _Width:
+    """Return a width for which vLLM has one kernel alone."""
+    # vLLM compressed_tensors/schemes/compressed_tensors_wNa16.py:36-54 takes 2 to 8 bits, symmetric or not. Of its
+    # kernels (kernels/linear/__init__.py:523-549) only Humming's has more than 4 and 8 bits
+    # (mixed_precision/humming.py:29-41); for experts fused_moe/experts/fused_humming_moe.py:84-106. SGLang
+    # compressed_tensors/schemes/compressed_tensors_wNa16.py:55-59 takes 4 and 8 bits.
+    notes = [
+        quality,
+        f"activations stay as they are; {VLLM} has one kernel for {number.bits} bits (Humming, for NVIDIA GPUs from "
+        "Turing on), none for CPUs and AMD",
+    ]
+    if 32 % number.bits:
+        # Before, a word had as many codes as fit whole.
+        notes.append(f"transformers reads {number.bits} bits with compressed-tensors 0.18 or later")
+    return _Width(
+        number,
+        f"{number.name}-w{number.bits}a16",
+        clip_ratios,
+        tuple(notes),
+        engines=("vLLM",),
+        # compressed_tensors_moe_wna16.py:125-127 asserts groups where the kernel is not Marlin's.
+        experts_by_row=False,
     )
 
 
-# Every kernel takes groups of 32 (vLLM layers/quantization/utils/marlin_utils.py:32-37), which divide what 128
-# does not, such as 11008 inputs on 4 ranks.
-# Groups of 64 where they divide are smaller and lose more (docs/formats.md).
-INT4_W4A16_32 = _int4(32, "-INT4-G32")
-INT4_W4A16_64 = _int4(64, "-INT4-G64", fallback=INT4_W4A16_32)
-INT4_W4A16 = _int4(128, "-INT4", fallback=INT4_W4A16_32)
-INT4_W4A16_CHANNEL = _int4(None, "-INT4-channel")
-INT4_GROUPS = (INT4_W4A16, INT4_W4A16_64, INT4_W4A16_32, INT4_W4A16_CHANNEL)
+_INT4 = _Width(
+    INT4,
+    "int4-w4a16",
+    _COARSE,
+    (
+        "four bits lose more than eight: KL 0.47 to the source on SmolLM2-135M, with --awq --gptq 0.14, as "
+        "--scheme channel 0.03; activations stay as they are: for NVIDIA GPUs from Turing on, in SGLang from "
+        "Ampere on, and for CPUs in vLLM",
+    ),
+)
+_WIDTHS = (
+    _width(INT7, _FINE, "QUALITY7"),
+    _width(INT6, _FINE, "QUALITY6"),
+    _width(INT5, (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85), "QUALITY5"),
+    _INT4,
+    _width(INT3, _COARSE, "QUALITY3"),
+    _width(INT2, (1.0, 0.9, 0.8, 0.7, 0.63, 0.57, 0.52), "QUALITY2"),
+)
+
+
+def _by_groups(width: _Width, asymmetric: bool = False) -> tuple[Scheme, ...]:
+    """Return the schemes of a width with groups of 128, of 64 and of 32 inputs, and with one scale for each row."""
+
+    def scheme(size: int | None, suffix: str, fallback: Scheme | None = None) -> Scheme:
+        weights: dict[str, Any] = {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
+        if asymmetric:
+            weights["symmetric"] = False
+        number = width.number
+        experts = width.engines if width.experts_by_row or size else ()
+        return Scheme(
+            number.name,
+            # vLLM compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237. compressed-tensors gives a
+            # group of zeros the spacing of bfloat16 (quantization/utils/helpers.py:379).
+            Format(
+                number,
+                (1, size),
+                Scale("weight_scale", dtype="BF16", of_zeros=2.0**-7),
+                codes="weight_packed",
+                shape=True,
+                zero_point=ZERO_POINT if asymmetric else None,
+            ),
+            suffix=f"-{number.title}{'-asym' if asymmetric else ''}{suffix}",
+            settings=_compressed_tensors({"num_bits": number.bits, **weights}, None, "pack-quantized", "int"),
+            head=True,
+            fallback=fallback,
+            searches_scales=True,
+            clip_ratios=width.clip_ratios,
+            group_size="channel" if size is None else str(size),
+            tag=width.tag,
+            notes=(*width.notes, *((f"transformers {_NO_ZERO_POINTS}",) if asymmetric else ())),
+            transformers=_NO_ZERO_POINTS if asymmetric else None,
+            engines=width.engines,
+            # SGLang fused_moe_triton/layer.py:879 has no room for their zero points.
+            expert_engines=tuple(engine for engine in experts if engine != "SGLang") if asymmetric else experts,
+        )
+
+    # Every kernel takes groups of 32 (vLLM layers/quantization/utils/marlin_utils.py:32-37), which divide what 128
+    # does not, such as 11008 inputs on 4 ranks.
+    of_32 = scheme(32, "-G32")
+    return scheme(128, "", of_32), scheme(64, "-G64", of_32), of_32, scheme(None, "-channel")
+
+
+# By bits; the first has the default group.
+INTEGER_GROUPS = {width.number.bits: _by_groups(width) for width in _WIDTHS}
+INT4_GROUPS = INTEGER_GROUPS[4]
+INT4_W4A16, INT4_W4A16_64, INT4_W4A16_32, INT4_W4A16_CHANNEL = INT4_GROUPS
 # With zero points.
-INT4_SHIFTED_32 = _int4(32, "-INT4-asym-G32", asymmetric=True)
-INT4_SHIFTED_64 = _int4(64, "-INT4-asym-G64", INT4_SHIFTED_32, asymmetric=True)
-INT4_SHIFTED = _int4(128, "-INT4-asym", INT4_SHIFTED_32, asymmetric=True)
-INT4_SHIFTED_CHANNEL = _int4(None, "-INT4-asym-channel", asymmetric=True)
-ASYMMETRIC = (INT4_SHIFTED, INT4_SHIFTED_64, INT4_SHIFTED_32, INT4_SHIFTED_CHANNEL)
+SHIFTED_GROUPS = {width.number.bits: _by_groups(width, asymmetric=True) for width in _WIDTHS}
+INT4_SHIFTED, INT4_SHIFTED_64, INT4_SHIFTED_32, INT4_SHIFTED_CHANNEL = SHIFTED_GROUPS[4]
+ASYMMETRIC = tuple(scheme for groups in SHIFTED_GROUPS.values() for scheme in groups)
 
 # With static activation scales, from a calibration or from the source.
 TENSOR_STATIC = replace(
@@ -450,9 +518,17 @@ TENSOR_COMPRESSED_STATIC = replace(
 # The default of each name.
 SCHEMES = {
     scheme.name: scheme
-    for scheme in (TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, INT4_W4A16, MXFP4, NVFP4, NVFP4_W4A4)
+    for scheme in (
+        *(TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16),
+        *(groups[0] for groups in INTEGER_GROUPS.values()),
+        *(MXFP4, NVFP4, NVFP4_W4A4),
+    )
 }
-VARIANTS = (*SCHEMES.values(), TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0, *INT4_GROUPS[1:])
+VARIANTS = (
+    *SCHEMES.values(),
+    *(TENSOR_COMPRESSED, BLOCK_COMPRESSED, BLOCK_UE8M0),
+    *(scheme for groups in INTEGER_GROUPS.values() for scheme in groups[1:]),
+)
 STATIC = (TENSOR_STATIC, TENSOR_COMPRESSED_STATIC)
 
 
@@ -528,7 +604,7 @@ MIXED = (
     BLOCK_COMPRESSED,
     INT8_W8A8,
     INT8_W8A16,
-    *INT4_GROUPS,
+    *(scheme for groups in INTEGER_GROUPS.values() for scheme in groups),
     *ASYMMETRIC,
     MXFP4,
     NVFP4,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .quantization import IGNORE_KEYS, IN_COLUMNS
-from .schemes import TRANSFORMERS_REFUSAL
+from .schemes import INTEGER_GROUPS, TRANSFORMERS_REFUSAL
 
 # By key, the allowed values; None for keys that may have any value or are checked elsewhere.
 _Allowed = Mapping[str, tuple[Any, ...] | None]
@@ -47,7 +47,7 @@ _ARGUMENTS: _Allowed = {
 }
 _WEIGHTS: _Allowed = {**_ARGUMENTS, "num_bits": (8, 4), "dynamic": (False,)}
 # Integers may have zero points.
-_INTEGERS: _Allowed = {**_WEIGHTS, "symmetric": (True, False)}
+_INTEGERS: _Allowed = {**_WEIGHTS, "num_bits": (8, *INTEGER_GROUPS), "symmetric": (True, False)}
 _CACHE: _Allowed = {**_ARGUMENTS, "num_bits": (8,), "dynamic": (False, True), "type": ("float",)}
 # The formats that a config group may have, by type, bits and strategy of its weights; the strategy is "" unless scales
 # belong to groups of a row.
@@ -58,9 +58,7 @@ _GROUP_FORMATS: Mapping[tuple[Any, Any, str], tuple[str, ...]] = {
     ("float", 4, "tensor_group"): ("nvfp4-pack-quantized",),
     ("int", 8, ""): ("int-quantized", "naive-quantized", "pack-quantized"),
     ("int", 8, "group"): ("pack-quantized",),
-    ("int", 4, ""): ("pack-quantized",),
-    ("int", 4, "group"): ("pack-quantized",),
-}
+} | {("int", bits, grouped): ("pack-quantized",) for bits in INTEGER_GROUPS for grouped in ("", "group")}
 # Strategies of dynamic activations, by the type of weights.
 _DYNAMIC: Mapping[str, tuple[str, ...]] = {"float": ("token", "tensor", "group"), "int": ("token",)}
 # Formats of integers whose activations must be quantized too (vLLM asserts that).

@@ -79,8 +79,8 @@ class _Finder:
                 continue
             first = self.quantization.groups[0][1] if self.quantization.groups else None
             number = (fmt or first or CHANNEL.format).number
-            right_name = f" called {pair.name}" if pair.packed and number.per_item == 1 else ""
-            if info.dtype == number.dtype and number.per_item > 1 and not pair.packed:
+            right_name = f" called {pair.name}" if pair.packed and not number.packed else ""
+            if info.dtype == number.dtype and number.packed and not pair.packed:
                 right_name = f" called {pair.name}_packed"
             if info.name.endswith(".qweight"):
                 right_name = f" called {pair.name}_packed"
@@ -95,6 +95,9 @@ class _Finder:
                 )
                 weight = Weight(pair.module, "", info, (info.shape[-2], info.shape[-1]), parts=(info,))
                 self.codes[pair.name] = self.stored[info.name] = weight
+                continue
+            if (problem := number.row_error(info.shape[-1])) is not None:
+                self.findings.problems.append(f"{self._place(info.name)} is {described(info)}: {problem}")
                 continue
             # Engines read a scale by no other name, but for weight_scale_inv of a per-tensor scale.
             if scale is not None and scale.name != fmt.scale_of(pair.name):
@@ -131,7 +134,7 @@ class _Finder:
     def _add_rows(self, pair: CodesAndScale, fmt: Format, scale: TensorInfo | None) -> None:
         """Add a weight whose codes lie in rows, and check the other tensors of its format."""
         info, module = pair.codes, pair.module
-        shape = (*info.shape[:-1], info.shape[-1] * fmt.number.per_item)
+        shape = (*info.shape[:-1], fmt.number.count(info.shape[-1]))
         matrix = (shape[-2], shape[-1])
         missing = f"scale: {fmt.scale_of(pair.name)} is missing"
         scale = self._checked(info, scale, missing, fmt.scale_dtypes, fmt.scale_shapes(shape))

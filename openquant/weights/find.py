@@ -72,6 +72,11 @@ _STRAY_SCALES = (
     ".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
     ".input_global_scale", ".qzeros", ".g_idx",
 )  # fmt: skip
+# An int3 row of 96 columns was 10 words of 10 codes then, and is 9 now (compressors/pack_quantized/helpers.py).
+_OTHER_WORDS = (
+    "compressed-tensors packs so since 0.18; if an older version wrote it, quantize the unquantized model again, else "
+    "download it again"
+)
 _UNKNOWN_LAYOUT = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
 
 
@@ -414,13 +419,15 @@ def _columns(checkpoint: Checkpoint, pair: CodesAndScale, fmt: Format) -> Weight
 def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
     """Check a weight with several codes in each element."""
     fmt, info = _required_format(pair), pair.codes
-    if fmt.number.per_item == 1 or info.dtype != fmt.number.dtype or len(info.shape) != 2:
+    if not fmt.number.packed or info.dtype != fmt.number.dtype or len(info.shape) != 2:
         raise PlanError(
             f"{name_and_type(info)}, which is not how {fmt.label} of {fmt.number.title} is packed",
             "start from the unquantized model",
         )
+    if (problem := fmt.number.row_error(info.shape[1])) is not None:
+        raise SourceError(f"{name_and_type(info)}: {problem}", _OTHER_WORDS)
     global_scale = _global_scale(pair, fmt)
-    shape = info.shape[0], info.shape[1] * fmt.number.per_item
+    shape = info.shape[0], fmt.number.count(info.shape[1])
     zeros = _zero_points(pair, fmt, shape)
     is_read = {"weight_zero_point": bool(zeros), "weight_g_idx": False, "weight_global_scale": bool(global_scale)}
     for suffix, read in is_read.items():

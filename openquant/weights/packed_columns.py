@@ -57,7 +57,7 @@ def packed_columns(
     Raises:
         SourceError: one is missing, or has another shape or dtype than it must.
     """
-    columns, per_word = fmt.columns, fmt.number.per_item
+    columns, per_word = fmt.columns, fmt.number.run
     assert columns is not None
     if codes.dtype != "I32" or len(codes.shape) != 2:
         raise SourceError(f"{name_and_type(codes)}, not a matrix of I32", DAMAGED)
@@ -116,7 +116,7 @@ class ColumnReader:
             SourceError: they cannot be read.
         """
         assert weight.format is not None
-        pitch = weight.shape[1] // weight.format.number.per_byte
+        pitch = weight.row_bytes
         count = into.size // pitch
         name, first, strip = self._strip
         if name != weight.codes.name or not first <= low <= low + count <= first + len(strip):
@@ -135,7 +135,7 @@ class ColumnReader:
             raw = self._read_strip(source, weight.codes, low, len(into), 1)
             into[:] = np.ascontiguousarray(raw.view(np.uint32).T).view(np.uint8)
             return
-        words = self._read_strip(source, weight.codes, low, len(into), fmt.number.per_item).view(np.uint32)
+        words = self._read_strip(source, weight.codes, low, len(into), fmt.number.run).view(np.uint32)
         outputs = into.reshape(words.shape[1], len(order), -1)
         # A byte of `into` holds the codes of two inputs, which are two rows of words. Split each pair of rows into the
         # even and the odd codes of its words; then each byte of a word is such a pair, for one of eight outputs.
@@ -174,7 +174,7 @@ class ColumnReader:
         fmt, info = weight.format, weight.parts[2]
         assert fmt is not None
         with self._open(self._where(info.name).shard) as source:
-            raw = self._read_strip(source, info, low, count, fmt.number.per_item)
+            raw = self._read_strip(source, info, low, count, fmt.number.run)
         return fmt.number.decode(np.ascontiguousarray(self._zero_codes(raw, fmt).T))
 
     def group_index(self, weight: Weight) -> npt.NDArray[np.int64] | None:
@@ -229,9 +229,9 @@ class ColumnReader:
         """Unpack the words of zero points [rows, bytes] to codes, one a byte [rows, outputs]."""
         columns = fmt.columns
         assert columns is not None
-        order = columns.order or tuple(range(fmt.number.per_item))
+        order = columns.order or tuple(range(fmt.number.run))
         codes = _ordered(raw, fmt.number, order)
-        mask = (1 << 8 // fmt.number.per_byte) - 1
+        mask = (1 << fmt.number.bits) - 1
         return (codes + np.uint8(columns.zero_point_offset)) & np.uint8(mask)
 
     def _read_bytes(self, info: TensorInfo) -> Bytes:
@@ -262,5 +262,5 @@ class ColumnReader:
 
 def _ordered(raw: Bytes, number: Number, order: tuple[int, ...]) -> Codes:
     """Unpack words [rows, bytes] to codes, one a byte [rows, codes]; `order` is the place of each code in its word."""
-    codes = kernels.unpack(raw, number).reshape(len(raw), -1, number.per_item)
+    codes = kernels.unpack(raw, number).reshape(len(raw), -1, number.run)
     return codes[:, :, list(order)].reshape(len(raw), -1)

@@ -349,13 +349,15 @@ class Reader:
             return None
         if fmt.columns is not None:
             return self._columns.zero_points(weight, low, count)
-        rows = fmt.number.per_item
-        first, last, place = low // rows, (low + count - 1) // rows, self.where[info.name]
-        raw = np.empty((last + 1 - first) * info.shape[1] * 4, np.uint8)
+        # The zero points of `run` rows fill whole words.
+        run, place = fmt.number.run, self.where[info.name]
+        first = low // run * run
+        start, stop = fmt.number.items(first), min(fmt.number.items(low + count), info.shape[0])
+        words = np.empty((stop - start, info.shape[1]), np.uint32)
         with self.open(place.shard) as source:
-            source.read(raw, place.offset + first * info.shape[1] * 4, info.name)
-        codes = kernels.unpack_words(raw.view(np.uint32).reshape(last + 1 - first, -1), fmt.number)
-        return fmt.number.decode(codes[low - first * rows :][:count])
+            source.read(words.reshape(-1).view(np.uint8), place.offset + start * info.shape[1] * 4, info.name)
+        codes = kernels.unpack_words(words, fmt.number)
+        return fmt.number.decode(codes[low - first :][:count])
 
     def _check_shape(self, weight: Weight) -> None:
         """Refuse rows whose last word is padded: only `weight_shape` says so, not the header."""

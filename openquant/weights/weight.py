@@ -98,7 +98,7 @@ class Weight(NamedTuple):
     def row_bytes(self) -> int:
         """Bytes that the codes of one row take."""
         assert self.format is not None
-        return self.shape[1] // self.format.number.per_byte
+        return self.format.number.nbytes(self.shape[1])
 
     @property
     def codes(self) -> TensorInfo:

@@ -12,10 +12,10 @@ import pytest
 
 from openquant.formats import compiled, kernels
 from openquant.formats.format import Group, grid_of
-from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Floats, Number
+from openquant.formats.numbers import E2M1, E4M3, INT4, Floats, Number
 from openquant.formats.schemes import VARIANTS, Scheme
 
-NUMBERS = (E4M3, E2M1, INT8, INT4, INT8_WORDS)
+NUMBERS = tuple(dict.fromkeys(scheme.format.number for scheme in VARIANTS))
 GROUPS = ((None, None), (1, None), (128, 128), (1, 32), (1, 16), (1, 40))
 
 
@@ -23,7 +23,7 @@ def of_bits(values: Floats) -> np.ndarray:
     return values.view(np.uint32)
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{number.name}-{number.dtype}")
 @pytest.mark.parametrize("exponent", [1, 3, 64, 127, 190, 240, 252])
 def test_every_bfloat16_has_the_same_code_under_any_scale(number: Number, exponent: int) -> None:
     """Beyond the largest code, subnormal, and zero of either sign."""
@@ -31,22 +31,22 @@ def test_every_bfloat16_has_the_same_code_under_any_scale(number: Number, expone
     bits = finite[(finite & 0x7FFF) < 0x7F80].reshape(-1, 128)
     mantissas = np.random.default_rng(exponent).integers(0, 1 << 23, (len(bits), 1), np.uint32)
     scale = (mantissas | np.uint32(exponent << 23)).view(np.float32)
-    made = [np.empty((len(bits), 128 // number.per_byte), np.uint8) for _ in range(2)]
+    made = [np.empty((len(bits), number.nbytes(128)), np.uint8) for _ in range(2)]
     with np.errstate(over="ignore"):
         kernels.encode_stored(bits, "BF16", scale, (1, None), made[0], number)
     compiled.encode_stored(bits, "BF16", scale, (1, None), made[1], number)
     np.testing.assert_array_equal(made[1], made[0])
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{number.name}-{number.dtype}")
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 @pytest.mark.parametrize("low", [0, 100, 256])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_codes_stand_for_the_same_weights(number: Number, group: Group, low: int, shifted: bool) -> None:
     """All bytes, NaN too, whole groups or not, with zero points or none, and scales that take them beyond float32."""
-    rows, cols = 150, 336
+    rows, cols = 150, 352
     generator = np.random.default_rng(low)
-    codes = generator.integers(0, 256, (rows, cols // number.per_byte), np.uint8)
+    codes = generator.integers(0, 256, (rows, number.nbytes(cols)), np.uint8)
     height = group[0] or low + rows
     grid = (low + rows - 1) // height + 1 - low // height, grid_of(group, (1, cols))[1]
     scale = np.exp2(generator.uniform(-140, 128, grid)).astype(np.float32)
@@ -58,7 +58,7 @@ def test_codes_stand_for_the_same_weights(number: Number, group: Group, low: int
     assert (np.signbit(found[1]) == np.signbit(found[0])).all()
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{number.name}-{number.dtype}")
 def test_the_same_code_is_the_first_that_holds_no_value(number: Number) -> None:
     codes = np.random.default_rng(0).integers(0, 0x7F, (3, 1000), np.uint8)
     assert compiled.first_unsound(codes, number) is None

@@ -34,7 +34,7 @@ def assert_equal_to_torch(bits: np.ndarray, dtype: str, scheme: Scheme) -> None:
     scale = group_scale(absmax, scheme.format)
     np.testing.assert_array_equal(scheme.format.scales(found, divisor), scale.numpy())
     number = scheme.format.number
-    codes = np.empty((bits.shape[0], bits.shape[1] // number.per_byte), np.uint8)
+    codes = np.empty((bits.shape[0], number.nbytes(bits.shape[1])), np.uint8)
     kernels.encode_stored(bits, dtype, scale.numpy(), scheme.format.group, codes, number, divisor)
     expected = encode(weight, scale, scheme.format).view(torch.uint8).numpy()
     np.testing.assert_array_equal(codes, expected)

@@ -12,9 +12,9 @@ from openquant.formats import compiled, kernels, scales
 from openquant.formats.format import Format
 from openquant.formats.numbers import E2M1
 from openquant.formats.scales import choose_scales
-from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, NVFP4, VARIANTS, Scheme
+from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, INTEGER_GROUPS, NVFP4, VARIANTS, Scheme
 
-SEARCHED = (*INT4_GROUPS, NVFP4)
+SEARCHED = (*INT4_GROUPS, *(groups[0] for bits, groups in INTEGER_GROUPS.items() if bits != 4), NVFP4)
 
 
 def noise(seed: int, rows: int = 8, cols: int = 256, magnitude: int = 0) -> torch.Tensor:
@@ -47,7 +47,8 @@ def errors(weight: torch.Tensor, scale: np.ndarray, form: Format, counts: np.nda
         values = E2M1.values().astype(np.float64)
         codes = values[np.abs((grouped / spread)[..., None] - values).argmin(axis=-1)]
     else:
-        codes = np.clip(np.rint(grouped / spread), -8, 7)
+        half = 2 ** (form.number.bits - 1)
+        codes = np.clip(np.rint(grouped / spread), -half, half - 1)
     squares = np.square(codes * spread - grouped)
     return (squares if counts is None else squares * counts.reshape(grouped.shape[1:])).sum(axis=2)
 
@@ -135,4 +136,7 @@ def test_without_a_search_the_largest_weight_makes_the_scale() -> None:
     assert (unsearched.searches_scales, unsearched.format) == (False, INT4_W4A16.format)
     assert unsearched.fallback is not None
     assert not unsearched.fallback.searches_scales
-    assert {scheme.name for scheme in VARIANTS if scheme.searches_scales} == {"int4", "nvfp4", "nvfp4-w4a4"}
+    assert {scheme.name for scheme in VARIANTS if scheme.searches_scales} == {
+        *(f"int{bits}" for bits in range(2, 8)),
+        *("nvfp4", "nvfp4-w4a4"),
+    }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openquant.errors import UsageError
 from openquant.formats.names import SCHEME_NAMES
-from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS, Number
+from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS, Number
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode, encode, group_absmax, group_global_scale, group_scale, stored_scale
 from openquant.formats.schemes import (
@@ -20,13 +20,13 @@ from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
     BLOCK_UE8M0,
     CHANNEL,
-    INT4_GROUPS,
     INT4_W4A16,
     INT4_W4A16_32,
     INT4_W4A16_64,
     INT4_W4A16_CHANNEL,
     INT8_W8A8,
     INT8_W8A16,
+    INTEGER_GROUPS,
     MIXED,
     MXFP4,
     MXFP8,
@@ -49,7 +49,7 @@ def half_a_code(number: Number, weight: torch.Tensor, step: torch.Tensor) -> tor
     """How far a code may be from weights of some magnitudes, under scales."""
     if number in (INT8, INT8_WORDS):
         return step / 2
-    if number == INT4:
+    if number.dtype == "I32":
         # A scale of bfloat16 that is rounded down may put the largest weight beyond the last code.
         return step / 2 + weight * 2.0**-8
     # Normal codes have 3 bits of mantissa, or 1: half a unit is 1/16 of the weight, or 1/4; subnormal ones are 2^-9
@@ -82,10 +82,10 @@ def test_decoding_gives_the_weight_back_within_half_a_code(
 def test_zeros_stay_zeros_under_a_scale_above_zero(scheme: Scheme) -> None:
     weight = torch.zeros(256, 128)
     scale = group_scale(group_absmax(weight, scheme.format.group), scheme.format)
-    assert (scale == (2.0**-7 if scheme.format.number == INT4 else 1)).all()
+    assert (scale == (2.0**-7 if scheme.group_size else 1)).all()
     codes = encode(weight, scale, scheme.format)
-    zeros = {INT8_W8A16.format.number: 128, INT4: 0x88}
-    assert (codes.view(torch.uint8) == zeros.get(scheme.format.number, 0)).all()
+    if scheme.format.number not in (INT8_W8A16.format.number, *(groups[0].format.number for groups in GROUPS)):
+        assert (codes.view(torch.uint8) == 0).all()
     assert (decode(codes, scale, scheme.format) == 0).all()
 
 
@@ -182,6 +182,8 @@ def test_an_older_output_without_a_sentence_is_known_too(scheme: Scheme) -> None
     assert not as_written(BLOCK, BLOCK.settings | dict.fromkeys(BLOCK.ignored_keys) | SENTENCE)
 
 
+WIDTHS = (2, 3, 5, 6, 7)
+GROUPS = tuple(INTEGER_GROUPS.values())
 MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 E4M3FN = "torch.float8_e4m3fn"
 NV = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": E4M3FN, "zp_dtype": E4M3FN}
@@ -193,6 +195,8 @@ COMPRESSED = [
     (INT4_W4A16, {"num_bits": 4, "strategy": "group", "group_size": 128}, None),
     (INT4_W4A16_32, {"num_bits": 4, "strategy": "group", "group_size": 32}, None),
     (INT4_W4A16_CHANNEL, {"num_bits": 4, "strategy": "channel"}, None),
+    *((INTEGER_GROUPS[bits][0], {"num_bits": bits, "strategy": "group", "group_size": 128}, None) for bits in WIDTHS),
+    *((INTEGER_GROUPS[bits][3], {"num_bits": bits, "strategy": "channel"}, None) for bits in WIDTHS),
     (
         BLOCK_COMPRESSED,
         {"strategy": "block", "block_structure": [128, 128]},
@@ -210,7 +214,7 @@ STORED = {
     NVFP4: "nvfp4-pack-quantized",
     NVFP4_W4A4: "nvfp4-pack-quantized",
     INT8_W8A8: "int-quantized",
-} | dict.fromkeys((INT8_W8A16, *INT4_GROUPS), "pack-quantized")
+} | dict.fromkeys((INT8_W8A16, *(scheme for groups in GROUPS for scheme in groups)), "pack-quantized")
 
 
 @pytest.mark.parametrize(("scheme", "weights", "activations"), COMPRESSED, ids=KINDS)
@@ -321,9 +325,9 @@ def test_golden_bytes_of_int4() -> None:
 @given(
     seed=st.integers(0, 2**31),
     magnitude=st.integers(-20, 20),
-    scheme=st.sampled_from(INT4_GROUPS),
+    scheme=st.sampled_from([scheme for groups in GROUPS for scheme in groups]),
 )
-def test_int4_is_what_compressed_tensors_makes(seed: int, magnitude: int, scheme: Scheme) -> None:
+def test_integers_in_words_are_what_compressed_tensors_makes(seed: int, magnitude: int, scheme: Scheme) -> None:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.utils import calculate_qparams

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from openquant import Result, compress
-from openquant.formats.schemes import TENSOR, VARIANTS, Scheme
+from openquant.formats.schemes import INTEGER_GROUPS, TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern
 from openquant.registry.architecture import absolute_patterns
@@ -46,11 +46,13 @@ def experts_of(architecture: str) -> list[str]:
 
 
 def covering() -> list[tuple[str, Scheme]]:
-    """Every architecture in the default scheme and in two others, in turn: all pairs of 65 and 16 would take minutes.
+    """Every architecture in the default scheme, in two others, in turn, and in 5 or 6 bits: all pairs would take minutes.
 
     Each scheme meets many kinds of layers: with experts, in stacks and one by one, with odd shapes, beside vision towers.
     """
-    others = [scheme for scheme in VARIANTS if scheme is not TENSOR]
+    # Of widths, only int4 is here in each of its groups.
+    alike = [scheme for bits, groups in INTEGER_GROUPS.items() if bits != 4 for scheme in groups[1:]]
+    others = [scheme for scheme in VARIANTS if scheme is not TENSOR and scheme not in alike]
     found = []
     for number, name in enumerate(small_checkpoints.ARCHITECTURES):
         first = 2 * number % len(others)
@@ -59,7 +61,9 @@ def covering() -> list[tuple[str, Scheme]]:
             for scheme in (TENSOR, *others[first:], *others[:first])
             if small_checkpoints.refused(name, scheme) is None
         ]
-        found += [(name, scheme) for scheme in served[:3]]
+        width = INTEGER_GROUPS[5 + number % 2][0]
+        chosen = [*served[:3], *(width for _ in range(small_checkpoints.refused(name, width) is None))]
+        found += [(name, scheme) for scheme in dict.fromkeys(chosen)]
     return found
 
 
