@@ -227,7 +227,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
         low = lanes(width, 2 * lane)
         packed = packed & low | packed >> (lane - width) & low << width
         width *= 2
-    return packed.view(torch.uint8).unflatten(-1, (-1, 8))[..., :bits].flatten(-2)
+    of_eight: Tensor = packed.view(torch.uint8).reshape(len(codes), -1, 8)[..., :bits]
+    return of_eight.flatten(1)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
@@ -236,7 +237,7 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
         return packed
     if bits == 4:
         return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-    of_eight = packed.unflatten(-1, (-1, bits))
+    of_eight = packed.reshape(len(packed), -1, bits)
     spread = torch.nn.functional.pad(of_eight, (0, 8 - bits)).view(torch.int64).squeeze(-1)
     width = 4 * bits
     for lane in (32, 16, 8):

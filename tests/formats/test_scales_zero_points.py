@@ -86,7 +86,7 @@ def test_what_compressed_tensors_makes(scheme: Scheme, seed: int, magnitude: int
     state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
     theirs = compressor.compress(state, config)
     assert torch.equal(encode(weight, scale, form, zero), theirs["weight_packed"])
-    words = kernels.pack_words(INT4.encode(zero.numpy()), INT4).view(np.int32)
+    words = kernels.pack_words(form.number.encode(zero.numpy()), form.number).view(np.int32)
     assert torch.equal(torch.from_numpy(words), theirs["weight_zero_point"])
     back = decode(theirs["weight_packed"], scale, form, zero)
     assert torch.equal(back, compressor.decompress(theirs, config)["weight"])
