@@ -439,12 +439,32 @@ _INT4 = _Width(
     ),
 )
 _WIDTHS = (
-    _width(INT7, _FINE, "QUALITY7"),
-    _width(INT6, _FINE, "QUALITY6"),
-    _width(INT5, (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85), "QUALITY5"),
+    _width(
+        INT7,
+        _FINE,
+        "KL 0.008 to the source on SmolLM2-135M in groups of 64, where int8-weights has 0.005 and int4 0.40",
+    ),
+    _width(
+        INT6,
+        _FINE,
+        "KL 0.026 to the source on SmolLM2-135M in groups of 64, where int8-weights has 0.005 and int4 0.40",
+    ),
+    _width(
+        INT5,
+        (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85),
+        "KL 0.11 to the source on SmolLM2-135M in groups of 64, where int8-weights has 0.005 and int4 0.40",
+    ),
     _INT4,
-    _width(INT3, _COARSE, "QUALITY3"),
-    _width(INT2, (1.0, 0.9, 0.8, 0.7, 0.63, 0.57, 0.52), "QUALITY2"),
+    _width(
+        INT3,
+        _COARSE,
+        "three bits are for --gptq: without it KL 1.7 to the source on SmolLM2-135M in groups of 64, where int4 has 0.40",
+    ),
+    _width(
+        INT2,
+        (1.0, 0.9, 0.8, 0.7, 0.63, 0.57, 0.52),
+        "two bits are for --gptq: without it KL 14 to the source on SmolLM2-135M in groups of 64, where int4 has 0.40",
+    ),
 )
 
 

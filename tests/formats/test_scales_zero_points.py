@@ -30,7 +30,6 @@ from openquant.formats.schemes import (
 )
 
 each = pytest.mark.parametrize("scheme", ASYMMETRIC, ids=lambda scheme: scheme.suffix)
-RATIOS = INT4_SHIFTED.clip_ratios
 FORM = INT4_SHIFTED.format
 
 
@@ -104,7 +103,7 @@ def test_kernels_are_what_torch_computes(scheme: Scheme, seed: int, magnitude: i
     wanted = group_ranges(weight, form)
     assert np.array_equal(scale, wanted[0].numpy())
     assert np.array_equal(zero, wanted[1].numpy())
-    codes = np.empty((16, 384 // 2), np.uint8)
+    codes = np.empty((16, form.number.nbytes(384)), np.uint8)
     kernels.encode_stored(bits, dtype, scale, form.group, codes, form.number, None, zero)
     again = np.empty_like(codes)
     compiled.encode_stored(bits, dtype, scale, form.group, again, form.number, None, zero)
@@ -113,9 +112,9 @@ def test_kernels_are_what_torch_computes(scheme: Scheme, seed: int, magnitude: i
     out = np.empty((16, 384), np.float32)
     kernels.decode_rows(codes, form.number, scale, form.group, 0, out, zero)
     assert np.array_equal(out, decode(torch.from_numpy(codes.view(np.int32)), *wanted[:1], form, wanted[1]).numpy())
-    # Rounding the zero point may clip the ends by half a step, rounding the scale by its share of 15.
+    # Rounding the zero point may clip the ends by half a step, rounding the scale by its share of the range.
     spread = np.repeat(scale, 384 // scale.shape[1], axis=1)
-    assert (np.abs(out - weight.float().numpy()) <= spread * (1 + 15 / 256)).all()
+    assert (np.abs(out - weight.float().numpy()) <= spread * (1 + 2 * form.number.span / 256)).all()
 
 
 @each
@@ -128,13 +127,13 @@ def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, wei
     def errors(scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
         grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
         spread, shift = scale.astype(np.float64)[..., None], zero[..., None]
-        codes = np.clip(np.rint(grouped / spread + shift), -8, 7)
+        codes = np.clip(np.rint(grouped / spread + shift), -form.number.largest, form.number.largest - 1)
         squares = np.square((codes - shift) * spread - grouped)
         return (squares * counts.reshape(grouped.shape[1:]) if weighed else squares).sum(axis=2)
 
     grouped = weight.numpy().reshape(8, -1, form.group[1] or 256)
     low, high = grouped.min(axis=2), grouped.max(axis=2)
-    tried = [form.ranges(low * np.float32(ratio), high * np.float32(ratio)) for ratio in RATIOS]
+    tried = [form.ranges(low * np.float32(ratio), high * np.float32(ratio)) for ratio in scheme.clip_ratios]
     assert np.any([(found[0] == scale) & (found[1] == zero) for scale, zero in tried], axis=0).all()
     least = np.min([errors(*one) for one in tried], axis=0)
     assert (errors(*found) <= least * (1 + 1e-4)).all()

@@ -1,5 +1,5 @@
-"""A vLLM plugin with a kernel for weights in words, for which vLLM's CPU build has none: of 8 bits nowhere, of 4
-bits on a CPU without AVX-512.
+"""A vLLM plugin with a kernel for weights in words, for which vLLM's CPU build has none: of 4 bits on a CPU without
+AVX-512, of 2, 3 and 5 to 8 bits nowhere.
 
 With this directory on PYTHONPATH, vLLM finds it by its entry point. Plain torch multiplies by the weights that words and
 scales stand for: names, shapes, the order in words and scales are tested, no kernel of a GPU is.
@@ -33,6 +33,9 @@ def register() -> None:
 
     # The number of bits, and whether there are zero points.
     bits = {scalar_types.uint8b128: (8, False)}
+    for number in (2, 3, 5, 6, 7):
+        symmetric = getattr(scalar_types, f"uint{number}b{2 ** (number - 1)}")
+        bits |= {symmetric: (number, False), getattr(scalar_types, f"uint{number}"): (number, True)}
     if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         bits |= {scalar_types.uint4b8: (4, False), scalar_types.uint4: (4, True)}
 
@@ -48,7 +51,7 @@ def register() -> None:
             fits = config.weight_type in bits and bits[config.weight_type][1] == config.zero_points
             return (
                 fits,
-                None if fits else "only symmetric weights of 8 bits, or any of 4 where vLLM's kernel is missing",
+                None if fits else "only symmetric weights of 8 bits, of 4 where vLLM's kernel is missing, or of others",
             )
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -70,7 +73,7 @@ def register() -> None:
 
 def decoded(words: Tensor, scale: Tensor, bits: int, zeros: Tensor | None) -> Tensor:
     """Weights [out, in] in the dtype of their scales [out, groups]: several in a word, the first lowest, each half of its
-    range above its value, or its zero point above it. Of these words [out / 8, groups] hold those of several rows.
+    range above its value, or its zero point above it. Of these words [out * bits / 32, groups] hold those of several rows.
     """
     grouped = unpacked(words, bits).float().unflatten(1, (scale.shape[1], -1))
     zero = 2 ** (bits - 1) if zeros is None else unpacked(zeros.T, bits).T.float().unsqueeze(2)
@@ -78,8 +81,10 @@ def decoded(words: Tensor, scale: Tensor, bits: int, zeros: Tensor | None) -> Te
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """The codes of words [rows, cols], of each row one after the other."""
-    return torch.stack([(words >> place) & (2**bits - 1) for place in range(0, 32, bits)], dim=-1).flatten(1)
+    """The codes of words [rows, cols], of each row one after the other, without gaps: some lie in two words."""
+    single = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1
+    codes = single.flatten(1).unflatten(1, (-1, bits)) << torch.arange(bits, dtype=torch.int32)
+    return codes.sum(-1, dtype=torch.int32)
 
 
 class Codes:
