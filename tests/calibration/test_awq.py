@@ -193,7 +193,7 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str, folded:
     source, reporter = small_checkpoints.write(tmp_path / "source", architecture), Planned()
     calibration = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
     options: dict[str, Any] = {"awq": True, "asymmetric": asymmetric, "calibration": calibration, "group_size": "32"}
-    compress(source, tmp_path / "out", "int4", reporter=reporter, **options)
+    compress(source, tmp_path / "out", "int3" if folded else "int4", reporter=reporter, **options)
     report = verify(tmp_path / "out", source, full=True)
     assert (report.problems, report.equal_share) == ((), 1)
     assert reporter.plan.options.transforms is not None

@@ -41,7 +41,9 @@ from support.paper_gptq import by_hand
 
 IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(150)) for number in range(4)]
 CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})
-WANTED = [SCHEMES[name] for name in ("int4", "int8", "int8-weights", "nvfp4", "tensor", "channel", "block", "mxfp4")]
+WANTED = [
+    SCHEMES[name] for name in ("int4", "int3", "int8", "int8-weights", "nvfp4", "tensor", "channel", "block", "mxfp4")
+]
 
 
 def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, transforms: WeightTransforms | None = None) -> Plan:

@@ -900,7 +900,7 @@ USAGE = [
     ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
         "weights": {"num_bits": 4, "type": "int", "strategy": "group"}}}}}, [],
      "config.json: group_0 stores int4 weights by group",
-     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
+     "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
      "tensor, channel or group, and asymmetric ones in words by channel or group"),
     ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, [],
      "config.json has modelopt with one scale per tensor",

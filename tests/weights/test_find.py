@@ -962,21 +962,21 @@ def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
         (
             group("tensor", num_bits=4, type="int", symmetric=False),
             "the source is already quantized: config.json: group_0 stores asymmetric int4 weights by tensor",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
             "tensor, channel or group, and asymmetric ones in words by channel or group; "
             "or start from the unquantized model",
         ),
         (
             group("channel") | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
             "the source is already quantized: config.json has a transform_config: the weights are stored rotated",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
             "tensor, channel or group, and asymmetric ones in words by channel or group; "
             "or start from the unquantized model",
         ),
         (
             group("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
             "the source is already quantized: config.json has a sparsity_config: zeros are not stored",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric int8 and int4 weights by "
+            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
             "tensor, channel or group, and asymmetric ones in words by channel or group; "
             "or start from the unquantized model",
         ),

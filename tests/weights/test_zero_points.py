@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from support.quantized_checkpoints import Weights, asymmetric, asymmetric_config
 from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
-KINDS = [(4, 32), (4, None), (8, 32), (8, None)]
+KINDS = [(4, 32), (4, None), (8, 32), (8, None), (3, 32), (5, None), (6, 32), (7, 32), (2, None)]
 
 
 def test_the_first_of_the_rows_in_a_word_is_lowest() -> None:
@@ -130,3 +131,59 @@ def test_symmetric_weights_have_none(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="weight_zero_point is not supported"):
         dequantize(source, tmp_path / "out")
     assert len(verify(source).problems) == 14
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_each_width_is_written_verified_and_read_back(tmp_path: Path, bits: int, shifted: bool) -> None:
+    source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
+    compress(source, out, f"int{bits}", asymmetric=shifted, group_size="32")  # type: ignore[arg-type]
+    report = verify(out, source, full=True)
+    assert (report.problems, report.equal_share, len(report.errors)) == ((), 1, 14)
+    dequantize(out, tmp_path / "plain")
+    stored, plain = small_checkpoints.read(out), small_checkpoints.read(tmp_path / "plain")
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    for name in filter(is_layer, plain):
+        wanted = decompressed(stored, name.removesuffix(".weight"), config)
+        assert torch.equal(plain[name].view(torch.int16), wanted.bfloat16().view(torch.int16))
+    # What is read from it passes through unchanged.
+    compress(out, tmp_path / "again", f"int{bits}", asymmetric=shifted, group_size="32")  # type: ignore[arg-type]
+    again = small_checkpoints.read(tmp_path / "again")
+    assert all(torch.equal(again[name], stored[name]) for name in stored)
+
+
+def old_words(weights: Weights) -> None:
+    """Twelve words of five-bit codes in place of 10 with 64, as versions before 0.18 have them."""
+    packed = weights[f"{Q}.weight_packed"]
+    weights[f"{Q}.weight_packed"] = torch.nn.functional.pad(packed, (0, packed.shape[1] // 5))
+
+
+def of_another_width(weights: Weights) -> None:
+    packed = weights[f"{Q}.weight_packed"]
+    weights[f"{Q}.weight_packed"] = torch.nn.functional.pad(packed, (0, packed.shape[1] // 10 * 5))
+
+
+def zero_points_of_another_width(weights: Weights) -> None:
+    weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"][:-1].clone()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (old_words, "its rows are not whole sets of 5 words with 32 codes"),
+        (of_another_width, "for [256, 384] with one scale and zero point per 1x32 block it must be I32 [40, 12]"),
+        (zero_points_of_another_width, "weight_zero_point is I32"),
+    ],
+)
+def test_words_of_a_wrong_width_are_named(tmp_path: Path, damage: Callable[[Weights], None], message: str) -> None:
+    source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
+    compress(source, out, "int5", asymmetric=True, group_size="32")
+    change_weights(out, damage)
+    problems = verify(out).problems
+    assert problems
+    assert Q in problems[0]
+    for work in (dequantize, compress):
+        with pytest.raises(SourceError) as caught:
+            work(out, tmp_path / "made")
+        assert message in caught.value.message
+    assert not (tmp_path / "made").exists()
