@@ -200,7 +200,7 @@ def test_help_is_grouped_and_nearly_all_options_take_a_line(verb: str) -> None:
         for name, option in options_of(kind).items():
             if option.group and (verb, name) not in (("dequantize", "model"), ("dequantize", "device")):
                 assert (option.flags or (name.replace("_", "-"),))[-1].removeprefix("--") in begun
-    assert len(options.splitlines()) <= len(begun) + 5
+    assert len(options.splitlines()) <= len(begun) + 6
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_an_option_about_searching_needs_a_search(tmp_path: Path) -> None:
         openquant.compress(source, tmp_path / "out", "channel", no_search=True, scheme_for={"**.mlp.*": "mxfp4"})
     assert (caught.value.message, caught.value.hint) == (
         'scheme="channel" searches for no scales',
-        'use scheme="int4", nvfp4 or nvfp4-w4a4, or leave no_search out',
+        'use scheme="int7", int6, int5, int4, int3, int2, nvfp4 or nvfp4-w4a4, or leave no_search out',
     )
     openquant.compress(source, "out", "channel", no_search=True, scheme_for={"**.mlp.*": "nvfp4"}, dry_run=True)
 
