@@ -168,7 +168,10 @@ def test_all_but_one_weight_zero(tmp_path: Path) -> None:
     weight = torch.zeros(4096, 256, dtype=torch.bfloat16)
     weight[4000, 3] = 1.0
     layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=weight)))
-    rounded = {"int8-weights": pytest.approx(0, abs=1e-5), "int4": pytest.approx(0, abs=2e-3)}
+    assert (layer.max, layer.mean, layer.outlier_ratio, layer.dynamic_range) == (1.0, 2.0**-20, 2.0**20, 1.0)
+    # Scales of bfloat16 are rounded.
+    rounded = {f"int{bits}": pytest.approx(0, abs=2e-3) for bits in range(2, 8)}
+    rounded["int8-weights"] = pytest.approx(0, abs=1e-5)
     assert layer.row_errors == dict.fromkeys(SCHEMES, 0.0) | rounded
     assert layer.errors["tensor"] == 0
 
