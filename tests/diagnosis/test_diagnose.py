@@ -170,7 +170,7 @@ def test_all_but_one_weight_zero(tmp_path: Path) -> None:
     layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=weight)))
     assert (layer.max, layer.mean, layer.outlier_ratio, layer.dynamic_range) == (1.0, 2.0**-20, 2.0**20, 1.0)
     # Scales of bfloat16 are rounded.
-    rounded = {f"int{bits}": pytest.approx(0, abs=2e-3) for bits in range(2, 8)}
+    rounded = {f"int{bits}": pytest.approx(0, abs=6e-3) for bits in range(2, 8)}
     rounded["int8-weights"] = pytest.approx(0, abs=1e-5)
     assert layer.row_errors == dict.fromkeys(SCHEMES, 0.0) | rounded
     assert layer.errors["tensor"] == 0
