@@ -167,6 +167,11 @@ def auto_round(steps: int, source: Path, output: Path, work: Path) -> None:
             seqlen=512,
         )
         rounder.quantize_and_save(str(output), format="llm_compressor")
+    # It makes a directory in there, named after model and scheme.
+    [made] = output.iterdir()
+    for file in list(made.iterdir()):
+        file.rename(output / file.name)
+    made.rmdir()
 
 
 def print_table(evaluation: dict[str, Any], work: Path) -> None:
