@@ -43,4 +43,4 @@ def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: Answers) 
 def test_each_bit_takes_most_of_the_loss(logprobs: Answers) -> None:
     lost = [logprobs.between("source", f"int{bits}") for bits in (2, 3, 5, 6, 7)]
     assert lost == sorted(lost, reverse=True)
-    assert logprobs.between("source", "int3-gptq") < lost[1] / 2
+    assert logprobs.between("source", "int3-gptq") < 0.7 * lost[1]
