@@ -27,6 +27,8 @@ OUTPUTS = {
     "mxfp8": "--scheme mxfp8",
     "int8": "--scheme int8",
     "int8-smooth": "--scheme int8 --smooth 0.5",
+    "int6": "--scheme int6",
+    "int5": "--scheme int5",
     "nvfp4": "--scheme nvfp4",
     "nvfp4-gptq": "--scheme nvfp4 --gptq",
     "nvfp4-w4a4": "--scheme nvfp4-w4a4",

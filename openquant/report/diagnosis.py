@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..diagnosis.measured import MODEL, activations
+from ..diagnosis.measured import MODEL, activations, measured_kl
 from ..diagnosis.result import Diagnosis
 from ..formats.schemes import SCHEMES
 from ..patterns import collapse
@@ -32,13 +32,15 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool) -> str:
         else f"{100 * diagnosis.rows_read:.2g} % of their rows, spread evenly; scales from all"
     )
     shown = "row error of weights" if every else f"row error of weights, {len(layers)} largest"
-    errors = [(terminal(layer.module), *map(_percent, layer.row_errors.values())) for layer in layers]
-    normal = ("normally distributed weights", *map(_percent, diagnosis.normal.values()))
+    # All schemes would make a line of two hundred letters.
+    schemes = [name for name in SCHEMES if name == diagnosis.scheme or measured_kl(SCHEMES[name]) is not None]
+    errors = [(terminal(layer.module), *(_percent(layer.row_errors[scheme]) for scheme in schemes)) for layer in layers]
+    normal = ("normally distributed weights", *(_percent(diagnosis.normal[scheme]) for scheme in schemes))
     lines = [
         terminal(f"{name}: {diagnosis.architecture}, --scheme {diagnosis.scheme}"),
         f"{len(diagnosis.layers)} layers, measured on {rows}",
         "",
-        *table([(shown, *SCHEMES), *errors, normal]),
+        *table([(shown, *schemes), *errors, normal]),
         "",
         "activations, which most schemes round too, are not counted",
         *not_finite_notes(diagnosis.not_finite),
