@@ -140,9 +140,13 @@ def check_evaluation(value: Any) -> dict[str, Any]:
     """
     _check(value, SCHEMA, "")
     _check_histogram(value["kl_histogram"])
-    if "tasks" in value and not value["tasks"]["mean"]:
-        # Cards show the first.
-        _refuse([], "tasks.mean")
+    if "tasks" in value:
+        # Cards and pages show the first of each.
+        tasks = value["tasks"]
+        if not tasks["mean"]:
+            _refuse([], "tasks.mean")
+        if not all(figures["metrics"] for figures in [*tasks["tasks"], tasks["pooled"]]):
+            _refuse([], "tasks.tasks[].metrics")
     evaluation: dict[str, Any] = value
     return evaluation
 

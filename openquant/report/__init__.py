@@ -5,6 +5,7 @@ text                 plan and summary of a run, and what verify found; `evaluati
 card                 README.md of an output
 html, pages, charts  an HTML page, what it shows for each verb, and its charts
 comparison           the picture of several outputs: size against KL
+recovery             the pictures of tasks: recovery of each output and each task
 words                what the words on a page mean
 figure               PNG of one evaluation or of several, for a model card
 escape               makes names and texts of others safe to print

@@ -13,7 +13,9 @@ from ..files.evaluation import evaluation_digest
 from ..version import __version__
 from .card import gigabytes, per_cent
 from .charts import STYLE, chart_name, draw_distribution, quiet_fonts
-from .comparison import draw_comparison
+from .comparison import by_kl, draw_comparison
+from .recovery import draw_recovery, recovery_height, recovery_rows
+from .tasks import recovery_text
 
 
 def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
@@ -21,13 +23,16 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
 
     Args:
         evaluations: for each output the checked content of its eval.json. Of one output the picture shows the KL of
-            its positions and a table of figures; of several it shows size against KL.
+            its positions and a table of figures; of several it shows size against KL, and recovery if they were asked
+            tasks.
 
     Returns:
         The bytes of the PNG. Its metadata name the evaluations by their digests (`evaluation_digest`).
     """
     with matplotlib.rc_context({**STYLE, "font.size": 10.5}):
-        figure = Figure((8.0, 4.2), layout="constrained", facecolor="white")
+        rows = recovery_rows(by_kl(evaluations)) if len(evaluations) > 1 else []
+        heights = [4.2, recovery_height(rows)] if rows else [4.2]
+        figure = Figure((8.0, sum(heights)), layout="constrained", facecolor="white")
         target = io.BytesIO()
         metadata: dict[str, Any] = {
             "Software": f"openquant {__version__}",
@@ -37,15 +42,15 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
             if len(evaluations) == 1:
                 _draw_one(figure, evaluations[0])
             else:
-                _draw_several(figure, evaluations)
+                name = chart_name(evaluations[0]["source"]["name"], 60)
+                _set_title(figure, f"{len(evaluations)} outputs of {name}")
+                axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+                if rows:
+                    draw_recovery(axes[1], rows)
+                # Last, since it fixes the layout.
+                draw_comparison(axes[0], evaluations)
             figure.savefig(target, format="png", dpi=200, metadata=metadata)
     return target.getvalue()
-
-
-def _draw_several(figure: Figure, evaluations: Sequence[Mapping[str, Any]]) -> None:
-    name = chart_name(evaluations[0]["source"]["name"], 60)
-    _set_title(figure, f"{len(evaluations)} outputs of {name}")
-    draw_comparison(figure.add_subplot(), evaluations)
 
 
 def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
@@ -64,6 +69,8 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
         ("same top token", f"{100 * evaluation['top1']:.2f} %"),
         ("perplexity", f"{perplexity['source']:.4g} to {perplexity['output']:.4g}"),
     ]
+    if "tasks" in evaluation:
+        rows.append(("recovery in tasks", recovery_text(evaluation["tasks"]["mean"][0])))
     for number, (name, value) in enumerate(rows):
         height = 0.95 - 0.125 * number
         right.text(0.0, height, name, color="#444444")

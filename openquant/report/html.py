@@ -113,6 +113,7 @@ def render_page(page: PageContent) -> str:
 
     from . import charts
     from .comparison import by_kl, comparison, names_in_picture
+    from .recovery import recovery_of_outputs, recovery_of_tasks
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, finalize=_escape_invisible, keep_trailing_newline=True
@@ -124,6 +125,8 @@ def render_page(page: PageContent) -> str:
         "of": per_cent,
         "percent": lambda share: f"{100 * share:.4g} %",
         "interval": lambda edges: " to ".join(map(_number, edges)) if edges else "",
+        "points": lambda difference: f"{100 * difference:+.1f}",
+        "share": lambda part: "-" if part is None else f"{100 * part:.1f} %",
         "collapsed": lambda names: shortened(", ".join(collapse(names)), 400),
         "cut": lambda text: shortened(text, MOST_LETTERS),
         "compared": _mark_differences,
@@ -134,12 +137,16 @@ def render_page(page: PageContent) -> str:
     script = _read("page.js")
     evaluations = by_kl(page.evaluations)
     several = len(evaluations) > 1
+    asked = [one for one in evaluations if "tasks" in one]
     worst, heat = ([], []) if page.diagnosis is None else (_worst_layers(page.diagnosis), _heat_maps(page.diagnosis))
     return environment.from_string(_read("page.html")).render(
         title=page.title,
         about=page.about,
         evaluations=evaluations,
         pictures=comparison(evaluations) if several else (),
+        asked=asked,
+        recoveries=recovery_of_outputs(asked) if several and asked else (),
+        recovery_of_tasks=recovery_of_tasks,
         beginning=names_in_picture([one["output"]["name"] for one in evaluations])[1] if several else "",
         diagnosis=page.diagnosis,
         measured=MODEL,

@@ -64,6 +64,34 @@ _EVALUATED = {
         "length of the source's; the mean over tokens. Times the floor: by the same distance of the floor."
     ),
 }
+_TASKS = {
+    "source right, output right": (
+        "The share of a task's questions that the model answers rightly. Its answer is the choice that it finds the "
+        "most probable: by the whole choice (acc), or by each of its characters (acc_norm)."
+    ),
+    "recovery": (
+        "The output's share of right answers by the source's. It may be above 100 % by chance. If the source guesses, "
+        "it means nothing."
+    ),
+    "difference": (
+        "The output's share of right answers less the source's, in percentage points. Its interval, and that of "
+        "recovery, is found by drawing anew from the questions. If it includes 0 there may be no difference, or one "
+        "too small to show at this number of questions."
+    ),
+    "flips: right to wrong, wrong to right": (
+        "The number of questions that only the source answers rightly, and that only the output does. Many of both "
+        "leave the share of right answers as it is, although the output behaves otherwise."
+    ),
+    "McNemar's p": (
+        "McNemar's test: the probability that the flips are so unequally divided, if both directions are equally "
+        "likely. Below 0.05 the difference is more than chance."
+    ),
+    "answered otherwise": (
+        "The share of questions to which both give other answers. It moves before the share of right answers does, "
+        "since a wrong answer may become another wrong one."
+    ),
+    "KL at answers": "The mean KL at the tokens of the choices.",
+}
 _SUSPECTS = {"suspects": "Layers, modules or files that differ by more than their formats explain, or than others do."}
 _ROUTED = {
     "routed otherwise": "The share of tokens that the layer's router sends to another expert than the source's does."
@@ -113,6 +141,7 @@ def words_on_page(
     words: dict[str, str] = {}
     words |= _SEVERAL if len(evaluations) > 1 else {}
     words |= _EVALUATED if evaluations else {}
+    words |= _TASKS if any("tasks" in one for one in evaluations) else {}
     words |= _SUSPECTS if any(one["suspects"] for one in evaluations) else {}
     words |= _ROUTED if any("routed_otherwise" in layer for one in evaluations for layer in one["layers"]) else {}
     words |= _DIAGNOSED if diagnosis else {}

@@ -16,7 +16,7 @@ from openquant.plan.serving import serving_to_json
 from openquant.report.html import PageContent, render_page
 from openquant.report.pages import evaluated_page
 from support.browser import CHROMIUM, Browser
-from support.evaluation_files import diagnosis, evaluation, hostile, several
+from support.evaluation_files import diagnosis, evaluation, hostile, several, with_tasks
 from support.published_checkpoints import published
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
@@ -89,7 +89,7 @@ def test_it_is_black_on_white_on_paper(browser: Browser, address: str) -> None:
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("report") / "several.html"
-    path.write_text(render_page(evaluated_page(several(), [])))
+    path.write_text(render_page(evaluated_page([with_tasks(one) for one in several()], [])))
     return path.as_uri()
 
 
@@ -98,10 +98,11 @@ def test_several_outputs_fit_a_phone_and_a_screen(browser: Browser, compared: st
     browser.see_as(width, "light")
     browser.open(compared)
     assert browser.value(OVERFLOW) == 0
-    # One picture is seen, and the details of each output are folded.
+    # Two pictures are seen, and the details of each output are folded.
     pictures = "[...document.querySelectorAll('figure svg')].filter(svg => svg.checkVisibility())"
-    assert browser.value(f"{pictures}.length") == 1
-    assert browser.value(f"{pictures}[0].getBoundingClientRect().width") > 0.9 * min(width, 1216) - 32
+    assert browser.value(f"{pictures}.length") == 2
+    for number in (0, 1):
+        assert browser.value(f"{pictures}[{number}].getBoundingClientRect().width") > 0.9 * min(width, 1216) - 32
     assert browser.value("document.querySelectorAll('details.output:not([open])').length") == 3
     # Nothing has to be moved sideways to be read.
     cut = "[...document.querySelectorAll('.wide')].filter(wide => wide.scrollWidth > wide.clientWidth).length"

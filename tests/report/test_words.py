@@ -12,18 +12,21 @@ from openquant.plan.plan import make_plan
 from openquant.plan.serving import serving_to_json
 from openquant.report.html import PageContent, render_page
 from openquant.report.pages import evaluated_page, weight_lines
-from openquant.report.words import verdict_meaning
-from support.evaluation_files import diagnosis, evaluation, several
+from support.evaluation_files import diagnosis, evaluation, several, with_tasks
 from support.published_checkpoints import published
 
 # Words that need no line.
 HOUSEHOLD = {
-    "", "after", "before", "layer", "layers", "model", "of the source", "options",
-    "output", "per cent", "shape", "size", "source", "weights", "why", "largest", "in FP8",
+    "", "after", "before", "bytes more", "error after", "error before", "layer", "layers", "model", "of the source", "option",
+    "output", "per cent", "questions", "shape", "size", "source", "task", "weights", "why", "largest", "in FP8",
 }  # fmt: skip
 # Headings whose term is listed under another name.
 SAME = {
-    "ratio of perplexities": "perplexity", "times the floor": "floor", "mean KL": "KL, mean KL", "mean KL, nats": "nats", "positions above 0.1 nats": "nats",
+    "ratio of perplexities": "perplexity", "times the floor": "floor", "max": "max, mean", "mean": "max, mean",
+    "max/mean": "max, mean", "mean KL": "KL, mean KL", "mean KL, nats": "nats", "positions above 0.1 nats": "nats",
+    "source right": "source right, output right", "output right": "source right, output right",
+    "difference, 95 % interval": "difference", "recovery, 95 % interval": "recovery",
+    "right to wrong": "flips: right to wrong, wrong to right", "wrong to right": "flips: right to wrong, wrong to right",
     "KV cache a token": "KV cache", "KL: median, 90 %, 99 %, 99.9 %, largest": "median, 90 %, 99 %, 99.9 %",
 }  # fmt: skip
 
@@ -51,6 +54,7 @@ def test_each_heading_has_its_line() -> None:
         PageContent("x", evaluations=[routed], serving=serving),
         PageContent("x", diagnosis=diagnosis(), lines=weight_lines(plan.lines)),
         evaluated_page(several(), []),
+        evaluated_page([with_tasks(one) for one in several()], []),
     ]
     for page in pages:
         text = render_page(page)
@@ -66,7 +70,7 @@ def test_each_heading_has_its_line() -> None:
 def test_words_that_a_page_does_not_use_are_not_listed() -> None:
     assert terms(render_page(PageContent("x"))) == set()
     one = terms(render_page(PageContent("x", evaluations=[evaluation()])))
-    assert not {"frontier", "routed otherwise", "suspects", "KV cache", "flags"} & one
+    assert not {"frontier", "recovery", "routed otherwise", "suspects", "KV cache", "flags"} & one
     found = terms(render_page(PageContent("x", diagnosis=diagnosis())))
     assert {"tensor", "channel", "block", "int8", "error of a row"} <= found
     assert "floor" not in found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,45 @@ def several() -> list[dict[str, Any]]:
         one["sizes"]["output"], one["output"]["name"] = nbytes, name
         found.append(one)
     return found
+
+
+def of_scores(source: float, output: float, metric: str = "acc") -> dict[str, Any]:
+    """Figures of a metric, with intervals of 4 points to each side."""
+    recovery = output / source if source else None
+    return {
+        "metric": metric,
+        "source": source,
+        "output": output,
+        "difference": output - source,
+        "difference_interval": [output - source - 0.04, output - source + 0.04],
+        "recovery": recovery,
+        "recovery_interval": None if recovery is None else [recovery - 0.04 / source, recovery + 0.04 / source],
+    }
+
+
+def with_tasks(
+    found: dict[str, Any], scores: Sequence[tuple[float, float]] = ((0.5, 0.48), (0.4, 0.42))
+) -> dict[str, Any]:
+    """Add tasks to an evaluation, each with a right share of the source and of the output."""
+
+    def figures(name: str, questions: int, source: float, output: float) -> dict[str, Any]:
+        metrics = [
+            {**of_scores(source, output, metric), "p": 0.77, "lost": 7, "gained": 5} for metric in ("acc", "acc_norm")
+        ]
+        return {"task": name, "questions": questions, "metrics": metrics, "answered_otherwise": 0.094, "kl": 0.0213}
+
+    source, output = (sum(score[model] for score in scores) / len(scores) for model in (0, 1))
+    questions = 50 * len(scores)
+    found["tasks"] = {
+        "named": ["task.json"],
+        "limit": 50,
+        "questions": questions,
+        "tasks": [figures(f"task-{number}", 50, *each) for number, each in enumerate(scores)],
+        "pooled": figures("all questions", questions, source, output),
+        "mean": [{**of_scores(source, output, metric), "tasks": len(scores)} for metric in ("acc", "acc_norm")],
+        "reading": f"of {questions} questions 12 went from right to wrong or back",
+    }
+    return check_evaluation(found)
 
 
 def evaluate(output: Path, /, **changed: object) -> dict[str, Any]:

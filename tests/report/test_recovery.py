@@ -1,0 +1,141 @@
+"""The pictures of tasks: where means, intervals and tasks lie, in which order, and what is left out."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import matplotlib
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from openquant.errors import SourceError
+from openquant.files.evaluation import check_evaluation
+from openquant.report.charts import STYLE
+from openquant.report.comparison import by_kl
+from openquant.report.figure import draw_picture
+from openquant.report.html import PageContent, render_page
+from openquant.report.pages import evaluated_page
+from openquant.report.recovery import draw_recovery, recovery_of_outputs, recovery_of_tasks, recovery_rows
+from support.evaluation_files import evaluation, several, with_tasks
+
+# Right shares of source and output in each task, of the outputs of `several`: INT4, FP8, INT8.
+SCORES = [
+    ((0.5, 0.4), (0.4, 0.37), (0.5, 0.45)),
+    ((0.5, 0.48), (0.4, 0.42), (0.5, 0.5)),
+    ((0.5, 0.5), (0.4, 0.4), (0.5, 0.49)),
+]
+
+
+def asked() -> list[dict[str, Any]]:
+    return [with_tasks(one, scores) for one, scores in zip(several(), SCORES, strict=True)]
+
+
+def drawn(of: list[dict[str, Any]]) -> Axes:
+    with matplotlib.rc_context(STYLE):
+        axes = Figure((8.0, 3.0), layout="constrained").add_subplot()
+        draw_recovery(axes, recovery_rows(of))
+    return axes
+
+
+def marks(axes: Axes, marker: str) -> list[list[tuple[float, float]]]:
+    """The marks of each row, from above: recovery in per cent, and height."""
+    lines = [line for line in axes.lines if line.get_marker() == marker]
+    return [[tuple(point) for point in line.get_xydata()] for line in lines]
+
+
+def test_each_output_has_a_row_with_its_mean_its_interval_and_its_tasks() -> None:
+    axes = drawn(asked())
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["tiny-INT4", "tiny-FP8", "tiny-INT8"]
+    assert axes.yaxis_inverted()
+    assert [point[0] for [point] in marks(axes, "D")] == pytest.approx([100 * 1.22 / 1.4, 100, 100 * 1.39 / 1.4])
+    assert [point[0] for points in marks(axes, "o") for point in points] == pytest.approx(
+        [80, 92.5, 90, 96, 105, 100, 100, 100, 98]
+    )
+    intervals = [line.get_xdata().tolist() for line in axes.lines if line.get_linewidth() == 2.5]
+    assert intervals[1] == pytest.approx([100 - 4 / 1.4 * 3, 100 + 4 / 1.4 * 3])
+    # All of a row lies above all of the next.
+    rows = [[mean, *tasks] for [mean], tasks in zip(marks(axes, "D"), marks(axes, "o"), strict=True)]
+    for one, other in itertools.pairwise(rows):
+        assert max(height for _, height in one) < min(height for _, height in other)
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"] == [100]
+    assert 100 in axes.get_xticks()
+
+
+def test_a_single_task_is_its_mean() -> None:
+    axes = drawn([with_tasks(one, scores[:1]) for one, scores in zip(several(), SCORES, strict=True)])
+    assert marks(axes, "o") == []
+    assert [point[0] for [point] in marks(axes, "D")] == pytest.approx([80, 96, 100])
+    assert axes.get_legend() is None
+
+
+def test_what_a_source_that_has_none_right_leaves_out_and_what_lies_beyond_the_edge() -> None:
+    one, other = several()[:2]
+    axes = drawn([with_tasks(one, [(0.0, 0.1), (0.02, 0.2)]), with_tasks(other, [(0.0, 0.1), (0.0, 0.0)])])
+    assert [[point[0] for point in row] for row in marks(axes, "o")] == [[200]]
+    assert [point[0] for [point] in marks(axes, "D")] == [200]
+    assert axes.get_xlabel().endswith("(beyond 200: at the edge)")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["tiny-INT4", "tiny-FP8"]
+    assert render_page(evaluated_page([one, other], []))
+
+
+def test_the_page_has_the_picture_after_the_first_and_its_table_in_the_order_of_kl() -> None:
+    of = asked()
+    text = render_page(evaluated_page(of, []))
+    start, section, details = (text.index(part) for part in ("Size and distance", "Recovery in tasks", "<details"))
+    assert start < section < details
+    wide, narrow = recovery_of_outputs(by_kl(of))
+    assert wide in text
+    assert narrow in text
+    table = text[section:details]
+    assert table.index(">tiny-INT8</td>") < table.index(">tiny-FP8</td>") < table.index(">tiny-INT4</td>")
+    for cell in ("46.7 %", "40.7 %", "-6.0 (-10.0 to -2.0)", "87.1 % (78.6 to 95.7)", "0.77"):
+        assert f">{cell}</td>" in table
+    assert "tiny-INT4: of 150 questions 12 went from right to wrong or back" in table
+    # Each output's details have its tasks.
+    assert text.count('<td class="name">task-0, acc_norm</td>') == 3
+    assert recovery_of_tasks(by_kl(of)[0], 0) in text
+
+
+def test_the_page_of_one_output_has_a_row_for_each_task() -> None:
+    [one] = [with_tasks(evaluation(), SCORES[0])]
+    text = render_page(PageContent("x", evaluations=[one]))
+    assert "Recovery in tasks" not in text
+    svg = recovery_of_tasks(one)
+    assert svg in text
+    for name in ("mean of tasks", "task-0", "task-1", "task-2"):
+        assert name in svg
+    assert "of 150 questions 12 went from right to wrong or back" in text
+
+
+def test_pages_without_tasks_are_as_they_were() -> None:
+    text = render_page(evaluated_page(several(), []))
+    assert "recovery" not in text.lower()
+    assert text.count("<svg") == 2 + 5 * 3
+
+
+def test_the_picture_for_a_card_has_a_second_panel() -> None:
+    heights = [int.from_bytes(draw_picture(of)[20:24], "big") for of in (several(), asked())]
+    assert heights[0] < heights[1]
+    assert draw_picture(asked()) == draw_picture(asked())
+    assert draw_picture(asked()[:1])
+
+
+@pytest.mark.parametrize("recovery", [9e99, -9e99, 5e-324, None])
+def test_figures_that_make_no_sense_are_drawn_all_the_same(recovery: float | None) -> None:
+    of = asked()
+    for one in of:
+        one["tasks"]["mean"][0] |= {"recovery": recovery, "recovery_interval": recovery and [recovery, -recovery]}
+        one["tasks"]["tasks"] = []
+    of[0]["tasks"]["mean"][0]["difference"] = 9e99
+    assert render_page(evaluated_page(of, []))
+    assert render_page(evaluated_page(of[:1], []))
+    assert draw_picture(of)
+
+
+def test_tasks_without_a_metric_are_no_evaluation() -> None:
+    one = with_tasks(evaluation())
+    one["tasks"]["pooled"]["metrics"] = []
+    with pytest.raises(SourceError, match=r"eval.json: tasks.tasks\[\].metrics is \[\]"):
+        check_evaluation(one)
