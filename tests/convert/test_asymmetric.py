@@ -13,7 +13,6 @@ from openquant import compress, dequantize, verify
 from openquant.convert.devices import CpuKernels, TorchKernels
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats import kernels
-from openquant.formats.numbers import INT4
 from openquant.formats.reference import encode
 from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import ASYMMETRIC, INT4_SHIFTED, INT4_SHIFTED_32, Scheme
@@ -31,7 +30,7 @@ UP = "model.layers.0.mlp.up_proj"
 def made(weight: torch.Tensor, scheme: Scheme) -> Weights:
     scale, zero = choose_scales(scheme, weight.float().numpy().view(np.uint32), "F32")
     codes = encode(weight, torch.from_numpy(scale), scheme.format, torch.from_numpy(zero))
-    words = kernels.pack_words(INT4.encode(zero), INT4).view(np.int32)
+    words = kernels.pack_words(scheme.format.number.encode(zero), scheme.format.number).view(np.int32)
     return {
         "weight_packed": codes,
         "weight_scale": torch.from_numpy(scale).bfloat16(),
@@ -47,7 +46,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("scheme", ASYMMETRIC, ids=lambda scheme: scheme.suffix)
 def test_converts_to_what_torch_computes(shelf: object, tmp_path: Path, scheme: Scheme) -> None:
     source, out = shelf.source("Qwen3ForCausalLM"), tmp_path / "out"
-    compress(source, out, "int4", group_size=scheme.group_size, asymmetric=True, workers=2)
+    compress(source, out, scheme.name, group_size=scheme.group_size, asymmetric=True, workers=2)
     found, weights = small_checkpoints.read(out), small_checkpoints.read(source)
     expected = {}
     for name, weight in weights.items():
@@ -63,7 +62,7 @@ def test_converts_to_what_torch_computes(shelf: object, tmp_path: Path, scheme: 
     for name in filter(is_layer, plain):
         assert same(plain[name], decompressed(found, name.removesuffix(".weight"), config))
     # In its own scheme, the same bytes again.
-    compress(out, tmp_path / "again", "int4", group_size=scheme.group_size, asymmetric=True)
+    compress(out, tmp_path / "again", scheme.name, group_size=scheme.group_size, asymmetric=True)
     again = small_checkpoints.read(tmp_path / "again")
     assert set(again) == set(found)
     assert all(same(again[name], tensor) for name, tensor in found.items())

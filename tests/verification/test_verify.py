@@ -21,9 +21,9 @@ from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
 from openquant import Report, compress, verify
 from openquant.errors import OpenQuantError
 from openquant.formats.kernels import decode
-from openquant.formats.numbers import E2M1, E4M3, INT4
+from openquant.formats.numbers import E2M1, E4M3
 from openquant.formats.reference import encode
-from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, SCHEMES, TENSOR, Scheme
+from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, INTEGER_GROUPS, SCHEMES, TENSOR, Scheme
 from support import small_checkpoints
 from support.conversions import Shelf, covering
 from support.small_checkpoints import change_weights
@@ -70,7 +70,12 @@ def test_outputs_are_clean(shelf: Shelf, architecture: str, scheme: Scheme) -> N
     assert full.nbytes == result.output_bytes
     assert full.equal_tensors + full.quantized * len(scheme.format.parts("", (128, 128))) == full.tensors
     assert full.equal_files == 1
-    ranges = {E4M3: (0.02, 0.03), E2M1: (0.08, 0.14), INT4: (0.08, 0.12)}
+    ranges = {E4M3: (0.02, 0.03), E2M1: (0.08, 0.14)}
+    # Each bit of integers in groups halves the error.
+    ranges |= {
+        groups[0].format.number: (0.08 * 2.0 ** (4 - bits), 0.12 * 2.0 ** (4 - bits))
+        for bits, groups in INTEGER_GROUPS.items()
+    }
     least, most = ranges.get(scheme.format.number, (0.004, 0.012))
     assert all(least < error.relative < most for error in full.errors)
 
@@ -904,7 +909,7 @@ USAGE = [
      "tensor, channel or group, and asymmetric ones in words by channel or group"),
     ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, [],
      "config.json has modelopt with one scale per tensor",
-     "only fp8, awq, gptq and compressed-tensors with FP8, INT8, INT4 or FP4 weights are checked"),
+     "only fp8, awq, gptq and compressed-tensors with FP8, INT8, INT7, INT6, INT5, INT4, INT3, INT2 or FP4 weights are checked"),
 ]  # fmt: skip
 
 
