@@ -49,11 +49,13 @@ def found(directory: Path) -> FoundEvaluation | None:
 def test_figures_of_tasks_are_checked_and_have_a_mean() -> None:
     figures = {"difference": 0, "difference_interval": [0, 0], "recovery": None, "recovery_interval": None}
     mean = {"metric": "acc", "tasks": 1, "source": 0, "output": 0, **figures}
-    task = {"task": "mine", "questions": 1, "metrics": [], "answered_otherwise": 0, "kl": 0}
+    metric = {"metric": "acc", "source": 0, "output": 0, **figures, "p": 1, "lost": 0, "gained": 0}
+    task = {"task": "mine", "questions": 1, "metrics": [metric], "answered_otherwise": 0, "kl": 0}
     tasks = {"named": ["mine.jsonl"], "limit": None, "questions": 1, "tasks": [task], "pooled": task, "reading": ""}
     assert check_evaluation({**evaluation(), "tasks": {**tasks, "mean": [mean]}})
     for damaged, said in (
         ({"mean": []}, "mean is [], "),
+        ({"mean": [mean], "pooled": {**task, "metrics": []}}, "tasks[].metrics is [], "),
         ({"mean": [{**mean, "recovery": 1e300}]}, "mean[0].recovery"),
     ):
         with pytest.raises(SourceError, match=rf"^eval.json: tasks.{re.escape(said)}"):

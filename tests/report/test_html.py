@@ -70,8 +70,8 @@ def test_the_same_figures_give_the_same_bytes() -> None:
 def test_nothing_that_others_wrote_is_markup() -> None:
     evil = {**diagnosis(), "model": EVIL, "scheme": "tensor"}
     for layer in evil["layers"]:
-        layer["module"], layer["flags"] = EVIL, [EVIL]
-    evil["advice"][0] |= {"layers": [EVIL], "option": EVIL}
+        layer["module"] = EVIL
+    evil["choices"][0] |= {"options": EVIL, "activations": EVIL}
     lines = [
         {"names": [EVIL], "scheme": EVIL, "decoded": False, "shape": (1, 2), "bytes_before": 1, "bytes_after": 1,
          "why": EVIL}

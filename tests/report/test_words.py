@@ -12,13 +12,14 @@ from openquant.plan.plan import make_plan
 from openquant.plan.serving import serving_to_json
 from openquant.report.html import PageContent, render_page
 from openquant.report.pages import evaluated_page, weight_lines
+from openquant.report.words import verdict_meaning
 from support.evaluation_files import diagnosis, evaluation, several, with_tasks
 from support.published_checkpoints import published
 
 # Words that need no line.
 HOUSEHOLD = {
-    "", "after", "before", "bytes more", "error after", "error before", "layer", "layers", "model", "of the source", "option",
-    "output", "per cent", "questions", "shape", "size", "source", "task", "weights", "why", "largest", "in FP8",
+    "", "after", "before", "layer", "layers", "model", "of the source", "options", "output", "per cent", "questions",
+    "shape", "size", "source", "task", "weights", "why", "largest", "in FP8",
 }  # fmt: skip
 # Headings whose term is listed under another name.
 SAME = {
