@@ -147,7 +147,7 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, held: object, message: str
 
 def test_values_are_those_of_the_command(tmp_path: Path) -> None:
     for options, message in (
-        ({"scheme": "int3"}, "argument --scheme: invalid choice: 'int3'"),
+        ({"scheme": "int1"}, "argument --scheme: invalid choice: 'int1'"),
         ({"tp": "many"}, "argument --tp: invalid int value: 'many'"),
         ({"ignore": ["--push-to-hub"]}, None),
     ):

@@ -458,8 +458,7 @@ _WIDTHS = (
     _width(
         INT3,
         _COARSE,
-        "three bits are for --gptq: KL 1.7 to the source on SmolLM2-135M in groups of 64, with --gptq 0.93, where int4 "
-        "has 0.40",
+        "three bits are for --gptq: KL 1.7 to the source on SmolLM2-135M in groups of 64, with --gptq 0.93; int4 0.40",
     ),
     _width(
         INT2,

@@ -132,7 +132,7 @@ ERRORS = [
     (["-m", EXAMPLE, "--scheme", "mxfp8", "--scale-format", "float"],
      "--scheme mxfp8 has no float scales in the compressed-tensors format", SCALE_FORMATS),
     (["-m", EXAMPLE, "--format", "gguf"], "argument --format: invalid choice: 'gguf' (choose from", "see compress_fp8.py --help"),
-    (["-m", EXAMPLE, "--scheme", "int3"], "argument --scheme: invalid choice: 'int3' (choose from", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--scheme", "int1"], "argument --scheme: invalid choice: 'int1' (choose from", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
     (["-m", EXAMPLE, "--max-memory", "much"], "argument --max-memory: much is not a size such as 500MB or 2GB",
      "see compress_fp8.py --help"),

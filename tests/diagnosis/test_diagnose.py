@@ -332,7 +332,7 @@ def test_the_smaller_groups_that_compress_falls_back_to_are_measured(tmp_path: P
     [
         ({"workers": 0}, "0 workers cannot work"),
         ({"scratch": "there"}, "scratch is where stream=True keeps shards"),
-        ({"scheme": "int9"}, "int9 is not a scheme"),
+        ({"scheme": "int1"}, "int1 is not a scheme"),
         ({"stream": True}, f"{EXAMPLE} is a local directory, nothing of it can be streamed"),
         ({"ignore": ["**"]}, None),
         ({"ignore": "**"}, None),
