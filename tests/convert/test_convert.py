@@ -22,12 +22,13 @@ from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.convert import conversion
 from openquant.errors import PlanError, SourceError
-from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, INT8_WORDS
+from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_global_scale, group_scale, stored_scale
 from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
     CHANNEL,
+    INTEGER_GROUPS,
     MXFP8,
     SCHEMES,
     TENSOR_COMPRESSED,
@@ -311,7 +312,9 @@ def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) ->
 
 
 # Of a weight, in units of 2^127: what is left of the largest code under the largest scale.
-LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5, INT4: 7.5 / 8}
+INTEGERS = {groups[0].format.number: bits for bits, groups in INTEGER_GROUPS.items()}
+LARGEST = {E4M3: 1.75, INT8: 127 / 64, INT8_WORDS: 127 / 64, E2M1: 1.5}
+LARGEST |= {number: 1 - 2.0**-bits for number, bits in INTEGERS.items()}
 
 
 @pytest.mark.parametrize("scheme", [s for s in VARIANTS if not s.format.shares_scale], ids=lambda scheme: scheme.suffix)
@@ -336,10 +339,10 @@ def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(
     report = verify(tmp_path / "out", tmp_path / "source", full=True)
     assert report.problems == ()
     dequantize(tmp_path / "out", tmp_path / "plain")
-    # Four bits have the codes -8 and 7, and their scale is a power of two here.
-    assert small_checkpoints.read(tmp_path / "plain")[name][1, 2] == (
-        7 * 2.0**124 if scheme.format.number == INT4 else limit
-    )
+    # Four bits have the codes -8 and 7, and their scale is a power of two here; so with other widths.
+    bits = INTEGERS.get(scheme.format.number)
+    largest = limit if bits is None else (2.0 ** (bits - 1) - 1) * 2.0 ** (128 - bits)
+    assert small_checkpoints.read(tmp_path / "plain")[name][1, 2] == largest
 
 
 def test_a_weight_beyond_a_global_scale_is_an_error_that_names_all_it_is_joined_with(tmp_path: Path) -> None:
