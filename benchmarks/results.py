@@ -41,7 +41,7 @@ OUTPUTS = {
     "int4-awq": "--scheme int4 --awq",
     "int4-awq-gptq": "--scheme int4 --awq --gptq",
 }
-ANSWERED = ("int8-weights", "channel", "nvfp4-gptq", "int4-awq-gptq", "nvfp4", "int4-asym", "int4")
+ANSWERED = ("int8-weights", "channel", "nvfp4-gptq", "nvfp4", "int4")
 TASKS = ("general_knowledge", "social_iqa", "strategyqa", "winowhy")
 READS_TEXTS = ("--calibrate", "--smooth", "--gptq", "--awq")
 TEXTS = ("articles", "chats", "code")
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="where outputs and eval.json are kept")
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--limit", type=int, default=150, help="questions of each task")
+    parser.add_argument("--limit", type=int, default=70, help="questions of each task")
     options = parser.parse_args()
     source = options.directory / "smollm2-135m"
     texts = [part for name in TEXTS for part in ("--text", str(options.directory / "texts" / f"{name}.jsonl"))]

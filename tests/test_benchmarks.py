@@ -55,5 +55,5 @@ def test_schemes_are_evaluated_on_one_model(named: list[str], tmp_path: Path) ->
     rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:-2]]
     assert [row[0] for row in rows] == (named or list(SCHEMES))
     assert {len(row) for row in rows} == {8}
-    assert {row[6] for row in rows} <= {"same", "close", "changed"}
+    assert {row[6] for row in rows} <= {"same", "close", "similar", "changed"}
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]

@@ -22,8 +22,10 @@ from ..formats.schemes import (
     MXFP8,
     NVFP4,
     NVFP4_W4A4,
+    SCHEMES,
     TENSOR,
     Scheme,
+    find_scheme,
 )
 from ..plan import summary
 from ..plan.plan import Plan, make_plan
@@ -58,18 +60,21 @@ class Measurement(NamedTuple):
 MEASURED = (
     Measurement("--scheme int8-weights", INT8_W8A16, 0.0051),
     Measurement("--scheme int8 --smooth 0.5", INT8_W8A8, 0.0202),
+    Measurement("--scheme int6", SCHEMES["int6"], 0.0252),
     Measurement("--scheme channel", CHANNEL, 0.0299),
     Measurement("--scheme tensor", TENSOR, 0.0355),
     Measurement("--scheme mxfp8", MXFP8, 0.0361),
     Measurement("--scheme int8", INT8_W8A8, 0.0370),
-    Measurement("--scheme nvfp4 --gptq", NVFP4, 0.1127),
-    Measurement("--scheme int4 --awq --gptq", INT4_W4A16, 0.1365),
+    Measurement("--scheme nvfp4 --gptq", NVFP4, 0.0730),
+    Measurement("--scheme int5", SCHEMES["int5"], 0.1133),
+    Measurement("--scheme int4 --awq --gptq", INT4_W4A16, 0.1193),
+    Measurement("--scheme int4 --gptq", INT4_W4A16, 0.1265),
     Measurement("--scheme nvfp4", NVFP4, 0.1780),
     Measurement("--scheme int4 --awq", INT4_W4A16, 0.2106),
-    Measurement("--scheme int4 --gptq", INT4_W4A16, 0.2466),
     Measurement("--scheme int4 --asymmetric", INT4_SHIFTED, 0.3101),
     Measurement("--scheme int4 --group-size 32", INT4_W4A16_32, 0.3349),
     Measurement("--scheme nvfp4-w4a4", NVFP4_W4A4, 0.3659),
+    Measurement("--scheme int4 --group-size 64", find_scheme("int4", group_size="64"), 0.4045),
     Measurement("--scheme mxfp4", MXFP4, 0.4563),
     Measurement("--scheme int4", INT4_W4A16, 0.4673),
 )

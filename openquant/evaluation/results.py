@@ -23,7 +23,7 @@ from .kl import EDGES, DocumentRecord, kl_histogram, summarize
 from .types import Brief, NamedModel, OutputEvaluation
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest
 from .verdict import (
-    BROKEN,
+    CHANGED,
     LayerFigures,
     Suspect,
     suspects_by_config,
@@ -246,7 +246,7 @@ def _layer_json(layer: LayerFigures) -> dict[str, Any]:
 def _reasons(figures: Mapping[str, Any], floor: Brief, suspects: Sequence[Suspect]) -> list[str]:
     kl, ratio = figures["kl"]["mean"], figures["perplexity"]["ratio"]
     times = f", {kl / floor['kl']:.3g} times the floor" if floor["kl"] else ""
-    beyond = " (broken is more than 0.5)" if kl > BROKEN else ""
+    beyond = f" (broken is more than {CHANGED})" if kl > CHANGED else ""
     return [
         f"mean KL {kl:.3g} nats{times}{beyond}",
         f"the most probable token is the same at {100 * figures['top1']:.2f} % of positions, "

@@ -339,7 +339,7 @@ NVFP4 = Scheme(
     tag="fp4-nvfp4",
     notes=(
         "weights alone are stored in FP4 and activations stay as they are: it saves memory, not arithmetic (KL 0.18 "
-        "to the source on SmolLM2-135M, with --gptq 0.11, where mxfp4 has 0.46 and one FP8 scale per row 0.03); "
+        "to the source on SmolLM2-135M, with --gptq 0.07, where mxfp4 has 0.46 and one FP8 scale per row 0.03); "
         "for NVIDIA GPUs from Turing on, in SGLang from Ampere on",
     ),
 )
@@ -433,7 +433,7 @@ _INT4 = _Width(
     "int4-w4a16",
     _COARSE,
     (
-        "four bits lose more than eight: KL 0.47 to the source on SmolLM2-135M, with --awq --gptq 0.14, as "
+        "four bits lose more than eight: KL 0.47 to the source on SmolLM2-135M, with --awq --gptq 0.12, as "
         "--scheme channel 0.03; activations stay as they are: for NVIDIA GPUs from Turing on, in SGLang from "
         "Ampere on, and for CPUs in vLLM",
     ),

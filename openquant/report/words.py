@@ -37,8 +37,8 @@ _EVALUATED = {
         "needed to tell which is closer."
     ),
     "verdict": (
-        "What the mean KL and the floor say, in a word: same, close, changed or broken. Beside it stands how many "
-        "tokens differ: positions at which the two models find other tokens the most probable."
+        "What the mean KL and the floor say, in a word: same, close, similar, changed or broken. Beside it stands how "
+        "many tokens differ: positions at which the two models find other tokens the most probable."
     ),
     "same top token": "The share of positions at which both models find the same token the most probable.",
     "source's top token among the output's five": (

@@ -39,13 +39,16 @@ def test_the_figures_are_those_of_the_results() -> None:
         ("tensor", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
         ("int8", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
         ("int8-weights", []),
-        ("nvfp4", ["--scheme nvfp4 --gptq", "--scheme int4 --awq --gptq"]),
+        (
+            "nvfp4",
+            ["--scheme nvfp4 --gptq", "--scheme int5", "--scheme int4 --awq --gptq", "--scheme int4 --gptq"],
+        ),
         (
             "int4",
             [
-                *("--scheme nvfp4 --gptq", "--scheme int4 --awq --gptq", "--scheme nvfp4", "--scheme int4 --awq"),
-                *("--scheme int4 --gptq", "--scheme int4 --asymmetric", "--scheme int4 --group-size 32"),
-                "--scheme nvfp4-w4a4",
+                *("--scheme nvfp4 --gptq", "--scheme int4 --awq --gptq", "--scheme int4 --gptq", "--scheme nvfp4"),
+                *("--scheme int4 --awq", "--scheme int4 --asymmetric", "--scheme int4 --group-size 32"),
+                *("--scheme nvfp4-w4a4", "--scheme int4 --group-size 64"),
             ],
         ),
     ],

@@ -52,7 +52,7 @@ class Fault:
     of: str
     plant: Callable[[Path], None]
     suspects: set[str]
-    verdict: tuple[str, ...] = ("same", "close")
+    verdict: tuple[str, ...] = ("same", "close", "similar")
     also: frozenset[str] = frozenset()
 
 
@@ -196,7 +196,10 @@ DENSE = {
         "channel", scaled("model.layers.1.input_layernorm.weight", 1.1), {"model.layers.1.input_layernorm"}
     ),
     "rope_theta changed": Fault(
-        "tensor", config(lambda found: found["rope_parameters"].update(rope_theta=1e6)), {"config.json"}, ("changed",)
+        "tensor",
+        config(lambda found: found["rope_parameters"].update(rope_theta=1e6)),
+        {"config.json"},
+        ("similar", "changed"),
     ),
     "a scale twice too large, of one group that GPTQ rounded": Fault(
         "int4, GPTQ", scaled(f"{UP}.weight_scale", 2, 5), {UP}
@@ -209,11 +212,11 @@ DENSE = {
         "int4, GPTQ",
         swapped(f"{UP}.weight_packed", f"{UP.replace('up', 'gate')}.weight_packed"),
         {UP, UP.replace("up", "gate")},
-        ("close", "changed", "broken"),
+        ("close", "similar", "changed", "broken"),
         frozenset(["model.layers.2"]),
     ),
     "a scale twice too large, of one group, folded by AWQ": Fault(
-        "int4, AWQ", scaled(f"{UP}.weight_scale", 2), {"model.layers.2"}, ("changed", "broken")
+        "int4, AWQ", scaled(f"{UP}.weight_scale", 2), {"model.layers.2"}, ("similar", "changed")
     ),
     "KV scales fifty times too small": Fault(
         "channel",
@@ -222,7 +225,7 @@ DENSE = {
         ("changed", "broken"),
     ),
     "KV scales of one layer fifty times too small": Fault(
-        "channel", with_cache_scales(1 / 50, (2,)), {"model.layers.2"}, ("close", "changed", "broken")
+        "channel", with_cache_scales(1 / 50, (2,)), {"model.layers.2"}, ("close", "similar", "changed", "broken")
     ),
 }
 EXPERT = "model.layers.1.mlp.experts"
@@ -231,7 +234,7 @@ MIXED = {
         "tensor",
         zeroed(*(f"{EXPERT}.3.{part}_proj.weight" for part in ("gate", "up", "down"))),
         {f"{EXPERT}.gate_up_proj[3]", f"{EXPERT}.down_proj[3]"},
-        ("close", "changed"),
+        ("close", "similar", "changed"),
         frozenset(["model.layers.1"]),
     ),
     "a scale of an expert 1.1 times too large": Fault(
@@ -325,7 +328,7 @@ def test_nothing_is_suspected_of_a_sound_output(
 ) -> None:
     for found in (dense[name], mixture[name]):
         assert found["suspects"] == []
-        assert found["verdict"] in ("same", "close")
+        assert found["verdict"] in ("same", "close", "similar")
 
 
 def test_two_tokens_that_are_swapped_are_found(tmp_path: Path) -> None:

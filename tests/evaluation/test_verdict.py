@@ -8,7 +8,7 @@ import pytest
 
 from openquant.evaluation.verdict import (
     AT_FLOOR,
-    BROKEN,
+    CHANGED,
     CLIPPED,
     CLOSE,
     ERROR,
@@ -18,6 +18,7 @@ from openquant.evaluation.verdict import (
     LEAST_ROUTED,
     MOVED,
     ROUTED,
+    SIMILAR,
     LayerFigures,
     Suspect,
     suspects_by_config,
@@ -32,7 +33,12 @@ FLOOR = 0.0001
 
 @pytest.mark.parametrize(
     ("limit", "below", "above"),
-    [(AT_FLOOR * FLOOR, "same", "close"), (CLOSE, "close", "changed"), (BROKEN, "changed", "broken")],
+    [
+        (AT_FLOOR * FLOOR, "same", "close"),
+        (CLOSE, "close", "similar"),
+        (SIMILAR, "similar", "changed"),
+        (CHANGED, "changed", "broken"),
+    ],
 )
 def test_each_limit_parts_two_words(limit: float, below: str, above: str) -> None:
     assert verdict_word(limit, FLOOR) == below
@@ -46,7 +52,7 @@ def test_without_any_difference_it_is_the_same() -> None:
 
 
 def test_the_documented_limits_are_these() -> None:
-    assert (AT_FLOOR, CLOSE, BROKEN) == (2, 0.05, 0.5)
+    assert (AT_FLOOR, CLOSE, SIMILAR, CHANGED) == (2, 0.01, 0.1, 0.5)
     assert (MOVED, ERROR_MOVED) == (1.1, 2)
     assert (ERROR, JUMP, LEAST_JUMP, CLIPPED, ROUTED, LEAST_ROUTED) == (1.5, 8, 0.05, 0.01, 4, 0.2)
 
