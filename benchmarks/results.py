@@ -70,6 +70,7 @@ def main() -> None:
         outputs = [str(options.work / name) for name in OUTPUTS]
         size = ["--samples", str(options.samples), "--length", str(options.length)]
         asked = [*size, "--prompts", str(options.work / "prompts.txt"), "--out", str(results)]
+        asked += ["--figure", str(options.work / "results.png")]
         run("eval", *outputs, "--source", str(source), *texts, *asked)
     print_table(json.loads(results.read_text()))
     answers = options.work / "tasks.json"
