@@ -258,8 +258,8 @@ def test_only_what_is_at_the_floor_is_said_to_be_near_it(made: Path, tmp_path: P
     far, near = found.outputs
     assert far["kl"]["mean"] > 8 * far["floor"]["kl"] and near["kl"]["mean"] < 2 * near["floor"]["kl"]
     assert (far["verdict"], near["verdict"]) == ("close", "same")
-    told = evaluation_text(found.to_json(), found.notes).partition("\ntiny-FP8: close\n")[2]
-    of_far, _, of_near = told.partition("\ntiny-INT8: same\n")
+    told = evaluation_text(found.to_json(), found.notes).partition("\ntiny-FP8: close: ")[2]
+    of_far, _, of_near = told.partition("\ntiny-INT8: same: ")
     assert "does not predict which output" not in of_far
     assert "\n  so near the floor, KL does not predict which output does better in benchmarks\n" in of_near
 
