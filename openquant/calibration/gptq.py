@@ -22,9 +22,8 @@ from ..formats.numbers import Number
 from ..formats.reference import nearest
 
 # Added to each element of the Hessian's diagonal, as a share of it; ten times as much after each failed Cholesky
-# decomposition. A few tokens have inputs hundreds of times as large as all others. Without damping the errors of one
-# column correct the others for these tokens alone. A share of the diagonal's mean, as in the paper, does not prevent
-# that, as such inputs make up the mean: on SmolLM2-135M it leaves 1.4 times the KL.
+# decomposition. The paper adds 1 % of the diagonal's mean, which a few very large inputs decide: on SmolLM2-135M that
+# leaves 1.4 times the KL. Shares of 0.1, 0.2 and 0.4 gave 0.137, 0.133 and 0.135.
 DAMPING, DAMPING_GROWTH = 0.2, 10.0
 # Up to this many columns, each error goes to the next columns at once. Larger ranges are halved, and the errors of the
 # first half go to the second in one matrix product.

@@ -101,7 +101,7 @@ def _figures(
 
 
 def _paired(metric: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers]) -> PairedScores:
-    """Put the scores of some tasks in a metric together."""
+    """Join the scores that all questions of several tasks have in one metric."""
     return PairedScores(*(np.concatenate([answers.scores[metric] for answers in model]) for model in (source, output)))
 
 
