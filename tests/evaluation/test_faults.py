@@ -328,7 +328,7 @@ def test_nothing_is_suspected_of_a_sound_output(
 ) -> None:
     for found in (dense[name], mixture[name]):
         assert found["suspects"] == []
-        assert found["verdict"] in ("same", "close", "similar")
+        assert found["kl"]["mean"] <= 0.05
 
 
 def test_two_tokens_that_are_swapped_are_found(tmp_path: Path) -> None:
