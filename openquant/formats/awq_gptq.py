@@ -17,7 +17,7 @@ from .numbers import INT4, INT8_WORDS, Number
 ZEROS = "qzeros"
 _BITS = {4: INT4, 8: INT8_WORDS}
 # vLLM, layers/quantization/auto_awq.py:76: where in a word each of eight outputs lies.
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # By checkpoint_format: what is added to stored zero points (GPTQModel, utils/model.py:750-827).
 _ZERO_POINT_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
@@ -40,7 +40,9 @@ def read_awq(config: dict[str, Any]) -> Format:
     # AutoAWQ's own quant_config.json has other names for both.
     number = _number(config.get("bits", config.get("w_bit")), (4,))
     group = _group(config.get("group_size", config.get("q_group_size")), number)
-    return _format(number, group, Columns(ZEROS, order=_AWQ_ORDER), ZEROS)
+    # Quark writes the method "awq" too.
+    _require(config, "pack_method", ("reorder", None), "known is reorder")
+    return _format(number, group, Columns(ZEROS, order=AWQ_ORDER), ZEROS)
 
 
 def read_gptq(config: dict[str, Any]) -> Format:

@@ -97,6 +97,7 @@ class Columns:
         index: last part of the name of the tensor with the group of each input ("g_idx"); None where groups are
             consecutive inputs.
         act_order: whether that tensor may assign inputs to groups in any order.
+        signed: whether codes of 4 bits are signed integers, instead of 8 above their values.
     """
 
     zeros: str
@@ -104,6 +105,7 @@ class Columns:
     zero_point_offset: int = 0
     index: str | None = None
     act_order: bool = False
+    signed: bool = False
 
 
 # A larger global scale could be infinite, or its reciprocal subnormal.

@@ -18,6 +18,7 @@ from .activations import ActivationQuantization, read_activation_quantization
 from .awq_gptq import read_awq, read_gptq
 from .format import INPUT_SCALE, Format, GlobalScale, Group
 from .ignored import MEND, Expressions, Ignored, IgnoredParts
+from .quark import read_quark
 from .schemes import (
     ASYMMETRIC,
     BLOCK,
@@ -355,6 +356,13 @@ def _read_awq(method: str, settings: dict[str, Any]) -> Quantization:
     return replace(_alone(method, settings, read_awq(settings), None), ignored=IgnoredParts(key, _names(settings, key)))
 
 
+def _read_quark(method: str, settings: dict[str, Any]) -> Quantization:
+    groups, inputs = read_quark(settings)
+    expressions = Expressions(target for targets, _ in groups for target in targets)
+    alone = _alone(method, settings, groups[0][1], None)
+    return replace(alone, groups=tuple(groups), inputs=tuple(inputs), expressions=expressions)
+
+
 def _alone(method: str, settings: dict[str, Any], fmt: Format, inputs: Mapping[str, Any] | None) -> Quantization:
     """Return a config with one format for all layers; the tensors, not its ignore list, show what is quantized."""
     ignored = Ignored("ignore", (), by_experts=False)
@@ -376,6 +384,9 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "mxfp8": _read_mxfp8,
     "awq": _read_awq,
     "gptq": lambda method, settings: _alone(method, settings, read_gptq(settings), None),
+    "quark": _read_quark,
+    # vLLM layers/quantization/fbgemm_fp8.py: activations by token, clipped above `activation_scale_ub` times 448.
+    "fbgemm_fp8": lambda method, settings: _alone(method, settings, CHANNEL.format, CHANNEL.group["input_activations"]),
 }
 
 

@@ -15,6 +15,7 @@ Layouts:
                [out, in / 2], two codes in a byte, the first lowest, and X.scale E8M0 [out, in / 32]
     MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (per_rank.py)
     AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
+    Quark      FP8, int8, MXFP4 and NVFP4 as above with the codes X.weight; int4 as AWQ (packed_columns.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
                [experts, out, in / 32, 16] and X_scales: two codes in a byte, the first lowest; unquantized these stacks
                are [experts, in, out] (transformers, integrations/mxfp4.py)
@@ -62,7 +63,7 @@ _SCALE_SUFFIXES = ("_scale", "_scale_inv")
 # modelopt's suffixes for a stack of experts, whose own name does not end in `.weight` (vLLM models/llama4.py:650).
 _STACK_SUFFIXES = ("_weight_scale", f"_{INPUT_SCALE}")
 # Other tensors of a quantized layer. Mistral calls the first one by the second name.
-_COMPANIONS = (INPUT_SCALE, "activation_scale", "input_global_scale", "weight_shape")
+_COMPANIONS = (INPUT_SCALE, "activation_scale", "input_global_scale", "input_scale_2", "weight_shape")
 # Endings of names that only quantized checkpoints have.
 _QUANTIZED = (
     ".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}", ".qweight", ".weight_packed", ".weight.absmax",
@@ -180,7 +181,7 @@ def _unquantized(info: TensorInfo) -> str | None:
     if info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
         # Scales may be FP8, too.
         return None if info.name.endswith(_SCALE_SUFFIXES) else info.name
-    return info.name if info.name.endswith(".weight") and info.dtype in (*CODES, "U8") else None
+    return info.name if info.name.endswith(".weight") and info.dtype in (*CODES, "U8", "I32") else None
 
 
 def _present(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> list[TensorInfo]:

@@ -1,6 +1,8 @@
-"""Weights whose codes are stored transposed (AutoAWQ, GPTQ): checks their tensors and reads them by rows.
+"""Weights whose codes are stored transposed (AutoAWQ, GPTQ, Quark): checks their tensors and reads them by rows.
 
 X.qweight  AutoAWQ: int32 [in, out / 8], a word holds eight outputs in AutoAWQ's own order
+           Quark: the same as X.weight, in AutoAWQ's order or the first lowest; its scales are X.weight_scale, its zero
+           points X.weight_zero_point
            GPTQ: int32 [in / 8, out], a word holds eight inputs, the first in the lowest bits
 X.qzeros   int32 [groups, out / 8], zero points in the order of AutoAWQ or the first lowest; GPTQ's first format stores
            each less one
@@ -147,6 +149,8 @@ class ColumnReader:
             pair_bytes = pairs.view(np.uint8).reshape(*pairs.shape, 4)
             for place in range(4):
                 outputs[:, order.index(2 * place + parity)] = pair_bytes[:, :, place].T
+        if fmt.columns and fmt.columns.signed:
+            into ^= 0x88
 
     def scales(self, weight: Weight, low: int, count: int) -> Floats:
         """Read the scales of `count` rows from row `low` on, unchecked.
