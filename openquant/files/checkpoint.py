@@ -1,4 +1,7 @@
-"""Opens a checkpoint: reads config.json, the index, and the header of every shard. No tensor is read."""
+"""Opens a checkpoint: reads config.json, the index, and the header of every shard.
+
+No tensor is read but those in which bitsandbytes says what shape its weights have.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -21,6 +24,8 @@ from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, re
 # Headers that are read from the Hub at a time, and bytes of the first request: most headers are shorter.
 HEADERS_AT_ONCE = 8
 FIRST_PART = 1 << 17
+# Tensors that hold JSON (bitsandbytes functional.py, QuantState.as_dict), and the most bytes of one that is read.
+QUANT_STATE, MAX_QUANT_STATE = ".quant_state.bitsandbytes__", 1 << 10
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Checkpoint:
         indexed: whether there is a model.safetensors.index.json.
         files: size in bytes of other files of the model, by path relative to root.
         left_out: files and directories that are no part of the model: other formats, leftovers, hidden directories.
+        quant_states: contents of the tensors in which bitsandbytes says what shape a weight has, by name.
     """
 
     root: Path
@@ -50,6 +56,7 @@ class Checkpoint:
     indexed: bool
     files: dict[str, int]
     left_out: tuple[str, ...]
+    quant_states: dict[str, bytes] = field(default_factory=dict)
 
 
 class RemoteFile(Protocol):
@@ -82,7 +89,7 @@ def open_checkpoint(
         absent: size in bytes of its other files that are not in the directory, by path relative to root.
 
     Returns:
-        Its config, its files, and name, dtype, shape and offset of each tensor. No tensor is read.
+        Its config, its files, and name, dtype, shape and offset of each tensor.
 
     Raises:
         SourceError: something is missing, damaged or contradictory, or it is no safetensors checkpoint.
@@ -145,8 +152,21 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
         raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
     elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
     files, left_out = _list_files(root, set(names), elsewhere)
+    states = [info for name, info in tensors.items() if QUANT_STATE in name and info.nbytes <= MAX_QUANT_STATE]
+
+    def read_state(info: TensorInfo) -> bytes:
+        shard, offset = where[info.name]
+        if shard in remote:
+            return remote[shard].read(offset, info.nbytes)
+        with open_regular(root / shard, shard) as file:
+            file.seek(offset)
+            return file.read(info.nbytes)
+
+    read = in_parallel(read_state, states, HEADERS_AT_ONCE)
+    quant_states = {info.name: data for info, data in zip(states, read, strict=True)}
+    indexed = weight_map is not None
     return Checkpoint(
-        root, config, architecture, shards, headers, tensors, where, weight_map is not None, files, left_out
+        root, config, architecture, shards, headers, tensors, where, indexed, files, left_out, quant_states
     )
 
 

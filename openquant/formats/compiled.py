@@ -22,7 +22,7 @@ from numba.core.caching import FunctionCache
 from . import kernels
 from .format import Format, Group, StoredScales, grid_of
 from .kernels import Bits, to_float32
-from .numbers import E2M1, E4M3, Codes, Floats, Number
+from .numbers import BITSANDBYTES, E2M1, E4M3, Codes, Floats, Number
 
 u8, u16, u32, u64, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
 
@@ -181,6 +181,9 @@ def decode_rows(
         out: float32 [rows, cols], contiguous; is overwritten.
         zero_point: float32 of the shape of `scale`; None if zero points are 0.
     """
+    if number in BITSANDBYTES:
+        kernels.decode_rows(codes, number, scale, group, low, out, zero_point)
+        return
     rows, cols = out.shape
     height, width = group[0] or low + rows, min(group[1] or cols, cols)
     zero_point = np.zeros_like(scale) if zero_point is None else np.ascontiguousarray(zero_point)

@@ -54,6 +54,7 @@ class Scale:
             format's maximum. None if nothing is clamped.
         floor: smallest scale of a group that is not all zero.
         of_zeros: scale of a group that is all zero.
+        unit: what stored scales are multiplied by.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Scale:
     # Smaller float32 values are subnormal, which some hardware flushes to zero.
     floor: float = 2.0**-126
     of_zeros: float = 1.0
+    unit: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -253,9 +255,9 @@ class Format:
 
     def scale_of(self, weight: str) -> str:
         """Return the name of a weight's scales: "X.weight_scale_inv" for "X.weight", "X_scale_inv" for a stack "X";
-        with `columns`, "X.scales" for "X.weight".
+        "X.scales" for "X.weight" if the name does not begin with "weight".
         """
-        if self.columns is not None:
+        if not self.scale.name.startswith("weight"):
             return f"{weight.removesuffix('.weight')}.{self.scale.name}"
         return weight + self.scale.name.removeprefix("weight")
 

@@ -544,14 +544,15 @@ def bytes_of(number: Number) -> npt.NDArray[np.float32] | npt.NDArray[np.complex
         number: numeric format of codes of 4 or 8 bits.
 
     Returns:
-        float32 [256]; or complex64 [256] where a byte has two codes, with the low half's value as the real part.
+        float32 [256]; or complex64 [256] where a byte has two codes, with the first one's value as the real part.
     """
     values = number.values()
     if number.bits == 8:
         return values
     byte = np.arange(256)
+    pair = [values[byte & 15], values[byte >> 4]]
     # numpy looks up a pair of float32 in one step if it is a complex number.
-    return np.stack([values[byte & 15], values[byte >> 4]], axis=1).view(np.complex64).reshape(256)
+    return np.stack(pair[::-1] if number.high_first else pair, axis=1).view(np.complex64).reshape(256)
 
 
 @cache

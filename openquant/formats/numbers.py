@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,9 @@ class Number(ABC):
         largest: largest magnitude of a code's value.
         normal: smallest normal value; 0 for integers, which have no subnormal values.
     """
+
+    # Whether the first of two codes in a byte has the high bits.
+    high_first: ClassVar[bool] = False
 
     title: str
     name: str
@@ -242,6 +246,32 @@ class _E2M1(_Float):
         return bound
 
 
+@dataclass(frozen=True)
+class _Table(Number):
+    """Any values, as bitsandbytes has them.
+
+    Attributes:
+        by_code: the value of each code.
+    """
+
+    high_first: ClassVar[bool] = True
+
+    by_code: tuple[float, ...] = ()
+
+    def encode(self, quotients: Floats) -> Codes:
+        values = self.values()
+        order = np.argsort(values)
+        ascending = values[order].astype(np.float64)
+        return order[np.searchsorted((ascending[1:] + ascending[:-1]) / 2, quotients)].astype(np.uint8)
+
+    def values(self) -> Floats:
+        return np.array(self.by_code, np.float32)
+
+    def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
+        half_step = float(np.diff(np.sort(self.values())).max()) / 2
+        return np.abs(weights) * np.float32(slack) + scale * np.float32(half_step)
+
+
 def lanes(width: int, lane: int) -> int:
     """Return the mask of the low `width` bits in each lane of a word of 64 bits.
 
@@ -311,6 +341,22 @@ INT8 = _Integer("INT8", "int8", "I8", bits=8, largest=127, normal=0)
 # compressors/pack_quantized/helpers.py; before, widths that do not divide 32 left bits of each word unused).
 INT2, INT3, INT4, INT5, INT6, INT7 = (_integer_in_words(bits) for bits in range(2, 8))
 INT8_WORDS = _Integer("INT8", "int8", "I32", bits=8, largest=127, normal=0, excess=128)
+
+# bitsandbytes functional.py:788 and :823, get_4bit_type.
+NF4 = _Table(
+    "NF4", "nf4", "U8", bits=4, largest=1, normal=0,
+    by_code=(
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+)  # fmt: skip
+_FP4_TWELFTHS = (0, 0.0625, 8, 12, 4, 6, 2, 3)
+BNB_FP4 = _Table(
+    "FP4 of bitsandbytes", "fp4", "U8", bits=4, largest=1, normal=0,
+    by_code=tuple(sign * value / 12 for sign in (1, -1) for value in _FP4_TWELFTHS),
+)  # fmt: skip
+BITSANDBYTES = (NF4, BNB_FP4)
 
 # Numeric formats with one code per element, by dtype.
 CODES = {number.dtype: number for number in (E4M3, INT8)}

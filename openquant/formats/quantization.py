@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 from ..errors import UsageError
 from .activations import ActivationQuantization, read_activation_quantization
 from .awq_gptq import read_awq, read_gptq
+from .bitsandbytes import read_bitsandbytes
 from .format import INPUT_SCALE, Format, GlobalScale, Group
 from .ignored import MEND, Expressions, Ignored, IgnoredParts
 from .quark import read_quark
@@ -385,6 +386,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "awq": _read_awq,
     "gptq": lambda method, settings: _alone(method, settings, read_gptq(settings), None),
     "quark": _read_quark,
+    "bitsandbytes": lambda method, settings: _alone(method, settings, read_bitsandbytes(settings), None),
     # vLLM layers/quantization/fbgemm_fp8.py: activations by token, clipped above `activation_scale_ub` times 448.
     "fbgemm_fp8": lambda method, settings: _alone(method, settings, CHANNEL.format, CHANNEL.group["input_activations"]),
 }

@@ -15,6 +15,7 @@ Layouts:
                [out, in / 2], two codes in a byte, the first lowest, and X.scale E8M0 [out, in / 32]
     MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (per_rank.py)
     AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
+    bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (bitsandbytes.py)
     Quark      FP8, int8, MXFP4 and NVFP4 as above with the codes X.weight; int4 as AWQ (packed_columns.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
                [experts, out, in / 32, 16] and X_scales: two codes in a byte, the first lowest; unquantized these stacks
@@ -35,12 +36,13 @@ from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.tensors import TensorInfo
 from ..formats.format import EXPONENTS, INPUT_SCALE, Format, grid_of
-from ..formats.numbers import CODES, E2M1, E4M3
+from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
 from ..models import MODELS
 from ..patterns import compile_any, template
 from ..registry.architecture import absolute_patterns
+from .bitsandbytes import four_bits
 from .packed_columns import DAMAGED, name_and_type, packed_columns
 from .per_rank import per_rank_projections
 from .weight import Weight
@@ -62,16 +64,18 @@ _LEFTOVERS = (".act_scale", ".output_scale", ".weight_zero_point", ".input_zero_
 _SCALE_SUFFIXES = ("_scale", "_scale_inv")
 # modelopt's suffixes for a stack of experts, whose own name does not end in `.weight` (vLLM models/llama4.py:650).
 _STACK_SUFFIXES = ("_weight_scale", f"_{INPUT_SCALE}")
+# What codes in words have beside them, and bitsandbytes' int8 codes.
+_LAYOUT = ("weight_shape", "weight_format")
 # Other tensors of a quantized layer. Mistral calls the first one by the second name.
-_COMPANIONS = (INPUT_SCALE, "activation_scale", "input_global_scale", "input_scale_2", "weight_shape")
+_COMPANIONS = (INPUT_SCALE, "activation_scale", "input_global_scale", "input_scale_2", *_LAYOUT)
 # Endings of names that only quantized checkpoints have.
 _QUANTIZED = (
-    ".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}", ".qweight", ".weight_packed", ".weight.absmax",
+    ".weight_scale", ".weight_scale_inv", f".{INPUT_SCALE}", ".qweight", ".weight_packed", ".weight.absmax", ".SCB",
     ".weight_global_scale", ".weight_scale_2", ".input_global_scale",
 )  # fmt: skip
 _STRAY_SCALES = (
     ".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
-    ".input_global_scale", ".qzeros", ".g_idx",
+    ".input_global_scale", ".qzeros", ".g_idx", ".absmax", ".SCB",
 )  # fmt: skip
 # An int3 row of 96 columns was 10 words of 10 codes then, and is 9 now (compressors/pack_quantized/helpers.py).
 _OTHER_WORDS = (
@@ -350,6 +354,8 @@ def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterato
             weights = per_rank_projections(pair.module, info, scale, fmt, ranked, checkpoint.config)
         elif pair.fmt is not None and pair.fmt.columns is not None:
             weights = [_columns(checkpoint, pair, pair.fmt)]
+        elif pair.fmt is not None and pair.fmt.number in BITSANDBYTES:
+            weights = [_four_bits(checkpoint, pair, pair.fmt)]
         elif info.name.endswith(".qweight"):
             raise SourceError(
                 f"{name_and_type(info)}, but config.json does not say that its layer is in AWQ or GPTQ", DAMAGED
@@ -376,7 +382,9 @@ def _unpacked(pair: CodesAndScale) -> Weight:
     shape = info.shape[-2], info.shape[-1]
     if len(info.shape) == 3:
         return _stack(pair, shape, fmt)
-    return _weight(pair, shape, fmt, _scale(pair, fmt, shape))._replace(input_scale=_input_scale(pair))
+    weight = _weight(pair, shape, fmt, _scale(pair, fmt, shape))
+    parts = (*weight.parts, *(info for info in pair.companions if info.name.endswith(".weight_format")))
+    return weight._replace(parts=parts, input_scale=_input_scale(pair))
 
 
 def _stack(pair: CodesAndScale, shape: tuple[int, int], fmt: Format) -> Weight:
@@ -406,7 +414,7 @@ def _stack(pair: CodesAndScale, shape: tuple[int, int], fmt: Format) -> Weight:
 
 def _input_scale(pair: CodesAndScale) -> TensorInfo | None:
     """Return the static activation scale, under any of its names."""
-    return next((info for info in pair.companions if not info.name.endswith(".weight_shape")), None)
+    return next((info for info in pair.companions if not info.name.endswith(_LAYOUT)), None)
 
 
 def _columns(checkpoint: Checkpoint, pair: CodesAndScale, fmt: Format) -> Weight:
@@ -415,6 +423,12 @@ def _columns(checkpoint: Checkpoint, pair: CodesAndScale, fmt: Format) -> Weight
         raise SourceError(f"{name_and_type(pair.codes)}, but config.json has its layer as {fmt.codes}", DAMAGED)
     shape, parts = packed_columns(pair.module, pair.codes, fmt, checkpoint.tensors.get)
     return _weight(pair, shape, fmt, parts[1])._replace(parts=parts)
+
+
+def _four_bits(checkpoint: Checkpoint, pair: CodesAndScale, fmt: Format) -> Weight:
+    """Check a weight of bitsandbytes in 4 bits."""
+    shape, size, parts = four_bits(pair.codes, fmt, checkpoint.tensors, checkpoint.quant_states)
+    return _weight(pair, shape, replace(fmt, group=(1, size)), parts[1])._replace(parts=parts)
 
 
 def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:

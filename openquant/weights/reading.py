@@ -15,8 +15,9 @@ from ..files.tensors import DTYPE_BITS, Location, TensorInfo
 from ..formats import kernels
 from ..formats.format import Format, grid_of
 from ..formats.kernels import BITS_TYPE, Bits, Loops
-from ..formats.numbers import CODES, Floats
+from ..formats.numbers import BITSANDBYTES, CODES, Floats
 from ..formats.schemes import Scheme
+from . import bitsandbytes
 from .packed_columns import STRIP, WORD_ROWS, ColumnReader
 from .weight import Extent, Weight
 
@@ -261,9 +262,17 @@ class Reader:
         Raises:
             SourceError: it cannot be read.
         """
-        place, raw = self.where[info.name], np.empty(info.nbytes, np.uint8)
+        return self.read_part(info, 0, info.nbytes)
+
+    def read_part(self, info: TensorInfo, start: int, nbytes: int) -> Bytes:
+        """Read some bytes of a tensor from its byte `start` on, as uint8 [nbytes].
+
+        Raises:
+            SourceError: they cannot be read.
+        """
+        place, raw = self.where[info.name], np.empty(nbytes, np.uint8)
         with self.open(place.shard) as source:
-            source.read(raw, place.offset, info.name)
+            source.read(raw, place.offset + start, info.name)
         return raw
 
     def read_scale(self, info: TensorInfo) -> Floats:
@@ -301,6 +310,12 @@ class Reader:
             scale = self._columns.scales(weight, low, count)
             check_scales(scale, extent.label, extent.shard, least)
             return scale
+        if weight.format.number in BITSANDBYTES:
+            if low == 0:
+                bitsandbytes.check_values(weight, self.read_part)
+            scale = bitsandbytes.scales(weight, low, count, self.read_part)
+            check_scales(scale, extent.label, extent.shard, least or bitsandbytes.SMALLEST_NESTED)
+            return scale
         if low == 0:
             self._check_shape(weight)
         height = weight.format.group[0] or low + count
@@ -316,6 +331,8 @@ class Reader:
                 raw = np.empty(count * extent.pitch, np.uint8)
                 source.read(raw, extent.offset + first * extent.pitch, extent.label)
                 scale = kernels.scale_values(raw, info.dtype).reshape(count, -1)
+        if weight.format.scale.unit != 1:
+            scale = scale * np.float32(weight.format.scale.unit)
         check_scales(scale, extent.label, extent.shard, least)
         if weight.format.global_scale is not None:
             with np.errstate(over="ignore"):
@@ -360,7 +377,14 @@ class Reader:
         return fmt.number.decode(codes[low - first :][:count])
 
     def _check_shape(self, weight: Weight) -> None:
-        """Refuse rows whose last word is padded: only `weight_shape` says so, not the header."""
+        """Refuse rows whose last word is padded, and tiles: only `weight_shape` and `weight_format` say so."""
+        for info in (part for part in weight.parts[2:] if part.name.endswith(".weight_format")):
+            # bitsandbytes nn/modules.py, LINEAR_8BIT_WEIGHTS_FORMAT_MAPPING.
+            if self.read_bytes(info).any():
+                raise SourceError(
+                    f"{info.name} is not 0: codes do not lie in rows",
+                    "save the model again with a newer bitsandbytes, or start from the unquantized model",
+                )
         for info in (part for part in weight.parts[2:] if part.name.endswith(".weight_shape")):
             shape = self.read_bytes(info).view(np.int64 if info.dtype == "I64" else np.int32).tolist()
             if shape != list(weight.shape):
