@@ -161,6 +161,8 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
     if settings is None:
         raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
     method = str(settings.get("quant_method"))
+    if method in _REFUSED:
+        raise UsageError(*_REFUSED[method])
     if method not in _READERS:
         methods = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
         raise UsageError(
@@ -389,6 +391,20 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "bitsandbytes": lambda method, settings: _alone(method, settings, read_bitsandbytes(settings), None),
     # vLLM layers/quantization/fbgemm_fp8.py: activations by token, clipped above `activation_scale_ub` times 448.
     "fbgemm_fp8": lambda method, settings: _alone(method, settings, CHANNEL.format, CHANNEL.group["input_activations"]),
+}
+
+
+# By method, the message and the hint. transformers saves HQQ's zero points as floats (hqq/core/quantize.py), and names
+# the classes of torchao's tensors in the metadata of a shard (torchao/prototype/safetensors/).
+_REFUSED = {
+    "hqq": (
+        "config.json has weights of HQQ, whose zero points are no whole numbers",
+        "HQQ quantizes without texts, so start from the unquantized model, and use --scheme int4 --asymmetric",
+    ),
+    "torchao": (
+        "config.json has weights of torchao, which stores Python objects: only its classes tell the layout",
+        "start from the unquantized model, which the model card names as base_model",
+    ),
 }
 
 

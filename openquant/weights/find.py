@@ -77,6 +77,8 @@ _STRAY_SCALES = (
     ".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
     ".input_global_scale", ".qzeros", ".g_idx", ".absmax", ".SCB",
 )  # fmt: skip
+# Quark's transforms of a layer's inputs, which its weight has the inverse of (QParamsLinearWithRotation).
+_INPUT_TRANSFORMS = (".input_rotation", ".input_prescale")
 # An int3 row of 96 columns was 10 words of 10 codes then, and is 9 now (compressors/pack_quantized/helpers.py).
 _OTHER_WORDS = (
     "compressed-tensors packs so since 0.18; if an older version wrote it, quantize the unquantized model again, else "
@@ -560,6 +562,11 @@ def _any_scale(pair: CodesAndScale, fmt: Format) -> TensorInfo:
 def _refuse_stray_scales(tensors: dict[str, TensorInfo], weights: Mapping[str, Weight]) -> None:
     """Refuse scales of no quantized weight, which would be copied without a meaning."""
     for name in tensors:
+        if name.endswith(_INPUT_TRANSFORMS):
+            raise PlanError(
+                f"{name}: the inputs of its layer are rotated or scaled as the model runs, which is not supported",
+                "start from the unquantized model",
+            )
         if name.endswith(_STRAY_SCALES) and name not in weights:
             raise SourceError(f"{name} is the scale of no quantized weight", DAMAGED)
 
