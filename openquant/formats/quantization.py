@@ -49,6 +49,7 @@ MAX_SIDE = 1 << 16
 _FP8 = {"type": "float", "num_bits": 8}
 # Methods whose codes are stored transposed.
 IN_COLUMNS = ("awq", "gptq")
+UNQUANTIZED = "start from the unquantized model"
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
 
 
@@ -162,7 +163,10 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
         raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
     method = str(settings.get("quant_method"))
     if method in _REFUSED:
-        raise UsageError(*_REFUSED[method])
+        raise UsageError(
+            f"config.json has weights of {_REFUSED[method]}",
+            f"{UNQUANTIZED}, which the model card names as base_model",
+        )
     if method not in _READERS:
         methods = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
         raise UsageError(
@@ -394,17 +398,11 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
 }
 
 
-# By method, the message and the hint. transformers saves HQQ's zero points as floats (hqq/core/quantize.py), and names
-# the classes of torchao's tensors in the metadata of a shard (torchao/prototype/safetensors/).
+# By method, why it is not read. HQQ saves zero points as floats (hqq/core/quantize.py); the metadata of torchao's
+# shards names the class of each tensor, and each class has a layout of its own (torchao/prototype/safetensors/).
 _REFUSED = {
-    "hqq": (
-        "config.json has weights of HQQ, whose zero points are no whole numbers",
-        "HQQ quantizes without texts, so start from the unquantized model, and use --scheme int4 --asymmetric",
-    ),
-    "torchao": (
-        "config.json has weights of torchao, which stores Python objects: only its classes tell the layout",
-        "start from the unquantized model, which the model card names as base_model",
-    ),
+    "hqq": "HQQ, whose zero points are no whole numbers",
+    "torchao": "torchao, where every class of tensors has a layout of its own",
 }
 
 

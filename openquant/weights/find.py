@@ -37,7 +37,7 @@ from ..files.checkpoint import Checkpoint, read_json
 from ..files.tensors import TensorInfo
 from ..formats.format import EXPONENTS, INPUT_SCALE, Format, grid_of
 from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
-from ..formats.quantization import Quantization, quantization_places, read_quantization
+from ..formats.quantization import UNQUANTIZED, Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
 from ..models import MODELS
 from ..patterns import compile_any, template
@@ -338,9 +338,8 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
         message = error.message.replace(
             "config.json", tool_config_file(checkpoint.config, checkpoint.root) or "config.json", 1
         )
-        raise PlanError(
-            f"the source is already quantized: {message}", f"{error.hint}; or start from the unquantized model"
-        ) from None
+        hint = f"{error.hint}" if UNQUANTIZED in str(error.hint) else f"{error.hint}; or {UNQUANTIZED}"
+        raise PlanError(f"the source is already quantized: {message}", hint) from None
 
 
 def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterator[tuple[Weight, CodesAndScale]]:

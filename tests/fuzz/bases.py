@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cases import Base
 from openquant import compress
-from support import small_checkpoints
+from support import other_tools, small_checkpoints
 from support.quantized_checkpoints import (
     SOURCES,
     asymmetric,
@@ -49,6 +49,8 @@ def make(root: Path) -> list[Base]:
     quantized = [store(root / f"stored-{n}", make, config) for n, (make, config, _) in enumerate(SOURCES.values())]
     more = [(asymmetric(), asymmetric_config()), (awq(), awq_config()), (gptq(act=True), gptq_config(act=True))]
     quantized += [store(root / f"stored-more-{n}", make, config) for n, (make, config) in enumerate(more)]
+    for number, (make_layer, config, _) in enumerate(other_tools.KINDS.values()):
+        quantized.append(store(root / f"stored-tool-{number}", other_tools.stored_only(make_layer), config))
     outputs = []
     for number, (architecture, options) in enumerate(OUTPUTS):
         output = root / f"output-{number}"

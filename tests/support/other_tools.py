@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from support.quantized_checkpoints import FP8, Weights, in_words, ragged_blocks, widened
+from support.quantized_checkpoints import FP8, Make, Weights, in_words, ragged_blocks, widened
 
 # bitsandbytes functional.py, get_4bit_type.
 NF4 = torch.tensor([
@@ -21,6 +21,11 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # What a layer's weight [out, in] is stored as, and what that stands for, float32.
 Stored = tuple[Weights, torch.Tensor]
+
+
+def stored_only(make: Callable[[torch.Tensor], Stored]) -> Make:
+    """Without what it stands for."""
+    return lambda weight: make(weight)[0]
 
 
 def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
