@@ -7,14 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.formats import compiled, kernels
 from openquant.formats.numbers import BITSANDBYTES
 from openquant.formats.quantization import read_quantization
+from openquant.weights.find import decoded_view
+from openquant.weights.reading import Reader
 from support import small_checkpoints
 from support.other_tools import (
     GROUP32,
@@ -30,6 +36,7 @@ from support.quantized_checkpoints import Weights, is_layer, store
 from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
+WRITTEN = sorted((Path(__file__).parent / "written").glob("*.safetensors"))
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -78,6 +85,28 @@ def test_engines_own_checks_are_for_other_methods(tmp_path: Path, kind: str) -> 
         verify(stored(tmp_path / "source", kind))
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("only fp8, awq, gptq and compressed-tensors with ")
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
+def test_the_tools_decode_to_the_same(tmp_path: Path, path: Path) -> None:
+    """Files that the tools wrote (written/make.py), and what they decode them to."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+        config = json.loads(file.metadata()["config"])
+    expected = tensors.pop("decoded").numpy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    told = {"architectures": ["LlamaForCausalLM"], "quantization_config": config}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    view, weights = decoded_view(open_checkpoint(tmp_path))
+    assert set(view.tensors) == {"layer.weight"}
+    for loops in (kernels, compiled):
+        reader = Reader(view.where, tmp_path.joinpath, loops=loops)
+        [found] = [bits.view(np.float32) for bits in reader.rows(weights["layer.weight"], 1)]
+        if path.stem == "bitsandbytes-int8":
+            # It multiplies by the largest weight first, and then by 1 / 127.
+            assert (abs(found - expected) <= abs(expected) * 2.0**-23).all()
+        else:
+            assert np.array_equal(found, expected)
 
 
 def test_layers_of_quark_may_differ(tmp_path: Path) -> None:
