@@ -34,6 +34,7 @@ from support.other_tools import (
 )
 from support.quantized_checkpoints import Weights, is_layer, store
 from support.small_checkpoints import change_weights
+from support.streamed_logits import computes_the_same
 
 Q = "model.layers.0.self_attn.q_proj"
 WRITTEN = sorted((Path(__file__).parent / "written").glob("*.safetensors"))
@@ -359,6 +360,33 @@ def test_weights_without_their_config_are_named(tmp_path: Path) -> None:
         (source / "config.json").write_text(json.dumps(config))
         with pytest.raises(PlanError, match="it holds .*(absmax|SCB), and config.json has no quantization_config"):
             dequantize(source, tmp_path / "out")
+
+
+class RemoteShard:
+    """A shard that is on the Hub only."""
+
+    def __init__(self, path: Path) -> None:
+        self.content = path.read_bytes()
+        self.size, self.digest = len(self.content), "0" * 64
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self.content[offset : offset + length]
+
+
+def test_quant_states_of_a_streamed_source_are_read_too(tmp_path: Path) -> None:
+    source = stored(tmp_path / "source", NESTED, shards=2)
+    local, paths = open_checkpoint(source), list(source.glob("*.safetensors"))
+    remote = {path.name: RemoteShard(path) for path in paths}
+    for path in paths:
+        path.unlink()
+    assert len(local.quant_states) == 14
+    assert open_checkpoint(source, remote).quant_states == local.quant_states
+
+
+def test_an_evaluation_runs_what_codes_stand_for(tmp_path: Path) -> None:
+    source = stored(tmp_path / "source", NESTED, shards=2)
+    dequantize(source, tmp_path / "plain")
+    assert computes_the_same(source, tmp_path / "plain")
 
 
 def test_a_large_quant_state_is_not_read(tmp_path: Path) -> None:
