@@ -40,6 +40,7 @@ from .schemes import (
     ZERO_POINT,
     Scheme,
 )
+from .torchao import read_torchao
 
 # What shares a scale in the MX formats (OCP Microscaling Formats 1.0, 5.2).
 MX_GROUP = 32
@@ -392,17 +393,16 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "awq": _read_awq,
     "gptq": lambda method, settings: _alone(method, settings, read_gptq(settings), None),
     "quark": _read_quark,
+    "torchao": lambda method, settings: _alone(method, settings, *read_torchao(settings)),
     "bitsandbytes": lambda method, settings: _alone(method, settings, read_bitsandbytes(settings), None),
     # vLLM layers/quantization/fbgemm_fp8.py: activations by token, clipped above `activation_scale_ub` times 448.
     "fbgemm_fp8": lambda method, settings: _alone(method, settings, CHANNEL.format, CHANNEL.group["input_activations"]),
 }
 
 
-# By method, why it is not read. HQQ saves zero points as floats (hqq/core/quantize.py); the metadata of torchao's
-# shards names the class of each tensor, and each class has a layout of its own (torchao/prototype/safetensors/).
+# By method, why it is not read. HQQ saves zero points as floats (hqq/core/quantize.py).
 _REFUSED = {
     "hqq": "HQQ, whose zero points are no whole numbers",
-    "torchao": "torchao, where every class of tensors has a layout of its own",
 }
 
 

@@ -15,6 +15,7 @@ Layouts:
                [out, in / 2], two codes in a byte, the first lowest, and X.scale E8M0 [out, in / 32]
     MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (per_rank.py)
     AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
+    torchao    FP8 as X._weight_qdata and X._weight_scale
     bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (bitsandbytes.py)
     Quark      FP8, int8, MXFP4 and NVFP4 as above with the codes X.weight; int4 as AWQ (packed_columns.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
@@ -39,6 +40,7 @@ from ..formats.format import EXPONENTS, INPUT_SCALE, Format, grid_of
 from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
 from ..formats.quantization import UNQUANTIZED, Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
+from ..formats.torchao import QDATA
 from ..models import MODELS
 from ..patterns import compile_any, template
 from ..registry.architecture import absolute_patterns
@@ -75,10 +77,10 @@ _QUANTIZED = (
 )  # fmt: skip
 _STRAY_SCALES = (
     ".weight_scale", ".weight_scale_inv", "_scales", f".{INPUT_SCALE}", ".weight_global_scale", ".weight_scale_2",
-    ".input_global_scale", ".qzeros", ".g_idx", ".absmax", ".SCB",
+    ".input_global_scale", ".qzeros", ".g_idx", ".absmax", ".SCB", "._weight_scale",
 )  # fmt: skip
-# Quark's transforms of a layer's inputs, which its weight has the inverse of (QParamsLinearWithRotation).
-_INPUT_TRANSFORMS = (".input_rotation", ".input_prescale")
+# Transforms of a layer's inputs by Quark and torchao, which its weight has the inverse of (QParamsLinearWithRotation).
+_INPUT_TRANSFORMS = (".input_rotation", ".input_prescale", "._weight_act_pre_scale")
 # An int3 row of 96 columns was 10 words of 10 codes then, and is 9 now (compressors/pack_quantized/helpers.py).
 _OTHER_WORDS = (
     "compressed-tensors packs so since 0.18; if an older version wrote it, quantize the unquantized model again, else "
@@ -182,6 +184,8 @@ def _unquantized(info: TensorInfo) -> str | None:
         return info.name.removesuffix("_packed")
     if info.name.endswith(".qweight"):
         return info.name.removesuffix("qweight") + "weight"
+    if info.name.endswith(f".{QDATA}"):
+        return info.name.removesuffix(QDATA) + "weight"
     if info.name.endswith("_blocks") and info.dtype == "U8":
         return info.name.removesuffix("_blocks")
     if info.dtype.startswith(("F8_E4M3", "F8_E5M2", "F4", "F6_")):
@@ -361,6 +365,8 @@ def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterato
             raise SourceError(
                 f"{name_and_type(info)}, but config.json does not say that its layer is in AWQ or GPTQ", DAMAGED
             )
+        elif info.name.endswith(f".{QDATA}"):
+            weights = [_unpacked(pair)]
         elif pair.packed or info.dtype == "U8":
             weights = [_blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)]
         elif _is_deepseek_mxfp4(pair):

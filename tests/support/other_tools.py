@@ -112,6 +112,24 @@ def nvfp4(weight: torch.Tensor) -> Stored:
     return {"weight": codes, "weight_scale": inner, **others}, stands_for
 
 
+def torchao(whole: bool) -> Callable[[torch.Tensor], Stored]:
+    def make(weight: torch.Tensor) -> Stored:
+        stored, stands_for = fp8_tensor(weight) if whole else fp8_rows((-1, 1))(weight)
+        scale = stored["weight_scale"].reshape(-1, 1)
+        return {"_weight_qdata": stored["weight"], "_weight_scale": scale}, stands_for
+
+    return make
+
+
+def torchao_config(granularity: str, weights: bool = True, **more: Any) -> dict[str, Any]:
+    """As transformers' TorchAoConfig saves it."""
+    part = {"_type": granularity, "_version": 1, "_data": {}}
+    data = {"weight_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"}, "granularity": part}
+    kind = "Float8WeightOnlyConfig" if weights else "Float8DynamicActivationFloat8WeightConfig"
+    data |= {} if weights else {"granularity": [part, part]}
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_data": data | more}}}
+
+
 def bnb_int8(weight: torch.Tensor) -> Stored:
     largest = weight.float().abs().amax(1)
     codes = (weight.float() * 127 / largest[:, None]).round().to(torch.int8)
@@ -215,6 +233,8 @@ KINDS: dict[str, Kind] = {
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
         {"scheme": "channel"},
     ),
+    "torchao by row": Kind(torchao(False), torchao_config("PerRow"), {"scheme": "channel"}),
+    "torchao by tensor": Kind(torchao(True), torchao_config("PerTensor", weights=False), None),
     "bitsandbytes int8": Kind(bnb_int8, bnb(8), {"scheme": "int8"}),
     "bitsandbytes nf4": Kind(bnb_4bit("nf4", False), bnb(4, bnb_4bit_quant_type="nf4"), None),
     "bitsandbytes nf4, double": Kind(bnb_4bit("nf4", True), bnb(4, bnb_4bit_quant_type="nf4"), None),

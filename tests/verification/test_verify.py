@@ -899,7 +899,7 @@ USAGE = [
     ({}, ["--source", "nowhere/at/all"], "nowhere/at/all does not exist", "check the path"),
     ({"quantization_config": None}, [], "config.json has no quantization_config", "give a directory of quantized weights"),
     ({"quantization_config": {"quant_method": "bitnet"}}, [], 'config.json has the quant_method "bitnet"',
-     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, bitsandbytes and fbgemm_fp8"),
+     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, torchao, bitsandbytes and fbgemm_fp8"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
      "config.json has the weight_block_size 128", "it must be two numbers from 1 to 65536"),
     ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {

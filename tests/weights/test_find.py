@@ -988,7 +988,7 @@ def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
         (
             {"quant_method": "bitnet"},
             'the source is already quantized: config.json has the quant_method "bitnet"',
-            "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, bitsandbytes and fbgemm_fp8; "
+            "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, torchao, bitsandbytes and fbgemm_fp8; "
             "or start from the unquantized model",
         ),
     ],

@@ -31,6 +31,7 @@ from support.other_tools import (
     quark,
     spec,
     stored_only,
+    torchao_config,
 )
 from support.quantized_checkpoints import Weights, is_layer, store
 from support.small_checkpoints import change_weights
@@ -82,7 +83,9 @@ def test_codes_stay_as_they_are_in_their_own_scheme(tmp_path: Path, kind: str) -
 
 @kinds
 def test_engines_own_checks_are_for_other_methods(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(UsageError, match=r"^config\.json has (quark|fbgemm_fp8|bitsandbytes) with one scale") as caught:
+    with pytest.raises(
+        UsageError, match=r"^config\.json has (quark|fbgemm_fp8|bitsandbytes|torchao) with one scale"
+    ) as caught:
         verify(stored(tmp_path / "source", kind))
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("only fp8, awq, gptq and compressed-tensors with ")
@@ -198,6 +201,7 @@ def test_weights_of_quark_that_are_not_read(config: dict[str, Any], message: str
     assert caught.value.hint == QUARK.partition(";")[0]
 
 
+TORCHAO = "known are Float8WeightOnlyConfig and Float8DynamicActivationFloat8WeightConfig with float8_e4m3fn, by row or tensor"
 PLAIN = spec("fp8_e4m3", "per_tensor")
 
 
@@ -249,9 +253,21 @@ PLAIN = spec("fp8_e4m3", "per_tensor")
             "start from the unquantized model, which the model card names as base_model",
         ),
         (
-            {"quant_method": "torchao"},
-            "config.json has weights of torchao, where every class of tensors has a layout of its own",
-            "start from the unquantized model, which the model card names as base_model",
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+            "config.json has torchao's Int4WeightOnlyConfig", TORCHAO,
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": "int4_weight_only"}, "config.json has torchao's None", TORCHAO,
+        ),
+        (
+            torchao_config("PerBlock", weight_dtype=None),
+            "config.json has torchao's Float8WeightOnlyConfig with "
+            '{"weight_dtype": null, "granularity": {"_type": "PerBlock", "_version": 1, "_data": {}}}', TORCHAO,
+        ),
+        (
+            torchao_config("PerRow", weight_dtype=None),
+            "config.json has torchao's Float8WeightOnlyConfig with "
+            '{"weight_dtype": null, "granularity": {"_type": "PerRow", "_version": 1, "_data": {}}}', TORCHAO,
         ),
     ],
 )  # fmt: skip
@@ -337,6 +353,13 @@ NESTED, FLAT, INT8, WORDS = "bitsandbytes nf4, double", "bitsandbytes nf4", "bit
             "quark fp8", lambda weights: weights.update({f"{Q}.input_rotation": torch.ones(4, 4)}),
             f"{Q}.input_rotation: the inputs of its layer are rotated",
         ),
+        (
+            "torchao by row", lambda weights: weights.update({f"{Q}._weight_act_pre_scale": torch.ones(4)}),
+            f"{Q}._weight_act_pre_scale: the inputs of its layer are rotated or scaled",
+        ),
+        ("torchao by row", replaced("_weight_scale", lambda _: None), f"{Q}._weight_scale is missing"),
+        ("torchao by row", replaced("_weight_qdata", lambda _: None), "is the scale of no quantized weight"),
+        ("torchao by tensor", replaced("_weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
         ("quark nvfp4", replaced("weight_scale_2", lambda _: None), "weight_scale_2 is missing"),
         ("quark mxfp4", replaced("weight", lambda tensor: tensor.int()), "is I32 [256, 128], which is not supported"),
         ("fbgemm", replaced("weight_scale", lambda _: None), f"{Q}.weight_scale is missing"),

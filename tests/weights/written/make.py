@@ -1,6 +1,7 @@
 """Makes the files beside it: one layer each, stored by the tool itself, and what the tool decodes it to.
 
 pip install torch safetensors bitsandbytes==0.50.2 && python tests/weights/written/make.py bitsandbytes
+pip install torch safetensors torchao==0.18.0 && python tests/weights/written/make.py torchao
 pip install torch safetensors amd-quark==0.13 && python tests/weights/written/make.py quark
 """
 
@@ -51,6 +52,22 @@ def bitsandbytes() -> None:
     decoded = functional.int8_vectorwise_dequant(stored["weight"], stored["SCB"])
     config = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
     save("bitsandbytes-int8", stored, decoded, config)
+
+
+def torchao() -> None:
+    from torchao.core.config import config_to_dict  # type: ignore[import-not-found,unused-ignore]
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    model = torch.nn.Sequential(torch.nn.Linear(128, 12, bias=False))
+    # It makes NaN of a row of zeros.
+    model[0].weight = torch.nn.Parameter(weight()[4:])
+    config = Float8WeightOnlyConfig()
+    quantize_(model, config)
+    stored, _ = flatten_tensor_state_dict(model.state_dict())
+    decoded = model[0].weight.dequantize(torch.float32)
+    kept = {name.removeprefix("0."): tensor for name, tensor in stored.items()}
+    save("torchao-fp8", kept, decoded, {"quant_method": "torchao", "quant_type": {"default": config_to_dict(config)}})
 
 
 def quark() -> None:
