@@ -8,7 +8,8 @@ schemes, names         a Scheme is a Format that the user can ask for ("tensor",
 scales                 chooses the scale and zero point of each group of weights, by a search where the scheme has one
 kernels                weights to codes and back, with numpy; `compiled` does the same with numba, `reference` with
                        torch
-quantization           reads a `quantization_config`, whichever tool wrote it; `awq_gptq` those of AutoAWQ and GPTQ
+quantization           reads a `quantization_config`, whichever tool wrote it; `awq_gptq`, `quark`, `bitsandbytes` and
+                       `torchao` those of these tools
 ignored, settings      ignore lists that are read, matched as engines match them; values in a config that nothing
                        reads
 activations            how a config quantizes activations

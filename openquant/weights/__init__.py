@@ -5,8 +5,9 @@ weight                    a Weight is one matrix: a tensor of its own, one exper
 find                      which tensors are codes and which their scales; a checkpoint as if it were unquantized
 reading                   a Reader yields the rows of any Weight in pieces of bounded size, decoded where they are
                           codes
-packed_columns, per_rank  codes that lie in columns (AutoAWQ, GPTQ); several projections in one tensor, a part for
-                          each rank
+packed_columns, per_rank  codes that lie in columns (AutoAWQ, GPTQ, Quark); several projections in one tensor, a part
+                          for each rank
+bitsandbytes              codes of 4 bits as bitsandbytes stores them
 statistics                a calibration file: statistics of the inputs of each layer
 transform                 what a calibration changes about a weight before it is quantized, such as smoothing factors
 quant_error               quantization error of a layer, summed over pieces
