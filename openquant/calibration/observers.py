@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from safetensors.numpy import load, save
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 
 from ..data.corpus import Corpus
 from ..errors import SourceError
@@ -33,6 +32,7 @@ from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
+from ..streaming.text_cache import TextCache
 from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.statistics import InputStatistics
 
@@ -131,7 +131,7 @@ class Observer(ModuleHooks[RunningStatistics]):
         return values
 
 
-class CacheObserver(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
+class CacheObserver(TextCache):
     """A KV cache for one forward pass over a whole text: records statistics of keys and values, and stores neither.
 
     Args:
@@ -139,11 +139,8 @@ class CacheObserver(DynamicCache):  # type: ignore[misc]  # mypy does not read t
         statistics: where keys and values are recorded, by index of the decoder layer.
     """
 
-    # Read by streaming/pass_checkpoint.py: a pass that continues may have another cache.
-    holds_nothing = True
-
     def __init__(self, config: Any, statistics: Mapping[int, tuple[RunningStatistics, RunningStatistics]]) -> None:
-        super().__init__(config=config.get_text_config())
+        super().__init__(config)
         self._statistics = statistics
 
     def update(
@@ -154,22 +151,6 @@ class CacheObserver(DynamicCache):  # type: ignore[misc]  # mypy does not read t
         for states, statistics in zip((key_states, value_states), self._statistics.get(layer_idx, ()), strict=False):
             statistics.add(*_batch_statistics(states))
         return key_states, value_states
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the layer computes with, and drop the state.
-
-        Otherwise a text that waits for its next layer would hold the states of all layers before it.
-        """
-        states: Tensor = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-        layer = self.layers[layer_idx]
-        layer.conv_states = dict.fromkeys(layer.conv_states)
-        layer.is_conv_states_initialized = dict.fromkeys(layer.conv_states, False)
-        return states
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the state, and do not store it."""
-        del layer_idx, args, kwargs
-        return recurrent_states
 
 
 def observe_inputs(

@@ -9,6 +9,7 @@ activation_rounding  rounds activations, keys and values as engines do
 weight_changes       how one weight differs from the source's, and how much of that its format explains
 generate, answers    greedy continuations of prompts by source and output, and where they differ
 counters, gathering  distances of hidden states and routes of tokens; figures of several ranks put together
+saved_measurements   what is measured so far, for a run that continues an interrupted one
 task_requests        multiple-choice questions as token ids; `task_passes` runs them among the texts
 task_servers         has running servers generate the answers to other tasks
 task_statistics      intervals, paired tests; `task_results` and `task_types` are what eval.json has of tasks

@@ -24,6 +24,7 @@ from ..formats.format import Format, GlobalScale, Scale
 from ..formats.numbers import E2M1, E4M3
 from ..formats.reference import decode, encode, group_absmax, group_scale
 from ..streaming.hooks import ExpertWeights, ModuleHooks
+from ..streaming.text_cache import TextCache
 
 # Lower limit of dynamic scales: vLLM layers/quantization/input_quant_fp8.py:27.
 SMALLEST_SCALE = 1 / (448 * 512)
@@ -182,7 +183,7 @@ class ActivationRounding(ModuleHooks[QuantizedInputs]):
         return round_activations(values, into.inputs, scale)
 
 
-class Fp8Cache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
+class Fp8Cache(TextCache):
     """KV cache that rounds keys and values to FP8, for a single pass over a whole text: it stores nothing.
 
     Args:
@@ -194,7 +195,7 @@ class Fp8Cache(DynamicCache):  # type: ignore[misc]  # mypy does not read transf
     def __init__(
         self, config: Any, scales: Callable[[int], tuple[float, float]], clipped: ClippedCount | None = None
     ) -> None:
-        super().__init__(config=config.get_text_config())
+        super().__init__(config)
         self._by_layer = scales
         self._clipped = clipped or ClippedCount()
 
@@ -209,15 +210,24 @@ class Fp8Cache(DynamicCache):  # type: ignore[misc]  # mypy does not read transf
         return round_activations(key_states, CACHED, key), round_activations(value_states, CACHED, value)
 
 
-class GrowingFp8Cache(Fp8Cache):
-    """KV cache in FP8 that stores keys and values, for continuations."""
+class GrowingFp8Cache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
+    """KV cache in FP8 that stores keys and values, for continuations.
+
+    Args:
+        config: the model's config, of transformers.
+        scales: returns the scales of keys and of values, given the layer's number.
+    """
+
+    def __init__(self, config: Any, scales: Callable[[int], tuple[float, float]]) -> None:
+        super().__init__(config=config.get_text_config())
+        self._rounding = Fp8Cache(config, scales)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values; return all of the layer so far, [batch, heads, length so far, dim]."""
-        keys, values = super().update(key_states, value_states, layer_idx)
-        all_states: tuple[Tensor, Tensor] = DynamicCache.update(self, keys, values, layer_idx, *args, **kwargs)
+        keys, values = self._rounding.update(key_states, value_states, layer_idx)
+        all_states: tuple[Tensor, Tensor] = super().update(keys, values, layer_idx, *args, **kwargs)
         return all_states
 
 

@@ -39,6 +39,7 @@ from .generate import TOKENS, continue_prompts, teacher_forced
 from .kl import ModelNames, compare_logits
 from .noise_floor import RoundingNoise
 from .results import Evaluation, Measurements, make_evaluation
+from .saved_measurements import EvaluationState
 from .task_passes import TaskPasses
 from .task_results import evaluate_tasks
 from .task_servers import generate_texts
@@ -131,6 +132,13 @@ class _Comparison:
         self.top_tokens: dict[int, list[int]] = {}
         # The source's logits of the document that is being compared.
         self.source_logits: Tensor | None = None
+        # Generators of the rounding noise of this process's documents.
+        self.generators = {
+            document: torch.Generator().manual_seed(settings.seed * 1_000_003 + document)
+            for document in self.local_documents
+        }
+        self.checkpoint = settings.pass_checkpoint
+        self.continues = self.checkpoint is not None and self.checkpoint.saved is not None
         embedding = self.model.model.get_input_embeddings()
         self.vocabulary = int(getattr(embedding, "num_embeddings", 0))
         self.prompts: Sequence[Prompt] = ()
@@ -143,8 +151,11 @@ class _Comparison:
         if self.tasks is not None:
             text_tokens += self.tasks.models * self.tasks.local_tokens
         answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_prompts else 0
-        costs = layer_costs(self.model, [*self.model.layers, *self.head])
-        self.progress = PassProgress(costs, text_tokens, progress, remaining, answer_tokens + self.generated_tokens)
+        if not self.continues:
+            answer_tokens += self.generated_tokens
+        resumed = frozenset() if self.checkpoint is None else self.checkpoint.done
+        costs = layer_costs(self.model, [unit for unit in (*self.model.layers, *self.head) if unit not in resumed])
+        self.progress = PassProgress(costs, text_tokens, progress, remaining, answer_tokens)
 
     @property
     def head(self) -> list[str]:
@@ -170,6 +181,9 @@ class _Comparison:
 
     def description(self) -> str:
         """Say what is to be done: "16 documents of 512 tokens: code (8), docs (8); 4 passes"."""
+        return f"{self._description()}{'; an earlier run is continued' if self.continues else ''}"
+
+    def _description(self) -> str:
         described = f"{self.corpus.described}; {self.passes} passes"
         if self.tasks is None or self.settings.tasks is None:
             return described
@@ -269,17 +283,27 @@ class _Comparison:
         return max(0.0, with_load - decode) + prefill_per_token * prompt_tokens + decode_all
 
     def _run(self) -> Evaluation:
-        if self.settings.tasks is not None and self.settings.tasks.servers:
+        tasks = self.settings.tasks
+        servers, requests = (tasks.servers, tasks.tasks.generations) if tasks is not None else ((), ())
+        if servers and not self.continues:
             # First, as servers are what fails most easily.
-            servers, requests = self.settings.tasks.servers, self.settings.tasks.tasks.generations
             self.generated = generate_texts(servers, requests, self.progress.more_done)
         self._forecast_tail()
+        if self.checkpoint is not None:
+            generators = list(self.generators.values())
+            state = EvaluationState(self.measurements, self.compared, generators, self.generated)
+            self.checkpoint.extra = state.to_bytes
+            if self.checkpoint.saved is not None:
+                with self.checkpoint.continuing():
+                    texts = len(requests) if servers else 0
+                    state.add_bytes(bytes(self.checkpoint.saved), self.checkpoint.done, texts)
         run_interleaved(
             [*map(self._passes_of, self.local_documents), *self._task_passes()],
             finished=self._finished,
             after_unit=self._after_unit,
             scratch=self.settings.scratch,
             progress=self.progress.layer_done,
+            checkpoint=self.checkpoint,
         )
         ranks = self.settings.ranks
         if ranks is None:
@@ -340,7 +364,7 @@ class _Comparison:
         """Return all passes of a document, by number."""
         ids = torch.tensor(self.corpus.documents[document].ids, device=self.settings.device)
         body = partial(logits, self.model, ids)
-        noise = self.noise.seeded(self.settings.seed * 1_000_003 + document)
+        noise = self.noise.drawn_from(self.generators[document])
         passes = [ForwardPass(self.model, body), ForwardPass(self.model, body, noise)]
         for output in self.outputs:
             passes += output.served.passes(ids)

@@ -42,7 +42,6 @@ class HiddenStateDistances:
             number: number of the pass. Pass 0 is the source's; it must come first for each layer and document.
             hidden: hidden states [..., hidden], any floating dtype.
         """
-        self.layers[layer] = None
         states = hidden.reshape(-1, hidden.shape[-1]).float()
         if number == 0:
             self._source = states
@@ -53,6 +52,7 @@ class HiddenStateDistances:
         self._add(layer, number, [float(distances.double().sum())], len(distances))
 
     def _add(self, layer: str, number: int, sums: Iterable[float], tokens: int) -> None:
+        self.layers[layer] = None
         self._sums.setdefault((layer, number), []).extend(sums)
         self._tokens[layer, number] = self._tokens.get((layer, number), 0) + tokens
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class RoundingNoise:
-    """Adds bfloat16 rounding noise to the outputs of modules, while a context of `seeded` is entered.
+    """Adds bfloat16 rounding noise to the outputs of modules, while a context of `drawn_from` is entered.
 
     Args:
         modules: the decoder layers of a model. Their `forward` is replaced.
@@ -30,16 +30,13 @@ class RoundingNoise:
             # Not a hook: hidden states must have the noise before other hooks compare them.
             module.forward = self._noisy(module.forward)
 
-    def seeded(self, seed: int) -> Callable[[], AbstractContextManager[None]]:
+    def drawn_from(self, generator: torch.Generator) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that makes contexts in which noise is added, for `ForwardPass.around`.
 
-        All contexts that it makes draw from one generator, so call this once for each pass: then the noise of a pass
-        depends on its seed alone, not on other passes.
-
         Args:
-            seed: seed of the noise.
+            generator: draws the noise, on the CPU. Give each pass its own: then its noise depends on the generator's
+                seed alone, not on other passes.
         """
-        generator = torch.Generator().manual_seed(seed)
 
         @contextmanager
         def on() -> Iterator[None]:

@@ -135,7 +135,7 @@ def make_evaluation(
     common = {
         "floor": floor,
         "text": measurements.corpus.account,
-        "versions": _versions(),
+        "versions": versions(),
         "seed": seed,
         "device": measurements.settings.device,
         "source": source,
@@ -256,7 +256,8 @@ def _reasons(figures: Mapping[str, Any], floor: Brief, suspects: Sequence[Suspec
     ]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of openquant, Python, and the libraries that figures depend on, by name."""
     return {
         "openquant": __version__,
         "torch": torch.__version__,

@@ -6,6 +6,7 @@ are imported only once the options and checkpoints are checked.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..distributed import Ranks
 from ..errors import UsageError
-from ..files.checkpoint import open_checkpoint
+from ..files.checkpoint import Checkpoint, open_checkpoint
 from ..files.destination import Destination, ProtectedPaths
 from ..files.evaluation import EVALUATION
 from ..files.fingerprint import Fingerprint
@@ -25,6 +26,7 @@ from ..hub.shards import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..job import in_all_ranks
 from ..machine import find_device
+from ..models import MODELS
 from ..options import Evaluate, Texts, documented, files_read
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import (
@@ -38,6 +40,7 @@ from ..streaming.session import (
 )
 
 if TYPE_CHECKING:
+    from ..streaming.pass_checkpoint import PassCheckpoint
     from ..streaming.shard_provider import ShardProvider
     from .results import Evaluation
 
@@ -130,6 +133,7 @@ def _evaluate(
     from ..data.corpus import read_corpus
     from ..data.tasks import read_tasks
     from .compare import compare_outputs
+    from .results import versions
     from .task_requests import TaskRequests, encode_requests, longest_sequence
     from .task_servers import find_servers
     from .under_test import EvaluationSettings, ModelUnderTest
@@ -186,6 +190,20 @@ def _evaluate(
                     for supply, shards, subject in zip(supplies, needs, subjects, strict=True)
                 ]
 
+        of_models = [
+            _sha256([subject.fingerprint.stamp, model.digests(subject.checkpoint)])
+            for model, subject in zip(models, subjects, strict=True)
+        ]
+        conditions = {
+            "source": of_models[0],
+            "outputs": _sha256(of_models[1:]),
+            "texts": corpus.sha256,
+            "tasks": tasks.sha256 if tasks is not None else "",
+            "options": _sha256([options.seed, options.kv_cache, device, texts.length, [vars(one) for one in servers]]),
+            "number of ranks": str(ranks.size),
+            "versions of libraries": ", ".join(f"{name} {value}" for name, value in versions().items()),
+        }
+        pass_checkpoint = _pass_checkpoint(options, models[1], checkpoints[0], directory, ranks, conditions)
         settings = EvaluationSettings(
             options.seed,
             options.kv_cache,
@@ -198,13 +216,57 @@ def _evaluate(
             ranks=ranks if ranks.size > 1 else None,
             answer_memory=answer_memory(options.max_memory),
             tasks=tasks,
+            pass_checkpoint=pass_checkpoint,
         )
         evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
     for destination, value in destinations(evaluation) if destinations is not None else ():
         destination.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
+    if pass_checkpoint is not None:
+        # The other ranks keep theirs until the results are written.
+        ranks.agree(None)
+        pass_checkpoint.remove()
     return evaluation
+
+
+def _pass_checkpoint(
+    options: Evaluate,
+    output: Source,
+    source: Checkpoint,
+    directory: Path,
+    ranks: Ranks,
+    about: Mapping[str, str],
+) -> PassCheckpoint | None:
+    """Return the file from which an interrupted evaluation continues.
+
+    Args:
+        options: options of the evaluation.
+        output: the first output, which the file is named after.
+        source: the source's config.
+        directory: the directory of scratch files.
+        ranks: the processes, each of which has a file of its own.
+        about: what must be the same for a run to be continued.
+
+    Returns:
+        The file; None if nothing can be written there, or if it is not known of the source's class that nothing but
+        arguments goes from layer to layer.
+
+    Raises:
+        SourceError: there is a file that is damaged, or from a run with another `about`.
+    """
+    from ..streaming.pass_checkpoint import PassCheckpoint
+
+    entry = MODELS.get(source.architecture)
+    if entry is None or entry.repeats or not os.access(directory, os.W_OK):
+        return None
+    results = EVAL_FILE if options.out is None else Path(options.out).name
+    name = f"{output.name}.{results}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}"
+    return PassCheckpoint(directory / name, lambda: about)
+
+
+def _sha256(facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _scratch_directory(options: Evaluate, models: Sequence[Source]) -> Path:

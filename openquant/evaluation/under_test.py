@@ -22,6 +22,7 @@ from ..hub.shards import Needs
 from ..streaming.documents import DocumentRanks
 from ..streaming.model import StreamedModel, shards_by_unit
 from ..streaming.offload import OffloadFile
+from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.shard_provider import ShardProvider
 from .as_served import ServedModel
 from .task_requests import TaskRequests
@@ -80,6 +81,7 @@ class EvaluationSettings:
         can_reload: whether all weights can be read once more after the texts, to answer prompts.
         ranks: the processes that share the documents; None if this is the only one.
         tasks: questions of tasks that the models answer too; None for none.
+        pass_checkpoint: file from which an interrupted evaluation continues; None for none.
         answer_memory: bytes that the weights of a model which answers prompts may take; None for no limit but the
             machine's memory.
     """
@@ -95,6 +97,7 @@ class EvaluationSettings:
     ranks: DocumentRanks | None = None
     answer_memory: int | None = None
     tasks: TaskRequests | None = None
+    pass_checkpoint: PassCheckpoint | None = None
 
 
 @dataclass

@@ -11,6 +11,7 @@ lazy_tensors                tensors as transformers loads them, read or decoded 
 packing                     several questions in one sequence, each computed as if it were alone
 offload                     a file for hidden states that do not fit into memory
 pass_checkpoint             a file that forward passes are saved to, so that a stopped run continues
+text_cache                  a KV cache for a pass over a whole text, which keeps nothing
 shard_provider, session     downloads or finds the shards that a unit needs; tokenizer, scratch space and shards of a
                             run
 memory, forecast, progress  memory that each step takes, known before; the time that is left

@@ -17,6 +17,7 @@ Each has its own context variables, empty at first.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -134,7 +135,8 @@ def run_interleaved(
             compute all.
         progress: called with unit name, how many batches are through it, and the number of batches. The second is 0
             while a unit is computed for `recompute`.
-        checkpoint: file that waiting passes of a single model are saved to, and continued from if it has any.
+        checkpoint: file that waiting passes are saved to, and continued from if it has any; used as long as all passes
+            wait for units of one name.
         recompute: called with the unit of a single model before it is computed. While it returns True, the unit is
             computed for all passes and its outputs are discarded. GPTQ does this for layers whose Hessians do not fit
             into memory at once.
@@ -328,12 +330,15 @@ def _skip_computed(
     checkpoint: PassCheckpoint,
     progress: Callable[[str, int, int], None] | None,
 ) -> bool:
-    """Let passes of one model skip the unit they wait for if an earlier run computed it, and say whether they did.
+    """Let passes skip the unit they wait for if an earlier run computed it, and say whether they did.
 
     At the unit that the checkpoint was saved at, passes get the saved arguments instead.
     """
     waiting = [suspended for batch in batches for suspended in batch]
     model, unit = waiting[0].model, waiting[0].unit
+    if any(suspended.done or suspended.unit != unit for suspended in waiting):
+        checkpoint.refuse_units()
+        return False
     if not checkpoint.enter_unit(unit, isinstance(model.units[unit], nn.Embedding)):
         current_calls = [(suspended.batch, suspended.number, suspended.call) for suspended in waiting]
         calls = checkpoint.saved_calls(unit, current_calls, model.device)
@@ -342,11 +347,12 @@ def _skip_computed(
             if suspended is batches[suspended.batch][-1]:
                 store.offload(batches[suspended.batch])
         return False
+    numbers = itertools.count()
     for at, batch in enumerate(batches):
         for suspended in batch:
             suspended.call = (), {}
             with checkpoint.continuing():
-                driver.resume(suspended, checkpoint.zero_output(unit, model.device))
+                driver.resume(suspended, checkpoint.zero_output(unit, next(numbers), model.device))
         if progress is not None:
             progress(unit, at + 1, len(batches))
     return True

@@ -23,6 +23,7 @@ import time
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -79,11 +80,15 @@ class PassCheckpoint:
         self._new_path = path.with_name(f"{path.name}.new")
         self.saved: bytes | bytearray | None = None
         self._about, self._last_write, self._write_seconds = about, time.monotonic(), 0.0
-        # Structure, shapes and dtypes of each computed unit's output, without its values.
-        self._outputs: dict[str, Json] = {}
-        # The unit that passes were saved at, and the arguments that they call it with, by "BATCH.NUMBER".
+        # Descriptions of outputs and arguments, each once: thousands of passes have few different shapes.
+        self._descriptions: list[Json] = []
+        self._numbers: dict[str, int] = {}
+        # For each computed unit the number of its output's description, of each pass.
+        self._outputs: dict[str, list[int]] = {}
+        # The unit that passes were saved at, and the description of the arguments that each calls it with, by
+        # "BATCH.NUMBER".
         self._unit = ""
-        self._calls: dict[str, Json] = {}
+        self._calls: dict[str, int] = {}
         self._entered: set[str] = set()
         # Whether all that goes from unit to unit can be saved, and each unit is called once.
         self._supported = True
@@ -107,6 +112,8 @@ class PassCheckpoint:
             if not (isinstance(about, dict) and isinstance(facts["unit"], str)):
                 raise TypeError("its metadata are incomplete")
             self._outputs, self._unit, self._calls = dict(facts["gave"]), facts["unit"], dict(facts["calls"])
+            self._descriptions = list(facts["descriptions"])
+            self._numbers = {json.dumps(known): number for number, known in enumerate(self._descriptions)}
             self._locations = {info.name: (offset, info.nbytes) for info, offset in tensors}
             self.saved = self._read_tensor("own", file) if "own" in self._locations else b""
         for name, value in self._about().items():
@@ -180,11 +187,23 @@ class PassCheckpoint:
                 raise ValueError(f"{unit} comes before {self._unit}, but was not computed")
         return True
 
-    def zero_output(self, unit: str, device: str) -> Any:
+    def refuse_units(self) -> None:
+        """Note that passes wait for different units: they are not saved from then on.
+
+        Raises:
+            SourceError: the file has passes, which were not saved in such a run.
+        """
+        self._supported = False
+        if self._unit:
+            with self.continuing():
+                raise ValueError(f"passes do not reach {self._unit} together")
+
+    def zero_output(self, unit: str, number: int, device: str) -> Any:
         """Return what a computed unit returns, with zeros in its tensors, on a device such as "cpu".
 
         Args:
             unit: name of a unit of `done`.
+            number: number of the pass among those of all batches.
             device: the device of the tensors, which are expanded scalars.
 
         Raises:
@@ -195,7 +214,7 @@ class PassCheckpoint:
             return torch.zeros((), dtype=dtype, device=device).expand(*shape)
 
         with self.continuing():
-            return _rebuild(self._outputs[unit], None, zeros)
+            return _rebuild(self._descriptions[self._outputs[unit][number]], None, zeros)
 
     def saved_calls(self, unit: str, waiting: Sequence[tuple[int, int, Any]], device: str) -> Iterator[Any]:
         """Yield the saved arguments of each pass that waits for a unit; they can be taken once.
@@ -232,22 +251,28 @@ class PassCheckpoint:
                     return flat.view(dtype).reshape(*shape).to(device)
 
                 with self.continuing():
-                    description = self._calls[f"{batch}.{number}"]
+                    description = self._descriptions[self._calls[f"{batch}.{number}"]]
                     if not _matches(description, call) or _keywords(description) != call[1].keys():
                         raise ValueError(f"{unit} is called with other arguments")
                     saved_call = _rebuild(description, call, read)
                 yield saved_call
 
     def record_output(self, unit: str, output: Any) -> None:
-        """Record structure, shapes and dtypes of a unit's output, which are the same for all passes.
+        """Record structure, shapes and dtypes of what a unit returns to a pass; called for all passes, in their order.
 
         If it has an object that cannot be saved, passes are not saved from then on.
         """
-        if unit not in self._outputs:
-            try:
-                self._outputs[unit] = _describe(output, [])
-            except _UnsupportedError:
-                self._supported = False
+        try:
+            self._outputs.setdefault(unit, []).append(self._number(_describe(output, [])))
+        except _UnsupportedError:
+            self._supported = False
+
+    def _number(self, description: Json) -> int:
+        """The number of a description among all different ones."""
+        number = self._numbers.setdefault(json.dumps(description), len(self._descriptions))
+        if number == len(self._descriptions):
+            self._descriptions.append(description)
+        return number
 
     def is_due(self, unit: str) -> bool:
         """Whether passes should be saved now that a unit is computed: they can be, and the last save is long ago."""
@@ -255,7 +280,8 @@ class PassCheckpoint:
         return self._supported and unit in self._outputs and elapsed >= max(EVERY, TIMES * self._write_seconds)
 
     def write(self, unit: str, batches: Sequence[Sequence[Any]], in_memory: Callable[[int], Any]) -> None:
-        """Save passes that wait for a unit. Nothing is written if an argument cannot be saved.
+        """Save passes that wait for a unit. Nothing is written if an argument cannot be saved, or if there are more
+        passes than a header can name.
 
         Args:
             unit: its name.
@@ -266,7 +292,7 @@ class PassCheckpoint:
             OutputError: the file cannot be written.
         """
         begin = time.monotonic()
-        calls: dict[str, Json] = {}
+        calls: dict[str, int] = {}
         # For each batch, its tensors and their names in the file.
         tensors: list[list[tuple[str, Tensor]]] = []
         try:
@@ -274,12 +300,18 @@ class PassCheckpoint:
                 tensors.append([])
                 for number, call in enumerate(batch):
                     arguments: list[Tensor] = []
-                    calls[f"{at}.{number}"] = _describe(call, arguments)
+                    calls[f"{at}.{number}"] = self._number(_describe(call, arguments))
                     tensors[-1] += [(f"{at}.{number}.{index}", tensor) for index, tensor in enumerate(arguments)]
         except _UnsupportedError:
             return
         extra = self.extra()
-        facts = {"about": dict(self._about()), "unit": unit, "gave": self._outputs, "calls": calls}
+        facts = {
+            "about": dict(self._about()),
+            "unit": unit,
+            "descriptions": self._descriptions,
+            "gave": self._outputs,
+            "calls": calls,
+        }
         header: dict[str, Json] = {"__metadata__": {_KIND: json.dumps(facts)}}
         end = 0
         sizes = [("own", len(extra))]
@@ -291,6 +323,9 @@ class PassCheckpoint:
             end += size
         data = json.dumps(header).encode()
         data += b" " * (-len(data) % 8)
+        data = len(data).to_bytes(8, "little") + data
+        if _tensors(BytesIO(data), len(data) + end) is None:
+            return
         new = self._new_path
         try:
             make_directory(new.parent)
@@ -303,7 +338,7 @@ class PassCheckpoint:
                     digest.update(data)
                     file.write(data)
 
-                put(len(data).to_bytes(8, "little") + data + extra)
+                put(data + extra)
                 for at, named_tensors in enumerate(tensors):
                     with in_memory(at):
                         for _, tensor in named_tensors:

@@ -47,13 +47,13 @@ def test_a_file_of_another_kind_is_told_by_its_header(tmp_path: Path) -> None:
     assert "None" not in refused(path)
     path = file_of(tmp_path, header(kind="another"))
     assert refused(path) == f"{path} cannot be continued: 'openquant passes'"
-    facts = {"about": ["texts"], "unit": "", "gave": {}, "calls": {}}
+    facts = {"about": ["texts"], "unit": "", "descriptions": [], "gave": {}, "calls": {}}
     path = file_of(tmp_path, header(**{"openquant passes": json.dumps(facts)}))
     assert refused(path) == f"{path} cannot be continued: its metadata are incomplete"
 
 
 def test_passes_of_other_texts_are_not_continued(tmp_path: Path) -> None:
-    facts = {"about": {"texts": "2"}, "unit": "a", "gave": {}, "calls": {}}
+    facts = {"about": {"texts": "2"}, "unit": "a", "descriptions": [], "gave": {}, "calls": {}}
     path = file_of(tmp_path, header(**{"openquant passes": json.dumps(facts)}))
     assert PassCheckpoint(path, lambda: {"texts": "2"}).saved == b""
     with pytest.raises(SourceError) as raised:
