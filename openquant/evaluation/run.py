@@ -73,6 +73,8 @@ def evaluate(
 ) -> Evaluation:
     """Compare outputs with their source: how far their answers are apart, which layers cause it, and a verdict.
 
+    A call that was interrupted continues when it is made again with the same arguments.
+
     Args:
         begun: called once with a line that says what is to be done, before it starts.
         progress: called with the number of tokens that are done and of all tokens. Each pass of a text counts, and a
@@ -223,9 +225,9 @@ def _evaluate(
             subject.fingerprint.require_unchanged()
     for destination, value in destinations(evaluation) if destinations is not None else ():
         destination.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
+    # The other ranks keep their checkpoints until the results are written.
+    ranks.agree(None)
     if pass_checkpoint is not None:
-        # The other ranks keep theirs until the results are written.
-        ranks.agree(None)
         pass_checkpoint.remove()
     return evaluation
 

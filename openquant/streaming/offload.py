@@ -160,8 +160,10 @@ class OffloadedTensors:
         storage: Any
         for storage in self._storages():
             size = storage.nbytes()
-            self._offloaded.append((storage, size, scratch.write(_bytes(storage.cpu()))))
-            storage.resize_(0)
+            # Another pass of the batch has offloaded a tensor that both refer to, such as the token ids.
+            if size:
+                self._offloaded.append((storage, size, scratch.write(_bytes(storage.cpu()))))
+                storage.resize_(0)
 
     def restore(self, scratch: OffloadFile) -> None:
         """Read all that are in the file back into memory.

@@ -100,7 +100,8 @@ def test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines(tmp_path: Path
     [
         ("openquant", "--version", " to continue"),
         ("compress-fp8", "--version", " to continue"),
-        ("openquant", "eval", ": it starts from the beginning"),
+        ("openquant", "eval", " to continue"),
+        ("openquant", "verify", ": it starts from the beginning"),
     ],
 )
 def test_the_installed_commands_listen_first(tmp_path: Path, name: str, word: str, hint: str) -> None:

@@ -109,6 +109,25 @@ def test_ranks_calibrate_and_go_on_together(tmp_path: Path) -> None:
     assert (tmp_path / name).read_bytes() == one.read_bytes()
 
 
+def test_ranks_evaluate_and_go_on_together(output: Path, tmp_path: Path) -> None:
+    given = words(output, "--scratch", tmp_path, "--out", tmp_path / "many.json")
+    kept = {"out.many.json.part-0", "out.many.json.part-1"}
+    with forked_ranks.job() as job:
+        first, second = (job.start(rank, *given, first=ONE_PROMPT + KILLED + OPENQUANT + RUN) for rank in range(2))
+        assert second.wait(120) == -signal.SIGKILL
+        assert "rank 1 died" in first.communicate(120)[1]
+    assert kept < {path.name for path in tmp_path.iterdir()} <= {*kept, *(f"{each}.new" for each in kept)}
+    with forked_ranks.job() as job:
+        done = job.finish(2, *given, first=ONE_PROMPT + OPENQUANT + RUN)
+    assert done.returncode == 0, done.stderr
+    assert "; an earlier run is continued\n" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"many.json"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "BUILT_IN", 1)
+        evaluate([output], EXAMPLE, samples=3, length=64, out=tmp_path / "one.json")
+    assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
+
+
 def test_ranks_fold_alike(tmp_path: Path) -> None:
     source = twin(EXAMPLE, tmp_path / "twin")
     given = (

@@ -386,7 +386,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing(output: Path, tmp_path: Path,
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.endswith("error: interrupted\nhint: run the same command again: it starts from the beginning\n")
+    assert err.endswith("error: interrupted\nhint: run the same command again to continue\n")
     assert list((tmp_path / "there").iterdir()) == []
     assert sorted(path.name for path in output.iterdir()) == before
 

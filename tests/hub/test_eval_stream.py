@@ -206,7 +206,7 @@ def test_nothing_is_left_of_what_is_ended(
     release.set()
     if number != signal.SIGKILL:
         assert (code, out) == (130, "")
-        told = "error: interrupted\nhint: run the same command again: it starts from the beginning\n"
+        told = "error: interrupted\nhint: run the same command again to continue\n"
         assert err.endswith(told)
     until = time.monotonic() + 10
     # Who is killed cannot see to it.

@@ -1,0 +1,423 @@
+"""An evaluation that was stopped continues after the last finished layer, and gives the figures of one that was not."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load, save
+
+from conftest import EXAMPLE, ROOT
+from openquant import compress, evaluate
+from openquant.data.corpus import Corpus, Document
+from openquant.errors import OpenQuantError, OutputError, SourceError
+from openquant.evaluation import answers, results
+from openquant.evaluation import run as evaluation_run
+from openquant.evaluation.compare import compare_outputs
+from openquant.evaluation.results import Evaluation
+from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
+from openquant.files.checkpoint import open_checkpoint
+from openquant.models import MODELS
+from openquant.streaming import offload, pass_checkpoint
+from openquant.streaming.model import StreamedModel
+from openquant.streaming.pass_checkpoint import PassCheckpoint
+from support import small_checkpoints
+from support.loopback_engine import Answer, LoopbackEngine, text
+from support.task_files import write_generation, write_lines
+
+SMALL: dict[str, Any] = {"samples": 2, "length": 48}
+WORDS = ("--source", EXAMPLE, "--samples", 2, "--length", 48)
+
+
+class Stopped(Exception):
+    """Ends a run, as a kill would."""
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are saved after every layer; answers take most of the time, of which one is enough here."""
+    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
+    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output whose activations engines round, and one with rounded weights alone."""
+    folder = tmp_path_factory.mktemp("made")
+    compress(EXAMPLE, folder / "fp8", "tensor")
+    compress(EXAMPLE, folder / "int4", "int4")
+    return folder
+
+
+@pytest.fixture
+def outputs(made: Path, tmp_path: Path) -> list[Path]:
+    return [shutil.copytree(made / name, tmp_path / name) for name in ("fp8", "int4")]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, run: Callable[[], object]) -> None:
+    """Run until passes were saved so many times."""
+    write, left = PassCheckpoint.write, [saves]
+
+    def stopping(*arguments: Any) -> None:
+        write(*arguments)
+        left[0] -= 1
+        if not left[0]:
+            raise Stopped
+
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(PassCheckpoint, "write", stopping)
+        run()
+
+
+# Is killed while it saves passes for the time that the first argument says.
+KILLED = """
+import os, signal, sys
+from openquant.evaluation import answers
+from openquant.streaming import pass_checkpoint
+from openquant.cli.commands import main
+answers.BUILT_IN = 1
+pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
+replace, left = os.replace, [int(sys.argv[1])]
+def replaced(old, new, **more):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new, **more)
+os.replace = replaced
+main(sys.argv[2:])
+"""
+
+
+def test_a_run_that_is_killed_twice_gives_the_same_bytes(outputs: list[Path], tmp_path: Path) -> None:
+    """Two outputs, questions of tasks, which are packed to sequences of different lengths, and answers to a prompt."""
+    task = write_lines(tmp_path / "mine.jsonl", 7)
+    given = {"tasks": task, "kv_cache": "fp8", "scratch": tmp_path / "there", **SMALL}
+    (tmp_path / "there").mkdir()
+    evaluate(outputs, EXAMPLE, **given)
+    expected = [(output / "eval.json").read_bytes() for output in outputs]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    for output in outputs:
+        (output / "eval.json").unlink()
+    words = ["eval", *outputs, *WORDS, "--tasks", task, "--kv-cache", "fp8", "--scratch", tmp_path / "there"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    part = tmp_path / "there" / "fp8.eval.json.part"
+    done: list[list[str]] = []
+    for saves in (2, 3):
+        command = [sys.executable, "-c", KILLED, str(saves), *map(str, words)]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        assert ("; an earlier run is continued" in ended.stderr) == (saves == 3)
+        assert sorted(path.name for path in part.parent.iterdir()) == [part.name, f"{part.name}.new"]
+        done.append(list(facts_of(part)["gave"]))
+    assert done == [["model.layers.0"], [f"model.layers.{number}" for number in range(3)]]
+    said: list[str] = []
+    steps: list[tuple[int, int]] = []
+    evaluate(outputs, EXAMPLE, **given, begun=said.append, progress=lambda *step: steps.append(step))
+    assert said[0].endswith("; an earlier run is continued")
+    assert [step for step, _ in steps] == sorted(step for step, _ in steps)
+    assert steps[-1][0] == steps[-1][1]
+    assert [(output / "eval.json").read_bytes() for output in outputs] == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert not list(part.parent.iterdir())
+
+
+def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a scratch file too, which hidden states are saved from and come back to. No layer is computed twice."""
+    # Answers would load all layers once more.
+    monkeypatch.setattr(answers, "BUILT_IN", 0)
+    (output, _), file = outputs, tmp_path / "results.json"
+    evaluate(output, EXAMPLE, out=file, **SMALL)
+    expected = file.read_bytes()
+    monkeypatch.setattr(evaluation_run, "BUDGET", 0)
+    monkeypatch.setattr(offload, "LEAST", 1)
+    monkeypatch.setattr(offload, "IN_MEMORY", ())
+    loaded: list[str] = []
+    load = StreamedModel.load
+
+    def recorded(model: StreamedModel, unit: str) -> None:
+        loaded.append(unit)
+        load(model, unit)
+
+    for saves in (1, 4):
+        file.unlink(missing_ok=True)
+        stop_after(monkeypatch, saves, lambda: evaluate(output, EXAMPLE, out=file, **SMALL))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "fp8.results.json.part", "int4"]
+        with monkeypatch.context() as patch:
+            patch.setattr(StreamedModel, "load", recorded)
+            evaluate(output, EXAMPLE, out=file, **SMALL)
+        assert file.read_bytes() == expected
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "int4", "results.json"]
+    # Of both models, in the run that was stopped after one of four layers; the other had computed all.
+    assert [unit for unit in loaded if "layers" in unit] == [
+        f"model.layers.{number}" for number in (1, 2, 3) for _ in range(2)
+    ]
+
+
+def facts_of(part: Path) -> dict[str, Any]:
+    """What a saved pass says of itself."""
+    data = part.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    found: dict[str, Any] = json.loads(header["__metadata__"]["openquant passes"])
+    return found
+
+
+def stopped(output: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Path:
+    """The file that is left of a run that was stopped after its first layer."""
+    stop_after(monkeypatch, 1, lambda: evaluate(output, EXAMPLE, **{**SMALL, **more}))
+    return output.with_name(f"{output.name}.eval.json.part")
+
+
+def refusal(output: Path, source: Path = EXAMPLE, **more: Any) -> tuple[str, str | None]:
+    with pytest.raises(SourceError) as caught:
+        evaluate(output, source, **{**SMALL, **more})
+    assert not (output / "eval.json").exists()
+    return caught.value.message, caught.value.hint
+
+
+def test_a_saved_pass_of_another_run_is_never_used(
+    outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, other = outputs
+    part = stopped(output, monkeypatch)
+    saved = part.read_bytes()
+
+    def said(what: str) -> tuple[str, str]:
+        return f"{part} is from a run with other {what}", f"remove it to begin again, or use the same {what}"
+
+    assert refusal(output, samples=3) == said("texts")
+    assert refusal(output, seed=1) == said("options")
+    assert refusal(output, kv_cache="fp8") == said("options")
+    assert refusal(output, tasks=write_lines(tmp_path / "mine.jsonl", 2)) == said("tasks")
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "__version__", "0.0.0")
+        assert refusal(output) == said("versions of libraries")
+    source = shutil.copytree(EXAMPLE, tmp_path / "source")
+    assert refusal(output, source) == said("source")
+    with pytest.raises(SourceError) as caught:
+        evaluate([output, other], EXAMPLE, **SMALL)
+    assert (caught.value.message, caught.value.hint) == said("outputs")
+    # A file that says how activations are rounded, or what was done to the weights.
+    (output / "README.md").write_text("another card")
+    assert refusal(output) == said("outputs")
+    (output / "README.md").unlink()
+    assert refusal(output) == said("outputs")
+    assert part.read_bytes() == saved
+
+
+def test_a_damaged_file_is_refused(outputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    part = stopped(outputs[0], monkeypatch)
+    data = part.read_bytes()
+    for damaged in (b"", data[:-1], data[: len(data) // 2] + b"?" + data[len(data) // 2 + 1 :]):
+        part.write_bytes(damaged)
+        said = f"{part} cannot be continued: it is damaged or incomplete"
+        assert refusal(outputs[0]) == (said, "remove it to begin again")
+        assert part.read_bytes() == damaged
+
+
+def test_a_full_disk_is_an_error_and_the_run_continues_from_what_was_saved_before(
+    outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate(outputs[0], EXAMPLE, **SMALL)
+    expected = (outputs[0] / "eval.json").read_bytes()
+    (outputs[0] / "eval.json").unlink()
+    fsync, left = os.fsync, [2]
+
+    def full(handle: int) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    part = tmp_path / "fp8.eval.json.part"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OutputError) as caught:
+            evaluate(outputs[0], EXAMPLE, **SMALL)
+    assert caught.value.message == f"{part} cannot be written: No space left on device"
+    assert caught.value.hint == "free some space, or give another place"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", part.name, "int4"]
+    assert list(facts_of(part)["gave"]) == ["model.layers.0"]
+    evaluate(outputs[0], EXAMPLE, **SMALL)
+    assert (outputs[0] / "eval.json").read_bytes() == expected
+
+
+def test_nothing_is_saved_where_nothing_can_be_written(outputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    access = os.access
+
+    def unwritable(path: Any, mode: int, **more: Any) -> bool:
+        return Path(path) != outputs[0].parent and access(path, mode, **more)
+
+    monkeypatch.setattr(os, "access", unwritable)
+    monkeypatch.setattr(PassCheckpoint, "write", None)
+    assert evaluate(outputs[0], EXAMPLE, **SMALL).outputs
+
+
+@pytest.mark.parametrize("entry", [None, MODELS["HrmTextForCausalLM"]])
+def test_classes_that_may_keep_more_between_layers_are_not_saved(
+    outputs: list[Path], monkeypatch: pytest.MonkeyPatch, entry: Any
+) -> None:
+    assert entry is None or entry.repeats
+    monkeypatch.setattr(evaluation_run, "MODELS", {"Qwen3ForCausalLM": entry})
+    monkeypatch.setattr(PassCheckpoint, "write", None)
+    assert evaluate(outputs[0], EXAMPLE, **SMALL).outputs
+
+
+def test_servers_do_not_answer_twice(outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, task = outputs[0], write_generation(tmp_path / "tasks")
+    count = iter(range(10**6))
+
+    def complete(body: dict[str, Any]) -> Answer:
+        # Never the same again.
+        return text(f"answer {next(count)}")
+
+    with (
+        LoopbackEngine({"a-name": EXAMPLE}, complete) as first,
+        LoopbackEngine({str(output): output}, complete) as second,
+    ):
+        given = {"tasks": task, "server": [first.url, second.url], **SMALL}
+        stopped(output, monkeypatch, **given)
+        asked = next(count)
+        found = evaluate(output, EXAMPLE, **given)
+        assert next(count) == asked + 1
+    # No two answers are the same.
+    assert found.outputs[0]["tasks"]["pooled"]["answered_otherwise"] == 1
+
+
+# Of a mixture of experts, whose values are in part beyond what FP8 holds.
+
+
+IDS = tuple(tuple((7 * at * at + 31 * number) % 500 for at in range(24)) for number in range(3))
+CORPUS = Corpus(tuple(Document(f"domain {at % 2}", f"text {at}", each) for at, each in enumerate(IDS)), "", {})
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("mixture")
+    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
+    weights["model.layers.0.self_attn.v_proj.weight"] = weights["model.layers.0.self_attn.v_proj.weight"] * 600
+    source = small_checkpoints.write(folder / "source", "Qwen3MoeForCausalLM", weights=weights)
+    compress(source, folder / "out", "channel")
+    return source, folder / "out"
+
+
+def compared(mixture: tuple[Path, Path], kept: PassCheckpoint | None = None) -> Evaluation:
+    source, output = (ModelUnderTest(path.name, open_checkpoint(path)) for path in mixture)
+    return compare_outputs(source, [output], CORPUS, EvaluationSettings(kv_cache="fp8", pass_checkpoint=kept))
+
+
+@pytest.fixture
+def saved(mixture: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "x.part"
+    stop_after(monkeypatch, 2, lambda: compared(mixture, PassCheckpoint(path, dict)))
+    return path
+
+
+def sealed(path: Path, change: Callable[[dict[str, Any]], object] = dict, noise: bytes | None = None) -> None:
+    """Change what was measured, and give the file the digest of that."""
+    data = path.read_bytes()[:-32]
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header, values = json.loads(data[8:begin]), data[begin:]
+    start, end = header["own"]["data_offsets"]
+    own = load(values[start:end])
+    facts = json.loads(own["facts"].tobytes())
+    # What a change returns is a list where that takes the place of all.
+    listed = change(facts)
+    own["facts"] = np.frombuffer(json.dumps(listed if isinstance(listed, list) else facts).encode(), np.uint8)
+    if noise is not None:
+        own["noise 1"] = np.frombuffer(noise, np.uint8)
+    new = save(own)
+    for entry in header.values():
+        if "data_offsets" in entry:
+            entry["data_offsets"] = [
+                at + (len(new) - (end - start) if at >= end else 0) for at in entry["data_offsets"]
+            ]
+    header["own"]["shape"] = [len(new)]
+    text_of = json.dumps(header).encode()
+    data = len(text_of).to_bytes(8, "little") + text_of + values[:start] + new + values[end:]
+    path.write_bytes(data + hashlib.sha256(data).digest())
+
+
+def test_experts_and_clipped_values_are_counted_once(mixture: tuple[Path, Path], saved: Path) -> None:
+    expected = compared(mixture)
+    assert expected.outputs[0]["layers"][1]["routed_otherwise"] > 0
+    assert any("static scales clip" in reason for reason in expected.outputs[0]["reasons"])
+    sealed(saved)
+    assert compared(mixture, PassCheckpoint(saved, dict)) == expected
+
+
+Facts = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda facts: [facts], "list indices must be integers"),
+        (lambda facts: facts.clear(), "'counts'"),
+        (lambda facts: facts["counts"].update(routes=7), "'int' object is not iterable"),
+        (lambda facts: facts["counts"]["distances"].clear(), "it has no distances of a layer that is computed"),
+        (lambda facts: facts["counts"]["distances"].__delitem__(0), "it has no distances of a layer that is computed"),
+        (lambda facts: facts["counts"]["distances"].append(facts["counts"]["distances"][0]), "distances are of another"),
+        (lambda facts: row(facts, "distances", 0, "model.layers.1"), "distances are of another model"),
+        (lambda facts: row(facts, "distances", 0, ["x"]), "unhashable"),
+        (lambda facts: row(facts, "distances", 1, 0), "distances are of another model"),
+        (lambda facts: row(facts, "distances", 1, 9), "distances are of another model"),
+        (lambda facts: row(facts, "distances", 2, [0.5]), "distances of model.layers.0 are invalid"),
+        (lambda facts: row(facts, "distances", 2, [0.5, -0.5, 0.5]), "distances of model.layers.0 are invalid"),
+        (lambda facts: row(facts, "distances", 2, [0.5, 1e999, 0.5]), "distances of model.layers.0 are invalid"),
+        (lambda facts: row(facts, "distances", 2, [0.5, "x", 0.5]), "distances of model.layers.0 are invalid"),
+        (lambda facts: row(facts, "distances", 3, 0), "distances of model.layers.0 are invalid"),
+        (lambda facts: row(facts, "routes", 0, "model.layers.0.mlp"), "routes are of another model"),
+        (lambda facts: row(facts, "routes", 1, 9), "routes are of another model"),
+        (lambda facts: row(facts, "routes", 2, 10**9), "counts of model.layers.1.mlp.experts are invalid"),
+        (lambda facts: row(facts, "routes", 2, -1), "counts of model.layers.1.mlp.experts are invalid"),
+        (lambda facts: row(facts, "routes", 3, "x"), "counts of model.layers.1.mlp.experts are invalid"),
+        (lambda facts: facts["counts"]["routes"][0].__setitem__(slice(2, 4), [0, 0]), "mlp.experts are invalid"),
+        (lambda facts: facts["counts"].update(clipped=[]), "shorter"),
+        (lambda facts: facts["counts"]["clipped"][0].append([0, 5, 4]), "clipped activations are of another model"),
+        (lambda facts: facts["counts"]["clipped"][0].append([99, 0, 4]), "clipped activations are of another model"),
+        (lambda facts: facts["counts"]["clipped"][0].append(["\033[2J", 0, 4]), "clipped activations are of another model"),
+        (lambda facts: facts["counts"]["clipped"][0].__setitem__(0, [0, 5, 4]), "counts of 0 are invalid"),
+        (lambda facts: facts.update(changes=[]), "shorter"),
+        (lambda facts: facts["changes"][0].append(["\033[2J", True, 0.0, 0.0, 0.0, 0.0]), "differences of weights are inv"),
+        (lambda facts: facts["changes"][0][0].__setitem__(1, 1), "differences of weights are invalid"),
+        (lambda facts: facts["changes"][0][0].__setitem__(2, "x"), "differences of weights are invalid"),
+        (lambda facts: facts["changes"][0][0].__delitem__(5), "differences of weights are invalid"),
+        (lambda facts: facts["compared"].append(["x", 2]), "weights are of another model"),
+        (lambda facts: facts.update(generated=[[]]), "generated texts are invalid"),
+        (lambda facts: facts.update(generated=[[], ["x"]]), "generated texts are invalid"),
+    ],
+)  # fmt: skip
+def test_invalid_measurements_are_refused(
+    mixture: tuple[Path, Path], saved: Path, change: Callable[[Facts], object], said: str
+) -> None:
+    sealed(saved, change)
+    with pytest.raises(SourceError) as caught:
+        compared(mixture, PassCheckpoint(saved, dict))
+    assert caught.value.message.startswith(f"{saved} cannot be continued: ")
+    assert said in caught.value.message
+    assert caught.value.hint == "remove it to begin again"
+
+
+def row(facts: Facts, what: str, at: int, value: object) -> None:
+    facts["counts"][what][0][at] = value
+
+
+@pytest.mark.parametrize("noise", [b"", bytes(5056), bytes(99)])
+def test_an_invalid_state_of_the_noise_is_refused(mixture: tuple[Path, Path], saved: Path, noise: bytes) -> None:
+    sealed(saved, noise=noise)
+    with pytest.raises(SourceError) as caught:
+        compared(mixture, PassCheckpoint(saved, dict))
+    assert caught.value.message.startswith(f"{saved} cannot be continued: ")

@@ -1,0 +1,77 @@
+"""Passes over texts of different lengths that continue before the output head give the same logits, of any class."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openquant.files.checkpoint import open_checkpoint
+from openquant.models import MODELS
+from openquant.streaming import pass_checkpoint
+from openquant.streaming.interleaved import ForwardPass, run_interleaved
+from openquant.streaming.matmul import products_in_float32
+from openquant.streaming.model import StreamedModel
+from openquant.streaming.pass_checkpoint import PassCheckpoint
+from openquant.streaming.text_cache import TextCache
+from openquant.streaming.transformers_internals import cache_argument
+from support import small_checkpoints
+from support.conversions import Shelf
+
+CONTINUED = [name for name in small_checkpoints.RUNNABLE if not MODELS[name].repeats]
+
+
+def logits(streamed: StreamedModel, ids: Tensor, cached: bool) -> Tensor:
+    options: dict[str, Any] = {"use_cache": cached}
+    if cached:
+        options[cache_argument(streamed.model)] = TextCache(streamed.model.config)
+    found: Tensor = streamed.model(input_ids=ids[None], **options).logits[0]
+    return found
+
+
+def run(model: StreamedModel, kept: PassCheckpoint) -> list[Tensor]:
+    """The logits of two texts, without a KV cache and with one if engines cache what transformers does."""
+    latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
+    found: list[Tensor] = []
+    run_interleaved(
+        [
+            [
+                ForwardPass(model, partial(logits, model, ids, cached), products_in_float32)
+                for cached in ((False,) if latent else (False, True))
+            ]
+            for ids in (torch.arange(24) * 7 % 500, torch.arange(17) * 11 % 500)
+        ],
+        finished=lambda batch, number, values: found.append(values),
+        checkpoint=kept,
+    )
+    return found
+
+
+@pytest.mark.parametrize("architecture", CONTINUED)
+def test_passes_continue_before_the_output_head(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
+    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
+    path, model = tmp_path / "x.part", StreamedModel(open_checkpoint(shelf.source(architecture)))
+    loaded: list[str] = []
+    load = model.load
+
+    def recorded(unit: str) -> None:
+        loaded.append(unit)
+        load(unit)
+
+    monkeypatch.setattr(model, "load", recorded)
+    expected, units = run(model, PassCheckpoint(path, dict)), list(loaded)
+    loaded.clear()
+    kept = PassCheckpoint(path, dict)
+    done = kept.done
+    found = run(model, kept)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    # All layers were computed when it was saved for the last time.
+    assert done == {unit for unit in units if unit in model.layers}
+    assert loaded == [unit for unit in units if unit not in done]
