@@ -22,7 +22,7 @@ from safetensors.numpy import load, save
 from conftest import EXAMPLE, ROOT
 from openquant import compress, evaluate
 from openquant.data.corpus import Corpus, Document
-from openquant.errors import OpenQuantError, OutputError, SourceError
+from openquant.errors import OutputError, SourceError
 from openquant.evaluation import answers, results
 from openquant.evaluation import run as evaluation_run
 from openquant.evaluation.compare import compare_outputs

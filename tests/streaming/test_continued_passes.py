@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from openquant.errors import SourceError
+from openquant.files import tensors
 from openquant.files.checkpoint import open_checkpoint
 from openquant.models import MODELS
 from openquant.streaming import pass_checkpoint
@@ -45,18 +47,24 @@ def run(model: StreamedModel, kept: PassCheckpoint) -> list[Tensor]:
             ]
             for ids in (torch.arange(24) * 7 % 500, torch.arange(17) * 11 % 500)
         ],
-        finished=lambda batch, number, values: found.append(values),
+        finished=lambda *result: found.append(result[-1]),
         checkpoint=kept,
     )
     return found
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are saved after every layer."""
+    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
+    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("architecture", CONTINUED)
 def test_passes_continue_before_the_output_head(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
-    monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
-    monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
     path, model = tmp_path / "x.part", StreamedModel(open_checkpoint(shelf.source(architecture)))
     loaded: list[str] = []
     load = model.load
@@ -75,3 +83,29 @@ def test_passes_continue_before_the_output_head(
     # All layers were computed when it was saved for the last time.
     assert done == {unit for unit in units if unit in model.layers}
     assert loaded == [unit for unit in units if unit not in done]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_passes_that_wait_for_different_units_are_not_saved(shelf: Shelf, tmp_path: Path) -> None:
+    models = [StreamedModel(open_checkpoint(shelf.source(name))) for name in ("Qwen3ForCausalLM", "GPT2LMHeadModel")]
+
+    def run_both(path: Path) -> None:
+        passes = [ForwardPass(model, partial(logits, model, torch.arange(9), False)) for model in models]
+        run_interleaved([passes], finished=lambda *_: None, checkpoint=PassCheckpoint(path, dict))
+
+    run_both(tmp_path / "x.part")
+    assert not list(tmp_path.iterdir())
+    run(models[0], PassCheckpoint(tmp_path / "y.part", dict))
+    with pytest.raises(SourceError) as caught:
+        run_both(tmp_path / "y.part")
+    assert caught.value.message == f"{tmp_path / 'y.part'} cannot be continued: passes do not reach lm_head together"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_more_passes_than_a_header_can_name_are_not_saved(
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "MAX_HEADER", 2000)
+    model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")))
+    assert run(model, PassCheckpoint(tmp_path / "x.part", dict))
+    assert not list(tmp_path.iterdir())
