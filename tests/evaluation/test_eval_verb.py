@@ -357,7 +357,8 @@ def reading(*given):
     read(*given)
 OffloadFile.read = reading
 from openquant.evaluation import run
-run.BUDGET = 1
+from openquant.streaming import pass_checkpoint
+run.BUDGET, pass_checkpoint.EVERY = 1, 1e9
 from openquant.cli.commands import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -108,11 +108,15 @@ def output(hub: LoopbackHub, source: Path, tmp_path_factory: pytest.TempPathFact
     return root
 
 
+# However long a run takes, passes are not saved.
+UNSAVED = "from openquant.streaming import pass_checkpoint\npass_checkpoint.EVERY = 1e9\n"
+
+
 def begin(job: Job, tmp_path: Path, *words: object, rank: int = 0, size: int = 1, first: str = "") -> Rank:
     """The command, in an empty directory."""
     (tmp_path / "here").mkdir(exist_ok=True)
     given = ["eval", *words, *SMALL]
-    return job.start(rank, *given, size=size, first=OPENQUANT + first + RUN, HERE=str(tmp_path / "here"))
+    return job.start(rank, *given, size=size, first=OPENQUANT + UNSAVED + first + RUN, HERE=str(tmp_path / "here"))
 
 
 def end(process: Rank) -> tuple[int | None, str, str]:
