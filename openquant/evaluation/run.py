@@ -245,7 +245,7 @@ def _pass_checkpoint(
     Args:
         options: options of the evaluation.
         output: the first output, which the file is named after.
-        source: the source's config.
+        source: the source's checkpoint, for its class.
         directory: the directory of scratch files.
         ranks: the processes, each of which has a file of its own.
         about: what must be the same for a run to be continued.
