@@ -22,6 +22,7 @@ from safetensors.numpy import load, save
 from conftest import EXAMPLE, ROOT
 from openquant import compress, evaluate
 from openquant.data.corpus import Corpus, Document
+from openquant.distributed import Ranks
 from openquant.errors import OutputError, SourceError
 from openquant.evaluation import answers, results
 from openquant.evaluation import run as evaluation_run
@@ -29,7 +30,9 @@ from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.results import Evaluation
 from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
+from openquant.hub.source import Source
 from openquant.models import MODELS
+from openquant.options import Evaluate
 from openquant.streaming import offload, pass_checkpoint
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
@@ -254,25 +257,27 @@ def test_a_full_disk_is_an_error_and_the_run_continues_from_what_was_saved_befor
     assert (outputs[0] / "eval.json").read_bytes() == expected
 
 
-def test_nothing_is_saved_where_nothing_can_be_written(outputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def saved_at(directory: Path, out: Path | None = None) -> Path | None:
+    options, output = Evaluate(["org/name"], "source", out=out), Source(directory, "name", "org/name", "0" * 40)
+    found = evaluation_run._pass_checkpoint(options, output, open_checkpoint(EXAMPLE), directory, Ranks(), {})
+    return None if found is None else found.path
+
+
+def test_the_place_of_saved_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert saved_at(tmp_path) == tmp_path / "name.eval.json.part"
+    assert saved_at(tmp_path, Path("there", "results.json")) == tmp_path / "name.results.json.part"
+    # Classes that may keep more than arguments between layers.
+    for entry in (None, MODELS["HrmTextForCausalLM"]):
+        with monkeypatch.context() as patch:
+            patch.setattr(evaluation_run, "MODELS", {"Qwen3ForCausalLM": entry})
+            assert saved_at(tmp_path) is None
     access = os.access
 
     def unwritable(path: Any, mode: int, **more: Any) -> bool:
-        return Path(path) != outputs[0].parent and access(path, mode, **more)
+        return Path(path) != tmp_path and access(path, mode, **more)
 
     monkeypatch.setattr(os, "access", unwritable)
-    monkeypatch.setattr(PassCheckpoint, "write", None)
-    assert evaluate(outputs[0], EXAMPLE, **SMALL).outputs
-
-
-@pytest.mark.parametrize("entry", [None, MODELS["HrmTextForCausalLM"]])
-def test_classes_that_may_keep_more_between_layers_are_not_saved(
-    outputs: list[Path], monkeypatch: pytest.MonkeyPatch, entry: Any
-) -> None:
-    assert entry is None or entry.repeats
-    monkeypatch.setattr(evaluation_run, "MODELS", {"Qwen3ForCausalLM": entry})
-    monkeypatch.setattr(PassCheckpoint, "write", None)
-    assert evaluate(outputs[0], EXAMPLE, **SMALL).outputs
+    assert saved_at(tmp_path) is None
 
 
 def test_servers_do_not_answer_twice(outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
