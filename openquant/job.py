@@ -16,7 +16,7 @@ from typing import TypeVar
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .distributed import RERUN_CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
-from .files.checkpoint import Checkpoint, open_checkpoint, readable
+from .files.checkpoint import Checkpoint, readable
 from .files.claim import Claim, OutputContents
 from .files.fingerprint import Stamp
 from .files.output import refuse_overlap, refuse_root
@@ -188,7 +188,7 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
     """Open a model. Of a repository only config, index and headers are fetched.
 
     Args:
-        model: directory, or name of a repository on the Hub.
+        model: directory, GGUF file, or name of a repository on the Hub.
         revision: commit, branch or tag of a repository; None for its default branch.
         stream: whether its shards will be streamed; an error for a local directory.
 
@@ -202,9 +202,10 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
     name = os.fspath(model)
     source = find_source(name, revision)
     if stream and source.repo is None:
-        raise UsageError(f"{name} is a local directory, nothing of it can be streamed", "leave --stream out")
+        kind = "directory" if source.gguf is None else "file"
+        raise UsageError(f"{name} is a local {kind}, nothing of it can be streamed", "leave --stream out")
     with without_collector():
-        return source, open_checkpoint(source.root, source.remote, source.absent)
+        return source, source.open()
 
 
 def output_directory(run: Run, source: Source, suffix: str) -> Path:

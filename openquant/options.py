@@ -306,7 +306,7 @@ class ModelSource(OptionGroup):
 
     model: str | os.PathLike[str] = option(
         MISSING,
-        "Model directory, or Hub repository org/name[@rev].",
+        "Model directory, GGUF file, or Hub org/name[@rev].",
         FILES,
         "MODEL",
         flags=("-m", "--model"),

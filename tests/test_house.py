@@ -12,6 +12,7 @@ FLOORS = (
     ("files", "models"),
     ("formats",),
     ("options", "packed", "weights"),
+    ("gguf",),
     ("data", "hub", "keywords", "plan", "recipes"),
     ("convert", "distributed", "result", "vllm_probe"),
     ("reporter", "streaming"),

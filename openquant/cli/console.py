@@ -348,8 +348,7 @@ class Terminal(Reporter):
         from ..report.text import details_text, plan_text
 
         printed_lines = self.planned_lines
-        name = f"{source.repo}@{source.revision}" if source.repo else str(source.root)
-        text = plan_text(plan, name, output, expected_download(source, plan), source.notes)
+        text = plan_text(plan, source.place, output, expected_download(source, plan), source.notes)
         if self.verbose:
             text += f"\n{details_text(plan)}"
         lines, self.planned_lines = text.split("\n"), frozenset(text.split("\n"))

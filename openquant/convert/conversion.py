@@ -464,9 +464,9 @@ class _Worker:
 
     def _advance_by_scales(self, weight: Weight) -> None:
         """Report the scales of a quantized source weight as done."""
-        if weight.format is not None:
+        if weight.format is not None and weight.scale is not None:
             num_rows, num_cols = grid_of(weight.format.group, weight.shape)
-            self.conversion.advance(num_rows * num_cols * DTYPE_BITS[weight.parts[1].dtype] // 8)
+            self.conversion.advance(num_rows * num_cols * DTYPE_BITS[weight.scale.dtype] // 8)
 
     def _encode(self, job: Encode, file: Target) -> None:
         keeps_scale = not job.fused or self.reader.keeps_shared_scale(job.fused, job.scheme)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..distributed import Ranks
 from ..errors import UsageError
-from ..files.checkpoint import Checkpoint, open_checkpoint
+from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, ProtectedPaths
 from ..files.evaluation import EVALUATION
 from ..files.fingerprint import Fingerprint
@@ -127,7 +127,7 @@ def _evaluate(
     models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
     if options.stream and all(model.repo is None for model in models):
         raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
-    checkpoints = [open_checkpoint(model.root, model.remote, model.absent) for model in models]
+    checkpoints = [model.open() for model in models]
     destinations = _destinations(options, texts, models[1:]) if ranks.first else None
     named = [(model.repo or model.name, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
     memory_left(options.max_memory, evaluation_steps(named, texts.length))

@@ -312,12 +312,17 @@ def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
             f"{place} holds only an adapter, not a model",
             "merge it into its base model first (peft: merge_and_unload, then save_pretrained)",
         )
-    for pattern, fmt in (("*.bin", "pickled"), ("*.pt", "pickled"), ("*.pth", "pickled"), ("*.gguf", "GGUF")):
+    for pattern in ("*.bin", "*.pt", "*.pth"):
         for name in sorted(fnmatch.filter(names, pattern)):
             raise SourceError(
-                f"{place} holds {fmt} weights ({name}); only safetensors are read",
+                f"{place} holds pickled weights ({name}); only safetensors are read",
                 "convert them first: load with transformers and save_pretrained",
             )
+    for name in sorted(fnmatch.filter(names, "*.gguf")):
+        raise SourceError(
+            f"{place} holds GGUF weights ({name}), which are read from a file",
+            "download it if it is on the Hub, and give the path of the file",
+        )
 
 
 def refuse_without_weights(place: Path | str, names: Collection[str]) -> NoReturn:

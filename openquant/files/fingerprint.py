@@ -89,7 +89,10 @@ class Fingerprint:
             SourceError: it cannot be read.
         """
         if shard not in self._digests:
-            self._digests[shard] = self._repository_sha256(shard) or _hash(path)
+            # Shards of a GGUF file are links to it, and have one stamp.
+            stamp = self._stamps.get(shard)
+            twins = (self._digests.get(other) for other in self._stamps if stamp and self._stamps[other] == stamp)
+            self._digests[shard] = next(filter(None, twins), None) or self._repository_sha256(shard) or _hash(path)
 
     def require_unchanged(self, shards: Iterable[str] | None = None) -> None:
         """Refuse shards that were written to since the checkpoint was opened.

@@ -110,6 +110,20 @@ class Columns:
     signed: bool = False
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """The layout of a weight in a GGUF file: blocks that hold codes and scales together, and what llama.cpp changed.
+
+    Attributes:
+        head_rows: rows of an attention head whose two rotary halves llama.cpp interleaved, row 0 of the first half and
+            row 0 of the second and so on (convert_hf_to_gguf.py, LlamaModel.permute); 0 where rows are in order.
+        plus_one: whether llama.cpp added 1, as it does to norms whose weights stand around zero.
+    """
+
+    head_rows: int = 0
+    plus_one: bool = False
+
+
 # A larger global scale could be infinite, or its reciprocal subnormal.
 _LARGEST_GLOBAL_SCALE = 2.0**125
 
@@ -131,6 +145,7 @@ class Format:
         zero_point: last part of the name of the zero points; None if codes are symmetric. There is one zero point for
             each scale, packed in words along the rows, the first row in the lowest bits.
         columns: layout of codes that are stored transposed; None where codes lie in rows.
+        blocks: layout of blocks that hold codes and scales; None where scales are a tensor of their own.
     """
 
     number: Number
@@ -143,6 +158,7 @@ class Format:
     input_global_scale: GlobalScale | None = None
     zero_point: str | None = None
     columns: Columns | None = None
+    blocks: Blocks | None = None
 
     @property
     def shared(self) -> bool:

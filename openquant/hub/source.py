@@ -1,4 +1,4 @@
-"""Finds the source that the user named: a local directory, or a repository on the Hub.
+"""Finds the source that the user named: a local directory, a GGUF file, or a repository on the Hub.
 
 Of a repository, the files that a plan needs are downloaded into the Hub's cache at once, the other files before the
 conversion (`Source.fetch_files`), and shards as they are needed (hub/fetch.py). All of them come from the commit that
@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from ..errors import SourceError, UsageError
-from ..files.checkpoint import Checkpoint, read_json, readable, refuse_without_weights
+from ..files.checkpoint import Checkpoint, open_checkpoint, read_json, readable, refuse_without_weights
 from ..files.fingerprint import Stamp, stamps_of
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
 from ..files.small_files import file_sha256, read_small
+from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import in_thread
 from ..weights.find import TOOL_CONFIG_FILES
 from .error_mapping import Unreachable, is_offline, is_transient, source_errors, without_queries
@@ -59,6 +60,7 @@ class Source:
         revision: the commit on the Hub; None for a local directory.
         remote: shards that are still to be downloaded, by name.
         absent: sizes in bytes of other files that are still to be downloaded, by name.
+        gguf: the GGUF file that the directory was made from; None for others.
     """
 
     root: Path
@@ -67,6 +69,23 @@ class Source:
     revision: str | None
     remote: Mapping[str, HubFile] = field(default_factory=dict)
     absent: Mapping[str, int] = field(default_factory=dict)
+    gguf: OpenedGguf | None = None
+
+    def open(self) -> Checkpoint:
+        """Read and check config, index and headers.
+
+        Returns:
+            Config, files, and name, dtype, shape and offset of each tensor.
+
+        Raises:
+            SourceError: something is missing, damaged or contradictory.
+        """
+        return self.gguf.checkpoint if self.gguf else open_checkpoint(self.root, self.remote, self.absent)
+
+    @property
+    def place(self) -> str:
+        """What the user named, for messages: the repository and commit, the directory or the GGUF file."""
+        return self.identity or str(self.gguf.checkpoint.file if self.gguf else self.root)
 
     def remote_bytes(self, names: Iterable[str]) -> int:
         """Return the size in bytes of those of the named shards and files that are still to be downloaded."""
@@ -191,10 +210,10 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
 
 
 def find_source(model: str, revision: str | None = None) -> Source:
-    """Find a local directory, or else a repository on the Hub, and download the files that a plan needs.
+    """Find a local directory or GGUF file, or else a repository on the Hub, and download the files that a plan needs.
 
     Args:
-        model: a directory, "org/name" or "org/name@revision".
+        model: a directory, a GGUF file, "org/name" or "org/name@revision".
         revision: branch, tag or commit of a repository; None for the default branch.
 
     Returns:
@@ -212,8 +231,9 @@ def find_source(model: str, revision: str | None = None) -> Source:
         exists = path.exists()
     if exists:
         if revision is not None:
-            raise UsageError(f"{model} is a local directory, which has no revision {revision}", "leave --revision out")
-        return _local(path)
+            kind = "directory" if path.is_dir() else "file"
+            raise UsageError(f"{model} is a local {kind}, which has no revision {revision}", "leave --revision out")
+        return local_source(path)
     repo, at_sign, pinned = model.partition("@")
     if at_sign and revision is not None and revision != pinned:
         raise UsageError(f"{model} and --revision {revision} name two revisions", "give one of them")
@@ -222,7 +242,19 @@ def find_source(model: str, revision: str | None = None) -> Source:
     return _download(repo, pinned or revision)
 
 
-def _local(path: Path) -> Source:
+def local_source(path: Path) -> Source:
+    """Return the source of a local directory or GGUF file.
+
+    Raises:
+        SourceError: it is a GGUF file that cannot be read.
+        UsageError: it is a GGUF file, and a package for that is missing or too old.
+    """
+    with readable():
+        is_gguf = path.suffix.lower() == SUFFIX and path.is_file()
+    if is_gguf:
+        opened = open_gguf(path)
+        name = os.fsencode(path.stem).decode("utf-8", "replace")
+        return Source(opened.checkpoint.root, name, None, None, gguf=opened)
     root = path.resolve()
     snapshot = _SNAPSHOT.match("/".join(root.parts[-3:]))
     if snapshot:

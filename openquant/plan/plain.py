@@ -41,7 +41,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
     for info in decoded.tensors.values():
         weight = weights.get(info.name)
         if len(info.shape) < 2:
-            kept = PassthroughTensor(info, info.name, FEW_AXES)
+            kept = PassthroughTensor(info, template(info.name) if weight else info.name, FEW_AXES, weight)
         else:
             kept = PassthroughTensor(info, template(info.module), "" if weight else "not quantized", weight)
         items[decoded.where[info.name].shard].append(kept)

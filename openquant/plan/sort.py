@@ -92,7 +92,7 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
     if in_scheme and stored is not None and axes == 2 and rule.keep not in NEVER_QUANTIZED:
         return stored._replace(name_template=rule.name_template)
     if axes < 2 and not (rule.compress and info.name != module) and rule.stack is None:
-        return PassthroughTensor(info, info.name, FEW_AXES)
+        return PassthroughTensor(info, template(info.name) if stored else info.name, FEW_AXES, stored)
     if rule.patterns != 1:
         return "matches more than one pattern" if rule.patterns else "matches no pattern"
     if rule.keep is not None:

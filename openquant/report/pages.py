@@ -11,6 +11,7 @@ from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination
 from ..files.evaluation import find_evaluation
+from ..hub.source import local_source
 from ..plan import summary
 from ..plan.as_stored import stored_serving
 from ..plan.kv_cache import CACHED
@@ -168,7 +169,8 @@ def _evaluations(directory: Path | None) -> list[Mapping[str, Any]]:
 def _serving(output: Path, source: Path | None) -> Mapping[str, Any] | None:
     """Return what serving takes; None if one of them cannot be opened, or has a format that openquant does not read."""
     try:
-        checkpoints = open_checkpoint(source or output), open_checkpoint(output)
+        model = local_source(source or output)
+        checkpoints = model.open(), open_checkpoint(output)
         return serving_to_json(*map(stored_serving, checkpoints))
     except OpenQuantError:
         return None

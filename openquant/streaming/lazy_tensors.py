@@ -134,7 +134,7 @@ class LazyTensors:
         """Decode a quantized weight to bfloat16 [out, in], or [experts, out, in]."""
         decoded = torch.empty(weight.source.shape, dtype=torch.bfloat16)
         matrices = weight.matrices
-        out = decoded.view(torch.int16).numpy().view(np.uint16).reshape(len(matrices), *decoded.shape[-2:])
+        out = decoded.view(torch.int16).numpy().view(np.uint16).reshape(len(matrices), *(1, *decoded.shape)[-2:])
         reader = Reader(self.checkpoint.where, self.path)
         for target, matrix in zip(out, matrices, strict=True):
             low = 0

@@ -28,6 +28,7 @@ from ..formats.kernels import BITS_TYPE
 from ..formats.quantization import read_quantization
 from ..formats.scales import choose_shared_scale
 from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
+from ..hub.source import local_source
 from ..machine import available_cpus
 from ..models import GENERIC, MODELS
 from ..options import Check, documented
@@ -100,7 +101,9 @@ def verify(
     journal = read_journal(root)
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
-    origin = None if source is None else open_checkpoint(Path(source))
+    # Kept until the end, since the directory of a GGUF file goes with it.
+    named = None if source is None else local_source(Path(source))
+    origin = None if named is None else named.open()
     source_name = None if source is None else os.fspath(source)
     format_title = f"{quantization.method}, {quantization.title}"
     try:

@@ -45,6 +45,7 @@ from ..models import MODELS
 from ..patterns import compile_any, template
 from ..registry.architecture import absolute_patterns
 from .bitsandbytes import four_bits
+from .gguf import GgufCheckpoint
 from .packed_columns import DAMAGED, name_and_type, packed_columns
 from .per_rank import per_rank_projections
 from .weight import Weight
@@ -264,7 +265,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
         The checkpoint with one BF16 tensor for each quantized weight, and without quantization_config, files of tools,
         scales of weights and activations, and tensors that engines refuse; and the quantized weights, by the full name
         of that tensor, with the tensors that they are stored in. An unquantized checkpoint is returned as it is, with
-        {}.
+        {}. Of GGUF files, all tensors are quantized weights, vectors too.
 
     Raises:
         PlanError: its quantization is not supported, or config.json does not describe it.
@@ -272,6 +273,9 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
             a weight is stored twice; or a tool's file cannot be read.
         UsageError: matching names with regular expressions of the config takes too long.
     """
+    if isinstance(checkpoint, GgufCheckpoint):
+        sources = {name: weight.source for name, weight in checkpoint.weights.items()}
+        return replace(checkpoint, tensors=sources), dict(checkpoint.weights)
     quantization = _read(checkpoint)
     if quantization is None:
         _refuse_unexplained(checkpoint)

@@ -14,6 +14,7 @@ from ..files.shardfile import Bytes, SourceFile
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo
 from ..formats import kernels
 from ..formats.format import Format, grid_of
+from ..formats.ggml import GgmlType, decode_blocks
 from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import BITSANDBYTES, CODES, Floats
 from ..formats.schemes import Scheme
@@ -42,12 +43,14 @@ def rows_at_once(weight: Weight, multiple: int) -> int:
     """
     rows, cols = weight.shape
     fmt = weight.format
-    limit = BUFFER if fmt is None else 2 * BUFFER
+    limit = BUFFER if fmt is None or fmt.blocks is not None else 2 * BUFFER
     if weight.transposed:
         limit = TRANSPOSED_BUFFER
     if fmt is not None and fmt.columns is not None:
         # Several rows share a word of zero points, and in AutoAWQ's order a word of codes.
         multiple = math.lcm(multiple, WORD_ROWS)
+    if fmt is not None and fmt.blocks is not None:
+        multiple = math.lcm(multiple, fmt.blocks.head_rows or 1)
     return min(rows, max(1, limit // (cols * BITS_TYPE[weight.dtype].itemsize) // multiple) * multiple)
 
 
@@ -65,6 +68,9 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
     if weight.format is None:
         # A transposed copy; and float32 before and after smoothing.
         return buffer, buffer * (weight.transposed + 2 * weight.smoothed)
+    if weight.format.blocks is not None:
+        # Blocks, which are at most as large; and what the package gguf makes of them, with its own temporary arrays.
+        return buffer, 3 * buffer
     # Codes take at most a quarter of the float32 values, and so do scales of groups of 32 or more.
     extra, columns = buffer // 2 + (buffer // 4 if weight.transposed else 0), weight.format.columns
     if columns is not None:
@@ -143,7 +149,9 @@ class Reader:
             for low in range(0, rows, step):
                 count = min(step, rows - low)
                 buffer = self._buffer[: count * pitch]
-                if weight.format is not None:
+                if weight.format is not None and weight.format.blocks is not None:
+                    self._read_blocks(source, weight, low, code_buffer, buffer.view(np.float32).reshape(count, cols))
+                elif weight.format is not None:
                     out, done = buffer.view(np.float32).reshape(count, cols), 0
                     for matrix, first, size in weight.row_pieces(low, count):
                         codes = code_buffer[: size * weight.row_bytes].reshape(size, weight.row_bytes)
@@ -158,6 +166,21 @@ class Reader:
                 else:
                     source.read(buffer, extent.offset + low * extent.pitch, extent.label)
                 yield buffer.view(kind).reshape(count, cols)
+
+    def _read_blocks(self, source: SourceFile, weight: Weight, low: int, codes: Bytes, out: Floats) -> None:
+        """Read rows of a GGUF file into `codes`, from row `low` on, and decode them to `out`, float32 [rows, in]."""
+        fmt, extent = weight.format, weight.extent(self.where)
+        assert fmt is not None and fmt.blocks is not None and isinstance(fmt.number, GgmlType)
+        codes = codes[: len(out) * weight.row_bytes]
+        source.read(codes, extent.offset + low * extent.pitch, extent.label)
+        decode_blocks(codes.reshape(len(out), -1), fmt.number, fmt.blocks, out)
+        # A comparison with NaN is false.
+        if not (np.abs(out) < OVERFLOW).all():
+            raise SourceError(
+                f"{extent.label} in {self.path(extent.shard).resolve().name} decodes to NaN, infinity or a value that "
+                "overflows bfloat16",
+                "the weights are damaged: download or copy the file again",
+            )
 
     def check_codes(self, weight: Weight, low: int, codes: Bytes, scale: Floats, zero: Floats | None) -> None:
         """Refuse codes that decode to values which overflow bfloat16. They are decoded only if a scale is so large.

@@ -1,0 +1,16 @@
+"""GGUF files as sources: a file is shown as a checkpoint in a Hugging Face directory, and its weights stay in it.
+
+    opened = open_gguf(Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
+    opened.root                  # a temporary directory: config.json, tokenizer.json, and links to the file
+    opened.checkpoint.tensors    # "model.embed_tokens.weight": BF16 [49152, 576], which a Reader decodes by rows
+
+Modules:
+    architectures   what llama.cpp writes for each architecture: metadata keys, and what it changes about weights
+    config          config.json from metadata
+    names           the tensors that a model of transformers has, and where a GGUF file has them
+    tokenizer       tokenizer files from metadata
+    source          all of this for a file: `open_gguf`
+
+Headers are read by files/gguf.py, and blocks decoded by formats/ggml.py. Names and decoders come from the package gguf,
+classes and tokenizers from transformers.
+"""

@@ -1,0 +1,179 @@
+"""config.json from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import SourceError
+from ..files.gguf import GgufTensor
+from ..files.small_files import short_repr
+from ..files.tensors import DAMAGED, MAX_TENSORS
+from .architectures import ARCHITECTURES, COMMON, GgufArchitecture
+
+# The output head. llama.cpp does not write one that is the embedding.
+HEAD = "output.weight"
+_MOST_LAYERS = 10_000
+# Values of these keys follow from others; they are compared with them.
+_CHECKED = ("attention.value_length", "rope.dimension_count")
+# Sizes that no tensor bounds, in contrast to all other numbers. Layers that are all experts have no dense one.
+_UNBOUNDED = ("max_position_embeddings", "original_max_position_embeddings", "sliding_window", "intermediate_size")
+_FLOATS = ("rms_norm_eps", "rope_theta", "attn_logit_softcapping", "final_logit_softcapping")
+_SCALING = "rope.scaling."
+# Keys of rope.scaling in metadata and in config.json.
+_SCALING_KEYS = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
+_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
+# What Llama 3.1 and later have beside the factor (their config.json).
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_NOT_REBUILT = "start from the model's Hugging Face directory"
+
+
+def find_gguf_architecture(metadata: Mapping[str, Any], name: str) -> tuple[str, GgufArchitecture]:
+    """Return the architecture of a GGUF file, with its name there.
+
+    Args:
+        metadata: its metadata.
+        name: the file's name, for messages.
+
+    Raises:
+        SourceError: it names none, or one that is not read.
+    """
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise SourceError(f"{name} names no architecture (general.architecture)", _NOT_REBUILT)
+    if architecture not in ARCHITECTURES:
+        raise SourceError(
+            f"{name} has the architecture {short_repr(architecture)}; read are {', '.join(ARCHITECTURES)}", _NOT_REBUILT
+        )
+    return architecture, ARCHITECTURES[architecture]
+
+
+def gguf_config(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, GgufTensor],
+    rope_factors: np.ndarray[Any, Any] | None,
+    name: str,
+) -> dict[str, Any]:
+    """Return the values of config.json that a GGUF file says, for the config class of transformers.
+
+    Args:
+        metadata: its metadata.
+        tensors: its tensors, by name.
+        rope_factors: `rope_freqs.weight`, float32 [head_dim / 2], by which llama.cpp divides rotary frequencies; None
+            if the file has none.
+        name: the file's name, for messages.
+
+    Raises:
+        SourceError: its metadata do not say what config.json needs, or say something that it has no place for.
+    """
+    architecture, entry = find_gguf_architecture(metadata, name)
+    keys = {**COMMON, **entry.keys}
+    largest = max((max(tensor.shape) for tensor in tensors.values()), default=0)
+    config: dict[str, Any] = {"model_type": entry.model_type, **entry.fixed}
+    checked, scaling = {}, {}
+    for key, value in metadata.items():
+        prefix, _, rest = key.partition(".")
+        if prefix != architecture:
+            continue
+        if rest in keys:
+            _require_number(value, key, keys[rest], largest, name)
+            config[keys[rest]] = value
+        elif rest in _CHECKED:
+            checked[rest] = value
+        elif rest.startswith(_SCALING):
+            scaling[rest.removeprefix(_SCALING)] = value
+        else:
+            raise SourceError(f"{name}: no key of config.json is known for {key} = {short_repr(value)}", _NOT_REBUILT)
+    required = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
+    for rest in required:
+        if keys[rest] not in config:
+            raise SourceError(f"{name} lacks the metadata key {architecture}.{rest}", _NOT_REBUILT)
+    # Each layer has a tensor, and each expert three.
+    layers, experts = config["num_hidden_layers"], config.get("num_experts", 1)
+    if layers > min(len(tensors), _MOST_LAYERS) or layers * experts * 3 > MAX_TENSORS:
+        raise SourceError(
+            f"{name} claims {layers:,} layers and {experts:,} experts, and holds {len(tensors):,} tensors", DAMAGED
+        )
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.setdefault("head_dim", checked.get("rope.dimension_count") or width // heads)
+    _check(entry, config, checked, head_dim, architecture, name)
+    if config["num_hidden_layers"] in entry.scaled_by_width:
+        config["query_pre_attn_scalar"] = width // heads
+    if rope_factors is not None:
+        config["rope_scaling"] = _llama3_scaling(rope_factors, config, name)
+    elif scaling:
+        config["rope_scaling"] = _rope_scaling(scaling, architecture, name)
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, int):
+        config.setdefault("vocab_size", tokens)
+    if not 1 <= config.get("vocab_size", 0) <= largest:
+        raise SourceError(f"{name} has no vocabulary (tokenizer.ggml.tokens)", _NOT_REBUILT)
+    for key, config_key in _TOKENS.items():
+        # Without one, none: the class would have that of another model.
+        token = metadata.get(f"tokenizer.ggml.{key}")
+        config[config_key] = token if type(token) is int and 0 <= token < config["vocab_size"] else None
+    return {**config, "tie_word_embeddings": HEAD not in tensors, "dtype": "bfloat16"}
+
+
+def _require_number(value: Any, key: str, config_key: str, largest: int, name: str) -> None:
+    """Refuse what is no number of its kind, and sizes that the file's tensors cannot have."""
+    if config_key in _FLOATS:
+        sound = isinstance(value, float) and math.isfinite(value) and value > 0
+    else:
+        sound = type(value) is int and 1 <= value <= (1 << 31 if config_key in _UNBOUNDED else largest)
+    if not sound:
+        raise SourceError(f"{name}: {key} is {short_repr(value)}, which its tensors contradict", _NOT_REBUILT)
+
+
+def _check(
+    entry: GgufArchitecture,
+    config: dict[str, Any],
+    checked: Mapping[str, Any],
+    head_dim: Any,
+    architecture: str,
+    name: str,
+) -> None:
+    """Compare keys that follow from others."""
+    if type(head_dim) is not int or not 0 < head_dim <= config["hidden_size"] or head_dim % 2:
+        raise SourceError(f"{name}: {architecture} has heads of {short_repr(head_dim)} dimensions", _NOT_REBUILT)
+    values = checked.get("attention.value_length", head_dim)
+    rotated = checked.get("rope.dimension_count", head_dim)
+    partial = entry.partial_rotary and type(rotated) is int and 0 < rotated < head_dim
+    if values != head_dim or (rotated != head_dim and not partial):
+        raise SourceError(
+            f"{name}: {architecture} has heads of {head_dim} dimensions, {short_repr(values)} for values and "
+            f"{short_repr(rotated)} that are rotated; no key of config.json is known for that",
+            _NOT_REBUILT,
+        )
+    if partial:
+        config["partial_rotary_factor"] = rotated / head_dim
+
+
+def _rope_scaling(scaling: Mapping[str, Any], architecture: str, name: str) -> dict[str, Any]:
+    """Return `rope_scaling` of config.json: linear or YaRN."""
+    kind = scaling.get("type")
+    unknown = sorted(scaling.keys() - {"type", "finetuned", *_SCALING_KEYS})
+    if kind not in ("linear", "yarn") or unknown or not isinstance(scaling.get("factor"), float):
+        found = ", ".join(f"{_SCALING}{key} = {short_repr(value)}" for key, value in scaling.items())
+        raise SourceError(f"{name}: no rope_scaling of config.json is known for {architecture}'s {found}", _NOT_REBUILT)
+    values = {config_key: scaling[key] for key, config_key in _SCALING_KEYS.items() if key in scaling}
+    return {"rope_type": kind, **values}
+
+
+def _llama3_scaling(factors: np.ndarray[Any, Any], config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return `rope_scaling` of Llama 3.1 and later, which GGUF files have as a factor for each frequency.
+
+    Low frequencies are divided by the factor itself, high ones not at all, and those between by a mixture
+    (transformers, modeling_rope_utils.py, _compute_llama3_parameters; llama.cpp, convert_hf_to_gguf.py).
+    """
+    factor, head_dim = float(factors.max(initial=1.0)), config["head_dim"]
+    context, low, high = _LLAMA3["original_max_position_embeddings"], 1.0, _LLAMA3["high_freq_factor"]
+    waves = 2 * np.pi * np.float64(config.get("rope_theta", 10000.0)) ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((context / waves - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+        raise SourceError(f"{name}: rope_freqs.weight are not the factors of Llama 3's rope_scaling", _NOT_REBUILT)
+    return {"rope_type": "llama3", "factor": round(factor, 4), **_LLAMA3}

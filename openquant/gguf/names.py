@@ -1,0 +1,156 @@
+"""The tensors that a model of transformers has, under the names that its published directories have, in a GGUF file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from gguf.constants import MODEL_ARCH_NAMES
+from gguf.tensor_mapping import get_tensor_name_map
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from ..errors import SourceError
+from ..files.gguf import GgufTensor
+from ..files.small_files import short_repr
+from ..files.tensors import TensorInfo
+from .architectures import GgufArchitecture
+
+_HEAD_NAME = "lm_head.weight"
+# Rotary frequencies' factors, which become a part of config.json.
+ROPE_FACTORS = "rope_freqs.weight"
+# Stacks of experts that transformers makes of tensors for each expert, and the stacks that llama.cpp makes of these.
+_STACK = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+_STACK_PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
+# Tensors whose rows llama.cpp's Llama has in another order.
+_INTERLEAVED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
+_NORM = "norm.weight"
+_NO_FIT = "the file was not made from this class, or is damaged: start from the model's Hugging Face directory"
+
+
+class PlacedTensor(NamedTuple):
+    """A tensor of a Hugging Face directory, and where a GGUF file has it.
+
+    Attributes:
+        name: full tensor name.
+        shape: its shape.
+        stored: the tensor of the file, or the part of it that one expert has.
+        head_rows: rows of a head if they are interleaved, else 0.
+        plus_one: whether 1 was added to it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: GgufTensor
+    head_rows: int
+    plus_one: bool
+
+
+def model_tensors(values: Mapping[str, Any], name: str) -> tuple[PretrainedConfig, list[TensorInfo]]:
+    """Make the config of transformers, and list the tensors of its model, without memory for them.
+
+    Args:
+        values: values of config.json, from `gguf_config`.
+        name: the file's name, for messages.
+
+    Returns:
+        The config, with the model's class as its architecture; and name, dtype and shape of each tensor, experts one by
+        one.
+
+    Raises:
+        SourceError: transformers refuses the config.
+    """
+    try:
+        config = AutoConfig.for_model(**values)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise SourceError(f"{name}: transformers refuses the config of its metadata: {reason}", _NO_FIT) from None
+    config.architectures = [type(model).__name__]
+    return config, list(_published(model.state_dict()))
+
+
+def _published(state: Mapping[str, torch.Tensor]) -> Iterator[TensorInfo]:
+    for name, tensor in state.items():
+        if (stack := _STACK.fullmatch(name)) is None:
+            yield TensorInfo(name, "BF16", tuple(tensor.shape))
+            continue
+        parts = _STACK_PARTS[stack[2]]
+        experts, rows, cols = tensor.shape
+        prefix = name.rpartition(".")[0]
+        for expert in range(experts):
+            for part in parts:
+                yield TensorInfo(f"{prefix}.{expert}.{part}_proj.weight", "BF16", (rows // len(parts), cols))
+
+
+def place_tensors(
+    architecture: str,
+    entry: GgufArchitecture,
+    config: PretrainedConfig,
+    expected: list[TensorInfo],
+    tensors: Mapping[str, GgufTensor],
+    name: str,
+) -> list[PlacedTensor]:
+    """Find each tensor of a model in a GGUF file.
+
+    Args:
+        architecture: the architecture's name in the file.
+        entry: what llama.cpp changes about its weights.
+        config: the config of transformers.
+        expected: the model's tensors, from `model_tensors`.
+        tensors: the file's tensors, by name.
+        name: the file's name, for messages.
+
+    Returns:
+        The tensors in the order of the model. An output head that is the embedding is not among them.
+
+    Raises:
+        SourceError: the file lacks one, has another shape for it, or has tensors that the model has no place for.
+    """
+    kind = next((kind for kind, title in MODEL_ARCH_NAMES.items() if title == architecture), None)
+    if kind is None:
+        raise SourceError(
+            f"the installed gguf does not know the architecture {short_repr(architecture)}", "pip install -U gguf"
+        )
+    names = get_tensor_name_map(kind, config.num_hidden_layers)
+    placed, used = [], {ROPE_FACTORS}
+    for info in expected:
+        stem, _, suffix = info.name.rpartition(".")
+        expert = _EXPERT.fullmatch(stem)
+        stored_stem = f"blk.{expert[1]}.ffn_{expert[3]}_exps" if expert else names.get_name(stem)
+        stored_name = f"{stored_stem}.{suffix}"
+        if info.name == _HEAD_NAME and config.tie_word_embeddings:
+            continue
+        stored = tensors.get(stored_name)
+        if stored is None:
+            missing = stored_name if stored_stem else f"what gguf's {architecture} has no name for"
+            raise SourceError(f"{name} lacks {missing}, from which {info.name} is made", _NO_FIT)
+        used.add(stored_name)
+        shape = info.shape
+        if expert:
+            shape = (config.num_experts, *info.shape)
+        # One row may be stored as a vector.
+        if stored.shape != shape and (1, *stored.shape) != shape:
+            raise SourceError(
+                f"{name}: {stored_name} is {list(stored.shape)}, but {info.name} of {config.architectures[0]} is made "
+                f"from {list(shape)}",
+                _NO_FIT,
+            )
+        if expert:
+            nbytes = stored.nbytes // config.num_experts
+            stored = stored._replace(shape=info.shape, offset=stored.offset + int(expert[2]) * nbytes, nbytes=nbytes)
+        head_rows, turned = 0, _INTERLEAVED.fullmatch(stored_name) if entry.interleaved else None
+        if turned:
+            heads = config.num_attention_heads if turned[1] == "q" else config.num_key_value_heads
+            head_rows = info.shape[0] // heads
+        plus_one = entry.norms_plus_one and stored_name.endswith(_NORM)
+        placed.append(PlacedTensor(info.name, info.shape, stored, head_rows, plus_one))
+    if extra := [tensor for tensor in tensors if tensor not in used]:
+        more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+        raise SourceError(
+            f"{name} holds {', '.join(extra[:3])}{more}, which {config.architectures[0]} has no place for", _NO_FIT
+        )
+    return placed
