@@ -24,6 +24,7 @@ from .files.cards import card_of, is_smoothed
 from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors
 from .files.small_files import read_small
+from .fit.run import choose_mixture
 from .formats.names import UNCHANGED, ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
 from .hub.publish import Publisher
@@ -42,7 +43,7 @@ from .job import (
     without_collector,
 )
 from .machine import available_cpus, peak_rss
-from .options import CalibrationTexts, Diagnose, Explain, ModelSource, Push, Recipe, Run, documented
+from .options import CalibrationTexts, Diagnose, Explain, FitOptions, ModelSource, Push, Recipe, Run, documented
 from .plan import summary
 from .plan.config import has_fp8_cache, ignored_layers
 from .plan.decisions import PlanOptions
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 FOLDED = "norms stay as the output has them, folded with the weights: both together are the model, neither alone"
 
 
-@documented(Run, Recipe, CalibrationTexts)
+@documented(Run, Recipe, FitOptions, CalibrationTexts)
 def compress(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -91,6 +92,9 @@ def compress(
     tp: int | None = None,
     quantize_lm_head: bool = False,
     architecture: str | None = None,
+    fit: str | None = None,
+    context: int | str = 8192,
+    engines: str = "both",
     text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     dataset: str | None = None,
     samples: int = 128,
@@ -156,11 +160,17 @@ def compress(
         stream=stream,
         push=push,
     )
-    options = request.options
-    if recipe.calibration is not None:
-        options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
+    wanted = FitOptions.parse(fit=fit, context=context, engines=engines)
     reporter, start = reporter or Reporter(), time.monotonic()
     with connected(ranks) as ranks:
+        if wanted.fit is not None:
+            recipe = choose_mixture(run, recipe, request.options, wanted, texts, request.architecture, ranks, reporter)
+            # Without a calibration nothing else reads the texts.
+            texts = texts if recipe.gptq or recipe.calibrate or request.options.fp8_kv_cache else CalibrationTexts()
+            request = check_recipe(recipe, texts)
+        options = request.options
+        if recipe.calibration is not None:
+            options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
         prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks))
         _report_plan(prepared, ranks, reporter)
         if run.dry_run:

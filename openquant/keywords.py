@@ -20,6 +20,7 @@ from .options import (
     Check,
     Diagnose,
     Evaluate,
+    FitOptions,
     Option,
     Push,
     Recipe,
@@ -114,7 +115,7 @@ def in_python(text: str, parameters: Collection[str] = ()) -> str:
 def _options(parameters: Collection[str]) -> dict[str, tuple[str, Option]]:
     """Return keyword and option by flag; an option among the parameters wins over others with the same flag."""
     by_flag: dict[str, tuple[str, Option]] = {}
-    for kind in (Push, Check, Diagnose, Evaluate, Calibrate, CalibrationTexts, Recipe, Run):
+    for kind in (Push, Check, Diagnose, Evaluate, Calibrate, CalibrationTexts, FitOptions, Recipe, Run):
         for name, option in options_of(kind).items():
             for flag in flags_of(name, option):
                 if flag.startswith("-") and (name in parameters or by_flag.get(flag, ("",))[0] not in parameters):

@@ -145,11 +145,26 @@ def size(text: str) -> int:
     Raises:
         ArgumentTypeError: it is no size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B)?", text, re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,30}(?:\.\d{1,30})?) *(?:([KMGT])(i?)B?|B)?", text, re.IGNORECASE)
     if not found:
         raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
     unit = 1024 if found[3] else 1000
     return int(float(found[1]) * unit ** (" KMGT".index(found[2].upper()) if found[2] else 0))
+
+
+def tokens(text: str) -> int:
+    """Read a number of tokens from the command line.
+
+    Args:
+        text: such as "8192", "8k" or "32k", where k is 1024.
+
+    Raises:
+        ArgumentTypeError: it is no such number.
+    """
+    found = re.fullmatch(r"(\d{1,9})(k?)", text, re.IGNORECASE)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text} is no number of tokens such as 8192 or 32k")
+    return int(found[1]) * (1024 if found[2] else 1)
 
 
 def seconds(text: str) -> float:
@@ -679,6 +694,37 @@ class Run(Memory, Workers, Device, Streaming, ModelSource):
     dry_run: bool = option(False, "Print the plan and write nothing.", EXECUTION)
     overwrite: bool = option(False, "Replace what an earlier run wrote to the output.", FILES)
     push: Push | None = option(None, "Publish the output on the Hub.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(OptionGroup):
+    """The size that compress() chooses schemes for."""
+
+    fit: str | None = option(
+        None,
+        "Mix schemes to fit a size: 24GB, 5.0bits, kl=0.02. 24GB or 2x24GB are GPUs, with room for a KV cache of "
+        "`context` tokens; size=12.5GB is the size of all weights, 5.0bits the bits of a weight, and kl=0.02 the "
+        "largest KL divergence. docs/fit.md says how the mixture is chosen.",
+        QUANTIZATION,
+        "SIZE",
+        read=filled,
+    )
+    context: int = option(8192, "Tokens of KV cache, for --fit", QUANTIZATION, "N", read=tokens)
+    engines: str = option(
+        "both",
+        "Engine for --fit: vllm, sglang, or both (default). SGLang loads fewer schemes than vLLM.",
+        QUANTIZATION,
+        "NAME",
+        flags=("--for",),
+        choices=("vllm", "sglang", "both"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.context < 1:
+            raise UsageError(f"a context of {self.context} tokens holds nothing", "give --context 8k or more")
+        if self.fit is None and (self.context, self.engines) != (8192, "both"):
+            raise UsageError("--context and --for are for --fit", "give --fit too, or leave them out")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ FLOORS = (
     ("reporter", "streaming"),
     ("diagnosis", "job"),
     ("calibration", "evaluation"),
-    ("verification",),
+    ("fit", "verification"),
     ("report",),
     ("run",),
     ("api",),

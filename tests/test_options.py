@@ -33,6 +33,7 @@ from openquant.options import (
     Check,
     Diagnose,
     Evaluate,
+    FitOptions,
     Option,
     Push,
     Recipe,
@@ -47,6 +48,7 @@ TITLES = ("quantization", "model and files", "texts", "publishing on the hub", "
 # Of what a caller may give in several forms, beside the type that it is read as.
 PATHS = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 FORMS = {
+    "context": "int | str",
     "group_size": "GroupSize | None",
     "ignore": "str | Sequence[str]",
     "max_memory": "int | str | None",
@@ -81,7 +83,7 @@ def taken(function: Any) -> list[tuple[str, str, Any]]:
 
 def test_signatures_are_the_fields() -> None:
     beside = [("ranks", "Ranks | None", None), ("reporter", "Reporter | None", None)]
-    compress = by_name(*said(Run), *said(Recipe), *said(CalibrationTexts), *beside)
+    compress = by_name(*said(Run), *said(Recipe), *said(FitOptions), *said(CalibrationTexts), *beside)
     assert by_name(*taken(openquant.compress)) == compress
     assert by_name(*taken(openquant.dequantize)) == by_name(*said(Run, without=("device",)), *beside)
     assert by_name(*taken(openquant.verify)[:-1]) == by_name(*said(Check))

@@ -17,6 +17,7 @@ from ..options import (
     Diagnose,
     Evaluate,
     Explain,
+    FitOptions,
     JsonOutput,
     ModelDirectory,
     ModelSource,
@@ -152,6 +153,7 @@ EXAMPLES = (
 # The classes of options of compress.
 CONVERSION = (
     Recipe,
+    FitOptions,
     Repeat,
     BlockSize,
     Run,

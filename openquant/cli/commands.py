@@ -21,6 +21,7 @@ from ..options import (
     Diagnose,
     Evaluate,
     Explain,
+    FitOptions,
     Push,
     Recipe,
     Run,
@@ -251,7 +252,9 @@ def _compress(given: Given, interrupts: Interrupts) -> int:
     recipe = _recipe(given)
     from ..api import compress
 
-    return _run_and_report(partial(compress, **recipe), {**given, **recipe}, interrupts)
+    return _run_and_report(
+        partial(compress, **recipe, **values_for(FitOptions, given)), {**given, **recipe}, interrupts
+    )
 
 
 def _dequantize(given: Given, interrupts: Interrupts) -> int:

@@ -248,7 +248,7 @@ def estimate_serving(
     divided = [(entry.rule(line.names[0]).divided, nbytes) for line, nbytes in weights]
     try:
         cache, unknown = find_cache(lines, entry, config), None
-    except _Unknown as problem:
+    except UnknownCache as problem:
         cache, unknown = None, str(problem)
 
     def rank_bytes(gpus: int) -> int:
@@ -272,7 +272,7 @@ def _fit(gpu_gb: int, rank_bytes: Callable[[int], int], cache: SequenceMemory | 
     return Fit(gpu_gb, None, None, None)
 
 
-class _Unknown(Exception):
+class UnknownCache(Exception):
     """The figures cannot be computed; the text says what is not known."""
 
 
@@ -289,7 +289,7 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
         tokens.
 
     Raises:
-        _Unknown: config.json or the registry does not say enough.
+        UnknownCache: config.json or the registry does not say enough.
     """
     model = entry.model
     layer_pattern = compile_pattern(f"{model.layers}.**")
@@ -310,10 +310,10 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
             if pattern.fullmatch(first):
                 state += len(line.names) * _state_bytes(line, kind, config)
     if not row_counts and not state:
-        raise _Unknown(f"what {model.name} caches for a token")
+        raise UnknownCache(f"what {model.name} caches for a token")
     windows = _windows(entry, config)
     if model.rest and _count(config, LAYERS) != len({layer for layer, _ in row_counts}):
-        raise _Unknown("what some of its layers cache for a token")
+        raise UnknownCache("what some of its layers cache for a token")
     with_cache = layers_with_cache(config)
     times: Counter[CachedLayers] = Counter()
     for (layer, cached_rows), counts in row_counts.items():
@@ -334,7 +334,7 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
 
 def _layer_number(match: re.Match[str] | None) -> int:
     if match is None or not match[1].isdecimal() or len(match[1]) > MAX_DIGITS:
-        raise _Unknown("which layer is which")
+        raise UnknownCache("which layer is which")
     return int(match[1])
 
 
@@ -369,7 +369,7 @@ def _cached_rows(line: PlanLine, cached: CachedRows, entry: ModuleRules, config:
     shape = (line.shape[0], line.shape[1])
     counts = [rows for rows, _ in fused_parts(shape, split, dict(config))[-2:]]
     if not all(counts):
-        raise _Unknown(f"what {line.names[0]} holds: config.json does not count its heads")
+        raise UnknownCache(f"what {line.names[0]} holds: config.json does not count its heads")
     return counts
 
 
@@ -377,7 +377,7 @@ def _passes(cached: CachedRows, config: Mapping[str, Any]) -> int:
     """How often a token runs through a layer."""
     counts = [_count(config, key) for key in cached.passes]
     if None in counts:
-        raise _Unknown(f"how often a token runs through a layer: config.json's {', '.join(cached.passes)}")
+        raise UnknownCache(f"how often a token runs through a layer: config.json's {', '.join(cached.passes)}")
     return prod(count for count in counts if count is not None)
 
 
@@ -387,7 +387,7 @@ def _layer_memory(
     """The cache of one layer, given the cached rows of each of its projections."""
     if cached.heads and len(counts) == 1:
         if not (cached.keys_as_values and config.get(cached.keys_as_values)):
-            raise _Unknown(f"what layer {layer} caches: it has keys and no values")
+            raise UnknownCache(f"what layer {layer} caches: it has keys and no values")
         counts = counts * 2
     heads: int | None = 1
     if cached.heads:
@@ -406,7 +406,7 @@ def _state_bytes(line: PlanLine, kind: RecurrentState, config: Mapping[str, Any]
     dtype = config.get(kind.dtype, kind.default_dtype) if kind.dtype else kind.default_dtype
     itemsize = DTYPE_BYTES.get(dtype) if isinstance(dtype, str) else None
     if None in sizes or itemsize is None:
-        raise _Unknown(f"the size of a state: config.json's {', '.join(filter(None, (*kind.sizes, kind.dtype)))}")
+        raise UnknownCache(f"the size of a state: config.json's {', '.join(filter(None, (*kind.sizes, kind.dtype)))}")
     return inputs + (itemsize * prod(size for size in sizes if size is not None) if sizes else 0)
 
 
@@ -414,7 +414,7 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
     """Return a function from a layer's number to its sliding window in tokens; None for full attention.
 
     Raises:
-        _Unknown: config.json says that there are windows, but not in which layers.
+        UnknownCache: config.json says that there are windows, but not in which layers.
     """
     rule = entry.model.windows
     types = config.get(TYPES)
@@ -430,7 +430,7 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
     if entry.model.rest or rule.enabled_by:
         if rule.enabled_by and not config.get(rule.enabled_by):
             return lambda _: None
-        raise _Unknown("which layers have a window: config.json has no layer_types")
+        raise UnknownCache("which layers have a window: config.json has no layer_types")
     size, flags, every = _window(config, rule.size), config.get(rule.flags or ""), rule.every
     if isinstance(flags, list) and flags:
         return lambda layer: size if layer < len(flags) and flags[layer] else None
@@ -447,5 +447,5 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
 def _window(config: Mapping[str, Any], key: str) -> int:
     tokens = _count(config, key)
     if tokens is None:
-        raise _Unknown(f"the window: config.json's {key} is {short_repr(config.get(key))}")
+        raise UnknownCache(f"the window: config.json's {key} is {short_repr(config.get(key))}")
     return tokens

@@ -43,6 +43,7 @@ class LazyTensors:
 
     Attributes:
         stacks: stacks of experts that the checkpoint has one by one, by the name of the stack. MetaModel adds them.
+        replaced: what makes a tensor of the checkpoint in place of reading it, by name.
     """
 
     def __init__(self, checkpoint: Checkpoint, weights: Mapping[str, Weight], path: Callable[[str], Path]) -> None:
@@ -50,6 +51,7 @@ class LazyTensors:
         self.weights = weights
         self.path = path
         self.stacks: dict[str, ExpertStack] = {}
+        self.replaced: Mapping[str, Callable[[], torch.Tensor]] = {}
         self._open_maps: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def pieces(self, name: str) -> tuple[str, ...]:
@@ -79,6 +81,8 @@ class LazyTensors:
 
     def _reader(self, name: str, files: dict[str, mmap.mmap]) -> Callable[[], torch.Tensor]:
         """A function that reads a tensor of the checkpoint; its shard is mapped now and added to `files`."""
+        if name in self.replaced:
+            return self.replaced[name]
         weight = self.weights.get(name)
         if weight is not None:
             return partial(self._decode, weight)

@@ -8,7 +8,7 @@ into memory once, so their shards are not needed while units are computed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -189,6 +189,45 @@ class MetaModel:
             if unit == REST and not is_missing:
                 value.data = value.data.clone()
             value.requires_grad_(False)
+
+    def load_with(self, unit: str, replaced: Mapping[str, Callable[[], torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Make the parameters of a loaded unit from other tensors, and leave the unit as it is.
+
+        Args:
+            unit: its name.
+            replaced: what makes a tensor of the checkpoint in place of reading it, by name.
+
+        Returns:
+            The parameters that are made of these tensors, by name.
+
+        Raises:
+            SourceError: a weight cannot be read.
+        """
+        names = self.needs[unit].parameters
+        before = {name: self._get(name) for name in names}
+        changed = {
+            self.targets[name] for name in self.needs[unit].tensors if replaced.keys() & self.tensors.pieces(name)
+        }
+        self.tensors.replaced = replaced
+        try:
+            self.load(unit)
+            return {name: self._get(name) for name in names if name in changed}
+        finally:
+            self.tensors.replaced = {}
+            for name, value in before.items():
+                self._set(name, value)
+
+    @contextmanager
+    def with_parameters(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Put these parameters into the model inside this context, by name."""
+        before = {name: self._get(name) for name in parameters}
+        for name, value in parameters.items():
+            self._set(name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                self._set(name, value)
 
     @contextmanager
     def _only(self, *units: str) -> Iterator[None]:

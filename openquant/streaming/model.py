@@ -8,7 +8,7 @@ streamed.free("model.layers.0")
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -117,6 +117,26 @@ class StreamedModel:
             self._meta.load(unit)
         if unit == REST:
             self.shard_provider.finished(unit)
+
+    def load_with(self, unit: str, replaced: Mapping[str, Callable[[], torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Make the parameters of a loaded unit from other tensors, and leave the unit as it is.
+
+        Args:
+            unit: its name.
+            replaced: what makes a tensor of the checkpoint in place of reading it, by its unquantized name.
+
+        Returns:
+            The parameters that are made of these tensors, by name.
+
+        Raises:
+            SourceError: a weight cannot be read.
+        """
+        with torch.inference_mode():
+            return self._meta.load_with(unit, replaced)
+
+    def with_parameters(self, parameters: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
+        """Return a context in which these parameters are in the model, by name."""
+        return self._meta.with_parameters(parameters)
 
     def free(self, unit: str) -> None:
         """Replace the weights of a unit, or of REST, by placeholders. Streamed shards of it may then be deleted."""

@@ -1,0 +1,196 @@
+"""compress --fit: budgets, the check on other texts, kept scores, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import EXAMPLE, run_openquant
+from openquant import compress, verify
+from openquant.errors import PlanError, UsageError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.fit.budget import Budget, read_budget
+from openquant.fit.kept_scores import read_scores, scores_json
+from openquant.fit.scores import Scores
+from openquant.fit.units import UNQUANTIZED, Unit, units_of
+from openquant.formats.schemes import find_scheme
+from openquant.plan.plan import make_plan
+
+
+def stored(root: Path) -> int:
+    return sum(info.nbytes for info in open_checkpoint(root).tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("24GB", Budget("gpu", 24e9)),
+        ("2x80GiB", Budget("gpu", 80 * 2**30, 2)),
+        ("size=12.5GB", Budget("size", 12.5e9)),
+        ("4.5bits", Budget("bits", 4.5)),
+        ("5 bits", Budget("bits", 5)),
+        ("kl=0.02", Budget("kl", 0.02)),
+    ],
+)
+def test_budgets_are_read(text: str, budget: Budget) -> None:
+    assert read_budget(text) == budget
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "24", "0GB", "0x24GB", "-1GB", "kl=0", "kl=-1", "kl=x", "size=", "0bits", "bits", "24GB 8k", "9" * 400 + "GB"],
+)
+def test_other_budgets_are_refused(text: str, tmp_path: Path) -> None:
+    if not text:
+        done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", text)
+        assert (done.returncode, "--fit: it is empty" in done.stderr) == (2, True)
+        return
+    with pytest.raises(UsageError, match="^fit=.* is no size$") as caught:
+        compress(EXAMPLE, tmp_path / "out", fit=text)
+    assert "5.0bits" in caught.value.hint
+
+
+def test_a_mixture_is_smaller_than_its_budget_better_than_one_scheme_and_repeated_by_its_recipe(tmp_path: Path) -> None:
+    out, limit = tmp_path / "out", 4_066_500
+    done = run_openquant("compress", "-m", EXAMPLE, "-o", out, "--fit", f"size={limit}B")
+    assert done.returncode == 0, done.stderr
+    assert stored(out) <= limit
+    lines = [line for line in done.stderr.splitlines() if line.startswith("--fit: ")]
+    assert (
+        lines[0]
+        == "--fit: scoring 16 units in int4, nvfp4, int8-weights with 3 documents of 96 tokens: code (2), docs (1)"
+    )
+    mixture, single = (
+        re.fullmatch(r"--fit: (.+): KL (\S+) \[.*\] nats, (\S+) GB, (\S+) bits a weight", line) for line in lines[2:4]
+    )
+    assert mixture is not None and single is not None
+    assert (mixture[1], single[1]) == ("the mixture", "--scheme nvfp4")
+    # What one independent choice with Fisher scores reached at this size, and a tenth more.
+    assert float(mixture[2]) <= 0.0032 < float(single[2])
+    assert not verify(out, EXAMPLE, full=True).problems
+
+    scores = json.loads((tmp_path / "tiny-qwen3.scores.json").read_text())
+    assert len(scores["units"]) == 16 and scores["units"][0]["kl"].keys() == {"int4", "nvfp4", "int8-weights"}
+    again = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "again", "--recipe", out)
+    assert again.returncode == 0, again.stderr
+    for file in out.glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+    # The kept scores answer a dry run and another budget.
+    planned = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "more", "--fit", "6bits", "--dry-run")
+    assert (planned.returncode, (tmp_path / "more").exists()) == (0, False)
+    assert f"--fit: scores of 16 units from {tmp_path / 'tiny-qwen3.scores.json'}" in planned.stderr
+
+
+def test_a_kl_divergence_gives_the_smallest_mixture(tmp_path: Path) -> None:
+    done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "kl=0.002")
+    assert done.returncode == 0, done.stderr
+    measured = [float(kl) for kl in re.findall(r"--fit: the mixture: KL (\S+) ", done.stderr)]
+    assert min(measured) <= 0.002
+    # Uniform nvfp4 (3.87 MB) loses 0.005, int8-weights (5.27 MB) 0.0002.
+    assert 3_900_000 < stored(tmp_path / "out") < 4_700_000
+
+
+def test_where_one_scheme_is_as_good_it_is_written(tmp_path: Path) -> None:
+    """At eight bits there is little to choose."""
+    done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "size=5270000B")
+    assert done.returncode == 0, done.stderr
+    assert "--fit: the mixture is not better beyond chance, so --scheme int8-weights is taken" in done.stderr
+    compress(EXAMPLE, tmp_path / "alone", "int8-weights")
+    for file in (tmp_path / "alone").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("fit", "message"),
+    [
+        (
+            "2bits",
+            'fit="2bits" leaves 0.00289 GB for weights, and the smallest mixture takes 0.00373 GB (4.13 bits a weight)',
+        ),
+        ("24GB", 'fit="24GB" leaves 20.1 GB for weights, and the unquantized ones take 0.00839 GB'),
+        (
+            "2GB",
+            "2 GB of GPU memory leave nothing for weights: a KV cache of 8,192 tokens takes 0.0 GB, and engines take 2 GB",
+        ),
+        ("3x24GB", "3 GPUs cannot share this model: they do not divide it"),
+    ],
+)
+def test_budgets_that_cannot_be_met_are_refused(tmp_path: Path, fit: str, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        compress(EXAMPLE, tmp_path / "out", fit=fit)
+    assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scheme": "int4"}, "fit chooses the schemes, and scheme is given"),
+        ({"awq": True, "scheme": "int4"}, "fit chooses the schemes, and scheme is given"),
+        ({"activation_scheme": "static"}, "fit chooses the schemes, and activation_scheme is given"),
+        ({"dry_run": True}, "dry_run=True writes nothing, and there are no scores of this model in "),
+        ({"context": 0}, "a context of 0 tokens holds nothing"),
+    ],
+)
+def test_options_that_contradict_it_are_refused(tmp_path: Path, given: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compress(EXAMPLE, tmp_path / "out", fit="5bits", **given)  # type: ignore[arg-type]
+    assert caught.value.message.startswith(message)
+
+
+def test_its_options_are_for_it_alone(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="^context and engines are for fit$"):
+        compress(EXAMPLE, tmp_path / "out", context=4096)
+
+
+def scored() -> tuple[list[Unit], Scores]:
+    plan = make_plan(open_checkpoint(EXAMPLE), find_scheme("int8-weights"))
+    units = units_of({"int8-weights": plan})
+    return units, Scores(tuple({"int8-weights": 0.001 * number, UNQUANTIZED: 0.0} for number in range(len(units))))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kept: kept.update(openquant_scores=2),
+        lambda kept: kept.update(conditions={"model": "another"}),
+        lambda kept: kept.pop("units"),
+        lambda kept: kept["units"].pop(),
+        lambda kept: kept["units"].reverse(),
+        lambda kept: kept["units"][0].update(modules=["model.layers.0.mlp.up_proj"]),
+        lambda kept: kept["units"][0].update(kl=[0.1]),
+        lambda kept: kept["units"][0]["kl"].update(int3=0.1),
+        lambda kept: kept["units"][0]["kl"].update({"int8-weights": -1.0}),
+        lambda kept: kept["units"][0]["kl"].update({"int8-weights": 1e999}),
+        lambda kept: kept["units"][0]["kl"].update({"int8-weights": "0.1"}),
+        lambda kept: kept["units"].__setitem__(0, 7),
+    ],
+)
+def test_scores_that_do_not_belong_to_a_run_are_not_used(tmp_path: Path, change: Callable[[Any], object]) -> None:
+    units, scores = scored()
+    file = tmp_path / "kept.scores.json"
+    file.write_bytes(scores_json(scores, units, {"model": "this"}))
+    assert read_scores(file, units, {"model": "this"}) == scores
+    kept = json.loads(file.read_text())
+    change(kept)
+    file.write_text(json.dumps(kept))
+    assert read_scores(file, units, {"model": "this"}) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff\xfe"])
+def test_damaged_scores_are_not_used(tmp_path: Path, content: bytes) -> None:
+    units, _ = scored()
+    (tmp_path / "kept.scores.json").write_bytes(content)
+    assert read_scores(tmp_path / "kept.scores.json", units, {}) is None
+    assert read_scores(tmp_path / "missing.scores.json", units, {}) is None
+
+
+def test_a_file_of_another_kind_is_not_replaced_by_scores(tmp_path: Path) -> None:
+    (tmp_path / "tiny-qwen3.scores.json").write_text('{"mine": 1}')
+    done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "6bits")
+    assert (done.returncode, (tmp_path / "tiny-qwen3.scores.json").read_text()) == (2, '{"mine": 1}')
+    assert "tiny-qwen3.scores.json exists and is not a file of scores that openquant wrote" in done.stderr

@@ -1,0 +1,167 @@
+"""Mixtures that run without being written answer as the outputs that compress writes do, to the last bit."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from openquant import compress
+from openquant.data.corpus import Corpus, Document
+from openquant.evaluation.kl import DocumentRecord, ModelNames, compare_logits
+from openquant.files.checkpoint import open_checkpoint
+from openquant.fit.scores import Mixture, find_variants, measure_mixtures, scores_of
+from openquant.fit.units import UNQUANTIZED, units_of
+from openquant.formats import kernels
+from openquant.formats.schemes import find_scheme
+from openquant.plan.decisions import PlanOptions
+from openquant.plan.plan import Plan, make_plan
+from openquant.streaming.model import StreamedModel
+from support import small_checkpoints
+from support.conversions import Shelf
+from support.streamed_logits import streamed_logits
+
+# One of each kind: separate, fused, in one tensor for all experts ([in, out] too), experts one by one, latent
+# attention, and layers that read the keys of earlier ones.
+KINDS = (
+    "Qwen3ForCausalLM",
+    "Phi3ForCausalLM",
+    "GraniteMoeForCausalLM",
+    "Llama4ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma3nForCausalLM",
+)
+BATCH = torch.randint(10, 500, (2, 24), generator=torch.Generator().manual_seed(5))
+CORPUS = Corpus(
+    tuple(Document("random", f"random {number}", tuple(ids.tolist())) for number, ids in enumerate(BATCH)),
+    hashlib.sha256(BATCH.numpy().tobytes()).hexdigest(),
+    {},
+)
+
+
+def plans_of(source: Path, *names: str, **options: Any) -> dict[str, Plan]:
+    checkpoint = open_checkpoint(source)
+    return {name: make_plan(checkpoint, find_scheme(name), PlanOptions(**options)) for name in names}
+
+
+def measured(
+    source: Path, plans: dict[str, Plan], mixtures: list[Mixture], **options: Any
+) -> tuple[list[list[DocumentRecord]], dict[tuple[int, str], float]]:
+    plan = next(iter(plans.values()))
+    return measure_mixtures(
+        StreamedModel(open_checkpoint(source)),
+        units_of(plans),
+        plan.decisions.fused,
+        CORPUS,
+        mixtures,
+        kernels,
+        **options,
+    )
+
+
+def written(source: Path, output: Path) -> list[np.ndarray]:
+    """The KL divergence at each position of each document, of an output that lies on disk."""
+    before, after = (
+        streamed_logits(StreamedModel(open_checkpoint(root)), [ids[None] for ids in BATCH]) for root in (source, output)
+    )
+    names = ModelNames("source", "output")
+    return [
+        compare_logits(plain[0], rounded[0], ids, "", "", names).kl
+        for plain, rounded, ids in zip(before, after, BATCH, strict=True)
+    ]
+
+
+def same(records: list[DocumentRecord], expected: list[np.ndarray]) -> bool:
+    assert all(kl.max() > 0 for kl in expected)
+    return all(np.array_equal(record.kl, kl) for record, kl in zip(records, expected, strict=True))
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_single_scheme_answers_as_its_output(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
+    source = shelf.source(architecture)
+    name = small_checkpoints.served_in(architecture, "nvfp4", "int8-weights").name
+    compress(source, tmp_path / "out", name)
+    plans = plans_of(source, name)
+    uniform = {number: name for number, unit in enumerate(units_of(plans)) if name in unit.choices}
+    [records], _ = measured(source, plans, [uniform])
+    assert same(records, written(source, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3nForCausalLM"])
+def test_each_unit_alone_answers_as_an_output_in_which_only_it_is_quantized(
+    shelf: Shelf, tmp_path: Path, architecture: str
+) -> None:
+    source = shelf.source(architecture)
+    plans = plans_of(source, "int8-weights")
+    units = units_of(plans)
+    mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
+    records, _ = measured(source, plans, mixtures, changes=changes)
+    # The last one, so that all layers before it are those of the source.
+    number = len(units) - 1
+    others = [pattern for at, unit in enumerate(units) if at != number for pattern in unit.patterns]
+    compress(source, tmp_path / "out", "int8-weights", ignore=others)
+    at = mixtures.index({number: "int8-weights"})
+    assert same(records[at], written(source, tmp_path / "out"))
+
+
+def test_the_head_is_a_unit_and_all_its_schemes_are_measured(example: Path, tmp_path: Path) -> None:
+    plans = plans_of(example, "int8-weights", "int4", head=True)
+    units = units_of(plans)
+    [head] = [number for number, unit in enumerate(units) if unit.modules == ("lm_head",)]
+    mixtures, changes = find_variants(StreamedModel(open_checkpoint(example)), units)
+    assert [mixture for mixture in mixtures if head in mixture] == [{head: "int8-weights"}, {head: "int4"}]
+    assert head not in changes
+    records, changed = measured(example, plans, mixtures, changes=changes)
+    scores = scores_of(units, mixtures, changes, records, changed)
+    compress(example, tmp_path / "out", "int4", quantize_lm_head=True, ignore=["model.**"])
+    expected = np.concatenate(written(example, tmp_path / "out"))
+    assert scores.kl[head]["int4"] == pytest.approx(expected.mean(), rel=1e-12)
+    assert scores.kl[head]["int4"] > scores.kl[head]["int8-weights"] > scores.kl[head][UNQUANTIZED] == 0
+
+
+def test_other_schemes_follow_from_the_change_after_their_layer(example: Path) -> None:
+    """In the last layer nothing comes after it but the head, so that they are nearly what is measured."""
+    plans = plans_of(example, "nvfp4", "int4")
+    units = units_of(plans)
+    mixtures, changes = find_variants(StreamedModel(open_checkpoint(example)), units)
+    assert all(set(mixture.values()) == {"nvfp4"} for mixture in mixtures)
+    direct: list[Mixture] = [{len(units) - 1: "int4"}]
+    records, changed = measured(example, plans, [*mixtures, *direct], changes=changes)
+    scores = scores_of(units, mixtures, changes, records[:-1], changed)
+    kl = np.concatenate([record.kl for record in records[-1]]).mean()
+    assert scores.kl[-1]["int4"] == pytest.approx(kl, rel=0.3)
+
+
+def test_units_are_what_engines_load_in_one_scheme(shelf: Shelf) -> None:
+    units = units_of(plans_of(shelf.source("Qwen3MoeForCausalLM"), "int8-weights"))
+    attention = next(unit for unit in units if unit.modules[0].endswith("q_proj"))
+    assert attention.patterns == ("model.layers.0.self_attn.{q_proj,k_proj,v_proj}",)
+    experts = next(unit for unit in units if "experts" in unit.modules[0])
+    assert experts.patterns == ("model.layers.1.mlp.experts.**",)
+    assert len(experts.modules) == 3 * small_checkpoints.EXPERTS
+
+
+def test_units_have_the_bytes_that_compress_writes(example: Path, tmp_path: Path) -> None:
+    plans = plans_of(example, "nvfp4", "int8-weights")
+    units = units_of(plans)
+    fixed = sum(info.nbytes for info in open_checkpoint(example).tensors.values())
+    fixed -= sum(unit.choices[UNQUANTIZED].nbytes for unit in units)
+    for name in plans:
+        compress(example, tmp_path / name, name)
+        stored = sum(info.nbytes for info in open_checkpoint(tmp_path / name).tensors.values())
+        assert fixed + sum(unit.choices[name].nbytes for unit in units) == stored
+
+
+def test_a_weight_that_no_scheme_can_hold_is_named(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.inf
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
+    plans = plans_of(source, "nvfp4")
+    unit = next(n for n, unit in enumerate(units_of(plans)) if "model.layers.1.mlp.up_proj" in unit.modules)
+    with pytest.raises(Exception, match="model.layers.1.mlp.up_proj.weight.* holds NaN or infinity"):
+        measured(source, plans, [{unit: "nvfp4"}])
