@@ -91,6 +91,7 @@ def compress(
     scheme_for: Mapping[str, SchemeName] | Sequence[tuple[str, SchemeName]] | None = None,
     tp: int | None = None,
     quantize_lm_head: bool = False,
+    quantize_embeddings: bool = False,
     architecture: str | None = None,
     fit: str | None = None,
     context: int | str = 8192,
@@ -144,6 +145,7 @@ def compress(
         scheme_for=scheme_for,
         tp=tp,
         quantize_lm_head=quantize_lm_head,
+        quantize_embeddings=quantize_embeddings,
         architecture=architecture,
     )
     texts = CalibrationTexts.parse(text=text, dataset=dataset, samples=samples, length=length)
@@ -243,6 +245,7 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
         others,
         recipe.tp,
         recipe.quantize_lm_head,
+        recipe.quantize_embeddings,
         fp8_kv_cache=fp8_cache,
         transforms=UNDECIDED if smoothing else None,
         gptq=expected if recipe.gptq else None,

@@ -600,6 +600,12 @@ class Recipe(OptionGroup):
     quantize_lm_head: bool = option(
         False, "Quantize the output head (compressed-tensors). Engines load none in the fp8 format.", QUANTIZATION
     )
+    quantize_embeddings: bool = option(
+        False,
+        "Quantize the input embedding, for vLLM. It loads int8-weights, int4 and int2; beside another scheme the "
+        "embedding gets int8-weights. No engine loads one that is the output head too.",
+        QUANTIZATION,
+    )
     architecture: str | None = option(
         None,
         "Registry entry to use instead of config.json's. "

@@ -215,7 +215,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # What is typed before TAB, and the words that the shell then has.
 TYPED = [
     ("openquant comple\t", ["completion"]),
-    ("openquant compress --quantize\t", ["compress", "--quantize-lm-head"]),
+    ("openquant compress --quantize-l\t", ["compress", "--quantize-lm-head"]),
     ("openquant compress -m Qwen/Qwen3-8B --scheme ch\t", ["compress", "-m", "Qwen/Qwen3-8B", "--scheme", "channel"]),
     ("openquant compress --dry-run -m mod\t", ["compress", "--dry-run", "-m", "models/"]),
     ("openquant verify mod\t --source mod\t --ful\t", ["verify", "models/", "--source", "models/", "--full"]),

@@ -18,7 +18,7 @@ from ..errors import SourceError
 from ..formats.kv_cache import cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..models import GENERIC, MODELS
-from ..registry.architecture import NEVER_QUANTIZED
+from ..registry.architecture import ROUTER
 from ..registry.rules import ModuleRules
 from ..streaming import transformers_internals
 from ..streaming.hooks import DOWN, FIRST, ExpertWeights, holds_experts
@@ -46,7 +46,7 @@ class ServedModel:
 
     Attributes:
         clipped: counts of activations, keys and values that static scales clip.
-        quantized_kept: quantized modules that engines build unquantized, such as routers.
+        quantized_routers: routers that are quantized, which engines build unquantized.
         notes: differences from what engines compute.
         scales: names of the scale tensors that are read while a unit is computed, by unit.
 
@@ -75,8 +75,8 @@ class ServedModel:
             names = [name for pair in pairs for name in dict.fromkeys(pair) if name is not None]
             for name, unit in model.nearest_units(names).items():
                 self.scales.setdefault(unit, []).append(name)
-        self.quantized_kept = [
-            module for module, weight in model.quantized.items() if rules.rule(weight.module).keep in NEVER_QUANTIZED
+        self.quantized_routers = [
+            module for module, weight in model.quantized.items() if rules.rule(weight.module).keep == ROUTER
         ]
 
     @property

@@ -34,6 +34,7 @@ class Scheme:
         transformers_experts: what transformers does wrong with its experts; None if it loads them.
         expert_engines: engines that load routed experts in this scheme.
         head: whether engines load an output head in this scheme.
+        embedding: whether vLLM loads an input embedding in this scheme. No other engine loads it in any.
         fallback: scheme for layers that engines cannot load in this one; None leaves them unquantized.
         follows_rows: whether an engine that reorders a layer's rows reorders the scales correctly too.
         max_weight: largest weight that engines can load; None if only the numeric format limits it.
@@ -57,6 +58,7 @@ class Scheme:
     transformers_experts: str | None = None
     expert_engines: tuple[str, ...] = ("vLLM", "SGLang")
     head: bool = False
+    embedding: bool = False
     fallback: Scheme | None = None
     follows_rows: bool = True
     max_weight: float | None = None
@@ -277,6 +279,7 @@ INT8_W8A16 = Scheme(
     settings=_compressed_tensors({"strategy": "channel"}, None, "pack-quantized", "int"),
     transformers_experts="does not read experts in INT8",
     head=True,
+    embedding=True,
     tag="int8-w8a16",
     notes=(
         "activations stay as they are, which keeps outlier channels and is the most exact of all schemes (KL 0.005 to "
@@ -492,6 +495,9 @@ def _by_groups(width: _Width, asymmetric: bool = False) -> tuple[Scheme, ...]:
             suffix=f"-{number.title}{'-asym' if asymmetric else ''}{suffix}",
             settings=_compressed_tensors({"num_bits": number.bits, **weights}, None, "pack-quantized", "int"),
             head=True,
+            # vLLM compressed_tensors/compressed_tensors_embedding.py:100-160: symmetric, and as many codes in a word as
+            # fit whole, which with other widths is not how compressed-tensors packs them.
+            embedding=not asymmetric and 32 % number.bits == 0,
             fallback=fallback,
             searches_scales=True,
             clip_ratios=width.clip_ratios,

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from ..errors import PlanError, UsageError
 from ..formats.format import FLOATS, Format
-from ..formats.schemes import Scheme
+from ..formats.schemes import INT8_W8A16, Scheme
 from ..patterns import collapse, compile_pattern
 from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_head
+from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.statistics import Calibration
 from ..weights.weight import Weight
 from .decisions import Decision, PassthroughTensor, PlanOptions, StoredLayout
@@ -185,11 +185,14 @@ class RequestedSchemes(NamedTuple):
 
 
 def requested_schemes(
-    options: PlanOptions, layers: dict[str, Weight], passthrough: Iterable[PassthroughTensor]
+    scheme: Scheme, options: PlanOptions, layers: dict[str, Weight], passthrough: Iterable[PassthroughTensor]
 ) -> RequestedSchemes:
     """Find the layers that the user's options name.
 
+    If engines load no embedding in the plan's scheme, --quantize-embeddings names the embedding too, as INT8 weights.
+
     Args:
+        scheme: the plan's own scheme.
         options: the options; `ignore` and `scheme_for` are read.
         layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
         passthrough: the tensors that are not quantized; --ignore may name their modules, to no effect.
@@ -202,11 +205,16 @@ def requested_schemes(
     Raises:
         UsageError: a pattern matches nothing, or is malformed.
     """
-    passthrough_modules = [kept.tensor.module for kept in passthrough] if options.ignore else []
-    ignored = _match_options({f"--ignore {text}": text for text in options.ignore}, layers, passthrough_modules)
+    passthrough_modules = [kept.tensor.module for kept in passthrough] if options.ignore or options.scheme_for else []
+    ignored = _match_options({f"--ignore {text}": text for text in options.ignore}, layers, passthrough_modules, True)
     scheme_for = [(f"--scheme-for {text}={other.name}", text, other) for text, other in options.scheme_for]
-    mixed = _match_options({option: text for option, text, _ in scheme_for}, layers, None)
-    return RequestedSchemes(ignored, mixed, {option: other for option, _, other in scheme_for}, bool(options.ignore))
+    mixed = _match_options({option: text for option, text, _ in scheme_for}, layers, passthrough_modules, False)
+    schemes = {option: other for option, _, other in scheme_for}
+    if options.embedding and not scheme.embedding:
+        schemes["--quantize-embeddings"] = INT8_W8A16
+        for module in filter(is_embedding, layers):
+            mixed.setdefault(module, "--quantize-embeddings")
+    return RequestedSchemes(ignored, mixed, schemes, bool(options.ignore))
 
 
 def schemes_of_output(stored: StoredLayout, layers: dict[str, Weight]) -> RequestedSchemes:
@@ -349,14 +357,15 @@ def _refuse_nothing(model: Architecture, reasons: Iterable[str], requested: Requ
 
 
 def _match_options(
-    patterns: dict[str, str], layers: dict[str, Weight], harmless: Iterable[str] | None
+    patterns: dict[str, str], layers: dict[str, Weight], others: Collection[str], harmless: bool
 ) -> dict[str, str]:
     """Find the first option that names each layer, by module.
 
     Args:
         patterns: by option, as the user typed them.
         layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
-        harmless: other modules, which an option may name to no effect; None if it must name layers.
+        others: the modules that are not quantized.
+        harmless: whether an option may name only some of these, to no effect.
     """
     options: dict[str, str] = {}
     for option, text in patterns.items():
@@ -366,11 +375,14 @@ def _match_options(
             for layer in layers.values()
             if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.module)
         ]
-        if not matched and not any(pattern.fullmatch(module) for module in harmless or ()):
-            raise UsageError(
-                f"{option} matches no module{'' if harmless is not None else ' that can be quantized'}",
-                "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them",
-            )
+        kept = [module for module in others if pattern.fullmatch(module)] if not matched else []
+        if not matched and not (kept and harmless):
+            hint = "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
+            if any(map(is_head, kept)):
+                hint = "the output head is quantized with --quantize-lm-head only: give that too"
+            elif any(map(is_embedding, kept)):
+                hint = "the input embedding is quantized with --quantize-embeddings only: give that too"
+            raise UsageError(f"{option} matches no module{'' if harmless else ' that can be quantized'}", hint)
         for module in matched:
             options.setdefault(module, option)
     return options

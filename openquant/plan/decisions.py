@@ -79,6 +79,7 @@ class PlanOptions:
         scheme_for: patterns of modules, each with a scheme for what it matches; the first match counts.
         tp: a tensor-parallel size that must be able to serve the output; None for any.
         head: whether the output head is quantized too.
+        embedding: whether the input embedding is quantized too.
         calibration: ranges of activations and of the KV cache, for static scales; None without.
         fp8_kv_cache: whether the output gets scales for an FP8 KV cache.
         transforms: what smoothing changes about weights before they are quantized; None without.
@@ -93,6 +94,7 @@ class PlanOptions:
     scheme_for: tuple[tuple[str, Scheme], ...] = ()
     tp: int | None = None
     head: bool = False
+    embedding: bool = False
     calibration: Calibration | None = None
     fp8_kv_cache: bool = False
     transforms: WeightTransforms | None = None

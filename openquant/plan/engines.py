@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..formats.schemes import Scheme
+from ..formats.schemes import MIXED, Scheme
 from ..patterns import collapse
 from ..registry.architecture import Architecture, Refusal, SGLangLimits
-from ..registry.rules import ModuleRules, is_head
+from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..version import VLLM
 from .decisions import Decisions
 from .tensor_parallel import text_config
@@ -17,6 +17,7 @@ from .tensor_parallel import text_config
 # The compressed-tensors format whose codes are packed into int32.
 PACKED = "pack-quantized"
 _NO_HEAD = "leave --quantize-lm-head out"
+_NO_EMBEDDING = "leave --quantize-embeddings out"
 
 
 def find_refusal(refused: Iterable[Refusal], scheme: Scheme) -> Refusal | None:
@@ -56,10 +57,13 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     scheme, sglang = decisions.scheme, entry.model.sglang
     if scheme is None:
         return _refuse_cache_scales(sglang, decisions)
-    quantized = [(weight.module, scheme) for weight, scheme in decisions.kinds if not is_head(weight.module)]
-    for module, chosen in quantized:
+    if any(is_embedding(weight.module) for weight, _ in decisions.kinds):
+        return Refusal(None, None, "it loads no quantized embedding", "it loads without --quantize-embeddings")
+    for _, chosen in decisions.kinds:
         if "SGLang" not in chosen.engines:
             return Refusal(None, None, f"it does not support {chosen.name}", "try another scheme")
+    quantized = [(weight.module, scheme) for weight, scheme in decisions.kinds if not is_head(weight.module)]
+    for module, chosen in quantized:
         if "SGLang" not in chosen.expert_engines and entry.experts(module):
             hint = "give them another scheme with --scheme-for, or leave them unquantized with --ignore"
             points = " with zero points" if chosen.asymmetric else ""
@@ -193,10 +197,61 @@ def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> 
         )
     if model.head_refused is not None:
         raise PlanError(f"{model.name}: its output head stays unquantized: {model.head_refused}", _NO_HEAD)
-    tied = any(
-        config.get("tie_word_embeddings") is True for config in (checkpoint.config, text_config(checkpoint, model))
-    )
-    if tied:
+    if _is_tied(checkpoint, model):
         raise PlanError("the output head is the embedding (tie_word_embeddings), which stays unquantized", _NO_HEAD)
     if not any(is_head(info.module) for info in checkpoint.tensors.values()):
         raise PlanError("the source has no lm_head.weight: its output head is the embedding", _NO_HEAD)
+
+
+def refuse_embedding(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> None:
+    """Refuse to quantize the input embedding if no engine can load that, or the source has none of its own.
+
+    Args:
+        checkpoint: the opened source.
+        model: the registry's entry of the architecture.
+        scheme: the plan's scheme.
+
+    Raises:
+        PlanError: it says why.
+    """
+    fp8 = scheme.method == "fp8"
+    if scheme not in MIXED:
+        raise PlanError(
+            f"no engine loads a quantized embedding beside --scheme {scheme.name} in the {scheme.method} format",
+            "use --scheme channel or int8-weights" + (", or --format compressed-tensors" if fp8 else ""),
+        )
+    if model.embedding is None:
+        raise PlanError(
+            f"{model.name}: its embedding stays unquantized: {VLLM} builds it without a quantization, and no other "
+            "engine loads a quantized one",
+            _NO_EMBEDDING,
+        )
+    modules = [info.module for info in checkpoint.tensors.values()]
+    if not any(map(is_embedding, modules)):
+        raise PlanError("the source has no embed_tokens.weight", _NO_EMBEDDING)
+    if _is_tied(checkpoint, model) or not any(map(is_head, modules)):
+        raise PlanError(f"the embedding is the output head too, and {VLLM} ties no quantized one to it", _NO_EMBEDDING)
+
+
+def refuse_embedding_schemes(decisions: Decisions) -> None:
+    """Refuse an embedding in a scheme in which no engine loads one.
+
+    Args:
+        decisions: the scheme of each weight.
+
+    Raises:
+        PlanError: it names the embedding.
+    """
+    for weight, scheme in decisions.kinds:
+        if is_embedding(weight.module) and not scheme.embedding:
+            points = " with zero points" if scheme.asymmetric else ""
+            raise PlanError(
+                f"{weight.module}: no engine loads an embedding in {scheme.name}{points}",
+                f"{VLLM} loads int8-weights, int4 and int2 without zero points: give it one of these with --scheme-for",
+            )
+
+
+def _is_tied(checkpoint: Checkpoint, model: Architecture) -> bool:
+    """Whether config.json says that the output head is the input embedding."""
+    configs = checkpoint.config, text_config(checkpoint, model)
+    return any(config.get("tie_word_embeddings") is True for config in configs)

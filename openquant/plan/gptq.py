@@ -9,7 +9,7 @@ from ..errors import PlanError
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
 from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_head
+from ..registry.rules import ModuleRules, is_table
 from ..weights.weight import Weight
 from .decisions import Decisions
 
@@ -33,8 +33,8 @@ def refuse_repeats(model: Architecture) -> None:
 def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:
     """Return the weights that GPTQ rounds.
 
-    The output head is rounded to nearest, since it is not in a decoder layer. Weights that the source has in the scheme
-    already keep their codes.
+    Output head and embedding are rounded to nearest, since they are not in a decoder layer. Weights that the source has
+    in the scheme already keep their codes.
 
     Args:
         decisions: the scheme of each weight.
@@ -45,7 +45,7 @@ def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:
     return [
         (weight, scheme)
         for weight, scheme in decisions.quantized
-        if not is_head(weight.module) and not weight.is_stored_as(scheme.format)
+        if not is_table(weight.module) and not weight.is_stored_as(scheme.format)
     ]
 
 

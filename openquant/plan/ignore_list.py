@@ -9,7 +9,7 @@ from typing import Any
 
 from ..formats.kv_cache import with_fp8_cache
 from ..formats.schemes import Scheme
-from ..registry.rules import ModuleRules, is_head
+from ..registry.rules import ModuleRules, is_embedding, is_head, is_table
 from .decisions import Decisions
 
 
@@ -74,13 +74,16 @@ def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
 
 
 def target_names(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[str]]:
-    """Return, for each scheme, the `targets` of the layers that do not have the plan's own, and of the output head.
+    """Return, for each scheme, the `targets` of layers that do not have the plan's own, of output head and embedding.
 
     vLLM (quantization/compressed_tensors/utils.py:73-119) and compressed-tensors (utils/match.py:116-151) look for a
     layer's name before its class, so these layers do not fall into the config group of all Linear layers. To vLLM an
-    output head is not a Linear; it is found by name only. There is one regular expression for all experts of a layer,
-    because they are many and transformers recognizes experts by an expression that has "experts". vLLM does not rename
-    modules in expressions, so each begins at the layer's number.
+    output head is not a Linear; it is found by name only. So is an embedding, or by its class if vLLM builds it without
+    a name: "Embedding" is a part of VocabParallelEmbedding (quantization/utils/config_utils.py:392-411).
+
+    There is one regular expression for all experts of a layer, because they are many and transformers recognizes
+    experts by an expression that has "experts". vLLM does not rename modules in expressions, so each begins at the
+    layer's number.
 
     Args:
         entry: what the registry says of each module of the architecture.
@@ -88,29 +91,31 @@ def target_names(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[
 
     Returns:
         By scheme: full module names, and regular expressions that begin with "re:". Empty if all layers have the plan's
-        scheme and the head is unquantized.
+        scheme, and head and embedding are unquantized.
     """
     targets: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
-    has_quantized_head = any(is_head(weight.module) for weight, _ in decisions.kinds)
+    has_tables = any(is_table(weight.module) for weight, _ in decisions.kinds)
     for module in decisions.layers:
-        head = has_quantized_head and is_head(module)
-        scheme = decisions.of(module).scheme if head or module in decisions.overrides else None
+        table = has_tables and is_table(module)
+        scheme = decisions.of(module).scheme if table or module in decisions.overrides else None
         if scheme is not None:
-            modules, experts, heads = targets.setdefault(scheme, ({}, {}, {}))
+            modules, experts, tables = targets.setdefault(scheme, ({}, {}, {}))
             path = entry.experts(module)
-            if head:
-                heads[f"re:(.*[.])?{module.rsplit('.', 1)[-1]}"] = None
+            if table and is_head(module):
+                tables[f"re:(.*[.])?{module.rsplit('.', 1)[-1]}"] = None
             elif path:
                 experts[path] = None
             else:
                 modules[module] = None
+            if is_embedding(module) and entry.model.embedding == "class":
+                tables["Embedding"] = None
     return {
         scheme: [
             *entry.engine_names(modules),
             *dict.fromkeys(_experts_expression(path) for path in entry.engine_names(experts)),
-            *heads,
+            *tables,
         ]
-        for scheme, (modules, experts, heads) in targets.items()
+        for scheme, (modules, experts, tables) in targets.items()
     }
 
 

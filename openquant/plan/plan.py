@@ -36,7 +36,14 @@ from .assign import (
     schemes_of_output,
 )
 from .decisions import Decisions, Lack, PlanOptions, StoredLayout
-from .engines import refuse_experts, refuse_head, refuse_nameless, refuse_schemes
+from .engines import (
+    refuse_embedding,
+    refuse_embedding_schemes,
+    refuse_experts,
+    refuse_head,
+    refuse_nameless,
+    refuse_schemes,
+)
 from .gptq import gptq_weights, refuse_repeats
 from .ignore_list import quantization_config
 from .input_scales import expect_calibration, find_input_absmax, require_widths
@@ -192,6 +199,9 @@ def make_plan(
     if options.head:
         refuse_head(decoded, model, scheme)
         model = model.with_head()
+    if options.embedding:
+        refuse_embedding(decoded, model, scheme)
+        model = model.with_embedding()
     has_input_scales = stored or any(weight.input_scale_for(scheme.format) for weight in weights.values())
     options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
     entry, config = ModuleRules(model), text_config(decoded, model)
@@ -219,7 +229,7 @@ def make_plan(
     if stored:
         requested = schemes_of_output(stored, layers)
     else:
-        requested = requested_schemes(options, layers, decisions.passthrough)
+        requested = requested_schemes(scheme, options, layers, decisions.passthrough)
     unquantized = {module for module, layer in layers.items() if in_scheme and layer.format is None}
     find_scale_problem = scale_problem_finder(scheme.format, options.calibration, input_absmax, stored)
     find_problem = problem_finder(entry, layers, fused, config, options.tp, find_scale_problem)
@@ -228,6 +238,7 @@ def make_plan(
     )
     decisions = replace(decisions, overrides=overrides)
     refuse_experts(entry, decisions)
+    refuse_embedding_schemes(decisions)
     refuse_nameless(entry, decisions)
 
     # Describe.

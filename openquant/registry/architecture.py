@@ -312,6 +312,8 @@ class Architecture:
         nameless: patterns of modules that vLLM builds without a name. No list can name them, so vLLM assumes that they
             have the scheme of most layers.
         head_refused: why engines cannot load a quantized output head; None if they can.
+        embedding: by what vLLM finds the scheme of the input embedding: its name, or its class if it builds it without
+            a name. None if it builds it without a quantization. No other engine loads quantized embeddings.
         cache_refused: why engines cannot load scales of the KV cache; None if they can.
         sglang: what SGLang cannot load.
         cached: what is cached for each token.
@@ -346,6 +348,7 @@ class Architecture:
     reordered: tuple[str, ...] = ()
     nameless: tuple[str, ...] = ()
     head_refused: str | None = None
+    embedding: Literal["name", "class"] | None = None
     cache_refused: str | None = None
     sglang: SGLangLimits = SGLangLimits()
     cached: tuple[CachedRows, ...] = ()
@@ -364,8 +367,15 @@ class Architecture:
 
     def with_head(self) -> Architecture:
         """Return the entry with the output head moved from `keep` to `compress`."""
-        keep = tuple(keep for keep in self.keep if keep != HEAD)
-        return replace(self, compress=(*self.compress, HEAD.pattern), keep=keep)
+        return self._compressing(HEAD)
+
+    def with_embedding(self) -> Architecture:
+        """Return the entry with the input embedding moved from `keep` to `compress`."""
+        return self._compressing(EMBEDDING)
+
+    def _compressing(self, kept: Keep) -> Architecture:
+        keep = tuple(keep for keep in self.keep if keep != kept)
+        return replace(self, compress=(*self.compress, kept.pattern), keep=keep)
 
     def with_layer_count(self, layers: int) -> Architecture:
         """Return the entry with the names of `beyond` added to its spellings.

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..patterns import MAX_DIGITS, compile_any, compile_pattern, template
-from .architecture import HEAD, Architecture, ExpertLayout, ParallelSplit, StackedExperts, absolute_patterns
+from .architecture import EMBEDDING, HEAD, Architecture, ExpertLayout, ParallelSplit, StackedExperts, absolute_patterns
 
 
 class ModuleRule(NamedTuple):
@@ -130,7 +130,7 @@ class ModuleRules:
             nameless=self._nameless.fullmatch(module) is not None,
             plain=self._plain.fullmatch(module) is not None,
             unpacked=self._unpacked.fullmatch(module) is not None,
-            divided=split is not None or is_head(module) or any(keep.divided for keep in keeps),
+            divided=split is not None or is_table(module) or any(keep.divided for keep in keeps),
         )
 
     def experts(self, module: str) -> str | None:
@@ -203,3 +203,21 @@ def is_head(module: str) -> bool:
         module: full name of the module: "lm_head".
     """
     return compile_pattern(HEAD.pattern).fullmatch(module) is not None
+
+
+def is_embedding(module: str) -> bool:
+    """Return whether a module is an input embedding.
+
+    Args:
+        module: full name of the module: "model.embed_tokens".
+    """
+    return compile_pattern(EMBEDDING.pattern).fullmatch(module) is not None
+
+
+def is_table(module: str) -> bool:
+    """Return whether a module is an output head or an input embedding, which have a row for each token.
+
+    Args:
+        module: full name of the module: "lm_head".
+    """
+    return is_head(module) or is_embedding(module)

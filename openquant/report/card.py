@@ -20,6 +20,7 @@ from ..plan.engines import sglang_refusal
 from ..plan.gptq import tokens_of
 from ..plan.plan import Plan
 from ..recipes import recipe_command
+from ..registry.rules import is_embedding
 from ..version import SGLANG, __version__
 from .escape import join_lines, markdown
 from .tasks import task_summary
@@ -254,6 +255,8 @@ def engines_that_read(plan: Plan) -> str:
     expert_schemes = [scheme for weight, scheme in plan.decisions.kinds if plan.entry.experts(weight.module)]
     problems = [scheme.transformers for scheme in plan.decisions.schemes]
     problems += [scheme.transformers_experts for scheme in expert_schemes]
+    if any(is_embedding(weight.module) for weight, _ in plan.decisions.kinds):
+        problems.append("does not read its quantized embedding")
     problem = next(filter(None, problems), None)
     split = expert_schemes and not all(experts.transformers for experts in plan.model.experts)
     if problem is None and plan.scheme and (split or not plan.model.transformers_reads_blocks):

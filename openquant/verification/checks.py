@@ -14,7 +14,7 @@ from ..files.checkpoint import Checkpoint
 from ..formats.quantization import Quantization
 from ..plan.architecture import with_layer_counts
 from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules, is_head
+from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.find import pairs
 from .cache_checks import check_cache
 from .config_checks import check_files, check_index, check_settings
@@ -45,13 +45,16 @@ def check_headers(
     findings = Findings(ours, list(quantization.problems))
     scheme = check_settings(checkpoint, quantization, findings)
     codes_and_scales = list(pairs(checkpoint.tensors, quantization))
-    # With any method but fp8, a quantized head is one more quantized layer.
+    # With any method but fp8, a quantized head or embedding is one more quantized layer.
     head = quantization.method != "fp8" and any(is_head(pair.module) for pair in codes_and_scales)
+    embedding = quantization.method != "fp8" and any(is_embedding(pair.module) for pair in codes_and_scales)
     if model and head and model.head_refused is None:
         model = model.with_head()
+    if model and embedding and model.embedding is not None:
+        model = model.with_embedding()
     entry = ModuleRules(with_layer_counts(model, checkpoint)) if model else None
     weights = find_weights(checkpoint, quantization, codes_and_scales, findings)
-    headers = Headers(checkpoint, quantization, scheme, entry, head, *weights)
+    headers = Headers(checkpoint, quantization, scheme, entry, head, embedding, *weights)
     check_strays(headers, findings)
     check_cache(headers, findings)
     check_listed(headers, findings)

@@ -50,9 +50,10 @@ class Headers:
         checkpoint: the opened directory.
         quantization: its quantization_config.
         scheme: the openquant scheme that the directory is stored in, or the nearest one; None if there is none.
-        entry: the module rules of its architecture, which quantize the output head if the directory does; None if the
-            registry has no entry.
+        entry: the module rules of its architecture, which quantize the output head and the embedding if the directory
+            does; None if the registry has no entry.
         head: whether the output head is quantized.
+        embedding: whether the input embedding is quantized.
         codes: the quantized weights, by the name of the unquantized tensor.
         stored: the same weights, by the name of the tensor that holds the codes.
         scales: names of all tensors that belong to codes: scales, zero points, shapes.
@@ -63,6 +64,7 @@ class Headers:
     scheme: Scheme | None
     entry: ModuleRules | None
     head: bool
+    embedding: bool
     codes: dict[str, Weight]
     stored: dict[str, Weight]
     scales: set[str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..formats.quantization import IN_COLUMNS
 from ..registry.architecture import NOT_LINEAR, ROUTER
-from ..registry.rules import ModuleRules, is_head
+from ..registry.rules import ModuleRules, is_table
 from .headers import Findings, Headers
 
 
@@ -81,7 +81,7 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
 
 
 def check_head(headers: Headers, findings: Findings) -> None:
-    """Check that a config group names a quantized output head, because vLLM does not count it as a Linear.
+    """Check that a config group names a quantized output head or embedding, because vLLM counts neither as a Linear.
 
     Args:
         headers: the quantized directory, as its config and the headers of its shards describe it.
@@ -90,8 +90,8 @@ def check_head(headers: Headers, findings: Findings) -> None:
     Raises:
         UsageError: matching names with regular expressions of the config takes too long.
     """
-    for name, weight in headers.stored.items() if headers.head else ():
-        if is_head(weight.module) and not headers.quantization.names(weight.module):
+    for name, weight in headers.stored.items() if headers.head or headers.embedding else ():
+        if is_table(weight.module) and not headers.quantization.names(weight.module):
             findings.problems.append(
                 f"{headers.place(name)} is {weight.codes.dtype}, but no config group names it: "
                 "engines find it by name only"

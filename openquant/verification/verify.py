@@ -301,7 +301,8 @@ class _Verification:
             # For another tool's output the plan only gives names, which all schemes of a method share.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
-            options, layout = PlanOptions(head=self.headers.head, fp8_kv_cache=self.fp8_cache), self._stored_layout()
+            layout, headers = self._stored_layout(), self.headers
+            options = PlanOptions(head=headers.head, embedding=headers.embedding, fp8_kv_cache=self.fp8_cache)
             self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
             if self.ours:
                 self._recognize_smoothing(self.plan)

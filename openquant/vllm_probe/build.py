@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
@@ -32,7 +32,7 @@ from ..registry.architecture import (
     StackedExperts,
 )
 from ..registry.parts import FUSED_NAMES, HEADS, KV_HEADS
-from ..registry.rules import ModuleRules, is_head
+from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.find import decoded_view
 from .client import EngineAnswer, EngineFailed, EngineLayer, Question, ask_engine
 from .modules import (
@@ -440,9 +440,19 @@ class _Builder:
             draft_layers=LAYERS,
             rest=UNKNOWN,
             head_refused=None if heads is None or heads.asked else "the engine builds it without a quantization",
+            embedding=self._embedding(),
             decided=f"decided as vLLM {self.answer.version} builds {self.name}: look at the plan; what SGLang makes of "
             "it is not known",
         )
+
+    def _embedding(self) -> Literal["name", "class"] | None:
+        """Return how the engine finds the embedding's scheme; None if it builds it without a quantization."""
+        for layer in self.answer.layers:
+            # A tied head, which is an embedding by its class, holds the embedding too.
+            is_lookup = EMBEDDING_LAYER in layer.kinds and HEAD_LAYER not in layer.kinds
+            if layer.asked and is_lookup and any(map(is_embedding, layer.modules)):
+                return "name" if layer.prefix else "class"
+        return None
 
     def _split(self, pattern: str, name: str, engine: EngineModule, layer: EngineLayer) -> Iterator[ParallelSplit]:
         if layer.axis is None:

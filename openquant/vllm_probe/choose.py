@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import OpenQuantError
 from ..files.checkpoint import Checkpoint
@@ -145,6 +145,7 @@ def architecture_to_json(entry: Architecture) -> dict[str, Any]:
         "renames": [list(pair) for pair in entry.renames],
         "rest": entry.rest,
         "head_refused": entry.head_refused,
+        "embedding": entry.embedding,
     }
 
 
@@ -193,6 +194,7 @@ def architecture_from_json(entry: Any, architecture: str) -> Architecture | None
             renames=tuple((_text(old), _text(new)) for old, new in _list(entry["renames"])),
             rest=_optional_text(entry["rest"]),
             head_refused=_optional_text(entry["head_refused"]),
+            embedding=_found_by(entry["embedding"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, OpenQuantError):
         return None
@@ -209,6 +211,13 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_LETTERS or not value.isprintable():
         raise TypeError(value)
     return value
+
+
+def _found_by(value: Any) -> Literal["name", "class"] | None:
+    if value not in ("name", "class", None):
+        raise TypeError(value)
+    found: Literal["name", "class"] | None = value
+    return found
 
 
 def _optional_text(value: Any) -> str | None:

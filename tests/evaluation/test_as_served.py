@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import EXAMPLE
+from openquant import compress
 from openquant.data.prompts import read_prompts
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
@@ -29,6 +30,13 @@ LAYER = "model.layers.1"
 
 def served(root: Path, **options: Any) -> ServedModel:
     return ServedModel(StreamedModel(open_checkpoint(root)), **options)
+
+
+def test_a_quantized_head_or_embedding_is_no_router(tmp_path: Path) -> None:
+    compress(EXAMPLE, tmp_path / "out", "int8-weights", quantize_lm_head=True, quantize_embeddings=True)
+    output = served(tmp_path / "out")
+    assert {"lm_head", "model.embed_tokens"} <= output.model.quantized.keys()
+    assert output.quantized_routers == []
 
 
 def test_what_engines_merge_has_the_largest_static_scale(tmp_path: Path) -> None:

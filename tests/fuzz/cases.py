@@ -179,7 +179,7 @@ SCHEMES = [
 ]  # fmt: skip
 OPTIONS = [
     *[[]] * 12, ["--architecture", "generic"], ["--architecture", "LlamaForCausalLM"], ["--tp", "2"], ["--tp", "3"],
-    ["--ignore", "**.mlp.**"], ["--ignore", "{a,b"], ["--ignore", "**"], ["--quantize-lm-head"], ["--workers", "3"],
+    ["--ignore", "**.mlp.**"], ["--ignore", "{a,b"], ["--ignore", "**"], ["--quantize-lm-head"], ["--quantize-embeddings"], ["--workers", "3"],
     ["--max-memory", "100MB"], ["--scheme-for", "**.o_proj=channel"], ["--scheme-for", "**=block"], ["-q"], ["-v"],
     ["--ignore", "*" * 50 + "x"], ["--tp", "99999999999999999999"], ["--revision", "main"], ["--json"],
 ]  # fmt: skip

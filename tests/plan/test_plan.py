@@ -21,10 +21,14 @@ from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
     CHANNEL,
     INT4_SHIFTED,
+    INT4_SHIFTED_64,
     INT4_W4A16,
     INT4_W4A16_32,
+    INT4_W4A16_64,
     INT4_W4A16_CHANNEL,
+    INT8_W8A8,
     INT8_W8A16,
+    INTEGER_GROUPS,
     MXFP4,
     MXFP8,
     NVFP4,
@@ -38,12 +42,15 @@ from openquant.models import MODELS
 from openquant.plan import summary
 from openquant.plan.config import ignored_layers
 from openquant.plan.decisions import PlanOptions
+from openquant.plan.gptq import gptq_weights
 from openquant.plan.plain import make_plain_plan
 from openquant.plan.plan import Plan, make_plan
 from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
 from openquant.weights.transform import UNDECIDED, WeightTransforms
 from support import small_checkpoints
+
+INT6 = INTEGER_GROUPS[6][0]
 
 
 def plan_of(root: Path, scheme: Scheme = TENSOR, *ignore: str) -> Plan:
@@ -704,7 +711,7 @@ def test_a_tower_that_a_source_has_in_fp8_is_not_listed(tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_matches_nothing_to_quantize_is_an_error(source: Path) -> None:
-    for pattern in ("model.layers.9.**", "lm_head", "model.norm"):
+    for pattern in ("model.layers.9.**", "model.norm"):
         with pytest.raises(UsageError) as caught:
             mixed(source, CHANNEL, ("model.layers.0.**", BLOCK_COMPRESSED), (pattern, BLOCK_COMPRESSED))
         assert caught.value.message == f"--scheme-for {pattern}=block matches no module that can be quantized"
@@ -997,3 +1004,139 @@ def test_an_output_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
         with_head(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
     assert caught.value.message == "the source has no lm_head.weight: its output head is the embedding"
     assert caught.value.hint == "leave --quantize-lm-head out"
+
+
+def test_sglang_does_not_load_a_head_in_what_it_has_no_layers_in(source: Path) -> None:
+    plan = make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=(("lm_head", INT6),), head=True))
+    assert f"{SGLANG} does not load this output: it does not support int6; try another scheme" in plan.notes
+
+
+# The input embedding.
+
+
+def with_embedding(root: Path, scheme: Scheme, **options: Any) -> Plan:
+    return make_plan(open_checkpoint(root), scheme, PlanOptions(**options, embedding=True))
+
+
+def test_embedding_has_the_scheme_of_the_plan_or_int8(source: Path) -> None:
+    plan = with_embedding(source, INT4_W4A16_64)
+    assert targets(plan) == [["Linear", "model.embed_tokens"]]
+    assert ignored_layers(plan) == ["lm_head"]
+    assert plan.digest != plan_of(source, INT4_W4A16_64).digest
+    for scheme in (CHANNEL, BLOCK_COMPRESSED, NVFP4, INT4_SHIFTED_64, INT6):
+        plan = with_embedding(source, scheme)
+        assert reason(plan, "model.embed_tokens") == "int8-weights: --quantize-embeddings"
+        assert targets(plan) == [["Linear"], ["model.embed_tokens"]]
+    chosen = with_embedding(source, CHANNEL, scheme_for=(("model.embed_tokens", INT4_W4A16_64),))
+    assert reason(chosen, "model.embed_tokens") == "int4: --scheme-for model.embed_tokens=int4"
+    assert ignored_layers(with_embedding(source, CHANNEL, ignore=("**.embed_tokens",))) == [
+        "lm_head",
+        "model.embed_tokens",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("LlamaForCausalLM", ["model.embed_tokens", "Embedding"]),
+        ("Qwen3VLForConditionalGeneration", ["model.language_model.embed_tokens"]),
+    ],
+)
+def test_embedding_is_named_as_vllm_finds_it(tmp_path: Path, architecture: str, names: list[str]) -> None:
+    """Where vLLM builds it without a name, by the end of VocabParallelEmbedding."""
+    plan = with_embedding(small_checkpoints.write(tmp_path / "a", architecture), CHANNEL, head=True)
+    first, second = targets(plan)
+    assert first == ["Linear", "re:(.*[.])?lm_head"]
+    assert set(names) <= set(second)
+    assert ("Embedding" in second) == (architecture == "LlamaForCausalLM")
+
+
+def test_sglang_loads_no_quantized_embedding(source: Path) -> None:
+    says = (
+        f"{SGLANG} does not load this output: it loads no quantized embedding; it loads without --quantize-embeddings"
+    )
+    assert says in with_embedding(source, CHANNEL).notes
+
+
+def test_gptq_leaves_head_and_embedding_alone(source: Path) -> None:
+    decisions = with_embedding(source, INT4_W4A16_64, head=True).decisions
+    assert {"lm_head", "model.embed_tokens"} == {weight.module for weight, _ in decisions.quantized} - {
+        weight.module for weight, _ in gptq_weights(decisions)
+    }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "message", "hint"),
+    [
+        (
+            "Qwen3ForCausalLM",
+            BLOCK,
+            "no engine loads a quantized embedding beside --scheme block in the fp8 format",
+            "use --scheme channel or int8-weights, or --format compressed-tensors",
+        ),
+        (
+            "Qwen3ForCausalLM",
+            MXFP8,
+            "no engine loads a quantized embedding beside --scheme mxfp8 in the compressed-tensors format",
+            "use --scheme channel or int8-weights",
+        ),
+        (
+            "MixtralForCausalLM",
+            CHANNEL,
+            f"MixtralForCausalLM: its embedding stays unquantized: {VLLM} builds it without a quantization, and no "
+            "other engine loads a quantized one",
+            "leave --quantize-embeddings out",
+        ),
+        (
+            "Gemma3ForCausalLM",
+            CHANNEL,
+            f"the embedding is the output head too, and {VLLM} ties no quantized one to it",
+            "leave --quantize-embeddings out",
+        ),
+    ],
+)
+def test_embeddings_that_engines_cannot_load_are_refused(
+    tmp_path: Path, architecture: str, scheme: Scheme, message: str, hint: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        with_embedding(small_checkpoints.write(tmp_path / "a", architecture), scheme)
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "message"),
+    [
+        ("lm_head.weight", f"the embedding is the output head too, and {VLLM} ties no quantized one to it"),
+        ("model.embed_tokens.weight", "the source has no embed_tokens.weight"),
+    ],
+)
+def test_an_embedding_of_its_own_must_be_there(tmp_path: Path, lacking: str, message: str) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    del weights[lacking]
+    with pytest.raises(PlanError) as caught:
+        with_embedding(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(("scheme", "name"), [(CHANNEL, "channel"), (INT4_SHIFTED_64, "int4 with zero points")])
+def test_an_embedding_in_another_scheme_is_refused(source: Path, scheme: Scheme, name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        with_embedding(source, INT8_W8A8, scheme_for=(("**.embed_tokens", scheme),))
+    assert caught.value.message == f"model.embed_tokens: no engine loads an embedding in {name}"
+    assert caught.value.hint == (
+        f"{VLLM} loads int8-weights, int4 and int2 without zero points: give it one of these with --scheme-for"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("lm_head", "the output head is quantized with --quantize-lm-head only: give that too"),
+        ("**.embed_tokens", "the input embedding is quantized with --quantize-embeddings only: give that too"),
+    ],
+)
+def test_a_scheme_for_head_or_embedding_alone_says_which_option_it_needs(source: Path, pattern: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=((pattern, INT8_W8A16),)))
+    assert caught.value.message == f"--scheme-for {pattern}=int8-weights matches no module that can be quantized"
+    assert caught.value.hint == hint

@@ -132,6 +132,14 @@ def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
     assert "Do not load it with transformers, which does not find all of its weights under these names." in text
 
 
+def test_a_quantized_embedding_is_for_vllm_alone(tmp_path: Path) -> None:
+    compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out", "channel", quantize_embeddings=True)
+    assert (
+        f"This output is for vLLM ({SGLANG} does not load it: it loads no quantized embedding). Do not load it with "
+        "transformers, which does not read its quantized embedding." in (tmp_path / "out" / "README.md").read_text()
+    )
+
+
 def test_transformers_reads_what_has_no_experts_to_split() -> None:
     """Gemma 4 is both; its experts, once split, transformers does not find."""
     dense, sparse = (published(f"Gemma4ForConditionalGeneration{layout}") for layout in ("", "-26b-a4b"))

@@ -44,9 +44,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_embedding import (
+    CompressedTensorsEmbeddingWNA16Int,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import CompressedTensorsMoEMethod
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -62,7 +65,10 @@ TRACKED = {"enable_weights_track": True}
 # What a class loads from no file, by the end of its name: layers/fused_moe/runner/moe_runner.py:301 hands on experts alone.
 NEVER_LOADED = {"LagunaForCausalLM": "experts.routed_experts.e_score_correction_bias"}
 CHECK = DefaultModelLoader.track_weights_loading
-QUANTIZED = (Fp8LinearMethod, Fp8MoEMethod, CompressedTensorsLinearMethod, CompressedTensorsMoEMethod)
+QUANTIZED = (
+    *(Fp8LinearMethod, Fp8MoEMethod, CompressedTensorsLinearMethod, CompressedTensorsMoEMethod),
+    CompressedTensorsEmbeddingWNA16Int,
+)
 PROMPTS, LENGTH = 4, 64
 TEXT = Path(__file__).parent / "text_prompts.json"
 # Engines are never put away, which takes as long as setting one up: their processes just end.
@@ -150,7 +156,7 @@ def layers(directory: Path) -> dict[str, Any]:
         quantized = {
             getattr(module, "layer_name", name): isinstance(module.quant_method, QUANTIZED)
             for name, module in model.named_modules()
-            if isinstance(module, LinearBase | RoutedExperts | ParallelLMHead)
+            if isinstance(module, LinearBase | RoutedExperts | VocabParallelEmbedding)
         }
         if any(directory.glob("*.safetensors")):
             get_model_loader(config.load_config).load_weights(model, config.model_config)

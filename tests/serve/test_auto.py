@@ -129,6 +129,7 @@ def test_the_plan_is_that_of_the_entry(
     sets = [{each for each in plan.decisions.fused.values() if len(each) > 1} for plan in (ours, theirs)]
     assert sets[0] == sets[1]
     assert summary.parallel_sizes(ours) == summary.parallel_sizes(theirs)
+    assert found[name].embedding == MODELS[name].embedding
 
 
 @pytest.mark.parametrize("name", (*ALIKE, *TURNED))

@@ -397,6 +397,11 @@ def has_head(architecture: str) -> bool:
     return not tied and MODELS[architecture].head_refused is None
 
 
+def is_quantized(architecture: str) -> bool:
+    """Whether vLLM loads its embedding quantized."""
+    return MODELS[architecture].embedding is not None
+
+
 ALL_CASES = (
     *(
         Case(f"{name}-{scheme}", name, scheme)
@@ -424,7 +429,12 @@ ALL_CASES = (
     mixed("Qwen3VLForConditionalGeneration", "block", "**.self_attn.*", "tensor"),
     mixed("Olmo2ForCausalLM", "block", "**.self_attn.*", "channel"),
     *(
-        Case(f"{name}-head", name, "channel", options={"quantize_lm_head": True})
+        Case(
+            f"{name}-tables",
+            name,
+            "channel",
+            options={"quantize_lm_head": True, "quantize_embeddings": is_quantized(name)},
+        )
         for name in small_checkpoints.ARCHITECTURES
         if name not in UNBUILT and has_head(name) and small_checkpoints.refused(name, find_scheme("channel")) is None
     ),

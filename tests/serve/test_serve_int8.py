@@ -33,6 +33,7 @@ CASES: dict[str, tuple[Mapping[str, Any], float, float]] = {
     "int8-weights": ({"scheme": "int8-weights"}, 0.00025, 0.00001),
     "int8-with-head": ({"scheme": "int8", "quantize_lm_head": True}, 0.0016, 0.0016),
     "int8-weights-with-head": ({"scheme": "int8-weights", "quantize_lm_head": True}, 0.0005, 0.00001),
+    "int8-weights-with-embedding": ({"scheme": "int8-weights", "quantize_embeddings": True}, 0.0005, 0.00001),
     # FP8 alone, with one scale per row: 0.0033.
     "attention-in-fp8": ({"scheme": "int8", "scheme_for": {"**.self_attn.*": "channel"}}, 0.003, 0.003),
     "down-in-words": ({"scheme": "channel", "scheme_for": {"**.down_proj": "int8-weights"}}, 0.004, 0.004),

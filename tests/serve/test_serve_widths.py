@@ -22,6 +22,13 @@ CASES: dict[str, Mapping[str, Any]] = {
     },
     "int5-channel": {"scheme": "int5", "group_size": "channel"},
     "int6-with-head": {"scheme": "int6", "quantize_lm_head": True},
+    "int6-with-int4-embedding": {
+        "scheme": "int6",
+        "quantize_embeddings": True,
+        "scheme_for": {"**.embed_tokens": "int4"},
+        "group_size": 64,
+    },
+    "int2-with-embedding": {"scheme": "int2", "quantize_embeddings": True},
     "int3-gptq": {"scheme": "int3", "gptq": True, "samples": 16, "length": 256},
     "int6-beside-int3": {"scheme": "int6", "scheme_for": {"**.mlp.*": "int3"}},
 }

@@ -132,6 +132,16 @@ def test_zero_points_are_refused(tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
+def test_a_quantized_embedding_is_refused(tmp_path: Path) -> None:
+    """It makes an Embedding without a weight, which it then initializes."""
+    import transformers
+
+    output = tmp_path / "out"
+    compress(EXAMPLE, output, "int8-weights", quantize_embeddings=True)
+    with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'weight'"):
+        transformers.AutoModelForCausalLM.from_pretrained(output)
+
+
 # Any architecture with one scale per row, and in each other scheme that this package reads two of those without experts.
 DENSE = [name for name in small_checkpoints.HAND_MADE if name in ARCHITECTURES and not MODELS[name].experts]
 READ = [scheme for scheme in VARIANTS if scheme.method == "compressed-tensors" and scheme is not CHANNEL]

@@ -24,6 +24,7 @@ from openquant.formats.kernels import decode
 from openquant.formats.numbers import E2M1, E4M3
 from openquant.formats.reference import encode
 from openquant.formats.schemes import BLOCK, CHANNEL, INT8_W8A16, INTEGER_GROUPS, SCHEMES, TENSOR, Scheme
+from openquant.models import MODELS
 from support import small_checkpoints
 from support.conversions import Shelf, covering
 from support.small_checkpoints import change_weights
@@ -113,6 +114,8 @@ MIXTURES = [
     ("Qwen3MoeForCausalLM", "channel", {"scheme_for": {"**.experts.**": "nvfp4"}}),
     ("Gemma3ForConditionalGeneration", "nvfp4", {"scheme_for": {"**.self_attn.*": "channel", "**.1.mlp.*": "mxfp4"}}),
     ("Qwen3ForCausalLM", "mxfp4", {"scheme_for": {"**.self_attn.*": "int8"}, "quantize_lm_head": True}),
+    ("Qwen3ForCausalLM", "nvfp4", {"quantize_lm_head": True, "quantize_embeddings": True}),
+    ("LlamaForCausalLM", "int8-weights", {"quantize_embeddings": True}),
 ]
 
 
@@ -152,6 +155,31 @@ def test_output_heads_that_are_not_named(tmp_path: Path) -> None:
     )
     assert verify(tmp_path / "out").problems == (
         f"{ONE}: lm_head.weight is F8_E4M3, but no config group names it: engines find it by name only",
+    )
+
+
+def test_embeddings_that_are_not_named(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "int8-weights", quantize_embeddings=True, workers=1)
+    change_json(
+        tmp_path / "out" / "config.json",
+        lambda config: config["quantization_config"]["config_groups"]["group_0"].update(targets=["Linear"]),
+    )
+    assert verify(tmp_path / "out").problems == (
+        f"{ONE}: model.embed_tokens.weight_packed is I32, but no config group names it: engines find it by name only",
+    )
+
+
+def test_a_quantized_embedding_that_no_engine_loads_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    compress(source, tmp_path / "out", "int8-weights", quantize_embeddings=True, workers=1)
+    entry = replace(MODELS["Qwen3ForCausalLM"], embedding=None)
+    monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", entry)
+    assert (
+        f"{ONE}: model.embed_tokens.weight_packed is I32, but it is kept: embedding"
+        in verify(tmp_path / "out").problems
     )
 
 

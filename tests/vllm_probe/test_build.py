@@ -18,6 +18,7 @@ import torch
 from openquant import OpenQuantError, compress, diagnose, explain, verify
 from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import INT8_W8A16
 from openquant.models import GENERIC
 from openquant.plan import summary
 from openquant.plan.config import ignored_layers
@@ -158,6 +159,28 @@ def test_a_layer_that_the_engine_does_not_quantize_stays(source: Path, tmp_path:
     assert "model.layers.0.mlp.down_proj" not in plan.layers
     assert "model.layers.0.mlp.down_proj" in ignored_layers(plan)
     assert summary.schemes(plan) == {plan.scheme: 6 * small_checkpoints.LAYERS}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "asked", "found"),
+    [("model.embed_tokens", True, "name"), ("", True, "class"), ("", False, None), ("model.embed_tokens", False, None)],
+)
+def test_an_embedding_is_quantized_where_the_engine_asks_for_its_scheme(
+    prefix: str, asked: bool, found: str | None, source: Path, tmp_path: Path, engine: Engine
+) -> None:
+    told = answer()
+    embedding = layer(prefix, "model.embed_tokens", kind="VocabParallelEmbedding", asked=asked)
+    told["layers"]["model.embed_tokens"] = {**embedding, "kinds": ["VocabParallelEmbedding"]}
+    tied = layer("lm_head", "model.embed_tokens", kind="ParallelLMHead")
+    told["layers"]["lm_head"] = {**tied, "kinds": ["ParallelLMHead", "VocabParallelEmbedding"]}
+    answering(engine, tmp_path, told)
+    if found is None:
+        with pytest.raises(PlanError, match="its embedding stays unquantized"):
+            plan_of(source, "channel", quantize_embeddings=True)
+    else:
+        plan = plan_of(source, "channel", quantize_embeddings=True)
+        assert plan.model.embedding == found
+        assert plan.decisions.of("model.embed_tokens").scheme == INT8_W8A16
 
 
 def test_rows_in_another_order_leave_all_that_is_joined_as_it_is(source: Path, tmp_path: Path, engine: Engine) -> None:

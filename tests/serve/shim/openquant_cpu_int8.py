@@ -1,5 +1,5 @@
 """A vLLM plugin with a kernel for weights in words, for which vLLM's CPU build has none: of 4 bits on a CPU without
-AVX-512, of 2, 3 and 5 to 8 bits nowhere.
+AVX-512, of 2, 3 and 5 to 8 bits nowhere, of embeddings nowhere (vLLM's is written in Triton).
 
 With this directory on PYTHONPATH, vLLM finds it by its entry point. Plain torch multiplies by the weights that words and
 scales stand for: names, shapes, the order in words and scales are tested, no kernel of a GPU is.
@@ -22,6 +22,7 @@ def register() -> None:
     """Add the kernel before those that vLLM has, and exact products where the CPU has none; a second call changes nothing."""
     import vllm._custom_ops
     import vllm.model_executor.kernels.linear as linear
+    import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_embedding as embedding
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
     from vllm.platforms import current_platform
     from vllm.platforms.interface import PlatformEnum
@@ -66,6 +67,7 @@ def register() -> None:
             return torch.nn.functional.linear(x, layer.decoded, bias)
 
     known.insert(0, WordsKernel)
+    embedding._dequant_gather_triton = looked_up
     if not torch.cpu._is_vnni_supported():
         vllm._custom_ops.create_onednn_scaled_mm = Codes
         vllm._custom_ops.onednn_scaled_mm = multiplied
@@ -78,6 +80,11 @@ def decoded(words: Tensor, scale: Tensor, bits: int, zeros: Tensor | None) -> Te
     grouped = unpacked(words, bits).float().unflatten(1, (scale.shape[1], -1))
     zero = 2 ** (bits - 1) if zeros is None else unpacked(zeros.T, bits).T.float().unsqueeze(2)
     return ((grouped - zero) * scale.float().unsqueeze(2)).flatten(1).to(scale.dtype)
+
+
+def looked_up(ids: Tensor, words: Tensor, scale: Tensor, hidden: int, bits: int) -> Tensor:
+    """Rows [ids, hidden] of an embedding's words [vocabulary, hidden * bits / 32]."""
+    return decoded(words[ids], scale[ids], bits, None)
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
