@@ -180,9 +180,11 @@ def _read_store(
         missing = unit_hessians.hessians
         for path, tensors in store.read(layers.index(unit)).items():
             stored = [hessian for hessian in missing if not tensors.keys().isdisjoint(hessian.output_tensors)]
+            signed = {weight.module: scheme.format.signed_scales for one in stored for weight, scheme in one.weights}
             scales = [(info, place) for info, place in tensors.items() if is_scale_tensor(info)]
             if tensors.keys() != {info for hessian in stored for info in hessian.output_tensors} or not all(
-                has_sound_scales(path, place.offset, info) for info, place in scales
+                has_sound_scales(path, place.offset, info, signed[info.name.rpartition(".")[0]])
+                for info, place in scales
             ):
                 raise damaged_file(path)
             places |= {info.name: place for info, place in tensors.items()}

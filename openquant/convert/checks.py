@@ -32,7 +32,9 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
             problems, up to the first that keeps the file from being read.
     """
     problems: list[str] = []
-    quantized = {piece.weight.module for job in layout.jobs if isinstance(job, Encode) for piece in job.pieces}
+    formats = {
+        piece.weight.module: job.scheme.format for job in layout.jobs if isinstance(job, Encode) for piece in job.pieces
+    }
     offset = len(layout.header)
     try:
         with safe_open(path, framework="np") as file:
@@ -42,14 +44,16 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
                 written = file.get_slice(info.name)
                 if written.get_dtype() != info.dtype or tuple(written.get_shape()) != info.shape:
                     problems.append(f"{info.name} is {written.get_dtype()} {written.get_shape()}")
-                if info.name.rpartition(".")[0] in quantized and is_scale_tensor(info):
+                fmt = formats.get(info.name.rpartition(".")[0])
+                if fmt is not None and is_scale_tensor(info):
+                    signed = fmt.signed_scales
                     if info.dtype in ("BF16", "F8_E4M3"):
                         # numpy has neither of the two, so the library cannot read them into it.
-                        sound = has_sound_scales(path, offset, info)
+                        sound = has_sound_scales(path, offset, info, signed)
                     else:
-                        sound = _is_sound(file.get_tensor(info.name))
+                        sound = _is_sound(file.get_tensor(info.name), signed)
                     if not sound:
-                        problems.append(f"{info.name} is not finite and positive")
+                        problems.append(f"{info.name} is not finite and {'not zero' if signed else 'positive'}")
                 offset += info.nbytes
     except SafetensorError as error:
         problems.append(str(error))
@@ -66,19 +70,20 @@ def is_scale_tensor(info: TensorInfo) -> bool:
     return info.name.rpartition(".")[2].startswith(_SCALE_NAMES)
 
 
-def has_sound_scales(path: Path, offset: int, info: TensorInfo) -> bool:
-    """Return whether all scales of a tensor are finite and positive.
+def has_sound_scales(path: Path, offset: int, info: TensorInfo, signed: bool) -> bool:
+    """Return whether all scales of a tensor are finite and positive, or of either sign.
 
     Args:
         path: the file that contains the tensor.
         offset: bytes from the start of the file to the tensor.
         info: the tensor's name, dtype (any in which scales are stored) and shape.
+        signed: whether scales may be negative (`Format.signed_scales`).
     """
-    return all(map(_is_sound, _read_pieces(path, offset, info)))
+    return all(_is_sound(scale, signed) for scale in _read_pieces(path, offset, info))
 
 
-def _is_sound(scale: Floats) -> bool:
-    return bool(np.isfinite(scale).all() and (scale > 0).all())
+def _is_sound(scale: Floats, signed: bool) -> bool:
+    return bool(np.isfinite(scale).all() and (scale != 0 if signed else scale > 0).all())
 
 
 def _read_pieces(path: Path, offset: int, info: TensorInfo) -> Iterator[Floats]:

@@ -83,6 +83,20 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     return to_float32(largest, dtype)
 
 
+def signs(bits: Bits) -> Floats:
+    """Return the signs of scales that give each group's largest absolute weight a code below zero.
+
+    Args:
+        bits: bits of finite weights, uint16 (uint32 for F32) [groups, width].
+
+    Returns:
+        float32 [groups]: -1 if the largest is positive, 1 if it is negative or one of either sign is.
+    """
+    out = np.empty(len(bits), f32)
+    _signs(bits, bits.view(bits.dtype.str.replace("u", "i")), out)
+    return out
+
+
 def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
     """Compute the scale of each group from its largest absolute weight in compiled loops.
 
@@ -219,7 +233,7 @@ def best_scales(
         bits: bits of finite weights, uint16 (uint32 for F32) [groups, width].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         unclipped: float32 [groups], the scales made from each group's largest weight: weight = code value * scale.
-        scales: float32 [clip ratios, groups], the candidates.
+        scales: float32 [clip ratios, groups], the candidates, each of the sign of `unclipped`.
         number: numeric format of the codes.
         importance: float32 [n, width], at most 1: weights of the squared errors; group i uses row i modulo n. All are
             1 if None.
@@ -274,6 +288,19 @@ def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
             for i in range(part.size):
                 most = max(most, bits.dtype.type(part[i] & mask))
             into[group] = max(into[group], most)
+
+
+@_compiled
+def _signs(bits: Any, signed: Any, out: Any) -> None:
+    for group in range(out.size):
+        line, same = bits[group], signed[group]
+        # A float that is the largest as a signed integer is the most positive; as an unsigned one, the most negative.
+        lowest, highest = bits.dtype.type(0), signed.dtype.type(0)
+        for i in range(line.size):
+            lowest, highest = max(lowest, line[i]), max(highest, same[i])
+        top = u32(u32(lowest) << u32(32 - 8 * bits.itemsize))
+        size = u32(top & u32(0x7FFFFFFF)) if top >> u32(31) else u32(0)
+        out[group] = f32(-1) if u32(u32(highest) << u32(32 - 8 * bits.itemsize)) > size else f32(1)
 
 
 @_compiled

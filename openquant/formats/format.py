@@ -161,6 +161,15 @@ class Format:
     blocks: Blocks | None = None
 
     @property
+    def signed_scales(self) -> bool:
+        """Whether scales may be negative: those of integers, as auto-round and openquant choose them.
+
+        The range of INT4 is -8 to 7. If the largest weight of a group is positive, a negative scale gives it the code
+        -8. Engines multiply by the scale whatever its sign.
+        """
+        return self.number.integer
+
+    @property
     def shared(self) -> bool:
         """Whether there is one scale per tensor, which fused layers share."""
         return self.group == (None, None)

@@ -6,8 +6,9 @@ same in four lines of torch; tests compare the two bit by bit.
 Weights come as unsigned integers with the float's bits ("bits" below), since numpy has no bfloat16 and absolute values
 compare as integers do. Codes of bfloat16 weights come from a table: the quotient by the scale depends only on the two
 mantissas and the difference of the exponents. So 128 tables, one for each mantissa of the group's largest weight at the
-top exponent, serve every scale: the weight's exponent is raised by as much as the largest weight's is below the top.
-Where scales are bfloat16 themselves, the table is chosen by the mantissa of the scale.
+top exponent, serve every positive scale: the weight's exponent is raised by as much as the largest weight's is below
+the top. Another 128 serve negative scales of integers. Where scales are bfloat16 themselves, the table is chosen by the
+mantissa of the scale.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class Loops(Protocol):
 
     def absmax(self, bits: Bits, dtype: str, group: Group, /) -> Floats:
         """Compute the largest absolute weight of each group, float32 [rows / height, cols / width]."""
+
+    def signs(self, bits: Bits, /) -> Floats:
+        """Return the signs of scales that give each group's largest weight a code below zero, float32 [groups]."""
 
     def scales(self, fmt: Format, absmax: Floats, global_scale: Floats | None = None, /) -> Floats:
         """Compute the scale of each group, float32 of the shape of `absmax`."""
@@ -191,6 +195,26 @@ def absmax(bits: Bits, dtype: str, group: Group) -> Floats:
     return to_float32(largest, dtype)
 
 
+def signs(bits: Bits) -> Floats:
+    """Return the signs of scales that give each group's largest absolute weight a code below zero.
+
+    Args:
+        bits: bits of finite weights, uint16 (uint32 for F32) [groups, width].
+
+    Returns:
+        float32 [groups]: -1 if the largest is positive, 1 if it is negative or one of either sign is.
+    """
+    signed = bits.dtype.str.replace("u", "i")
+    negative = np.empty(len(bits), np.bool_)
+    step = max(1, CHUNK // bits.shape[1])
+    for low in range(0, len(bits), step):
+        part = bits[low : low + step]
+        # A float that is the largest as a signed integer is the most positive; as an unsigned one, the most negative.
+        highest, lowest = part.view(signed).max(axis=1), part.max(axis=1).view(signed)
+        negative[low : low + step] = highest > np.where(lowest < 0, lowest & np.iinfo(signed).max, 0)
+    return np.where(negative, np.float32(-1), np.float32(1))
+
+
 def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> Floats:
     """Compute the scale of each group from its largest absolute weight.
 
@@ -265,10 +289,12 @@ def encode(
         with np.errstate(over="ignore"):
             largest = (scale * np.float32(multiple)).view(np.uint32)
         top = (largest + np.uint32(0x8000)) >> 16
-        exponent = top >> 7
+        # Where scales may be negative, tables of negative ones follow those of positive ones.
+        negative = top >> 15 if number.span < number.largest else np.uint32(0)
+        exponent = (top >> 7) - (negative << 8)
         exact = (top << 16).view(np.float32) / np.float32(multiple) == scale
         if np.all(exact & (exponent >= _SAFE) & (exponent <= _TOP)):
-            offset = ((top & 127) << 16) + ((_TOP - exponent) << 7)
+            offset = ((negative << 7 | top & 127) << 16) + ((_TOP - exponent) << 7)
             _encode_by_offset(bits, offset, group, out, _tables(number, multiple))
             return
     _encode_by_arithmetic(bits, dtype, scale, group, out, number)
@@ -399,7 +425,7 @@ def best_scales(
         bits: bits of finite weights, uint16 (uint32 for F32) [groups, width].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
         unclipped: float32 [groups], the scales made from each group's largest weight: weight = code value * scale.
-        scales: float32 [clip ratios, groups], the candidates.
+        scales: float32 [clip ratios, groups], the candidates, each of the sign of `unclipped`.
         number: numeric format of the codes.
         importance: float32 [n, width], at most 1: weights of the squared errors; group i uses row i modulo n. All are
             1 if None.
@@ -569,8 +595,13 @@ def _beyond(number: Number) -> float:
 
 @cache
 def _tables(number: Number, multiple: float) -> Codes:
-    """Return codes, uint8 [128 * 65536]: entry [m, x] for bfloat16 x if scale * multiple is (1 + m/128) * 2^127."""
+    """Return codes, uint8 [128 * 65536]: entry [m, x] for bfloat16 x if scale * multiple is (1 + m/128) * 2^127.
+
+    For integers with a code more below zero, [256 * 65536]: the second half is for negative scales.
+    """
     largest = to_float32(np.arange(_TOP << 7, (_TOP + 1) << 7, dtype=np.uint16), "BF16")
+    if number.span < number.largest:
+        largest = np.concatenate([largest, -largest])
     return _tables_of_scales(number, largest / np.float32(multiple))
 
 

@@ -50,6 +50,11 @@ class Number(ABC):
     normal: float
 
     @property
+    def integer(self) -> bool:
+        """Whether the values are integers."""
+        return False
+
+    @property
     def item_bits(self) -> int:
         """Bits of an element of the code tensor."""
         return DTYPE_BITS[self.dtype]
@@ -200,6 +205,10 @@ class _Integer(Number):
 
     highest: int = 127
     excess: int = 0
+
+    @property
+    def integer(self) -> bool:
+        return True
 
     @property
     def span(self) -> float:

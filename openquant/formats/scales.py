@@ -2,7 +2,8 @@
 
 A scale is made from the largest absolute weight of its group; with zero points, from the smallest and the largest
 weight. The largest weight need not get the largest code: clipping it a little leaves all others a finer grid. A scheme
-that searches tries a few clip ratios and takes the scale with the least squared error of the weights.
+that searches tries a few clip ratios and takes the scale with the least squared error of the weights. Integers have one
+code more below zero than above it, -8 to 7, so a search makes the scale negative if the largest weight is positive.
 
     choose_scales(INT4_W4A16, bits, "BF16").scale           # float32 [rows, cols / 128]
     choose_scales(INT4_SHIFTED, bits, "BF16").zero_point    # likewise
@@ -64,9 +65,9 @@ def choose_scales(
         loops: the module that computes: formats.kernels (numpy) or formats.compiled (numba).
 
     Returns:
-        `scale`, finite and above zero, and `zero_point`, each float32 [rows / height, cols / width]: weight = (code
-        value - zero point) * scale. With a global scale, `scale` is the stored scale divided by it. `zero_point` is
-        None for schemes without zero points.
+        `scale`, finite and not zero, and `zero_point`, each float32 [rows / height, cols / width]: weight = (code
+        value - zero point) * scale. Only scales of integers that were searched for may be negative. With a global
+        scale, `scale` is the stored scale divided by it. `zero_point` is None for schemes without zero points.
     """
     fmt = scheme.format
     clip_ratios = scheme.clip_ratios if scheme.searches_scales else (1.0,)
@@ -76,8 +77,8 @@ def choose_scales(
         absmax = loops.absmax(bits, dtype, fmt.group)
     if global_scale is None and fmt.global_scale is not None:
         global_scale = choose_shared_scale(fmt, absmax.max(keepdims=True))
-    if len(clip_ratios) == 1:
-        return Scales(loops.scales(fmt, absmax * np.float32(clip_ratios[0]), global_scale))
+    if not scheme.searches_scales:
+        return Scales(loops.scales(fmt, absmax, global_scale))
     return Scales(_search(fmt, bits, dtype, absmax, clip_ratios, global_scale, importance, loops))
 
 
@@ -118,6 +119,10 @@ def _search(
             # A ratio above 1 may overflow; E4M3 clamps the scale.
             tried = np.stack([loops.scales(fmt, largest * np.float32(ratio), global_scale) for ratio in clip_ratios])
         unclipped = loops.scales(fmt, largest, global_scale)
+        if fmt.number.span < fmt.number.largest:
+            # The largest weight is to get the code of the largest magnitude, which is below zero.
+            signs = loops.signs(groups)
+            unclipped, tried = unclipped * signs, tried * signs
         best = loops.best_scales(groups, dtype, unclipped, tried, fmt.number, *weighting)
         scale[low : low + step] = best.reshape(scale[low : low + step].shape)
     return scale

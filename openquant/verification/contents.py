@@ -265,7 +265,8 @@ class _Worker:
         info, low = weight.codes, 0
         if weight.input_scale is not None:
             self._read_scale(number, weight.input_scale)
-        scale = None if weight.scale is None else self._read_scale(number, weight.scale)
+        signed = weight.format is not None and weight.format.signed_scales
+        scale = None if weight.scale is None else self._read_scale(number, weight.scale, signed)
         global_scale: Floats | None = None
         if weight.format is not None and weight.format.global_scale is not None:
             values = weight.global_scale and self._read_scale(number, weight.global_scale)
@@ -368,16 +369,20 @@ class _Worker:
             actual, right = (np.frombuffer(values, "<i8").tolist() for values in (raw, data))
             self.reading.add_problem(number, f"{self.reading.place(expected.name)} is {actual}, its codes are {right}")
 
-    def _read_scale(self, number: int, info: TensorInfo) -> Floats | None:
-        """The values of a scale, float32; None, and a problem, unless all are finite and above zero."""
+    def _read_scale(self, number: int, info: TensorInfo, signed: bool = False) -> Floats | None:
+        """The values of a scale, float32; None, and a problem, unless all are finite and above zero.
+
+        If `signed`, they may be below zero too.
+        """
         values = self.output.read_scale(info)
-        wrong = ~(np.isfinite(values) & (values > 0))
+        wrong = ~(np.isfinite(values) & (values != 0 if signed else values > 0))
         if wrong.any():
             index = np.unravel_index(int(wrong.argmax()), info.shape)
+            allowed = "not zero" if signed else "above zero"
             self.reading.add_problem(
                 number,
                 f"{self.reading.place(info.name)} holds {float(values[index]):g}"
-                f"{f' at {[int(axis) for axis in index]}' if info.shape else ''}: scales are finite and above zero",
+                f"{f' at {[int(axis) for axis in index]}' if info.shape else ''}: scales are finite and {allowed}",
             )
             return None
         if values.size == 1:

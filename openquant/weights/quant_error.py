@@ -165,7 +165,7 @@ class Comparison:
             return
         np.maximum(self.absmax[rows], group_absmax, out=self.absmax[rows])
         self._update_expected(rows, bits, dtype)
-        fits = bool((group_absmax <= scale * np.float32(self.number.largest * (1 + 2.0**-20))).all())
+        fits = bool((group_absmax <= np.abs(scale) * np.float32(self.number.largest * (1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
         element_scale = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
         zero = None if self.zeros is None else self.zeros[rows]
@@ -213,7 +213,7 @@ class Comparison:
 
     def _check_bound(self, top: int, weight: Floats, error: Floats, scale: Floats) -> None:
         """Count weights whose error rounding cannot explain. `weight` has zero point * scale added."""
-        bound = self.number.bound(weight, scale, self.slack)
+        bound = self.number.bound(weight, np.abs(scale), self.slack)
         outside = ~(error <= bound)
         if outside.any():
             row, col = (int(axis) for axis in np.unravel_index(int(outside.argmax()), outside.shape))

@@ -196,7 +196,7 @@ class Reader:
             SourceError: a value overflows.
         """
         assert weight.format is not None
-        if scale.max() >= _overflowing_scale(weight.format):
+        if np.abs(scale).max() >= _overflowing_scale(weight.format):
             rows = codes.reshape(-1, weight.row_bytes)
             self._decode(weight, rows, scale, zero, low, np.empty((len(rows), weight.shape[1]), np.float32))
 
@@ -211,7 +211,7 @@ class Reader:
             SourceError: a value overflows, or the weight cannot be read.
         """
         assert weight.format is not None
-        if scale.max() >= _overflowing_scale(weight.format):
+        if np.abs(scale).max() >= _overflowing_scale(weight.format):
             for matrix in weight.matrices:
                 for _ in self.rows(matrix, 1):
                     pass
@@ -223,11 +223,12 @@ class Reader:
             # With act-order the inputs of a group lie anywhere: give each input a scale of its own.
             fmt, scale, zero = replace(fmt, group=(1, 1)), scale[:, index], None if zero is None else zero[:, index]
         self.loops.decode_rows(codes, fmt.number, scale, fmt.group, low, out, zero)
-        if scale.max() >= _overflowing_scale(fmt) and (np.abs(out) >= OVERFLOW).any():
+        largest = np.abs(scale).max()
+        if largest >= _overflowing_scale(fmt) and (np.abs(out) >= OVERFLOW).any():
             extent = weight.extent(self.where)
             raise SourceError(
                 f"{extent.label} in {extent.shard} decodes to weights that overflow bfloat16: "
-                f"{weight.parts[1].name} reaches {scale.max():g}",
+                f"{weight.parts[1].name} reaches {largest:g}",
                 "the scales are damaged: download or save them again",
             )
 
@@ -313,7 +314,8 @@ class Reader:
             weight: the weight.
             low: first row.
             count: number of rows.
-            least: smallest scale allowed, before and after the division by the global scale.
+            least: smallest scale allowed, before and after the division by the global scale; of scales that may be
+                negative, the smallest magnitude.
             power_of_two: whether scales must be powers of two. Ignored for AWQ and GPTQ.
 
         Returns:
@@ -331,7 +333,7 @@ class Reader:
                 self._columns.check_zero_points(weight)
                 self._columns.group_index(weight)
             scale = self._columns.scales(weight, low, count)
-            check_scales(scale, extent.label, extent.shard, least)
+            check_scales(scale, extent.label, extent.shard, least, weight.format.signed_scales)
             return scale
         if weight.format.number in BITSANDBYTES:
             if low == 0:
@@ -356,7 +358,7 @@ class Reader:
                 scale = kernels.scale_values(raw, info.dtype).reshape(count, -1)
         if weight.format.scale.unit != 1:
             scale = scale * np.float32(weight.format.scale.unit)
-        check_scales(scale, extent.label, extent.shard, least)
+        check_scales(scale, extent.label, extent.shard, least, weight.format.signed_scales)
         if weight.format.global_scale is not None:
             with np.errstate(over="ignore"):
                 scale = scale / self.global_scale(weight)
@@ -463,23 +465,24 @@ def _read_columns(source: SourceFile, extent: Extent, at: int, into: Bytes) -> N
 
 
 def _overflowing_scale(fmt: Format) -> np.float32:
-    """Return the smallest scale at which the largest code overflows bfloat16."""
+    """Return the smallest magnitude of a scale at which the largest code overflows bfloat16."""
     return np.float32(OVERFLOW / np.float32(fmt.number.largest * (1 if fmt.zero_point is None else 2)))
 
 
-def check_scales(scale: Floats, name: str, shard: str, least: float) -> None:
+def check_scales(scale: Floats, name: str, shard: str, least: float, signed: bool = False) -> None:
     """Refuse scales that are not finite, or too small.
 
     Args:
         scale: float32 of any shape, decoded from a tensor of scales.
         name: full name of the tensor, for the message.
         shard: file name of its shard, for the message.
-        least: smallest scale allowed.
+        least: smallest scale allowed; if `signed`, the smallest magnitude.
+        signed: whether scales may be negative.
 
     Raises:
         SourceError: a scale is refused.
     """
-    refused = ~(np.isfinite(scale) & (scale >= least))
+    refused = ~(np.isfinite(scale) & ((np.abs(scale) if signed else scale) >= least))
     if refused.any():
         raise SourceError(
             f"{name} in {shard} holds {scale[refused][0]:g}, which is not a valid scale",

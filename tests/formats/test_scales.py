@@ -53,6 +53,13 @@ def errors(weight: torch.Tensor, scale: np.ndarray, form: Format, counts: np.nda
     return (squares if counts is None else squares * counts.reshape(grouped.shape[1:])).sum(axis=2)
 
 
+def signs(weight: torch.Tensor, scheme: Scheme) -> np.ndarray:
+    """-1 for each group of integers whose largest weight is positive."""
+    groups = weight.unflatten(1, (-1, scheme.format.group[1] or weight.shape[1]))
+    positive = groups.amax(2) > -groups.amin(2)
+    return np.where(positive & (scheme.format.number != E2M1), np.float32(-1), np.float32(1))
+
+
 @pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
 @given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), fused=st.floats(1, 64), weighed=st.booleans())
 def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, fused: float, weighed: bool) -> None:
@@ -62,7 +69,7 @@ def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, fus
     # As if what it is joined with had a weight so many times as large.
     divisor = form.choose_global_scale(absmax.max(keepdims=True) * np.float32(fused))
     scale = found_in(weight, scheme, divisor, counts)
-    tried = [form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.clip_ratios]
+    tried = [signs(weight, scheme) * form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.clip_ratios]
     assert np.any([scale == each for each in tried], axis=0).all()
     least = np.min([errors(weight, each, form, counts) for each in tried], axis=0)
     assert (errors(weight, scale, form, counts) <= least * (1 + 1e-5)).all()
@@ -101,6 +108,25 @@ def test_a_group_without_outliers_keeps_its_largest_weight_and_zeros_their_scale
     weight[1] = torch.arange(128) % 15 - 7.0
     scale = found_in(weight, INT4_W4A16)
     assert scale.tolist() == [[2.0**-7], [pytest.approx(7 / 7.5, rel=2.0**-8)]]
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("width", [8, 128, 600])
+def test_the_largest_weight_has_the_code_below_all_others(dtype: str, width: int) -> None:
+    """Whichever sign it has; of two as large the negative one, and the scale of zeros is positive."""
+    weight = torch.randn(300, width, generator=torch.Generator().manual_seed(width)) / 8
+    weight[0], weight[1:3] = 0, weight[1:3].abs()
+    weight[3:5] = -weight[1:3]
+    weight[5, :2] = torch.tensor([3.0, -3.0])
+    weight[6, :2] = torch.tensor([-3.0, 3.0])
+    weight = weight.to({"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype])
+    bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy()
+    bits = bits.view(bits.dtype.str.replace("i", "u"))
+    found = kernels.signs(bits)
+    np.testing.assert_array_equal(compiled.signs(bits), found)
+    assert found[:7].tolist() == [1, -1, -1, 1, 1, 1, 1]
+    positive = weight.amax(1) > -weight.amin(1)
+    np.testing.assert_array_equal(found[7:], np.where(positive, -1, 1)[7:])
 
 
 def test_the_largest_weight_becomes_6_or_4_or_is_clipped() -> None:

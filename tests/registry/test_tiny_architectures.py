@@ -88,7 +88,7 @@ def test_converts(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
         scale = scales(found, codes[name], form)
         error = (decode(found[f"{codes[name]}.{form.codes}"], scale, form) - weight.float()).abs()
         slack = 2.0**-8 if form.scale.dtype == "BF16" else 2.0**-20
-        bound = form.number.bound(weight.float().numpy(), scale.max().numpy(), slack)
+        bound = form.number.bound(weight.float().numpy(), scale.abs().max().numpy(), slack)
         # The largest weights may be clipped.
         clipped = 1 - min(scheme.clip_ratios) if scheme.searches_scales else 0
         bound = bound + clipped * weight.abs().float().numpy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +17,8 @@ FP8 = torch.float8_e4m3fn
 Weights = dict[str, torch.Tensor]
 # How a weight [out, in] is stored: what follows the module's name -> tensor.
 Make = Callable[[torch.Tensor], Weights]
+# Without zero points: with scales above zero, or of both signs.
+Sym = bool | Literal["signed"]
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -92,11 +94,14 @@ def group(strategy: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def int4(weight: torch.Tensor) -> Weights:
+def int4(weight: torch.Tensor, signed: bool = False) -> Weights:
+    """In groups of 32; if `signed`, every third scale is negative."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     grouped = weight.float().view(weight.shape[0], -1, 32)
     scale = (grouped.abs().amax(2) / 7.5).bfloat16()
+    if signed:
+        scale.view(-1)[::3] *= -1
     codes = (grouped / scale.float()[:, :, None]).round().clamp(-8, 7).to(torch.int8).view(weight.shape)
     return {
         "weight_packed": pack_to_int32(codes, 4),
@@ -136,7 +141,7 @@ def asymmetric_config(bits: int = 4, size: int | None = 32) -> dict[str, Any]:
 
 
 def shifted(
-    weight: torch.Tensor, bits: int, size: int | None, sym: bool, index: torch.Tensor | None = None
+    weight: torch.Tensor, bits: int, size: int | None, sym: Sym, index: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes from 0 on [out, in], float16 scales and zero points [out, groups]; `index` says which group inputs are of."""
     cols = weight.shape[1]
@@ -145,6 +150,9 @@ def shifted(
     half = 2 ** (bits - 1)
     if sym:
         scale, zero = grouped.abs().amax(2) / (half - 1), torch.full(grouped.shape[:2], float(half))
+        if sym == "signed":
+            # As in auto-round: the weight that is farthest from zero gets the code 0.
+            scale = torch.where(grouped.amax(2) > -grouped.amin(2), -grouped.amax(2), -grouped.amin(2)) / half
     else:
         low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
         scale = (high - low) / (2 * half - 1)
@@ -185,7 +193,7 @@ def awq_config(size: int | None = 32) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gptq(bits: int = 4, size: int | None = 32, sym: bool = True, v2: bool = False, act: bool = False) -> Make:
+def gptq(bits: int = 4, size: int | None = 32, sym: Sym = True, v2: bool = False, act: bool = False) -> Make:
     """As GPTQ stores weights, in its first format or its second; with groups of inputs in another order if asked."""
 
     def make(weight: torch.Tensor) -> Weights:
@@ -204,10 +212,10 @@ def gptq(bits: int = 4, size: int | None = 32, sym: bool = True, v2: bool = Fals
 
 
 def gptq_config(
-    bits: int = 4, size: int | None = 32, sym: bool = True, v2: bool = False, act: bool = False
+    bits: int = 4, size: int | None = 32, sym: Sym = True, v2: bool = False, act: bool = False
 ) -> dict[str, Any]:
     return {
-        "quant_method": "gptq", "bits": bits, "group_size": size or -1, "desc_act": act, "sym": sym,
+        "quant_method": "gptq", "bits": bits, "group_size": size or -1, "desc_act": act, "sym": bool(sym),
         "checkpoint_format": "gptq_v2" if v2 else "gptq", "damp_percent": 0.01,
     }  # fmt: skip
 

@@ -526,6 +526,50 @@ def test_int4_as_kimi_has_it(tmp_path: Path) -> None:
     assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
 
 
+def test_int4_with_negative_scales_as_auto_round_has_it(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", partial(int4, signed=True), INT4)
+    stored = small_checkpoints.read(source)
+    assert (stored[f"{Q}.weight_scale"] < 0).any()
+    assert all("weight_shape is I32" in problem for problem in verify(source).problems)
+    dequantize(source, tmp_path / "plain")
+    plain = small_checkpoints.read(tmp_path / "plain")
+    for name in filter(is_layer, plain):
+        assert same(plain[name], decompressed(stored, name.removesuffix(".weight"), INT4).bfloat16())
+    compress(source, tmp_path / "rows", "channel")
+    assert verify(tmp_path / "rows", tmp_path / "plain", full=True).problems == ()
+    for asymmetric in (False, True):
+        out = tmp_path / f"out-{asymmetric}"
+        compress(source, out, "int4", group_size="32", asymmetric=asymmetric)
+        copied = small_checkpoints.read(out)
+        assert all(same(copied[name], stored[name]) for name in stored if name.endswith(("_scale", "_packed")))
+        assert verify(out, source, full=True).problems == ()
+        dequantize(out, tmp_path / f"again-{asymmetric}")
+        again = small_checkpoints.read(tmp_path / f"again-{asymmetric}")
+        assert all(same(again[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "refused", "problem"),
+    [
+        (-3e38, "decodes to weights that overflow bfloat16", "decodes to weights that overflow bfloat16"),
+        (-math.inf, "holds -inf, which is not a valid scale", "holds -inf at [0, 0]: scales are finite and not zero"),
+        (0.0, None, "holds 0 at [0, 0]: scales are finite and not zero"),
+    ],
+)
+def test_scales_of_int4_that_are_none(tmp_path: Path, value: float, refused: str | None, problem: str) -> None:
+    source = store(tmp_path / "source", int4, INT4)
+    change_weights(source, lambda weights: weights[f"{Q}.weight_scale"].view(-1)[:1].fill_(value))
+    assert any(problem in found for found in verify(source).problems)
+    if refused is None:
+        dequantize(source, tmp_path / "plain")
+        refused = "holds 0, which is not a valid scale"
+    else:
+        with pytest.raises(SourceError, match=re.escape(refused)):
+            dequantize(source, tmp_path / "plain")
+    with pytest.raises(SourceError, match=re.escape(refused)):
+        compress(source, tmp_path / "out", "int4", group_size="32")
+
+
 def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: Path) -> None:
     """As compressed-tensors packs them. That the last codes are none stands in `weight_shape` alone."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32

@@ -47,6 +47,8 @@ KINDS: dict[str, Kind] = {
     "gptq, one scale a row": (gptq(size=None), gptq_config(size=None), (4, None, True)),
     "gptq, 8 bits": (gptq(8), gptq_config(8), (8, 32, True)),
     "gptq, 8 bits, asymmetric": (gptq(8, sym=False), gptq_config(8, sym=False), (8, 32, False)),
+    "gptq, scales of both signs": (gptq(sym="signed"), gptq_config(), (4, 32, "signed")),
+    "gptq, 8 bits, scales of both signs": (gptq(8, sym="signed"), gptq_config(8), (8, 32, "signed")),
     "gptq, in another order": (gptq(act=True), gptq_config(act=True), (4, 32, True)),
     "gptq, asymmetric, in another order": (gptq(sym=False, act=True), gptq_config(sym=False, act=True), (4, 32, False)),
 }
@@ -272,7 +274,7 @@ FAULTS = [
         f"{Q}.qzeros in model.safetensors holds the zero point 7, but config.json says sym: all are 8",
     ),
     ("awq", changed("scales", one(float("nan"))), f"{Q}.scales in model.safetensors holds nan, which is not a valid scale"),
-    ("awq", changed("scales", one(-1.0)), f"{Q}.scales in model.safetensors holds -1, which is not a valid scale"),
+    ("gptq", changed("scales", one(float("-inf"))), f"{Q}.scales in model.safetensors holds -inf, which is not a valid scale"),
     ("gptq", lambda weights: weights.update({"gone.qzeros": torch.ones(1)}), "gone.qzeros is the scale of no quantized weight"),
 ]  # fmt: skip
 
