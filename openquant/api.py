@@ -25,7 +25,17 @@ from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors
 from .files.small_files import read_small
 from .fit.run import choose_mixture
-from .formats.names import UNCHANGED, ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
+from .formats.names import (
+    KEPT,
+    KEPT_SUFFIX,
+    UNCHANGED,
+    ActivationScheme,
+    CacheScheme,
+    FormatName,
+    GroupSize,
+    ScaleFormat,
+    SchemeName,
+)
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
 from .hub.publish import Publisher
 from .hub.shards import supply_shards
@@ -48,6 +58,7 @@ from .plan import summary
 from .plan.config import has_fp8_cache, ignored_layers
 from .plan.decisions import PlanOptions
 from .plan.explain import Explanation, explain_modules
+from .plan.kept import make_kept_plan
 from .plan.plain import make_plain_plan
 from .plan.plan import Plan, make_plan
 from .plan.serving import serving_to_json
@@ -194,7 +205,8 @@ class Request:
     Attributes:
         recipe: the options that decide the bytes of the output.
         texts: calibration texts, if the plan needs some.
-        scheme: scheme of all layers for which no pattern names another; None to leave all weights as they are.
+        scheme: scheme of all layers for which no pattern names another; None to leave all weights as they are, or to
+            keep the codes and scales of a quantized source.
         options: plan options, before a calibration adds to them.
         architecture: finds the registry entry.
     """
@@ -289,7 +301,7 @@ def _require_awq(recipe: Recipe) -> None:
 
 def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], ...]]:
     """Return the scheme of --scheme, None for weights as they are, and those of --scheme-for by pattern."""
-    if recipe.scheme == UNCHANGED:
+    if recipe.scheme in (UNCHANGED, KEPT):
         return None, ()
     scheme_for = recipe.scheme_for or {}
     grouped = {name for name, scheme in SCHEMES.items() if scheme.group_size}
@@ -325,7 +337,8 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
     recipe, texts, scheme = request.recipe, request.texts, request.scheme
     opened = open_source(run, ranks)
     source, checkpoint = opened.source, opened.checkpoint
-    suffix = f"{scheme.suffix if scheme else ''}{'-KV8' if options.fp8_kv_cache else ''}"
+    kept = recipe.scheme == KEPT
+    suffix = KEPT_SUFFIX if kept else f"{scheme.suffix if scheme else ''}{'-KV8' if options.fp8_kv_cache else ''}"
     with without_collector():
         calibration, fingerprint = options.calibration, Fingerprint(checkpoint, source.remote, source.identity)
         if calibration is not None and not fingerprint.matches(calibration.model, calibration.stamp):
@@ -334,7 +347,9 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
                 "make one of this model: openquant calibrate MODEL -o FILE",
             )
         entry = request.architecture.entry(checkpoint, None if run.overwrite else output_directory(run, source, suffix))
-        if scheme is None:
+        if kept:
+            plan = make_kept_plan(checkpoint, options, source.identity, entry)
+        elif scheme is None:
             plan = make_unchanged_plan(checkpoint, options, source.identity, entry)
         else:
             plan = make_plan(checkpoint, scheme, options, source.identity, entry)

@@ -23,7 +23,16 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from .errors import UsageError
-from .formats.names import SCHEME_NAMES, UNCHANGED, ActivationScheme, CacheScheme, FormatName, ScaleFormat, SchemeName
+from .formats.names import (
+    KEPT,
+    SCHEME_NAMES,
+    UNCHANGED,
+    ActivationScheme,
+    CacheScheme,
+    FormatName,
+    ScaleFormat,
+    SchemeName,
+)
 from .version import CITED
 
 # The titles of --help, in this order.
@@ -473,12 +482,13 @@ class Recipe(OptionGroup):
 
     scheme: SchemeName = option(
         "tensor",
-        f"Numeric format and scales: {', '.join(SCHEME_NAMES)} or {UNCHANGED}. "
+        f"Numeric format and scales: {', '.join(SCHEME_NAMES)}, {UNCHANGED} or {KEPT}. "
         + "".join(f'"{name}": {named.stored}. ' for name, named in SCHEME_NAMES.items())
-        + f'"{UNCHANGED}": the weights stay as they are, and only KV-cache scales are added.',
+        + f'"{UNCHANGED}": the weights stay as they are, and only KV-cache scales are added. '
+        f'"{KEPT}": codes and scales of a quantized source stay as they are, and are written as compressed-tensors.',
         QUANTIZATION,
         "NAME",
-        choices=(*SCHEME_NAMES, UNCHANGED),
+        choices=(*SCHEME_NAMES, UNCHANGED, KEPT),
     )
     format: FormatName | None = option(
         None,
@@ -627,27 +637,30 @@ class Recipe(OptionGroup):
             object.__setattr__(self, "scheme_for", schemes)
         if self.calibrate and self.calibration is not None:
             raise UsageError("--calibrate and --calibration are both given", "give one of them")
-        if self.scheme == UNCHANGED:
+        if self.scheme in _OF_UNCHANGED:
             self._require_unchanged()
 
     def _require_unchanged(self) -> None:
         """Refuse options that say how weights are stored: with this scheme they stay as they are."""
         for option_field in fields(self):
             given = getattr(self, option_field.name) or option_field.default
-            if option_field.name not in _OF_UNCHANGED and given != option_field.default:
+            if option_field.name not in _OF_UNCHANGED[self.scheme] and given != option_field.default:
                 flag = flags_of(option_field.name, option_field.metadata["option"])[0]
                 raise UsageError(
-                    f"--scheme {UNCHANGED} leaves weights as they are, and {flag} is given", "leave one of them out"
+                    f"--scheme {self.scheme} leaves weights as they are, and {flag} is given", "leave one of them out"
                 )
-        if self.kv_cache == "auto":
+        if self.scheme == UNCHANGED and self.kv_cache == "auto":
             raise UsageError(
                 f"--scheme {UNCHANGED} leaves weights as they are, and nothing else is asked for",
                 "give --kv-cache fp8 too, for KV-cache scales, or choose another scheme",
             )
 
 
-# Options that go with the scheme which leaves weights as they are.
-_OF_UNCHANGED = ("scheme", "kv_cache", "calibration", "calibrate", "tp", "architecture")
+# Options that go with what leaves weights as they are.
+_OF_UNCHANGED = {
+    UNCHANGED: ("scheme", "kv_cache", "calibration", "calibrate", "tp", "architecture"),
+    KEPT: ("scheme", "kv_cache", "tp", "architecture"),
+}
 
 
 @dataclass(frozen=True)

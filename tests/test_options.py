@@ -25,7 +25,7 @@ import openquant
 from conftest import ROOT
 from openquant.errors import UsageError
 from openquant.formats import names
-from openquant.formats.names import UNCHANGED
+from openquant.formats.names import KEPT, UNCHANGED
 from openquant.formats.schemes import SCHEMES
 from openquant.options import (
     Calibrate,
@@ -162,7 +162,7 @@ def test_the_docstring_of_push_tells_of_every_field() -> None:
 
 
 def test_all_schemes_can_be_asked_for() -> None:
-    assert options_of(Recipe)["scheme"].choices == (*SCHEMES, UNCHANGED)
+    assert options_of(Recipe)["scheme"].choices == (*SCHEMES, UNCHANGED, KEPT)
 
 
 def openquant_prints(*words: str, **environment: str) -> str:

@@ -50,6 +50,7 @@ from ..weights.reading import (
     SMALLEST_SCALE,
     Reader,
     check_scales,
+    divided_scales,
     memory_of,
     require_finite,
     require_in_range,
@@ -470,22 +471,34 @@ class _Worker:
 
     def _encode(self, job: Encode, file: Target) -> None:
         keeps_scale = not job.fused or self.reader.keeps_shared_scale(job.fused, job.scheme)
-        shared_absmax = None if keeps_scale else self._shared_absmax(job)
+        if job.keeps and not keeps_scale:
+            # vLLM rounds the codes of layers with one scale per tensor again as it loads them.
+            if job.scheme.format.global_scale is not None:
+                names = ", ".join(weight.global_scale.name for weight in job.fused if weight.global_scale)
+                raise PlanError(
+                    f"{names} are not equal, and engines take one global scale for all of these layers",
+                    f"use --scheme {job.scheme.name}, which quantizes them again under one",
+                )
+            keeps_scale = True
+        exact = None if keeps_scale else self.reader.exact_global_scale(job.fused, job.scheme)
+        shared_absmax = None if keeps_scale or exact is not None else self._shared_absmax(job)
         for piece in job.pieces:
-            if piece.keeps_codes and keeps_scale:
-                self._copy_codes(piece, job.scheme, file)
+            if (piece.keeps_codes and keeps_scale) or exact is not None:
+                self._copy_codes(piece, job.scheme, file, exact)
             else:
                 self._quantize(piece, job.scheme, shared_absmax, file)
             self._advance_by_scales(piece.weight)
 
-    def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: Target) -> None:
-        """Write the source's codes unchanged, and its scales as the scheme stores them."""
+    def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: Target, exact: Floats | None) -> None:
+        """Write the source's codes unchanged, and its scales as the scheme stores them. With `exact` these are for
+        smaller groups, under that global scale.
+        """
         weight, scale_target, zero_target = piece.weight, piece.scale_target, piece.zero_target
         assert weight.format is not None
         group, extent, pitch = weight.format.group, weight.extent(self.reader.where), weight.row_bytes
         height = max(group[0] or 1, scheme.format.height)
         step = max(1, BUFFER // (pitch * height)) * height
-        global_scale = self.reader.global_scale(weight)
+        global_scale = self.reader.global_scale(weight) if exact is None else exact
         if scheme.format.global_scale is not None and piece.tied_target is not None:
             file.write(global_scale, piece.tied_target)
         with self.reader.open(extent.shard) as source:
@@ -495,9 +508,12 @@ class _Worker:
                 buffer = self._next_buffer()
                 codes = buffer.take(target, count * pitch)
                 self.reader.read_codes(source, weight, low, codes)
-                scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, scheme.format.scale.power_of_two)
+                powers = scheme.format.scale.power_of_two or exact is not None
+                scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, powers)
                 zero_point = self.reader.zero_points(weight, low, count)
                 self.reader.check_codes(weight, low, codes, scale, zero_point)
+                if exact is not None:
+                    scale = divided_scales(scale, codes, scheme.format, scheme.format.scale.of_zeros / exact.item())
                 buffer.send(file, codes, target)
                 stored = stored_as(weight, scheme).stored(scale, global_scale)
                 if low == 0 or group[0] is not None:

@@ -287,9 +287,10 @@ class _FusedLayers:
 
     def _keeps_codes(self, scheme: Scheme, weight: Weight) -> bool:
         """Whether the source is stored in the scheme already, and its codes stay."""
-        return weight.is_stored_as(scheme.format) and (
+        kept = weight.is_stored_as(scheme.format) and (
             not scheme.format.shares_scale or self.reader.keeps_shared_scale(self.weights, scheme)
         )
+        return kept or self.reader.exact_global_scale(self.weights, scheme) is not None
 
 
 def _sampled_rows(ranges: WeightRanges, samples: list[RowSample]) -> Iterator[RowSample]:

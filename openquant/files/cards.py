@@ -30,6 +30,8 @@ COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --mo
 QUANTIZED = ", which is quantized already"
 # Value of the row "rounded by" for weights that are not rounded to nearest.
 ROUNDED_BY_GPTQ = "GPTQ"
+# Value of the row "codes" for those of a quantized source.
+KEPT_CODES = "those of the source, with its scales"
 # Bytes of metadata. Models with results of many benchmarks have a few hundred kilobytes.
 _MAX_METADATA = 1 << 20
 # Nesting of YAML, and characters of a number or date. What has more is an attack on readers of the card.
@@ -102,6 +104,15 @@ def is_rounded_by_gptq(card: str) -> bool:
         card: the text of README.md.
     """
     return _has_row(card, f"| rounded by | {ROUNDED_BY_GPTQ}, ")
+
+
+def keeps_codes(card: str) -> bool:
+    """Return whether a model card says that openquant kept all codes and scales of a quantized source.
+
+    Args:
+        card: the text of README.md. False if openquant did not write it.
+    """
+    return _has_row(card, f"| codes | {KEPT_CODES} |")
 
 
 def _has_row(card: str, start: str) -> bool:

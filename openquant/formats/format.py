@@ -125,7 +125,7 @@ class Blocks:
 
 
 # A larger global scale could be infinite, or its reciprocal subnormal.
-_LARGEST_GLOBAL_SCALE = 2.0**125
+LARGEST_GLOBAL_SCALE = 2.0**125
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class Format:
         with np.errstate(divide="ignore", over="ignore"):
             # Two steps, as torch divides a number by a tensor, and therefore compressed-tensors.
             exact = np.float32(1) / largest * np.float32(E4M3.largest * self.number.largest)
-        return np.where(largest == 0, np.float32(1), np.minimum(exact, np.float32(_LARGEST_GLOBAL_SCALE))).astype(
+        return np.where(largest == 0, np.float32(1), np.minimum(exact, np.float32(LARGEST_GLOBAL_SCALE))).astype(
             np.float32
         )
 

@@ -25,7 +25,7 @@ class SchemeInfo(NamedTuple):
 # For callers' type checkers; tests/test_options.py compares them with the choices of options.
 SchemeName: TypeAlias = Literal[
     "tensor", "channel", "block", "mxfp8", "int8", "int8-weights", "int7", "int6", "int5", "int4", "int3", "int2",
-    "mxfp4", "nvfp4", "nvfp4-w4a4", "none"
+    "mxfp4", "nvfp4", "nvfp4-w4a4", "none", "keep"
 ]  # fmt: skip
 FormatName: TypeAlias = Literal["fp8", "compressed-tensors"]
 ScaleFormat: TypeAlias = Literal["float", "ue8m0"]
@@ -35,6 +35,9 @@ GroupSize: TypeAlias = Literal["32", "64", "128", "channel", 32, 64, 128]
 
 # Chosen in place of a scheme, it leaves all weights as they are.
 UNCHANGED = "none"
+# Chosen in place of a scheme, it keeps the codes and scales of a quantized source.
+KEPT = "keep"
+KEPT_SUFFIX = "-CT"
 SCHEME_NAMES: dict[str, SchemeInfo] = {
     "tensor": SchemeInfo("one scale per tensor", "-FP8"),
     "channel": SchemeInfo("one per output row", "-FP8-dynamic"),

@@ -67,6 +67,7 @@ class Quantization:
         ignored: the ignore list; empty for methods of which the tensors show what is quantized.
         settings: the whole config, with None in place of each ignore list.
         problems: messages about settings that contradict each other or that no engine accepts.
+        by_parent: whether a target also names all modules below it, unless a longer target does.
     """
 
     method: str
@@ -76,6 +77,7 @@ class Quantization:
     ignored: Ignored
     settings: dict[str, Any]
     problems: tuple[str, ...]
+    by_parent: bool = False
 
     @property
     def title(self) -> str:
@@ -136,6 +138,9 @@ class Quantization:
 
     def _naming_group(self, module: str) -> int | None:
         index = self._group_by_target.get(module)
+        while index is None and self.by_parent and module:
+            module = module.rpartition(".")[0]
+            index = self._group_by_target.get(module)
         return self._group_by_target.get(self.expressions.find(module) or "") if index is None else index
 
     @cached_property
@@ -328,24 +333,73 @@ _MODELOPT: dict[str, tuple[Format, Mapping[str, Any] | None]] = {
     ),
     "W4A16_NVFP4": (_MODELOPT_FP4, None),
 }
+# Another name of FP8_PB_WO.
+_BLOCK_SCALES = "FP8_BLOCK_SCALES"
+
+
+_MIXED_PRECISION = "MIXED_PRECISION"
 
 
 def _read_modelopt(method: str, settings: dict[str, Any]) -> Quantization:
     # hf_quant_config.json has one level more.
     inner = settings.get("quantization")
     settings = inner if isinstance(inner, dict) else settings
+    if str(settings.get("quant_algo")).upper() == _MIXED_PRECISION:
+        return _read_mixed_precision(method, settings)
+    fmt, inputs = _modelopt_format(settings, "config.json has")
+    return _alone(method, settings, fmt, inputs)
+
+
+def _read_mixed_precision(method: str, settings: dict[str, Any]) -> Quantization:
+    """Read a config that names the quant_algo of each layer, or of all below a module such as "..mlp.experts" (vLLM
+    layers/quantization/modelopt.py:1543-1800).
+    """
+    layers = settings.get("quantized_layers")
+    if not isinstance(layers, dict) or not layers:
+        raise UsageError(f"config.json has {_MIXED_PRECISION} and no quantized_layers", MEND)
+    names: dict[Format, list[str]] = {}
+    inputs: dict[Format, Mapping[str, Any] | None] = {}
+    for name, layer in layers.items():
+        if not isinstance(layer, dict):
+            raise UsageError(f"config.json: quantized_layers.{name} is not a JSON object", MEND)
+        fmt, activations = _modelopt_format(layer, f"config.json: quantized_layers.{name} has")
+        inputs.setdefault(fmt, activations)
+        names.setdefault(fmt, []).append(name)
+        # transformers 5 calls modules otherwise than some checkpoints do, and vLLM tries both names.
+        for first, second in (_LANGUAGE_MODELS, _LANGUAGE_MODELS[::-1]):
+            if name.startswith(first) and second + name.removeprefix(first) not in layers:
+                names[fmt].append(second + name.removeprefix(first))
+    groups = tuple((tuple(targets), fmt) for fmt, targets in names.items())
+    mixed = _alone(method, settings, groups[0][1], None)
+    return replace(mixed, groups=groups, inputs=tuple(inputs.values()), by_parent=True)
+
+
+# Beginnings of names of a language model's modules that mean the same (vLLM layers/quantization/modelopt.py:1802-1820).
+_LANGUAGE_MODELS = ("language_model.model.", "model.language_model.")
+
+
+def _modelopt_format(settings: dict[str, Any], subject: str) -> tuple[Format, Mapping[str, Any] | None]:
+    """Return the format of weights, and how activations are quantized, of a `quant_algo`.
+
+    Args:
+        settings: modelopt's settings of all layers or of one, with its `quant_algo` and perhaps a `group_size`.
+        subject: the beginning of an error message.
+    """
     algorithm = str(settings.get("quant_algo", "")).upper()
+    algorithm = "FP8_PB_WO" if algorithm == _BLOCK_SCALES else algorithm
     if algorithm not in _MODELOPT:
         raise UsageError(
-            f"config.json has the quant_algo {json.dumps(settings.get('quant_algo'))}",
-            f"known are {', '.join(_MODELOPT)}",
+            f"{subject} the quant_algo {json.dumps(settings.get('quant_algo'))}",
+            f"known are {', '.join(_MODELOPT)} and {_MIXED_PRECISION}",
         )
     fmt, inputs = _MODELOPT[algorithm]
-    if fmt.global_scale is not None and settings.get("group_size", fmt.group[1]) != fmt.group[1]:
-        raise UsageError(
-            f"config.json has NVFP4 with the group_size {json.dumps(settings.get('group_size'))}", "known is 16"
-        )
-    return _alone(method, settings, fmt, inputs)
+    size = settings.get("group_size", fmt.group[1])
+    if algorithm == "FP8_PB_WO" and _is_block([size, size]):
+        return replace(fmt, group=(size, size)), inputs
+    if (algorithm == "FP8_PB_WO" or fmt.global_scale is not None) and size != fmt.group[1]:
+        kind, known = ("NVFP4", "16") if fmt.global_scale else (algorithm, f"a number from 1 to {MAX_SIDE}")
+        raise UsageError(f"{subject} {kind} with the group_size {json.dumps(size)}", f"known is {known}")
+    return fmt, inputs
 
 
 def _read_mxfp4(method: str, settings: dict[str, Any]) -> Quantization:

@@ -640,6 +640,10 @@ MIXED = (
 )
 
 
+# Schemes of what --scheme keep writes, which one config can mix. MXFP8 and static activations were not served in one.
+KEPT_SCHEMES = (*MIXED, TENSOR_COMPRESSED_STATIC, MXFP8)
+
+
 def find_others(
     scheme: Scheme, scheme_for: Mapping[str, str], group_size: str | None = None, asymmetric: bool = False
 ) -> tuple[tuple[str, Scheme], ...]:
@@ -686,7 +690,7 @@ def as_written(scheme: Scheme, settings: Mapping[str, Any]) -> bool:
     stripped = without_fp8_cache(without_targets(settings))
     groups = stripped.get("config_groups")
     kinds = [
-        next((kind for kind in (scheme, *MIXED) if _is_group_of(group, kind)), None)
+        next((kind for kind in (scheme, *KEPT_SCHEMES) if _is_group_of(group, kind)), None)
         for group in (groups.values() if isinstance(groups, dict) else ())
     ]
     written = without_targets(scheme.config(None, {kind: () for kind in kinds if kind is not None}))

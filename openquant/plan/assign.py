@@ -19,7 +19,7 @@ from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.statistics import Calibration
 from ..weights.weight import Weight
-from .decisions import Decision, PassthroughTensor, PlanOptions, StoredLayout
+from .decisions import Decision, Decisions, PassthroughTensor, PlanOptions, StoredLayout
 from .tensor_parallel import fused_parts, why_indivisible, why_not_reordered
 
 _SAME_SCHEME = "same as "
@@ -127,7 +127,7 @@ def problem_finder(
 
 
 def scale_problem_finder(
-    form: Format, calibration: Calibration | None, input_absmax: Mapping[str, float], stored: StoredLayout | None
+    form: Format, calibration: Calibration | None, input_absmax: Mapping[str, float], decided: bool
 ) -> Callable[[Weight], str | None]:
     """Return a function that says why a layer's activation scale cannot be static.
 
@@ -135,14 +135,14 @@ def scale_problem_finder(
         form: the format that layers get.
         calibration: ranges of activations; None to use the source's own scales.
         input_absmax: largest magnitude of each layer's input activations by full module name, as calibrated.
-        stored: schemes of an existing directory, whose layers have scales; None to decide anew.
+        decided: whether schemes are those of an existing directory or of the source, whose layers have scales.
 
     Returns:
         A function of a weight that returns the reason; None if its scale can be static.
     """
 
     def find_problem(layer: Weight) -> str | None:
-        if stored is not None or layer.module in input_absmax:
+        if decided or layer.module in input_absmax:
             return None
         return why_no_input_scale(layer, form) if calibration is None else "the calibration observed no inputs of it"
 
@@ -236,6 +236,53 @@ def schemes_of_output(stored: StoredLayout, layers: dict[str, Weight]) -> Reques
             if name in stored.schemes:
                 mixed[module] = stored.schemes[name].suffix
     return RequestedSchemes(ignored, mixed, {scheme.suffix: scheme for scheme in stored.schemes.values()}, copies=True)
+
+
+def schemes_of_source(keeps: Mapping[Format, Scheme], scheme: Scheme, layers: dict[str, Weight]) -> RequestedSchemes:
+    """Return the request that leaves all layers as a quantized source has them.
+
+    Args:
+        keeps: the scheme of each format of the source's weights.
+        scheme: the plan's own scheme.
+        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
+
+    Returns:
+        By full module name the reason why it is unquantized (`ignored`), or why it has another scheme than the plan's
+        (`mixed`); and the schemes by reason (`schemes`).
+    """
+    schemes = {f"the source has it so ({kept.suffix[1:]})": kept for kept in dict.fromkeys(keeps.values())}
+    reasons = {kept: reason for reason, kept in schemes.items()}
+    ignored, mixed = {}, {}
+    for module, layer in layers.items():
+        if layer.format is None:
+            ignored[module] = "the source has it unquantized"
+        elif keeps[layer.format] != scheme:
+            mixed[module] = reasons[keeps[layer.format]]
+    return RequestedSchemes(ignored, mixed, schemes, copies=False)
+
+
+def refuse_changes(decisions: Decisions, keeps: Mapping[Format, Scheme]) -> None:
+    """Refuse a plan that does not keep all codes and scales of a quantized source.
+
+    Args:
+        decisions: the scheme of each weight, and the tensors that are not quantized.
+        keeps: the scheme of each format of the source's weights.
+
+    Raises:
+        PlanError: it names the modules that would change, and says why.
+    """
+    changed = {
+        layer.module: decision.why
+        for layer, decision in decisions.decided()
+        if layer.format is not None and decision.scheme != keeps[layer.format]
+    }
+    changed |= {kept.tensor.module: kept.why for kept in decisions.passthrough if kept.weight is not None}
+    if changed:
+        reasons = ", ".join(dict.fromkeys(changed.values()))
+        raise PlanError(
+            f"{', '.join(collapse(changed))}: its codes cannot be kept: {reasons}",
+            "choose another scheme, which quantizes or decodes it, or dequantize the source",
+        )
 
 
 def assign_schemes(

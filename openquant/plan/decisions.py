@@ -148,6 +148,7 @@ class Decisions:
         overrides: decisions about the weights that do not have the plan's own scheme, by module.
         input_absmax: largest magnitude of each layer's input activations, by module, where a calibration has it.
         rounded: where the tensors lie that GPTQ has already rounded, by name; None before GPTQ has run.
+        keeps: whether all codes and scales of a quantized source must stay as they are (--scheme keep).
     """
 
     scheme: Scheme | None
@@ -157,6 +158,7 @@ class Decisions:
     overrides: dict[str, Decision] = field(default_factory=dict)
     input_absmax: Mapping[str, float] = field(default_factory=dict)
     rounded: Mapping[str, TensorPlace] | None = None
+    keeps: bool = False
 
     def of(self, module: str) -> Decision:
         """Return the decision about a weight that may be quantized."""

@@ -157,11 +157,13 @@ class Encode:
         scheme: their scheme.
         pieces: the weights that this job writes.
         fused: all fused layers, those in other shards included, if they share a scale; empty if not.
+        keeps: whether all codes and scales must stay as they are (--scheme keep).
     """
 
     scheme: Scheme
     pieces: tuple[WeightPlace, ...]
     fused: tuple[Weight, ...]
+    keeps: bool = False
 
 
 # The unit of work.
@@ -443,7 +445,7 @@ def _jobs(
                 )
                 for member in in_shard
             )
-            yield Encode(scheme, tuple(pieces), tuple(fused) if scheme.format.shares_scale else ())
+            yield Encode(scheme, tuple(pieces), tuple(fused) if scheme.format.shares_scale else (), decisions.keeps)
         scale = _input_scale(weight, decisions)
         name = f"{weight.module}.{scheme.format.input_scale}" if scheme else ""
         if scale is not None:

@@ -97,9 +97,10 @@ def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:
 
 def _requantized_notes(decisions: Decisions) -> list[str]:
     """Notes about layers whose codes could be kept if the scheme had their zero points or act-order."""
-    zero_points = act_order = 0
+    zero_points = act_order = divided = 0
     for layer, scheme in decisions.quantized:
         form = layer.format
+        divided += layer.divides_into(scheme.format)
         if form is None or (form.number, form.group) != (scheme.format.number, scheme.format.group):
             continue
         if form.columns is not None and form.columns.act_order:
@@ -107,6 +108,11 @@ def _requantized_notes(decisions: Decisions) -> list[str]:
         elif form.zero_point is not None and not scheme.asymmetric and scheme.group_size is not None:
             zero_points += 1
     notes = []
+    if divided:
+        notes.append(
+            f"{divided} layers are in MXFP4: their codes stay and no weight changes, but where the largest scale of "
+            "fused layers is more than 2^17 times the smallest, which are quantized again"
+        )
     if zero_points:
         notes.append(f"{zero_points} layers have zero points and are quantized again; --asymmetric keeps their codes")
     if act_order:

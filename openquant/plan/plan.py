@@ -18,6 +18,7 @@ from typing import Any
 from ..files.checkpoint import Checkpoint
 from ..files.journal import Provenance
 from ..files.layer_store import TensorPlace
+from ..formats.format import Format
 from ..formats.kv_cache import says_fp8_cache
 from ..formats.schemes import Scheme
 from ..registry.architecture import Architecture
@@ -30,10 +31,12 @@ from .assign import (
     assign_schemes,
     check_options,
     problem_finder,
+    refuse_changes,
     refuse_size,
     requested_schemes,
     scale_problem_finder,
     schemes_of_output,
+    schemes_of_source,
 )
 from .decisions import Decisions, Lack, PlanOptions, StoredLayout
 from .engines import (
@@ -153,6 +156,7 @@ class Plan:
             *([dict(decisions.input_absmax)] if decisions.input_absmax else []),
             *([options.transforms.sha256] if options.transforms else []),
             *([["GPTQ", options.gptq]] if options.gptq else []),
+            *([["keep"]] if decisions.keeps else []),
             *([added_scales] if says_fp8_cache(self.quantization_config) else []),
         ]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -165,6 +169,7 @@ def make_plan(
     identity: str = "",
     architecture: str | Architecture | None = None,
     stored: StoredLayout | None = None,
+    keeps: Mapping[Format, Scheme] | None = None,
 ) -> Plan:
     """Decide what becomes of every tensor.
 
@@ -176,6 +181,7 @@ def make_plan(
         architecture: the class whose entry applies ("Qwen3ForCausalLM"), "auto" or "generic", or an entry; None for the
             checkpoint's own class.
         stored: schemes of an existing directory, to make its plan again; they replace those of the options.
+        keeps: for --scheme keep, the scheme of each format of the source's weights; all codes and scales are kept.
 
     Returns:
         The decision about each tensor, quantization_config and notes. Its shards are laid out on demand.
@@ -183,12 +189,14 @@ def make_plan(
     Raises:
         SourceError: scales of a quantized source do not fit its codes, or the calibration does not fit its layers.
         PlanError: the source is quantized in an unknown way, its architecture is unknown, no pattern matches a tensor,
-            nothing would be quantized, a calibration is needed and cannot be made, or engines cannot load the output.
+            nothing would be quantized, a calibration is needed and cannot be made, engines cannot load the output, or
+            codes and scales must be kept and cannot.
         UsageError: a pattern matches nothing or is malformed, or the tensor-parallel size is below 1.
     """
     options = options or PlanOptions()
     model = find_architecture(checkpoint, architecture)
-    schemes = [scheme, *(other for _, other in options.scheme_for), *(stored.schemes.values() if stored else ())]
+    of_layers = [scheme, *(stored.schemes.values() if stored else ()), *(keeps.values() if keeps else ())]
+    schemes = [*of_layers, *(other for _, other in options.scheme_for)]
     refuse_schemes(model, schemes)
     if options.gptq:
         refuse_repeats(model)
@@ -208,7 +216,9 @@ def make_plan(
 
     # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except for
     # embeddings, output heads and routers.
-    in_scheme = bool(weights) and all(weight.is_stored_as(scheme.format) for weight in weights.values())
+    in_scheme = keeps is not None or (
+        bool(weights) and all(any(weight.is_stored_as(one.format) for one in of_layers) for weight in weights.values())
+    )
     is_ignored = stored.is_unquantized if stored else options.ignores()
     items, layers = sort_tensors(decoded, weights, entry, is_ignored, in_scheme)
     if options.calibration is not None:
@@ -225,18 +235,23 @@ def make_plan(
     # Decide.
     fused = entry.fused_groups(layers)
     input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
-    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax)
+    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps is not None)
     if stored:
         requested = schemes_of_output(stored, layers)
+    elif keeps is not None:
+        requested = schemes_of_source(keeps, scheme, layers)
     else:
         requested = requested_schemes(scheme, options, layers, decisions.passthrough)
-    unquantized = {module for module, layer in layers.items() if in_scheme and layer.format is None}
-    find_scale_problem = scale_problem_finder(scheme.format, options.calibration, input_absmax, stored)
+    asked = not stored and keeps is None
+    unquantized = {module for module, layer in layers.items() if asked and in_scheme and layer.format is None}
+    find_scale_problem = scale_problem_finder(scheme.format, options.calibration, input_absmax, not asked)
     find_problem = problem_finder(entry, layers, fused, config, options.tp, find_scale_problem)
     overrides, scheme_notes = assign_schemes(
         entry, scheme, layers, find_problem, fused, requested, unquantized, options.tp
     )
     decisions = replace(decisions, overrides=overrides)
+    if keeps is not None:
+        refuse_changes(decisions, keeps)
     refuse_experts(entry, decisions)
     refuse_embedding_schemes(decisions)
     refuse_nameless(entry, decisions)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..formats.names import UNCHANGED
+from ..formats.names import KEPT, KEPT_SUFFIX, UNCHANGED
 from ..formats.schemes import Scheme
 from .config import has_fp8_cache
 from .engines import sglang_refusal
@@ -83,7 +83,11 @@ def scheme_names(plan: Plan) -> dict[str, int]:
 
 
 def scheme_name(plan: Plan) -> str:
-    """Return the name of the plan's own scheme: "tensor"; "none" if weights are copied, "bf16" if they are decoded."""
+    """Return the name of the plan's own scheme: "tensor"; "none" if weights are copied, "bf16" if they are decoded,
+    "keep" if codes and scales of the source are kept.
+    """
+    if plan.decisions.keeps:
+        return KEPT
     if plan.scheme is None:
         return UNCHANGED if plan.quantization_config else "bf16"
     return plan.scheme.name
@@ -127,8 +131,10 @@ def numbers(plan: Plan) -> str:
 
 def suffix(plan: Plan) -> str:
     """Return the suffix of the output's default name: "-FP8", or "-BF16" if weights are decoded. With an FP8 KV cache
-    "-KV8" follows, and stands alone if weights are copied.
+    "-KV8" follows, and stands alone if weights are copied. What keeps the source's codes and scales has "-CT" alone.
     """
+    if plan.decisions.keeps:
+        return KEPT_SUFFIX
     scheme_suffix = plan.scheme.suffix if plan.scheme else "" if plan.quantization_config else "-BF16"
     return f"{scheme_suffix}-KV8" if has_fp8_cache(plan) else scheme_suffix
 

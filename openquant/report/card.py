@@ -11,7 +11,16 @@ from typing import Any
 
 import yaml
 
-from ..files.cards import COMMANDS, QUANTIZED, ROUNDED_BY_GPTQ, SECTION, serve_argument, shell_word, split_card
+from ..files.cards import (
+    COMMANDS,
+    KEPT_CODES,
+    QUANTIZED,
+    ROUNDED_BY_GPTQ,
+    SECTION,
+    serve_argument,
+    shell_word,
+    split_card,
+)
 from ..formats.kv_cache import FLAG
 from ..patterns import collapse
 from ..plan import summary
@@ -307,6 +316,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         *([f"| revision | `{revision}` |"] if revision else []),
         f"| format | {summary.description(plan)}{serialized} |",
         *([f"| rounded by | {ROUNDED_BY_GPTQ}, {tokens_of(plan.options.gptq)} |"] if plan.options.gptq else []),
+        *([f"| codes | {KEPT_CODES} |"] if plan.decisions.keeps else []),
         *([f"| KV cache | {cache} |"] if has_fp8_cache(plan) else []),
         *([f"| folded | {transforms.title} |"] if transforms and transforms.title else []),
         *([f"| scales | {WEIGHED.format(transforms.weighed)} |"] if transforms and transforms.weighed else []),

@@ -8,7 +8,7 @@ from ..files.checkpoint import Checkpoint, read_json
 from ..files.names import INDEX_FILE
 from ..formats.kv_cache import DENSE, with_fp8_cache, without_fp8_cache
 from ..formats.quantization import Quantization, quantization_places
-from ..formats.schemes import MIXED, Scheme, as_written, without_targets
+from ..formats.schemes import KEPT_SCHEMES, Scheme, as_written, without_targets
 from ..formats.settings import check_config_values
 from .configs import config_differences
 from .headers import Findings
@@ -50,7 +50,7 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
         groups = actual.get("config_groups") if scheme.group else None
         # Each config group is compared with that of the scheme it is most like.
         nearest = [
-            min((scheme, *MIXED), key=lambda candidate: len(list(config_differences(group, candidate.group))))
+            min((scheme, *KEPT_SCHEMES), key=lambda candidate: len(list(config_differences(group, candidate.group))))
             for group in (groups.values() if isinstance(groups, dict) else ())
         ]
         expected = without_targets(scheme.config(None, dict.fromkeys(nearest, ())))

@@ -46,6 +46,7 @@ class TensorTask:
         gptq_rounded: whether GPTQ rounded it, so that its codes cannot be recomputed.
         kv_cache_scale: whether it is a KV-cache scale, which belongs to no weight.
         finite_only: whether it is only checked for NaN and infinity, and not compared with the source.
+        kept: whether codes and scales must be those of the quantized source.
     """
 
     info: TensorInfo
@@ -56,6 +57,7 @@ class TensorTask:
     gptq_rounded: bool = False
     kv_cache_scale: bool = False
     finite_only: bool = False
+    kept: bool = False
 
 
 @dataclass
@@ -317,6 +319,11 @@ class _Worker:
                 return
             if scheme is not None:
                 self._report_recomputed(number, weight, comparison, scheme, global_scale, task.gptq_rounded)
+            if task.kept and comparison.error.largest > 0:
+                self.reading.add_problem(
+                    number,
+                    f"{self.reading.place(info.name)} stands for other weights than the source's codes and scales",
+                )
             self._report_error(number, weight, comparison, scheme is None and not task.gptq_rounded, task.gptq_rounded)
 
     def _check_columns(self, number: int, weight: Weight, original: Weight | None) -> None:

@@ -16,7 +16,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, SourceError, UsageError
-from ..files.cards import QUANTIZED, card_of, has_weighted_search, is_rounded_by_gptq, is_smoothed, source_of
+from ..files.cards import (
+    QUANTIZED,
+    card_of,
+    has_weighted_search,
+    is_rounded_by_gptq,
+    is_smoothed,
+    keeps_codes,
+    source_of,
+)
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.evaluation import find_evaluation
 from ..files.journal import read_journal
@@ -25,9 +33,10 @@ from ..files.tensors import TensorInfo
 from ..formats.finite import can_be_non_finite
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE
+from ..formats.kv_cache import cache_scales
 from ..formats.quantization import read_quantization
 from ..formats.scales import choose_shared_scale
-from ..formats.schemes import CHANNEL, MIXED, SCHEMES, TENSOR, Scheme
+from ..formats.schemes import CHANNEL, KEPT_SCHEMES, SCHEMES, TENSOR, Scheme
 from ..hub.source import local_source
 from ..machine import available_cpus
 from ..models import GENERIC, MODELS
@@ -178,7 +187,7 @@ class _Verification:
         # Names of the files that the run wrote; empty if not known.
         self.files = files
         self.smoothed, self.weighted_search = is_smoothed(card), has_weighted_search(card)
-        self.gptq_rounded = is_rounded_by_gptq(card)
+        self.gptq_rounded, self.keeps = is_rounded_by_gptq(card), keeps_codes(card)
         self.checkpoint = headers.checkpoint
         self.origin = source
         # The source as if its quantized weights were bfloat16, and these weights by tensor name.
@@ -188,6 +197,7 @@ class _Verification:
             self.source, self.decoded = decoded_view(source)
         self.full = full
         self.ours = findings.ours
+        self.recomputable = recomputable
         # Whether quantizing the source again must give the same codes and scales.
         self.recomputes = full and recomputable and headers.scheme is not None
         self.problems, self.notes = findings.problems, findings.notes
@@ -403,8 +413,10 @@ class _Verification:
         for layer in self.plan.layers.values() if self.plan else ():
             if layer.expert >= 0:
                 experts.setdefault(layer.source.name, []).append(f"{layer.module}.weight")
+        # Scales of the cache have other names in some sources.
+        renamed = {name for pair in cache_scales(source.tensors).values() for name in pair} if self.fp8_cache else set()
         for name in source.tensors:
-            if name in tensors or name in self.codes:
+            if name in tensors or name in self.codes or name in renamed:
                 continue
             for expected in experts.get(name, [name]):
                 if expected not in tensors and expected not in self.codes:
@@ -446,7 +458,7 @@ class _Verification:
             by_gptq = weight.module in gptq_rounded
             # GPTQ's search is weighted by the Hessian.
             weighted = self.weighted_search or by_gptq
-            tasks.append(TensorTask(weight.codes, weight, original, scheme, weighted, by_gptq))
+            tasks.append(TensorTask(weight.codes, weight, original, scheme, weighted, by_gptq, kept=self.keeps))
         tasks += [TensorTask(info, kv_cache_scale=True) for info in self.cache_scales]
         read_names = {task.info.name for task in tasks} | self.headers.scales
         tasks += [
@@ -459,7 +471,9 @@ class _Verification:
         self.contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
         self.problems += self.contents.problems
         self._report_non_finite()
-        if self.codes and self.ours and self.full and not self.recomputes:
+        if self.keeps and self.full:
+            self.notes.append("codes and scales were compared with those of the source, which the output keeps")
+        elif self.codes and self.ours and self.full and not self.recomputes:
             self.notes.append(
                 "codes and scales were not recomputed, since the source was already quantized: errors were compared "
                 "with the rounding bound"
@@ -505,8 +519,9 @@ class _Verification:
             scales = [self.contents.scales[name] for name in names]
             if len(set(scales)) < 2:
                 continue
-            # vLLM requantizes layers with one scale per tensor, but takes one global scale for all.
-            if not self.ours and fmt.shared:
+            # vLLM requantizes layers with one scale per tensor, but takes one global scale for all. An output of ours
+            # has several such scales if it keeps those of the source.
+            if fmt.shared and not self.recomputable:
                 different += 1
                 continue
             index = next(index for index, scale in enumerate(scales) if scale != scales[0])
@@ -527,8 +542,10 @@ class _Verification:
         """The scheme that a weight is stored in: the directory's, or one that it may be mixed with; None for others."""
         if weight.format is None or self.scheme is None:
             return self.scheme
-        layout = _layout(weight.format)
-        return next((scheme for scheme in (self.scheme, *MIXED) if _layout(scheme.format) == layout), None)
+        layout, schemes = _layout(weight.format), (self.scheme, *KEPT_SCHEMES)
+        alike = [scheme for scheme in schemes if _layout(scheme.format) == layout]
+        # Some differ in how activations are quantized alone.
+        return next((scheme for scheme in alike if scheme.format == weight.format), alike[0] if alike else None)
 
     def _check_recomputed_shared_scales(self, entry: ModuleRules | None) -> None:
         """Check that a scale which fused layers share is that of the largest weight in any of them."""

@@ -455,7 +455,13 @@ def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
     global_scale = _global_scale(pair, fmt)
     shape = info.shape[0], fmt.number.count(info.shape[1])
     zeros = _zero_points(pair, fmt, shape)
-    is_read = {"weight_zero_point": bool(zeros), "weight_g_idx": False, "weight_global_scale": bool(global_scale)}
+    is_read = {
+        "weight_zero_point": bool(zeros),
+        "weight_g_idx": False,
+        "weight_global_scale": bool(global_scale),
+        # modelopt's AWQ: factors of the inputs.
+        "pre_quant_scale": False,
+    }
     for suffix, read in is_read.items():
         if not read and f"{pair.module}.{suffix}" in checkpoint.tensors:
             raise PlanError(

@@ -13,7 +13,7 @@ from ..errors import PlanError, SourceError
 from ..files.shardfile import Bytes, SourceFile
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo
 from ..formats import kernels
-from ..formats.format import Format, grid_of
+from ..formats.format import LARGEST_GLOBAL_SCALE, Format, grid_of
 from ..formats.ggml import GgmlType, decode_blocks
 from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import BITSANDBYTES, CODES, Floats
@@ -434,6 +434,43 @@ class Reader:
         check_scales(scale, info.name, self.where[info.name].shard, SMALLEST_SCALE)
         return scale if fmt.global_scale.divides else np.float32(1) / scale
 
+    def exact_global_scale(self, fused: Sequence[Weight], scheme: Scheme) -> Floats | None:
+        """Return the global scale under which codes in MXFP4 stay as they are in NVFP4, and no value changes.
+
+        It is the power of two with which the largest scale becomes 2^8. The other scales must then be powers of two
+        that E4M3 has, down to 2^-9.
+
+        Args:
+            fused: layers that share a global scale, such as q, k and v.
+            scheme: their scheme.
+
+        Returns:
+            float32 [1, 1]; None if the layers are not in MXFP4, the scheme is not NVFP4, or their scales reach further.
+
+        Raises:
+            SourceError: codes or scales cannot be read, or a scale is invalid.
+        """
+        if not all(weight.divides_into(scheme.format) for weight in fused):
+            return None
+        largest, smallest = 0.0, math.inf
+        for weight in fused:
+            extent = weight.extent(self.where)
+            step = max(1, BUFFER // weight.row_bytes)
+            with self.open(extent.shard) as source:
+                for low in range(0, weight.shape[0], step):
+                    count = min(step, weight.shape[0] - low)
+                    codes = np.empty(count * weight.row_bytes, np.uint8)
+                    self.read_codes(source, weight, low, codes)
+                    scale = self.scales(weight, low, count, SMALLEST_SCALE, power_of_two=True)
+                    used = divided_scales(scale, codes, scheme.format, 0.0)
+                    largest = max(largest, float(used.max()))
+                    smallest = min(smallest, float(np.where(used > 0, used, np.inf).min()))
+        if largest == 0:
+            return np.ones((1, 1), np.float32)
+        # The limit is that of all global scales; a larger one could be infinite.
+        global_scale = min(2.0**8 / largest, LARGEST_GLOBAL_SCALE)
+        return np.full((1, 1), global_scale, np.float32) if smallest * global_scale >= 2.0**-9 else None
+
     def keeps_shared_scale(self, fused: Sequence[Weight], scheme: Scheme) -> bool:
         """Return whether fused layers already have one scale in common that engines load under a scheme.
 
@@ -456,6 +493,25 @@ class Reader:
         scales = {self.scales(weight, 0, 1).item() for weight in fused}
         scale = scales.pop()
         return not scales and scale >= fmt.scale.floor and scale * fmt.number.largest <= scheme.largest
+
+
+def divided_scales(scale: Floats, codes: Bytes, fmt: Format, of_zeros: float) -> Floats:
+    """Return the scales of FP4 codes for smaller groups.
+
+    Args:
+        scale: scales of the codes' own groups, float32 [rows, groups].
+        codes: uint8, two codes in a byte, of the same rows.
+        fmt: the format with the smaller groups, of which several make up one of the others.
+        of_zeros: scale of a group whose codes are all zero.
+
+    Returns:
+        float32 [rows, smaller groups].
+    """
+    width = fmt.group[1]
+    assert width is not None
+    # The highest bit of a code is its sign.
+    used = (codes.reshape(len(scale), -1, width // 2) & 0x77).any(axis=2)
+    return np.where(used, np.repeat(scale, used.shape[1] // scale.shape[1], axis=1), np.float32(of_zeros))
 
 
 def _read_columns(source: SourceFile, extent: Extent, at: int, into: Bytes) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo
 from ..formats.format import Format, grid_of
+from ..formats.schemes import MXFP4, NVFP4
 from .transform import WeightTransform
 
 
@@ -135,6 +136,13 @@ class Weight(NamedTuple):
     def is_stored_as(self, fmt: Format) -> bool:
         """Return whether a format can keep its codes: `Format.holds` theirs, and smoothing does not change them."""
         return self.format is not None and not self.smoothed and self.rank_rows is None and fmt.holds(self.format)
+
+    def divides_into(self, fmt: Format) -> bool:
+        """Return whether it is in MXFP4 and a format is NVFP4: two groups of 16 inputs then take the place of one of
+        32, with the same codes (see `Reader.exact_global_scale`).
+        """
+        own = self.format
+        return own is not None and not self.smoothed and MXFP4.format.holds(own) and fmt.weights_only == NVFP4.format
 
     def input_scale_for(self, fmt: Format) -> TensorInfo | None:
         """Return its static activation scale if a format stores one with the same meaning, else None."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from cases import Base
 from openquant import compress
 from support import other_tools, small_checkpoints
+from support.mixed_precision import mixed_precision
 from support.quantized_checkpoints import (
     SOURCES,
     asymmetric,
@@ -51,11 +52,14 @@ def make(root: Path) -> list[Base]:
     quantized += [store(root / f"stored-more-{n}", make, config) for n, (make, config) in enumerate(more)]
     for number, (make_layer, config, _) in enumerate(other_tools.KINDS.values()):
         quantized.append(store(root / f"stored-tool-{number}", other_tools.stored_only(make_layer), config))
+    quantized.append(mixed_precision(root / "mixed-precision"))
     outputs = []
     for number, (architecture, options) in enumerate(OUTPUTS):
         output = root / f"output-{number}"
         compress(sources[architecture], output, **options)
         outputs.append(Base(output, sources[architecture]))
+    compress(quantized[-1], root / "kept", "keep")
+    outputs.append(Base(root / "kept", quantized[-1]))
     return [*map(Base, sources.values()), *outputs, *outputs, *map(Base, quantized)]
 
 

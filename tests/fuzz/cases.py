@@ -172,7 +172,7 @@ SCHEMES = [
     [], ["-w", "128"], ["--scheme", "channel"], ["--scheme", "mxfp8"], ["--format", "compressed-tensors"],
     ["--scheme", "int8"], ["--scheme", "int8-weights"], ["--scheme", "int4"],
     ["--scheme", "int4", "--group-size", "32"], ["--scheme", "int4", "--group-size", "32", "--asymmetric"],
-    ["--scheme", "mxfp4"], ["--scheme", "nvfp4"], ["--scheme", "nvfp4-w4a4"],
+    ["--scheme", "mxfp4"], ["--scheme", "nvfp4"], ["--scheme", "nvfp4-w4a4"], ["--scheme", "keep"],
     ["-w", "128", "--format", "compressed-tensors"], ["-w", "128", "--scale-format", "ue8m0"],
     ["--activation-scheme", "static"], ["--activation-scheme", "static", "--format", "compressed-tensors"],
     ["--scheme", "int4", "--awq"], ["--scheme", "int8", "--smooth", "0.5"], ["--scheme", "int4", "--gptq"],

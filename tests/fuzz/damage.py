@@ -34,7 +34,7 @@ KEYS = [
     "num_experts", "num_local_experts", "n_routed_experts", "num_nextn_predict_layers", "tie_word_embeddings",
     "torch_dtype", "dtype", "auto_map", "layer_types", "rope_parameters", "vocab_size", "quant_method", "ignore",
     "ignored_layers", "modules_to_not_convert", "weight_block_size", "activation_scheme", "config_groups", "targets",
-    "weights", "strategy", "num_bits", "type", "format", "kv_cache_scheme", "scale_fmt", "quant_algo",
+    "weights", "strategy", "num_bits", "type", "format", "kv_cache_scheme", "scale_fmt", "quant_algo", "quantized_layers",
     "global_quant_config", "layer_quant_config", "export", "dtype", "qscheme", "load_in_4bit", "blocksize",
     "quantization", "sparsity_config", "transform_config", "weight_map", "metadata", "total_size", "dtype", "shape",
     "data_offsets", "__metadata__", "digest", "files", "done", "exclude_modules", "group_size", "block_structure",
@@ -76,6 +76,7 @@ QUANTIZATIONS: list[Any] = [
     {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}},
      "layer_quant_config": {"*.q_proj": {"weight": {"dtype": "int8", "qscheme": "per_channel", "symmetric": True}}}},
     {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["*"]}},
+    {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"model": {"quant_algo": "FP8"}}},
     {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["re:.*gate$", "lm_head"],
      "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": {
          "num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}}}},

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from openquant import compress, dequantize, verify
-from openquant.errors import SourceError
+from openquant.errors import PlanError, SourceError
 from openquant.formats.reference import decode
 from openquant.formats.schemes import BLOCK, CHANNEL
 from openquant.plan import summary
@@ -94,6 +94,16 @@ def test_an_output_is_what_its_bfloat16_weights_give(tmp_path: Path, scheme: str
         made = decode(found[name], found[f"{name}{suffix}"], chosen.format)
         assert (made - values).norm() / values.norm() < 0.04, name
     assert verify(tmp_path / "out", tmp_path / "source").problems == ()
+
+
+def test_their_codes_cannot_be_kept(tmp_path: Path) -> None:
+    fused(tmp_path / "source")
+    with pytest.raises(PlanError) as caught:
+        compress(tmp_path / "source", tmp_path / "out", "keep")
+    assert caught.value.message == (
+        "compressed-tensors has no layout for model.layers.0.self_attn.qkv_proj.weight: FP8 with one scale per 128x128 "
+        "block, F32 scales, stored per tensor-parallel rank, FP8 activations"
+    )
 
 
 def test_scales_of_another_number_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,374 @@
+"""--scheme keep: codes and scales of a quantized source, byte for byte, as compressed-tensors stores them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import change_json
+from openquant import compress, dequantize, verify
+from openquant.errors import OpenQuantError, PlanError, UsageError
+from openquant.evaluation.as_served import ServedModel
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.schemes import TENSOR_COMPRESSED_STATIC
+from openquant.plan import summary
+from openquant.plan.decisions import PlanOptions
+from openquant.plan.kept import make_kept_plan
+from openquant.plan.plan import make_plan
+from openquant.streaming.interleaved import run_interleaved
+from openquant.streaming.model import StreamedModel
+from support import small_checkpoints
+from support.mixed_precision import DENSE, EXPERTS, KEY_SCALE, UNQUANTIZED, VALUE_SCALE, mixed_precision
+from support.quantized_checkpoints import (
+    BLOCKS,
+    INT4,
+    SOURCES,
+    Make,
+    Weights,
+    asymmetric,
+    asymmetric_config,
+    awq,
+    awq_config,
+    by_rows,
+    gptq,
+    gptq_config,
+    group,
+    int4,
+    ragged_blocks,
+    store,
+)
+from support.small_checkpoints import change_weights
+
+Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+STATIC = "modelopt per tensor"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of any shapes hold the same bytes."""
+    return torch.equal(as_bytes(one), as_bytes(other))
+
+
+def kept(source: Path, out: Path) -> tuple[Weights, Weights]:
+    """Keep a source. Returns the tensors of source and output, which stand for the same weights bit for bit."""
+    compress(source, out, "keep")
+    report = verify(out, source, full=True)
+    assert report.problems == ()
+    assert "codes and scales were compared with those of the source, which the output keeps" in report.notes
+    for root in (source, out):
+        dequantize(root, root.with_name(f"{root.name}-plain"))
+    plain = [small_checkpoints.read(root.with_name(f"{root.name}-plain")) for root in (source, out)]
+    assert plain[0].keys() == plain[1].keys()
+    assert all(equal(plain[0][name], plain[1][name]) for name in plain[0])
+    return small_checkpoints.read(source), small_checkpoints.read(out)
+
+
+def config_of(root: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((root / "config.json").read_text())["quantization_config"]
+    return config
+
+
+@pytest.mark.parametrize("file", [False, True], ids=["config.json", "hf_quant_config.json"])
+def test_several_formats_of_modelopt(tmp_path: Path, file: bool) -> None:
+    stored, found = kept(mixed_precision(tmp_path / "source", file=file), tmp_path / "out")
+    expected: Weights = {}
+    for name, tensor in stored.items():
+        module, _, last = name.rpartition(".")
+        four_bits = stored.get(f"{module}.weight", tensor).dtype == torch.uint8
+        if last == "weight_scale_2":
+            expected[f"{module}.weight_global_scale"] = (1 / tensor).reshape(1)
+        elif last == "input_scale":
+            scale = (1 / tensor if four_bits else tensor).reshape(1)
+            expected[f"{module}.input_global_scale" if four_bits else name] = scale
+        elif last in ("k_scale", "v_scale"):
+            expected[f"{module.rpartition('.')[0]}.{last}"] = tensor.reshape(1)
+        else:
+            expected[f"{module}.weight_packed" if four_bits and last == "weight" else name] = tensor
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, equal(found[name], tensor)) == (tensor.dtype, True), name
+    assert found[f"{K.rpartition('.')[0]}.k_scale"] == KEY_SCALE
+    assert found[f"{K.rpartition('.')[0]}.v_scale"] == VALUE_SCALE
+    config = config_of(tmp_path / "out")
+    groups = {entry["format"]: entry["targets"] for entry in config["config_groups"].values()}
+    assert (config["format"], config["kv_cache_scheme"]["num_bits"]) == ("mixed-precision", 8)
+    assert list(groups) == ["nvfp4-pack-quantized", "float-quantized"]
+    assert UNQUANTIZED in config["ignore"]
+    activations = [entry["input_activations"] for entry in config["config_groups"].values()]
+    assert [entry and entry["dynamic"] for entry in activations] == ["local", False, None]
+    assert [f"{DENSE}.up_proj" in entry["targets"] for entry in config["config_groups"].values()] == [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_computed_as_the_source_with_rounded_activations_and_cache(tmp_path: Path) -> None:
+    source, ids = mixed_precision(tmp_path / "source"), torch.arange(40) * 7 % 512
+    compress(source, tmp_path / "out", "keep")
+    logits: dict[tuple[Path, int], torch.Tensor] = {}
+    for root in (source, tmp_path / "out"):
+        served = ServedModel(StreamedModel(open_checkpoint(root)))
+        assert served.fp8_cache
+        run_interleaved(
+            [served.passes(ids)],
+            finished=lambda _, number, found, root=root: logits.update({(root, number): found.clone()}),
+        )
+    assert torch.equal(logits[source, 0], logits[tmp_path / "out", 0])
+    assert torch.equal(logits[source, 1], logits[tmp_path / "out", 1])
+    assert not torch.equal(logits[source, 0], logits[source, 1])
+
+
+def test_a_quantized_output_head(tmp_path: Path) -> None:
+    source = mixed_precision(tmp_path / "source")
+    stored = small_checkpoints.read(source)
+    head = {
+        f"lm_head.{last}": stored[f"{DENSE}.up_proj.{last}"].clone()
+        for last in ("weight", "weight_scale", "weight_scale_2")
+    }
+    change_weights(source, lambda found: found.update(head))
+    change_json(
+        source / "config.json",
+        lambda found: found["quantization_config"]["quantized_layers"].update(lm_head={"quant_algo": "W4A16_NVFP4"}),
+    )
+    _, found = kept(source, tmp_path / "out")
+    assert equal(found["lm_head.weight_packed"], stored[f"{DENSE}.up_proj.weight"])
+
+
+# By name: how the source is stored, its config, and the format of the output.
+KEPT: dict[str, tuple[Make, dict[str, Any], str]] = {
+    name: (*SOURCES[name][:2], "float-quantized")
+    for name in (
+        "fp8 blocks",
+        "fp8 blocks, bfloat16 scales",
+        "fp8 per tensor",
+        "Mistral's names",
+        STATIC,
+        "modelopt per row",
+    )
+} | {
+    "awq": (awq(), awq_config(), "pack-quantized"),
+    "gptq": (gptq(), gptq_config(), "pack-quantized"),
+    "int4": (int4, INT4, "pack-quantized"),
+    "int5 with zero points": (asymmetric(5), asymmetric_config(5), "pack-quantized"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_one_format(tmp_path: Path, name: str) -> None:
+    make, config, form = KEPT[name]
+    stored, found = kept(store(tmp_path / "source", make, config), tmp_path / "out")
+    assert config_of(tmp_path / "out")["format"] == form
+    if form == "float-quantized":
+        scale = next(tensor for last, tensor in stored.items() if last.startswith(f"{Q}.weight_scale"))
+        assert equal(found[f"{Q}.weight"], stored[f"{Q}.weight"])
+        assert equal(found[f"{Q}.weight_scale"], scale.float())
+    activations = [name for name in found if name.endswith("input_scale")]
+    assert len(activations) == sum(name.endswith((".input_scale", ".activation_scale")) for name in stored)
+    plan = make_kept_plan(open_checkpoint(tmp_path / "source"), PlanOptions())
+    assert (summary.scheme_name(plan), summary.suffix(plan)) == ("keep", "-CT")
+
+
+def test_layers_that_engines_fuse_keep_scales_of_their_own(tmp_path: Path) -> None:
+    """Engines round codes with one scale per tensor again as they load them, of the source too."""
+    stored, found = kept(store(tmp_path / "source", *SOURCES[STATIC][:2]), tmp_path / "out")
+    assert stored[f"{Q}.weight_scale"] != stored[f"{K}.weight_scale"]
+    assert equal(found[f"{K}.weight_scale"], stored[f"{K}.weight_scale"])
+
+
+def test_global_scales_of_fused_layers_must_be_equal(tmp_path: Path) -> None:
+    source, gate = mixed_precision(tmp_path / "source", shards=1), f"{EXPERTS}.1.gate_proj"
+    change_weights(source, lambda found: found[f"{gate}.weight_scale_2"].mul_(2))
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out", "keep")
+    up = gate.replace("gate_proj", "up_proj")
+    names = {f"{gate}.weight_scale_2", f"{up}.weight_scale_2"}
+    text, _, rest = caught.value.message.partition(" are not equal")
+    assert (set(text.split(", ")), rest) == (names, ", and engines take one global scale for all of these layers")
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_one_over_a_global_scale_is_the_nearest(tmp_path: Path) -> None:
+    """Of no float32 is one over it nearer to the source's."""
+    source, name = mixed_precision(tmp_path / "source", shards=1), f"{DENSE}.down_proj"
+    value = float(np.float32(1.9999999) * np.float32(2.0**-12))
+    change_weights(source, lambda found: found.update({f"{name}.weight_scale_2": torch.tensor(value)}))
+    _, found = kept(source, tmp_path / "out")
+    scale = found[f"{name}.weight_global_scale"].numpy()
+    around = np.concatenate([np.nextafter(scale, np.float32(limit)) for limit in (0, np.inf)] + [scale])
+    errors = np.abs(1 / around.astype(np.float64) - value)
+    assert errors.argmin() == 2
+    assert errors[2] <= 2.0**-24 * value
+
+
+def blocks_of_64(weight: torch.Tensor) -> Weights:
+    codes, scale = ragged_blocks(weight)
+    scale = scale.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    return {
+        "weight": codes,
+        "weight_scale_inv": scale[: -(-codes.shape[0] // 64), : -(-codes.shape[1] // 64)].contiguous(),
+    }
+
+
+def in_float32(weight: torch.Tensor) -> Weights:
+    stored = int4(weight)
+    return stored | {"weight_scale": stored["weight_scale"].float()}
+
+
+REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
+    "blocks of another size": (
+        blocks_of_64, BLOCKS | {"weight_block_size": [64, 64]},
+        f"{Q}.weight: FP8 with one scale per 64x64 block, F32 scales, FP8 activations",
+    ),
+    "activations as they are": (
+        by_rows(), group("channel"), f"{Q}.weight: FP8 with one scale per channel, F32 scales, activations as they are"
+    ),
+    "other activations": (
+        int4, {**INT4, "config_groups": {"group_0": {**INT4["config_groups"]["group_0"], "input_activations": {
+            "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}}}},
+        f"{Q}.weight_packed: INT4 with one scale per 1x32 block, BF16 scales, INT8 activations",
+    ),
+    "act-order": (
+        gptq(act=True), gptq_config(act=True),
+        f"{Q}.qweight: INT4 with one scale per 1x32 block, F16 scales, inputs in any order (act-order), activations as "
+        "they are",
+    ),
+    "groups of eight bits": (
+        gptq(8), gptq_config(8), f"{Q}.qweight: INT8 with one scale per 1x32 block, F16 scales, activations as they are"
+    ),
+    "scales that would be rounded": (
+        in_float32, INT4,
+        f"{Q}.weight_packed: INT4 with one scale per 1x32 block, F32 scales, activations as they are",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_compressed_tensors_has_no_layout_for(tmp_path: Path, name: str) -> None:
+    make, config, message = REFUSED[name]
+    source = store(tmp_path / "source", make, config)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out", "keep")
+    # The layers are found in the order of the file.
+    found = caught.value.message.replace("k_proj", "q_proj").replace("down_proj", "q_proj").replace("mlp", "self_attn")
+    assert found == f"compressed-tensors has no layout for {message}"
+    assert not (tmp_path / "out").exists()
+
+
+def without_input_scale(source: Path) -> None:
+    change_weights(source, lambda found: found.pop(f"{Q}.input_scale"))
+
+
+def several_input_scales(source: Path) -> None:
+    change_weights(source, lambda found: found.update({f"{Q}.input_scale": torch.ones(2)}))
+
+
+def fused_alike(source: Path) -> None:
+    """q unquantized, k and v not."""
+    plain = small_checkpoints.tensors("Qwen3MoeForCausalLM")[f"{Q}.weight"]
+    change_weights(source, lambda found: [found.pop(f"{Q}.{last}") for last in ("weight_scale", "input_scale")])
+    change_weights(source, lambda found: found.update({f"{Q}.weight": plain}))
+
+
+def quantized_router(source: Path) -> None:
+    gate = "model.layers.1.mlp.gate"
+    change_weights(
+        source,
+        lambda found: found.update({
+            f"{gate}.weight": found[f"{gate}.weight"].to(torch.float8_e4m3fn), f"{gate}.weight_scale": torch.tensor(1.0),
+            f"{gate}.input_scale": torch.tensor(1.0),
+        }),
+    )  # fmt: skip
+    change_json(
+        source / "config.json",
+        lambda found: found["quantization_config"]["quantized_layers"].update({gate: {"quant_algo": "FP8"}}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_input_scale, f"{Q} has static activations: the source has no input_scale for it"),
+        (several_input_scales, f"{Q} has static activations: its input_scale is F32 [2], not a single float"),
+        (fused_alike,
+         "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj: its codes cannot be kept: same as q_proj "
+         "(the source has it unquantized)"),
+        (quantized_router, "model.layers.1.mlp.gate: its codes cannot be kept: router"),
+    ],
+)  # fmt: skip
+def test_what_engines_cannot_load_so(tmp_path: Path, change: Callable[[Path], None], message: str) -> None:
+    source = mixed_precision(tmp_path / "source", shards=1)
+    change(source)
+    with pytest.raises(PlanError) as caught:
+        compress(source, tmp_path / "out", "keep")
+    assert caught.value.message == message
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unquantized_source_has_no_codes_to_keep(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    with pytest.raises(PlanError, match="^nothing in .* is quantized$"):
+        compress(source, tmp_path / "out", "keep")
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [({"ignore": "**"}, "ignore"), ({"format": "fp8"}, "format"), ({"gptq": True}, "gptq=True"),
+     ({"calibrate": True}, "calibrate=True"), ({"quantize_lm_head": True}, "quantize_lm_head=True")],
+)  # fmt: skip
+def test_options_that_would_change_weights(tmp_path: Path, options: dict[str, Any], given: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compress(tmp_path, tmp_path / "out", "keep", **options)
+    assert caught.value.message == f'scheme="keep" leaves weights as they are, and {given} is given'
+
+
+@pytest.mark.parametrize("last", ["weight_packed", "weight_scale", "weight_global_scale"])
+def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path, last: str) -> None:
+    source, out, module = mixed_precision(tmp_path / "source"), tmp_path / "out", f"{DENSE}.down_proj"
+    compress(source, out, "keep")
+
+    def change(found: Weights) -> None:
+        raw = found[f"{module}.{last}"].view(torch.uint8).reshape(-1)
+        raw[0] ^= 1
+
+    change_weights(out, change)
+    assert verify(out).problems == ()
+    problems = verify(out, source, full=True).problems
+    assert any(
+        problem.endswith(f"{module}.weight_packed stands for other weights than the source's codes and scales")
+        for problem in problems
+    )
+
+
+def test_an_output_of_ours_again(tmp_path: Path) -> None:
+    """It is what the first run wrote."""
+    kept(mixed_precision(tmp_path / "source"), tmp_path / "out")
+    first, again = kept(tmp_path / "out", tmp_path / "again")
+    assert first.keys() == again.keys()
+    assert all(equal(first[name], again[name]) for name in first)
+    assert config_of(tmp_path / "out") == config_of(tmp_path / "again")
+
+
+def test_a_run_in_the_same_scheme_is_not_continued(tmp_path: Path) -> None:
+    """It may have quantized fused layers again."""
+    checkpoint = open_checkpoint(store(tmp_path / "source", *SOURCES[STATIC][:2]))
+    plan = make_kept_plan(checkpoint, PlanOptions())
+    other = make_plan(checkpoint, TENSOR_COMPRESSED_STATIC)
+    assert plan.quantization_config == other.quantization_config
+    assert plan.digest != other.digest
+
+
+def test_damaged_codes_are_refused(tmp_path: Path) -> None:
+    source = mixed_precision(tmp_path / "source", shards=1)
+    change_weights(source, lambda found: found[f"{Q}.weight"].view(torch.uint8)[0, 0].fill_(0x7F))
+    with pytest.raises(OpenQuantError, match=f"^{Q}.weight in model.safetensors holds NaN$"):
+        compress(source, tmp_path / "out", "keep")

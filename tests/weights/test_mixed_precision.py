@@ -1,0 +1,167 @@
+"""modelopt's MIXED_PRECISION: a format for each layer, or for all layers below a module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import change_json
+from openquant import compress, dequantize, verify
+from openquant.errors import PlanError, SourceError
+from openquant.evaluation.as_served import ServedModel
+from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.quantization import read_quantization
+from openquant.streaming.model import StreamedModel
+from support import small_checkpoints
+from support.mixed_precision import ARCHITECTURE, DENSE, EXPERTS, UNQUANTIZED, decoded, mixed_precision
+from support.quantized_checkpoints import Weights, is_layer, ragged_blocks
+from support.small_checkpoints import change_weights
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("file", [False, True], ids=["config.json", "hf_quant_config.json"])
+def test_dequantized_each_as_its_format_has_it(tmp_path: Path, file: bool) -> None:
+    source = mixed_precision(tmp_path / "source", file=file)
+    dequantize(source, tmp_path / "out")
+    plain, stored = small_checkpoints.tensors(ARCHITECTURE), small_checkpoints.read(source)
+    found = small_checkpoints.read(tmp_path / "out")
+    assert set(found) == set(plain)
+    for name, weight in plain.items():
+        module = name.removesuffix(".weight")
+        quantized = is_layer(name) and module != UNQUANTIZED
+        assert torch.equal(found[name], decoded(stored, module).bfloat16() if quantized else weight), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == small_checkpoints.config(ARCHITECTURE)
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
+def test_compressed_and_verified_against_it(tmp_path: Path) -> None:
+    source = mixed_precision(tmp_path / "source")
+    compress(source, tmp_path / "out", "nvfp4-w4a4", scheme_for={"**.self_attn.*": "channel"}, kv_cache="fp8")
+    report = verify(tmp_path / "out", source, full=True)
+    assert report.problems == ()
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
+    expert = f"{EXPERTS}.0.up_proj"
+    assert torch.equal(found[f"{expert}.weight_packed"], stored[f"{expert}.weight"])
+    # NVFP4 stores one over modelopt's scale.
+    assert found[f"{expert}.input_global_scale"] == 1 / stored[f"{expert}.input_scale"]
+    assert found["model.layers.1.self_attn.k_scale"] == 0.0625
+    assert found["model.layers.1.self_attn.v_scale"] == 0.125
+
+
+def test_mtp_layers_in_another_format(tmp_path: Path) -> None:
+    """Blocks of another size, under another name of the algorithm, with scales called weight_scale_inv."""
+    source, module = mixed_precision(tmp_path / "source", shards=1), "mtp.layers.0.mlp.experts.0.up_proj"
+    codes, scale = ragged_blocks(small_checkpoints.tensors(ARCHITECTURE)[f"{EXPERTS}.0.up_proj.weight"])
+    scale = scale.repeat_interleave(2, 0)[: codes.shape[0] // 64].repeat_interleave(2, 1)[:, : codes.shape[1] // 64]
+    scale = scale.bfloat16().contiguous()
+    change_weights(source, lambda found: found.update({f"{module}.weight": codes, f"{module}.weight_scale_inv": scale}))
+    layer = {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 64}
+    change_json(
+        source / "config.json",
+        lambda found: found["quantization_config"]["quantized_layers"].update({"mtp.layers.0.mlp.experts": layer}),
+    )
+    dequantize(source, tmp_path / "out")
+    wide = scale.float().repeat_interleave(64, 0).repeat_interleave(64, 1)
+    assert torch.equal(small_checkpoints.read(tmp_path / "out")[f"{module}.weight"], (codes.float() * wide).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("named", "stored"),
+    [("language_model.model.layers.0", "model.language_model.layers.0"),
+     ("model.language_model.layers.0", "language_model.model.layers.0")],
+)  # fmt: skip
+def test_names_of_language_models(named: str, stored: str) -> None:
+    layers = {f"{named}.mlp": {"quant_algo": "W4A16_NVFP4"}, f"{named}.mlp.down_proj": {"quant_algo": "fp8"}}
+    found = read_quantization(
+        {
+            "quantization_config": {
+                "quant_method": "modelopt",
+                "quant_algo": "mixed_precision",
+                "quantized_layers": layers,
+            }
+        }
+    )
+    titles = [
+        fmt and fmt.number.title
+        for part in ("mlp.up_proj", "mlp.down_proj", "mlp_up", "self_attn.q_proj")
+        for fmt in (found.format_of(f"{stored}.{part}"),)
+    ]
+    assert titles == ["FP4", "FP8", None, None]
+
+
+def test_activations_are_rounded_as_each_format_has_it(tmp_path: Path) -> None:
+    source = mixed_precision(tmp_path / "source")
+    quantization = read_quantization(open_checkpoint(source).config)
+    inputs = {module: quantization.inputs_of(module) for module in (Q, f"{EXPERTS}.0.up_proj", f"{DENSE}.up_proj")}
+    assert [found and (found.static, found.has_global_scale) for found in inputs.values()] == [
+        (True, False), (False, True), None,
+    ]  # fmt: skip
+    served = ServedModel(StreamedModel(open_checkpoint(source)))
+    assert served.fp8_cache
+    assert served.rounds
+
+
+def without(last: str) -> Callable[[Weights], object]:
+    return lambda found: found.pop(last)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "MIXED_PRECISION and no quantized_layers"),
+        ([Q], "MIXED_PRECISION and no quantized_layers"),
+        ({}, "MIXED_PRECISION and no quantized_layers"),
+        ({Q: "FP8"}, f"quantized_layers.{Q} is not a JSON object"),
+        ({Q: {}}, f"quantized_layers.{Q} has the quant_algo null"),
+        ({Q: {"quant_algo": "W4A8_AWQ"}}, f'quantized_layers.{Q} has the quant_algo "W4A8_AWQ"'),
+        ({Q: {"quant_algo": "MIXED_PRECISION"}}, f'quantized_layers.{Q} has the quant_algo "MIXED_PRECISION"'),
+        ({Q: {"quant_algo": "NVFP4", "group_size": 32}}, f"quantized_layers.{Q} has NVFP4 with the group_size 32"),
+        ({Q: {"quant_algo": "NVFP4", "group_size": None}}, f"quantized_layers.{Q} has NVFP4 with the group_size null"),
+        ({Q: {"quant_algo": "FP8_PB_WO", "group_size": 0}}, f"quantized_layers.{Q} has FP8_PB_WO with the group_size 0"),
+        ({Q: {"quant_algo": "FP8_PB_WO", "group_size": [1]}},
+         f"quantized_layers.{Q} has FP8_PB_WO with the group_size [1]"),
+    ],
+)  # fmt: skip
+def test_configs_that_say_no_format_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    source = mixed_precision(tmp_path / "source")
+    change_json(source / "config.json", lambda found: found["quantization_config"].update(quantized_layers=change))
+    with pytest.raises(PlanError) as caught:
+        dequantize(source, tmp_path / "out")
+    text = caught.value.message.replace("config.json has MIXED", "MIXED").replace("config.json: ", "")
+    assert text == f"the source is already quantized: {message}"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layers: layers.pop(Q), f"{Q}.weight is F8_E4M3, but no config group of config.json targets it"),
+        (lambda layers: layers.update({Q: {"quant_algo": "NVFP4"}}),
+         f"{Q}.weight is F8_E4M3, but config.json has its layer as FP4"),
+        (lambda layers: layers.pop(EXPERTS),
+         f"{EXPERTS}.0.down_proj.weight is U8, but no config group of config.json targets it"),
+    ],
+)  # fmt: skip
+def test_layers_in_another_format_than_the_config_says(
+    tmp_path: Path, change: Callable[[Any], object], message: str
+) -> None:
+    source = mixed_precision(tmp_path / "source", shards=1)
+    change_json(source / "config.json", lambda found: change(found["quantization_config"]["quantized_layers"]))
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == message
+
+
+def test_factors_of_inputs_are_refused(tmp_path: Path) -> None:
+    """modelopt's AWQ divides weights by factors that engines multiply the inputs by."""
+    source, name = mixed_precision(tmp_path / "source", shards=1), f"{DENSE}.up_proj.pre_quant_scale"
+    change_weights(source, lambda found: found.update({name: torch.ones(256)}))
+    with pytest.raises(PlanError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == f"the source is already quantized: {name} is not supported"
