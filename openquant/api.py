@@ -24,7 +24,6 @@ from .files.cards import card_of, is_smoothed
 from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors
 from .files.small_files import read_small
-from .fit.run import choose_mixture
 from .formats.names import (
     KEPT,
     KEPT_SUFFIX,
@@ -177,6 +176,9 @@ def compress(
     reporter, start = reporter or Reporter(), time.monotonic()
     with connected(ranks) as ranks:
         if wanted.fit is not None:
+            # Imports torch.
+            from .fit.run import choose_mixture
+
             recipe = choose_mixture(run, recipe, request.options, wanted, texts, request.architecture, ranks, reporter)
             # Without a calibration nothing else reads the texts.
             texts = texts if recipe.gptq or recipe.calibrate or request.options.fp8_kv_cache else CalibrationTexts()

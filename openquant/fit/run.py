@@ -228,7 +228,8 @@ def _limit(budget: Budget, menu: _Menu, fit: FitOptions, options: PlanOptions) -
         return None
     first = next(iter(menu.plans.values()))
     if budget.kind == "bits":
-        limit = menu.fixed + int(budget.value * sum(unit.elements for unit in menu.units) / 8)
+        # Two decimals are meant: nvfp4 has a little more than 4.5 bits.
+        limit = menu.fixed + int((budget.value + 0.005) * sum(unit.elements for unit in menu.units) / 8)
     elif budget.kind == "size":
         limit = int(budget.value)
     else:
