@@ -26,7 +26,7 @@ from ..formats.schemes import find_scheme
 from ..hub.shards import supply_shards
 from ..hub.source import model_folder
 from ..job import Opened, open_source
-from ..options import CalibrationTexts, FitOptions, Recipe, Run, Texts, files_read
+from ..options import CalibrationTexts, FitOptions, Recipe, Run, Texts, files_read, flags_of, options_of
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.engines import sglang_refusal
@@ -48,6 +48,11 @@ if TYPE_CHECKING:
 
 # Weights only, of all sizes from four bits on, as compress writes them.
 MENU = ("int4", "nvfp4", "int5", "int6", "int8-weights")
+# Options of a recipe that --fit decides.
+CHOSEN = (
+    *("scheme", "scheme_for", "format", "scale_format", "activation_scheme", "group_size", "asymmetric", "no_search"),
+    *("smooth", "awq"),
+)
 # Documents and tokens of each that scores are measured on, and of those that the choice is checked on.
 SCORED = (3, 96)
 CHECKED = (16, 256)
@@ -115,7 +120,7 @@ def choose_mixture(
     """
     assert fit.fit is not None
     budget = read_budget(fit.fit)
-    _refuse_options(recipe, ranks)
+    refuse_options(recipe, ranks)
     opened = open_source(run, ranks)
     menu = _menu(opened, options, fit, architecture.entry(opened.checkpoint, None))
     limit = _limit(budget, menu, fit, options)
@@ -176,19 +181,20 @@ class _Candidates:
         return min(fitting, key=lambda name: self.predicted(mixtures[name]), default=None)
 
 
-def _refuse_options(recipe: Recipe, ranks: Ranks) -> None:
+def refuse_options(recipe: Recipe, ranks: Ranks) -> None:
+    """Refuse options that --fit decides.
+
+    Args:
+        recipe: options of the output.
+        ranks: the processes of the run.
+
+    Raises:
+        UsageError: one of CHOSEN is given, or there are several ranks.
+    """
     if ranks.size > 1:
         raise UsageError("several ranks cannot share --fit", "run it in one process, and the others with its --recipe")
-    given = {
-        "--scheme": recipe.scheme != Recipe().scheme,
-        "--scheme-for": bool(recipe.scheme_for),
-        "--smooth": recipe.smooth is not None,
-        "--awq": recipe.awq,
-        "--activation-scheme": recipe.activation_scheme != Recipe().activation_scheme,
-        "--format": recipe.format is not None,
-        "--scale-format": recipe.scale_format is not None,
-    }
-    flag = next((flag for flag, is_given in given.items() if is_given), None)
+    given = [name for name in CHOSEN if getattr(recipe, name) != getattr(Recipe(), name)]
+    flag = next((flags_of(name, options_of(Recipe)[name])[0] for name in given), None)
     if flag is not None:
         raise UsageError(f"--fit chooses the schemes, and {flag} is given", "leave one of them out")
 
@@ -409,6 +415,8 @@ def _as_options(recipe: Recipe, menu: _Menu, mixture: Mixture) -> Recipe:
     for number, unit in enumerate(menu.units):
         sizes[mixture[number]] = sizes.get(mixture[number], 0) + unit.elements
     schemes = [name for name in sizes if name != UNQUANTIZED]
+    if not schemes:
+        raise PlanError("only unquantized weights lose so little", "give a larger kl=, or serve the model as it is")
     base: Any = max(schemes, key=lambda name: sizes[name])
     scheme_for: dict[str, Any] = {}
     ignored = list(recipe.ignore)

@@ -12,13 +12,16 @@ import pytest
 
 from conftest import EXAMPLE, run_openquant
 from openquant import compress, verify
+from openquant.distributed import Ranks
 from openquant.errors import PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit.budget import Budget, read_budget
 from openquant.fit.kept_scores import read_scores, scores_json
+from openquant.fit.run import CHOSEN, refuse_options
 from openquant.fit.scores import Scores
 from openquant.fit.units import UNQUANTIZED, Unit, units_of
 from openquant.formats.schemes import find_scheme
+from openquant.options import Recipe
 from openquant.plan.plan import make_plan
 
 
@@ -132,6 +135,7 @@ def test_budgets_that_cannot_be_met_are_refused(tmp_path: Path, fit: str, messag
         ({"scheme": "int4"}, "fit chooses the schemes, and scheme is given"),
         ({"awq": True, "scheme": "int4"}, "fit chooses the schemes, and scheme is given"),
         ({"activation_scheme": "static"}, "fit chooses the schemes, and activation_scheme is given"),
+        ({"smooth": 0.5, "scheme": "int8"}, "fit chooses the schemes, and scheme is given"),
         ({"dry_run": True}, "dry_run=True writes nothing, and there are no scores of this model in "),
         ({"context": 0}, "a context of 0 tokens holds nothing"),
     ],
@@ -140,6 +144,21 @@ def test_options_that_contradict_it_are_refused(tmp_path: Path, given: dict[str,
     with pytest.raises(UsageError) as caught:
         compress(EXAMPLE, tmp_path / "out", fit="5bits", **given)  # type: ignore[arg-type]
     assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_options_that_it_decides_are_refused(name: str) -> None:
+    value = {"scheme": "int4", "scheme_for": {"**": "int4"}, "smooth": 0.5}.get(name, "static")
+    recipe = Recipe(**{name: value})  # type: ignore[arg-type]
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(UsageError, match=f"^--fit chooses the schemes, and {flag} is given$"):
+        refuse_options(recipe, Ranks())
+
+
+def test_where_only_unquantized_weights_lose_so_little_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="^only unquantized weights lose so little$"):
+        compress(EXAMPLE, tmp_path / "out", fit="kl=1e-12")
+    assert not (tmp_path / "out").exists()
 
 
 def test_its_options_are_for_it_alone(tmp_path: Path) -> None:
