@@ -412,24 +412,14 @@ def _mean(records: Sequence[DocumentRecord]) -> float:
 def _as_options(recipe: Recipe, menu: _Menu, mixture: Mixture) -> Recipe:
     """The options of compress that stand for a mixture."""
     sizes: dict[str, int] = {}
+    patterns: dict[str, list[str]] = {}
     for number, unit in enumerate(menu.units):
-        sizes[mixture[number]] = sizes.get(mixture[number], 0) + unit.elements
-    schemes = [name for name in sizes if name != UNQUANTIZED]
-    if not schemes:
+        name = unit.choices[mixture[number]].scheme_name
+        sizes[name] = sizes.get(name, 0) + unit.elements
+        patterns.setdefault(name, []).extend(unit.patterns)
+    ignored = (*recipe.ignore, *patterns.pop(UNQUANTIZED, ()))
+    if not patterns:
         raise PlanError("only unquantized weights lose so little", "give a larger kl=, or serve the model as it is")
-    base: Any = max(schemes, key=lambda name: sizes[name])
-    scheme_for: dict[str, Any] = {}
-    ignored = list(recipe.ignore)
-    for name in sizes:
-        if name != base:
-            modules = [
-                pattern
-                for number, unit in enumerate(menu.units)
-                if mixture[number] == name
-                for pattern in unit.patterns
-            ]
-            if name == UNQUANTIZED:
-                ignored += modules
-            else:
-                scheme_for |= dict.fromkeys(modules, name)
-    return replace(recipe, scheme=base, scheme_for=scheme_for or None, ignore=tuple(ignored))
+    base: Any = max(patterns, key=lambda name: sizes[name])
+    scheme_for: Any = {pattern: name for name, named in patterns.items() if name != base for pattern in named}
+    return replace(recipe, scheme=base, scheme_for=scheme_for or None, ignore=ignored)

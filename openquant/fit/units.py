@@ -32,6 +32,11 @@ class UnitChoice:
     schemes: Mapping[str, Scheme | None]
     nbytes: int
 
+    @property
+    def scheme_name(self) -> str:
+        """Name of its scheme, or UNQUANTIZED. Embeddings may have another than the one that was asked for."""
+        return next((scheme.name for scheme in self.schemes.values() if scheme is not None), UNQUANTIZED)
+
 
 @dataclass(frozen=True)
 class Unit:

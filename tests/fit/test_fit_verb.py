@@ -89,6 +89,15 @@ def test_a_mixture_is_smaller_than_its_budget_better_than_one_scheme_and_repeate
     assert f"--fit: scores of 16 units from {tmp_path / 'tiny-qwen3.scores.json'}" in planned.stderr
 
 
+def test_the_head_and_the_embedding_are_units_too(tmp_path: Path) -> None:
+    out, limit = tmp_path / "out", 3_150_000
+    compress(EXAMPLE, out, fit=f"size={limit}B", engines="vllm", quantize_lm_head=True, quantize_embeddings=True)
+    names = {info.name for info in open_checkpoint(out).tensors.values()}
+    assert {"lm_head.weight_scale", "model.embed_tokens.weight_scale"} <= names
+    assert stored(out) <= limit
+    assert not verify(out, EXAMPLE, full=True).problems
+
+
 def test_a_kl_divergence_gives_the_smallest_mixture(tmp_path: Path) -> None:
     done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "kl=0.002")
     assert done.returncode == 0, done.stderr
