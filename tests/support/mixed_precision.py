@@ -81,7 +81,7 @@ def stored_mixed(plain: Weights) -> tuple[Weights, dict[str, Any]]:
         largest = torch.stack([plain[other].float().abs().max() for other in fused or [name]]).max()
         parts = fp8(weight) if algo == "FP8" else nvfp4(weight, largest)
         if algo != "W4A16_NVFP4":
-            parts["input_scale"] = torch.tensor(0.25 if algo == "FP8" else 0.001)
+            parts["input_scale"] = torch.tensor(0.25 if algo == "FP8" else 0.01)
         stored |= {f"{module}.{last}": tensor for last, tensor in parts.items()}
         for part, scale in (("k", KEY_SCALE), ("v", VALUE_SCALE)):
             if module.endswith(f".{part}_proj"):
