@@ -341,7 +341,7 @@ NESTED, FLAT, INT8, WORDS = "bitsandbytes nf4, double", "bitsandbytes nf4", "bit
         (NESTED, replaced(STATE.removeprefix(f"{Q}."), first(0)), f"{STATE} is not a JSON object"),
         (INT8, replaced("SCB", lambda _: None), f"{Q}.weight has no scale: {Q}.SCB is missing"),
         (INT8, replaced("SCB", first(float("nan"))), f"{Q}.SCB in model.safetensors holds nan"),
-        (INT8, replaced("SCB", first(-1)), f"{Q}.SCB in model.safetensors holds -"),
+        (INT8, replaced("SCB", first(float("inf"))), f"{Q}.SCB in model.safetensors holds inf"),
         (INT8, replaced("SCB", lambda tensor: tensor[1:].clone()), f"{Q}.SCB is [255]"),
         (INT8, replaced("weight_format", first(2)), f"{Q}.weight_format is not 0: codes do not lie in rows"),
         (INT8, lambda weights: weights.update({"model.norm.SCB": torch.ones(4)}), "is the scale of no quantized"),
