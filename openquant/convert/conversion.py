@@ -61,7 +61,7 @@ from .checks import verify_shard
 from .devices import CpuKernels, TorchKernels, loops
 
 # Bytes that the kernels need for CHUNK weights, for their tables, and as slack in the allocator.
-KERNEL_MEMORY = 16 << 20
+KERNEL_MEMORY = 24 << 20
 
 # Bytes that numba and its compiler need.
 COMPILED_MEMORY = 176 << 20

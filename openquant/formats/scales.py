@@ -122,7 +122,8 @@ def _search(
         if fmt.number.span < fmt.number.largest:
             # The largest weight is to get the code of the largest magnitude, which is below zero.
             signs = loops.signs(groups)
-            unclipped, tried = unclipped * signs, tried * signs
+            unclipped = unclipped * signs
+            tried *= signs
         best = loops.best_scales(groups, dtype, unclipped, tried, fmt.number, *weighting)
         scale[low : low + step] = best.reshape(scale[low : low + step].shape)
     return scale

@@ -155,7 +155,7 @@ ERRORS = [
      f"choose one of {', '.join(name for name, scheme in SCHEME_NAMES.items() if scheme.mixes)}"),
     (["-m", EXAMPLE, "--scheme", "channel", "--scheme-for", "lm_head=tensor"],
      "--scheme-for lm_head=tensor matches no module that can be quantized",
-     "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"),
+     "the output head is quantized with --quantize-lm-head only: give that too"),
     (["-m", EXAMPLE, "--architecture", ""], "argument --architecture: it is empty", "see compress_fp8.py --help"),
     (["-m", "org/name", "--revision", ""], "argument --revision: it is empty", "see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--push-to-hub", ""], "argument --push-to-hub: it is empty", "see compress_fp8.py --help"),
