@@ -125,7 +125,8 @@ def test_outliers_cost_little(made: Twin, tmp_path: Path, monkeypatch: pytest.Mo
     before, after, with_zero_points = (each["kl"]["mean"] for each in found)
     assert before > 0.04
     assert after < 0.2 * before
-    assert with_zero_points < after
+    # With signed scales symmetric groups lose as little.
+    assert with_zero_points < 1.1 * after
     assert verify(shifted, made.source, full=True).problems == ()
 
 
