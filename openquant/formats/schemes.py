@@ -438,7 +438,7 @@ _INT4 = _Width(
     "int4-w4a16",
     _COARSE,
     (
-        "four bits lose more than eight: KL 0.37 to the source on SmolLM2-135M, with --awq --gptq 0.12, as "
+        "four bits lose more than eight: KL 0.37 to the source on SmolLM2-135M, with --awq --gptq 0.10, as "
         "--scheme channel 0.03; activations stay as they are: for NVIDIA GPUs from Turing on, in SGLang from "
         "Ampere on, and for CPUs in vLLM",
     ),

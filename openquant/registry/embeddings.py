@@ -1,6 +1,6 @@
 """How vLLM finds the scheme of an input embedding, by architecture.
 
-It builds those of all others without a quantization. Asked of vLLM 0.32.0; tests/serve/test_auto.py asks again.
+It builds those of all others without a quantization. Asked of vLLM; tests/serve/test_auto.py asks again.
 """
 
 from __future__ import annotations
