@@ -44,6 +44,7 @@ from .units import UNQUANTIZED, Unit, bits_per_weight, units_of
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
+    from ..streaming.model import StreamedModel
     from .scores import Mixture, Scores
 
 # Weights only, of all sizes from four bits on, as compress writes them.
@@ -362,7 +363,7 @@ class _Session:
         tokenizer = find_tokenizer(opened.source, opened.checkpoint)
         return read_corpus(wanted, tokenizer, purpose, vocabulary_of(opened.checkpoint))
 
-    def _model(self) -> Any:
+    def _model(self) -> StreamedModel:
         from ..streaming.model import StreamedModel
 
         return StreamedModel(self.opened.checkpoint, device=self.opened.device)

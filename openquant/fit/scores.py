@@ -23,7 +23,7 @@ from ..data.corpus import Corpus
 from ..evaluation.kl import DocumentRecord, ModelNames, compare_logits
 from ..formats.kernels import Loops
 from ..streaming import transformers_internals
-from ..streaming.interleaved import ForwardPass, run_interleaved
+from ..streaming.interleaved import ForwardPass, hidden_state, run_interleaved
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
@@ -58,12 +58,10 @@ class _Variant:
     Attributes:
         choices: the choice of each quantized unit, by number.
         first: number of the first layer that has one of them; layers before it give what they give the source.
-        output: its layer's output, computed when its other schemes were; None before and after.
     """
 
     choices: Mixture
     first: int
-    output: Any = None
 
 
 @dataclass
@@ -288,7 +286,7 @@ class _Run:
             for name in self.changes.get(number, ()):
                 with self.variants.quantized(place, {number: name}):
                     output = forward(*args, **kwargs)
-                self.changed.add(number, name, _hidden(self.source_output), _hidden(output))
+                self.changed.add(number, name, hidden_state(self.source_output), hidden_state(output))
                 if (number, name) in carried:
                     self.outputs[number, name] = output
 
@@ -304,13 +302,6 @@ class _Run:
         self.records[number - 1].append(
             compare_logits(self.source_logits, logits, ids, piece.domain, piece.name, names)
         )
-
-
-def _hidden(output: Any) -> Tensor:
-    while isinstance(output, (tuple, list)):
-        output = output[0]
-    assert isinstance(output, Tensor)
-    return output
 
 
 def find_variants(model: StreamedModel, units: Sequence[Unit]) -> tuple[list[Mixture], dict[int, list[str]]]:

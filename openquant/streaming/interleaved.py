@@ -283,7 +283,7 @@ def _run_units(
                 if checkpoint is not None and not isinstance(suspended.model.units[suspended.unit], nn.Embedding):
                     checkpoint.record_output(suspended.unit, output)
                 if after_unit is not None:
-                    after_unit(suspended.unit, suspended.batch, suspended.number, _hidden_state(output))
+                    after_unit(suspended.unit, suspended.batch, suspended.number, hidden_state(output))
                 if not is_last:
                     driver.resume(suspended, output)
                 del output
@@ -379,8 +379,8 @@ def _report_end(suspended: _SuspendedPass[T], finished: Callable[[int, int, T], 
         finished(suspended.batch, suspended.number, value)
 
 
-def _hidden_state(output: Any) -> torch.Tensor:
-    """The hidden state in a unit's output, which is a tensor or a tuple that starts with it."""
+def hidden_state(output: Any) -> torch.Tensor:
+    """Return the hidden state [batch, tokens, hidden] in a unit's output: a tensor, or a tuple that starts with it."""
     while isinstance(output, (tuple, list)):
         output = output[0]
     assert isinstance(output, torch.Tensor)
