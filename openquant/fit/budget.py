@@ -1,6 +1,7 @@
 """The budget of `--fit`: how large the output may be, or how much it may lose.
 
 read_budget("2x24GB")     # Budget("gpu", 24e9, 2)
+read_budget("2x4090")     # Budget("gpu", 25233981440, 2, GPU("RTX 4090", ...))
 read_budget("5.0bits")    # Budget("bits", 5.0)
 """
 
@@ -14,11 +15,13 @@ from typing import Any, Literal
 
 from ..errors import PlanError, UsageError
 from ..files.small_files import short_repr
+from ..formats.gpus import GPU, find_gpu, is_apple, nearest_gpus
 from ..options import nats, size
 from ..plan.plan import Plan
 from ..plan.serving import OVERHEAD, UTILIZATION, UnknownCache, find_cache
 
-FORMS = "give --fit 24GB or 2x24GB (GPUs), size=12.5GB (all weights), 5.0bits (a weight), or kl=0.02"
+FORMS = "give --fit 24GB, 2x24GB or 4090 (GPUs), size=12.5GB (all weights), 5.0bits (a weight), or kl=0.02"
+ON_APPLE = "serve it with mlx-lm or llama.cpp, which have formats of their own"
 
 
 @dataclass(frozen=True)
@@ -30,21 +33,23 @@ class Budget:
             be quantized, "kl" for the largest KL divergence.
         value: bytes, bits, or nats.
         gpus: the number of GPUs.
+        gpu: the GPU that was named; None if only memory was.
     """
 
     kind: Literal["gpu", "size", "bits", "kl"]
     value: float
     gpus: int = 1
+    gpu: GPU | None = None
 
 
 def read_budget(text: str) -> Budget:
     """Read a budget from the command line.
 
     Args:
-        text: "24GB", "2x24GB", "size=12.5GB", "5.0bits" or "kl=0.02".
+        text: "24GB", "2x24GB", "4090", "2xA100-80", "size=12.5GB", "5.0bits" or "kl=0.02".
 
     Raises:
-        UsageError: it is no budget.
+        UsageError: it is no budget, or the CPU, whose memory is not known.
     """
     try:
         if text.startswith("kl="):
@@ -53,12 +58,62 @@ def read_budget(text: str) -> Budget:
             return Budget("size", _positive(size(text[5:])))
         if found := re.fullmatch(r"(\d{1,2}(?:\.\d{1,6})?) ?bits?", text):
             return Budget("bits", _positive(float(found[1])))
-        if found := re.fullmatch(r"(?:(\d{1,4})x)?(\d.*[A-Za-z])", text):
-            gpus = int(found[1] or 1)
-            return Budget("gpu", _positive(size(found[2])), int(_positive(gpus)))
     except argparse.ArgumentTypeError:
         pass
-    raise UsageError(f"--fit {short_repr(text)} is no size", FORMS)
+    budget = _read_gpus(text)
+    if budget is None:
+        raise _unknown(text, "--fit", "no size", FORMS)
+    if not budget.value:
+        raise UsageError("how much memory a CPU has for weights is not known", "give --fit size=12.5GB")
+    return budget
+
+
+def read_gpus(text: str) -> Budget:
+    """Read GPUs from the command line.
+
+    Args:
+        text: "24GB", "2x24GB", "4090", "2xA100-80" or "cpu".
+
+    Returns:
+        A budget of the kind "gpu"; its `value` is 0 for the CPU, whose memory is not known.
+
+    Raises:
+        UsageError: it is no GPU, and no size.
+    """
+    budget = _read_gpus(text)
+    if budget is None:
+        raise _unknown(text, "--gpu", "no GPU that is known", "give its memory: --gpu 24GB or 2x24GB")
+    return budget
+
+
+def _read_gpus(text: str) -> Budget | None:
+    count, name = _split(text)
+    gpu = find_gpu(name)
+    try:
+        if gpu is not None:
+            return Budget("gpu", gpu.memory or 0, int(_positive(count)), gpu)
+        # A name comes first: "3090Ti" is no 3090 TiB. Alone, a number is no size.
+        if re.search("[A-Za-z]$", name):
+            return Budget("gpu", _positive(size(name)), int(_positive(count)))
+    except argparse.ArgumentTypeError:
+        pass
+    return None
+
+
+def _split(text: str) -> tuple[int, str]:
+    """The number and the name of GPUs: (2, "4090") of "2x4090"."""
+    found = re.fullmatch(r"(\d{1,4}) ?[xX] ?(.+)", text)
+    return (int(found[1]), found[2]) if found else (1, text)
+
+
+def _unknown(text: str, flag: str, what: str, forms: str) -> UsageError:
+    """The error for GPUs that are not known."""
+    _, name = _split(text)
+    if is_apple(name):
+        return UsageError(f"{flag} {short_repr(text)}: vLLM and SGLang have no kernels for Apple's GPUs", ON_APPLE)
+    nearest = nearest_gpus(name)
+    near = f"did you mean {' or '.join(nearest)}? Otherwise " if nearest else ""
+    return UsageError(f"{flag} {short_repr(text)} is {what}", f"{near}{forms}")
 
 
 def _positive(number: float) -> float:

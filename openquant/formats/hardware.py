@@ -11,14 +11,21 @@ refused (plan/engines.py), and so may a layer whose shape no kernel takes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-# NVIDIA's generations: the first compute capability of each, times ten.
+from .names import SCHEME_NAMES
+
+# NVIDIA's generations: the first compute capability of each, times ten. Blackwell is both 10.x (B200) and 12.x (RTX 50,
+# RTX PRO). The kernels of one are often not those of the other, but for each of KERNELS both have some: at 12.x vLLM
+# takes FlashInfer's CUTLASS for NVFP4 (kernels/linear/nvfp4/flashinfer.py:201-207), where 10.x can take CuTe DSL.
 GENERATIONS = {"Turing": 75, "Ampere": 80, "Ada": 89, "Hopper": 90, "Blackwell": 100}
 # MI300 stands for AMD's gfx942 and gfx950; CPU for x86 with AVX-512.
 HARDWARE = (*GENERATIONS, "MI300", "CPU")
 ENGINES = ("vLLM", "SGLang")
+# What --for names.
+ENGINES_FOR = {"vllm": ("vLLM",), "sglang": ("SGLang",), "both": ENGINES}
 
 # "16 bits": codes are decoded and multiplied in bfloat16 or float16, and activations stay as they are. "emulated":
 # activations are rounded as the scheme says, and products are in 16 bits all the same.
@@ -189,4 +196,24 @@ def find_kernel(engine: str, scheme: str, hardware: str | None, experts: bool = 
             and kernel.layers in layers
         ),
         None,
+    )
+
+
+def schemes_on(engines: Iterable[str], hardware: str, experts: bool = False) -> tuple[str, ...]:
+    """Return the schemes that engines have kernels for.
+
+    Args:
+        engines: some of ENGINES, all of which must have one.
+        hardware: one of HARDWARE.
+        experts: whether routed experts are quantized too, which need kernels of their own.
+
+    Returns:
+        Names of schemes, as in SCHEMES; none if one of the engines computes nothing there.
+    """
+    kinds = (False, True) if experts else (False,)
+    wanted = tuple(engines)
+    return tuple(
+        name
+        for name in SCHEME_NAMES
+        if all(find_kernel(engine, name, hardware, kind) for engine in wanted for kind in kinds)
     )

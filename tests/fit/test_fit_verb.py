@@ -20,6 +20,7 @@ from openquant.fit.kept_scores import read_scores, scores_json
 from openquant.fit.run import CHOSEN, refuse_options
 from openquant.fit.scores import Scores
 from openquant.fit.units import UNQUANTIZED, Unit, units_of
+from openquant.formats.gpus import find_gpu
 from openquant.formats.schemes import find_scheme
 from openquant.options import Recipe
 from openquant.plan.plan import make_plan
@@ -38,6 +39,11 @@ def stored(root: Path) -> int:
         ("4.5bits", Budget("bits", 4.5)),
         ("5 bits", Budget("bits", 5)),
         ("kl=0.02", Budget("kl", 0.02)),
+        ("4090", Budget("gpu", int(23.5 * 2**30), 1, find_gpu("RTX 4090"))),
+        ("2x RTX 4090", Budget("gpu", int(23.5 * 2**30), 2, find_gpu("RTX 4090"))),
+        ("4xA100-80", Budget("gpu", int(79.1 * 2**30), 4, find_gpu("A100-80"))),
+        # As a size it would be 3090 TiB.
+        ("3090Ti", Budget("gpu", int(23.5 * 2**30), 1, find_gpu("RTX 3090 Ti"))),
     ],
 )
 def test_budgets_are_read(text: str, budget: Budget) -> None:
@@ -46,7 +52,22 @@ def test_budgets_are_read(text: str, budget: Budget) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "24", "0GB", "0x24GB", "-1GB", "kl=0", "kl=-1", "kl=x", "size=", "0bits", "bits", "24GB 8k", "9" * 400 + "GB"],
+    [
+        "",
+        "24",
+        "0GB",
+        "0x24GB",
+        "-1GB",
+        "kl=0",
+        "kl=-1",
+        "kl=x",
+        "size=",
+        "0bits",
+        "bits",
+        "24GB 8k",
+        "9" * 400 + "GB",
+        "0x4090",
+    ],
 )
 def test_other_budgets_are_refused(text: str, tmp_path: Path) -> None:
     if not text:
@@ -56,6 +77,28 @@ def test_other_budgets_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="^fit=.* is no size$") as caught:
         compress(EXAMPLE, tmp_path / "out", fit=text)
     assert "5.0bits" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("4091", "--fit '4091' is no size", "did you mean RTX 4090"),
+        ("a100", "--fit 'a100' is no size", "did you mean A100-40 or A100-80"),
+        (
+            "m3-max",
+            "--fit 'm3-max': vLLM and SGLang have no kernels for Apple's GPUs",
+            "serve it with mlx-lm or llama.cpp",
+        ),
+        ("Apple M2", "--fit 'Apple M2': vLLM", "serve it with mlx-lm"),
+        ("cpu", "how much memory a CPU has for weights is not known", "give --fit size=12.5GB"),
+        ("x" * 10**6, "--fit 'x", "give --fit 24GB"),
+    ],
+)
+def test_the_error_names_gpus_that_may_be_meant(text: str, message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_budget(text)
+    assert caught.value.message.startswith(message) and caught.value.hint.startswith(hint)
+    assert len(caught.value.message) < 300
 
 
 def test_a_mixture_is_smaller_than_its_budget_better_than_one_scheme_and_repeated_by_its_recipe(tmp_path: Path) -> None:
