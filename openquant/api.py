@@ -106,6 +106,7 @@ def compress(
     fit: str | None = None,
     context: int | str = 8192,
     engines: str = "both",
+    candidates: str | Sequence[str] = (),
     text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     dataset: str | None = None,
     samples: int = 128,
@@ -172,7 +173,7 @@ def compress(
         stream=stream,
         push=push,
     )
-    wanted = FitOptions.parse(fit=fit, context=context, engines=engines)
+    wanted = FitOptions.parse(fit=fit, context=context, engines=engines, candidates=candidates)
     reporter, start = reporter or Reporter(), time.monotonic()
     with connected(ranks) as ranks:
         if wanted.fit is not None:

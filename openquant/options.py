@@ -737,13 +737,26 @@ class FitOptions(OptionGroup):
         flags=("--for",),
         choices=("vllm", "sglang", "both"),
     )
+    candidates: Sequence[str] = option(
+        (),
+        "Schemes that --fit may choose, separated by commas. Without it: int4, nvfp4, int5, int6 and int8-weights, as "
+        "far as engines load them.",
+        QUANTIZATION,
+        "SCHEMES",
+        read=filled,
+        repeated=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.context < 1:
             raise UsageError(f"a context of {self.context} tokens holds nothing", "give --context 8k or more")
-        if self.fit is None and (self.context, self.engines) != (8192, "both"):
-            raise UsageError("--context and --for are for --fit", "give --fit too, or leave them out")
+        names = tuple(name.strip() for given in self.candidates for name in given.split(","))
+        object.__setattr__(self, "candidates", names)
+        if len(set(names)) < len(names):
+            raise UsageError("--candidates names a scheme twice", "name each once")
+        if self.fit is None and (self.context, self.engines, names) != (8192, "both", ()):
+            raise UsageError("--context, --for and --candidates are for --fit", "give --fit too, or leave them out")
 
 
 @dataclass(frozen=True)

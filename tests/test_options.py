@@ -48,6 +48,7 @@ TITLES = ("quantization", "model and files", "texts", "publishing on the hub", "
 # Of what a caller may give in several forms, beside the type that it is read as.
 PATHS = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 FORMS = {
+    "candidates": "str | Sequence[str]",
     "context": "int | str",
     "group_size": "GroupSize | None",
     "ignore": "str | Sequence[str]",

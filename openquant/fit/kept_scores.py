@@ -12,8 +12,7 @@ from typing import Any, BinaryIO
 from ..errors import OpenQuantError
 from ..files.destination import FileKind
 from ..files.small_files import parse_json, read_small
-from .scores import Scores
-from .units import UNQUANTIZED, Unit
+from .units import UNQUANTIZED, Scores, Unit
 
 SUFFIX = ".scores.json"
 _KEY = "openquant_scores"

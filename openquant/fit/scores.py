@@ -10,86 +10,98 @@ follows from their changes. Units of the output head have no later layers, so al
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..calibration.observers import Observer, RunningStatistics
 from ..data.corpus import Corpus
+from ..errors import PlanError
+from ..evaluation.activation_rounding import ActivationRounding, QuantizedInputs
 from ..evaluation.kl import DocumentRecord, ModelNames, compare_logits
+from ..formats.activations import read_activation_quantization
 from ..formats.kernels import Loops
+from ..formats.schemes import Scheme
 from ..streaming import transformers_internals
+from ..streaming.hooks import DOWN, FIRST, ExpertWeights, holds_experts
 from ..streaming.interleaved import ForwardPass, hidden_state, run_interleaved
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
+from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
 from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.find import decoded_view
 from ..weights.reading import Reader
 from .rounding import replaced_tensors
-from .units import UNQUANTIZED, Unit, UnitChoice
+from .units import UNQUANTIZED, Mixture, Scores, Unit, UnitChoice
 
 # A unit's variant that goes on through the later layers is quantized to about so many bits a weight, if it can be.
 CARRIED_BITS = 4.5
-# Of each unit, or of units that are measured together: the choice by the unit's number.
-Mixture = Mapping[int, str]
 
 
 @dataclass(frozen=True)
-class Scores:
-    """KL divergence of each unit in each of its schemes, the others unquantized.
+class Measured:
+    """What a pass over texts measured.
 
     Attributes:
-        kl: for each unit, by name of the choice, in nats; 0 for UNQUANTIZED.
+        records: for each mixture, the figures of each document.
+        changed: the mean squared change of the hidden state relative to the source's, by number of the unit and choice.
+        experts: the number of routed experts; 0 if the model's routing is not known.
+        unused: how many of them got no token.
     """
 
-    kl: tuple[Mapping[str, float], ...]
+    records: Sequence[Sequence[DocumentRecord]]
+    changed: Mapping[tuple[int, str], float]
+    experts: int
+    unused: int
 
 
-@dataclass
-class _Variant:
-    """A pass in which some units are quantized.
+@dataclass(frozen=True)
+class _Pass:
+    """A pass of one document, in which some units are quantized.
 
     Attributes:
+        document: number of the document.
+        mixture: number of the mixture; None for the source.
         choices: the choice of each quantized unit, by number.
         first: number of the first layer that has one of them; layers before it give what they give the source.
     """
 
+    document: int
+    mixture: int | None
     choices: Mixture
     first: int
 
 
-@dataclass
-class _Changes:
-    """Squared changes of hidden states relative to the source's, added over tokens, by unit and choice."""
-
-    sums: dict[tuple[int, str], float] = field(default_factory=dict)
-
-    def add(self, number: int, name: str, source: Tensor, changed: Tensor) -> None:
-        difference = (changed.double() - source.double()).square().sum(-1)
-        relative = difference / source.double().square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-        self.sums[number, name] = self.sums.get((number, name), 0.0) + float(relative.sum())
-
-
 def places_of(model: StreamedModel, units: Sequence[Unit]) -> list[str]:
     """Return the unit of the streamed model, a layer or the output head, that each unit is in."""
-    targets = {tensor: parameter for parameter, tensors in model.made_of.items() for tensor in tensors}
+    targets = _targets(model)
     return [model.unit_of(targets[next(iter(unit.weights.values())).source.name]) for unit in units]
 
 
-class _Variants:
-    """Runs a source and its variants over documents, on one streamed model.
+def _targets(model: StreamedModel) -> dict[str, str]:
+    """The parameter that each tensor of the checkpoint goes into."""
+    return {tensor: parameter for parameter, tensors in model.made_of.items() for tensor in tensors}
+
+
+class _Quantizer:
+    """Runs parts of a streamed model with some units quantized.
 
     Args:
         model: the source's model.
         units: the units.
         fused: groups of layers that engines fuse, by module.
         loops: kernels that choose scales.
+        keeps: whether the quantized parameters of a layer are kept until the next layer. Else they are made whenever
+            the choices change, and a layer is in memory at most twice.
     """
 
     def __init__(
@@ -98,51 +110,90 @@ class _Variants:
         units: Sequence[Unit],
         fused: Mapping[str, tuple[str, ...]],
         loops: Loops,
+        keeps: bool,
     ) -> None:
-        self.model, self.units, self.fused = model, units, fused
+        self.model, self.units, self.fused, self.keeps = model, units, fused, keeps
         decoded, _ = decoded_view(model.checkpoint)
         self.make_reader = lambda: Reader(decoded.where, lambda shard: model.shard_provider.path(shard), loops=loops)
         self.places = places_of(model, units)
-        self.order = {name: number for number, name in enumerate(model.units)}
-        # Choices that are needed of each unit, and the rounded parameters of the loaded one.
-        self.needed: dict[int, set[str]] = {}
+        self.targets = _targets(model)
         self.parameters: dict[tuple[int, str], Mapping[str, Tensor]] = {}
-        self.loaded = ""
+        # What rounds the inputs of a unit in a choice; None if these stay as they are.
+        self.rounding: dict[tuple[int, str], ActivationRounding | None] = {}
 
-    def require(self, mixtures: Sequence[Mixture]) -> None:
-        """Note which choices are needed."""
-        for mixture in mixtures:
-            for number, name in mixture.items():
-                if name != UNQUANTIZED:
-                    self.needed.setdefault(number, set()).add(name)
-
-    def at(self, place: str) -> Iterator[int]:
+    def at(self, place: str) -> list[int]:
         """Numbers of the units in a unit of the streamed model."""
-        return (number for number in self.needed if self.places[number] == place)
-
-    def enter(self, place: str) -> None:
-        """Quantize the units of a loaded unit of the model, once."""
-        if place == self.loaded:
-            return
-        self.loaded = place
-        self.parameters.clear()
-        for number in self.at(place):
-            unit = self.units[number]
-            for name in sorted(self.needed[number]):
-                choice: UnitChoice = unit.choices[name]
-                replaced = replaced_tensors(unit.weights, choice.schemes, self.fused, self.make_reader)
-                self.parameters[number, name] = self.model.load_with(place, replaced)
+        return [number for number, its_place in enumerate(self.places) if its_place == place]
 
     @contextmanager
     def quantized(self, place: str, choices: Mixture) -> Iterator[None]:
         """Have the units of a loaded unit of the model quantized inside this context."""
+        wanted = [(number, choices.get(number, UNQUANTIZED)) for number in self.at(place)]
+        wanted = [(number, name) for number, name in wanted if name != UNQUANTIZED]
+        if not self.keeps:
+            self.parameters = {key: found for key, found in self.parameters.items() if key in wanted}
         parameters: dict[str, Tensor] = {}
-        for number in self.at(place):
-            name = choices.get(number, UNQUANTIZED)
-            if name != UNQUANTIZED:
-                parameters |= self.parameters[number, name]
-        with self.model.with_parameters(parameters):
+        with ExitStack() as stack:
+            for number, name in wanted:
+                parameters |= self._parameters(place, number, name)
+                rounding = self._rounding(number, name)
+                if rounding is not None:
+                    stack.enter_context(rounding.on())
+            stack.enter_context(self.model.with_parameters(parameters))
             yield
+
+    def _parameters(self, place: str, number: int, name: str) -> Mapping[str, Tensor]:
+        if (number, name) not in self.parameters:
+            unit = self.units[number]
+            replaced = replaced_tensors(unit.weights, unit.choices[name].schemes, self.fused, self.make_reader)
+            self.parameters[number, name] = self.model.load_with(place, replaced)
+        return self.parameters[number, name]
+
+    def _rounding(self, number: int, name: str) -> ActivationRounding | None:
+        if (number, name) not in self.rounding:
+            self.rounding[number, name] = self._make_rounding(self.units[number], self.units[number].choices[name])
+        return self.rounding[number, name]
+
+    def _make_rounding(self, unit: Unit, choice: UnitChoice) -> ActivationRounding | None:
+        layers: dict[str, QuantizedInputs] = {}
+        stacks: dict[str, dict[str, QuantizedInputs]] = {}
+        for module, scheme in choice.schemes.items():
+            inputs = None if scheme is None else _inputs_of(scheme)
+            if inputs is None:
+                continue
+            owner, _, last = self.targets[unit.weights[module].source.name].rpartition(".")
+            if last == "weight":
+                layers[owner] = inputs
+            else:
+                stacks.setdefault(owner, {})[last] = inputs
+        for owner in stacks:
+            module = self.model.model.get_submodule(owner)
+            if not holds_experts(module):
+                raise PlanError(
+                    f"activations inside {type(module).__name__} cannot be rounded, which {choice.scheme_name} needs",
+                    "name only schemes of weights: --candidates int4,nvfp4,int8-weights",
+                )
+        if not layers and not stacks:
+            return None
+        experts = {
+            owner: ExpertWeights(
+                next((parts[name] for name in FIRST if name in parts), None),
+                next((parts[name] for name in DOWN if name in parts), None),
+            )
+            for owner, parts in stacks.items()
+        }
+        return ActivationRounding(self.model.model, layers, experts)
+
+
+def _inputs_of(scheme: Scheme) -> QuantizedInputs | None:
+    """How engines round the inputs of layers in a scheme, as compress writes it without a calibration."""
+    inputs = read_activation_quantization(scheme.group.get("input_activations"))
+    if inputs is None or not inputs.has_global_scale:
+        return None if inputs is None else QuantizedInputs(inputs)
+    local, stored = scheme.format.input_global_scale, scheme.default_input_global_scale
+    assert local is not None and stored is not None
+    scale = stored if local.divides else 1 / stored
+    return QuantizedInputs(inputs, lambda: scale)
 
 
 def measure_mixtures(
@@ -157,7 +208,8 @@ def measure_mixtures(
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
     remaining: Remaining | None = None,
-) -> tuple[list[list[DocumentRecord]], dict[tuple[int, str], float]]:
+    checkpoint: PassCheckpoint | None = None,
+) -> Measured:
     """Run the source and mixtures of it over texts, in one pass.
 
     Args:
@@ -168,37 +220,35 @@ def measure_mixtures(
         mixtures: the choice of each unit, by its number; units that are missing stay unquantized.
         loops: the module that chooses scales: formats.kernels (numpy) or formats.compiled (numba).
         changes: units whose layer also runs with each of these choices, for the change of the hidden state after it.
-        scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
+            All documents then go through a layer together.
+        scratch: file for hidden states that exceed its budget of memory; None to keep all in memory. With `changes`
+            all are kept.
         progress: called with the number of tokens that are done and of all tokens.
         remaining: called with the estimated seconds left.
+        checkpoint: file that an interrupted run continues from.
 
     Returns:
-        For each mixture the figures of each document; and the mean squared change of the hidden state relative to the
-        source's, by number of the unit and choice.
+        What was measured.
 
     Raises:
-        SourceError: a weight cannot be read, or a logit is NaN or infinite.
-        PlanError: a weight is too large for its scheme.
+        SourceError: a weight cannot be read, a logit is NaN or infinite, or the checkpoint is damaged.
+        OutputError: hidden states or the checkpoint cannot be written.
+        PlanError: a weight is too large for its scheme, or activations of a layer cannot be rounded.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    variants = _Variants(model, units, fused, loops)
-    variants.require(mixtures)
     changes = changes or {}
-    variants.require([{number: name} for number, names in changes.items() for name in names])
-    run = _Run(variants, corpus, mixtures, changes)
+    run = _Run(_Quantizer(model, units, fused, loops, keeps=not changes), corpus, mixtures, changes)
+    if checkpoint is not None:
+        run.continue_from(checkpoint)
     with limited_threads(threads_for(model, corpus.length)), run.wrapped_layers():
-        head = [name for name in model.units if name not in model.layers and name in variants.places]
+        head = [name for name in model.units if name not in model.layers and name in run.quantizer.places]
         costs = layer_costs(model, [*model.layers, *head])
-        passes = 1 + len(mixtures)
-        done = PassProgress(costs, passes * len(corpus.documents) * corpus.length, progress, remaining)
+        done = PassProgress(costs, (1 + len(mixtures)) * run.tokens, progress, remaining)
         run_interleaved(
-            [run.passes_of(number) for number in range(len(corpus.documents))],
-            finished=run.finished,
-            scratch=scratch,
-            progress=done.layer_done,
+            run.batches(), finished=run.finished, scratch=scratch, progress=done.layer_done, checkpoint=checkpoint
         )
-    tokens = len(corpus.documents) * corpus.length
-    return run.records, {key: total / tokens for key, total in run.changed.sums.items()}
+    changed = {key: total / run.tokens for key, total in run.changed.items()}
+    return Measured(run.records, changed, *run.experts())
 
 
 class _Run:
@@ -206,52 +256,79 @@ class _Run:
 
     def __init__(
         self,
-        variants: _Variants,
+        quantizer: _Quantizer,
         corpus: Corpus,
         mixtures: Sequence[Mixture],
         changes: Mapping[int, Sequence[str]],
     ) -> None:
-        self.variants, self.corpus, self.changes = variants, corpus, changes
-        self.model = variants.model
+        self.quantizer, self.corpus, self.changes = quantizer, corpus, changes
+        self.model = quantizer.model
         self.mixtures = list(mixtures)
+        self.carried = {next(iter(mixture.items())) for mixture in mixtures if len(mixture) == 1}
         self.records: list[list[DocumentRecord]] = [[] for _ in mixtures]
-        self.changed = _Changes()
-        self.source_logits: Tensor | None = None
-        # The pass that is being computed: None for the source.
-        self.current: _Variant | None = None
-        # What the source's pass of the current document gave for the loaded unit, and those of variants made with it.
-        self.source_output: Any = None
-        self.outputs: dict[tuple[int, str], Any] = {}
+        # Relative squared changes of hidden states, added over tokens, by unit and choice.
+        self.changed: dict[tuple[int, str], float] = {}
+        # Counts the tokens that each expert gets.
+        self.routed = {
+            name: RunningStatistics((), 0, counts_routing=True)
+            for name, module in self.model.model.named_modules()
+            if holds_experts(module)
+        }
+        experts = {name: ExpertWeights(found, None) for name, found in self.routed.items()}
+        self.observer = Observer(self.model.model, {}, experts)
+        self.order = {name: number for number, name in enumerate(self.model.units)}
+        self.tokens = len(corpus.documents) * corpus.length
+        self.passes: list[list[_Pass]] = []
+        self.source_logits: dict[int, Tensor] = {}
+        # The pass that is being computed, and the unit of the model that is loaded.
+        self.current: _Pass | None = None
+        self.place = ""
+        # Of the loaded unit, by document: arguments and outputs of the source's passes; and by unit, choice and
+        # document outputs of the variants that are made there.
+        self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.source_outputs: dict[int, Any] = {}
+        self.outputs: dict[tuple[int, str, int], Any] = {}
         # Before its own layer a variant gives what the source gives, and is not computed. Not so where layers read
         # keys and values that earlier layers of the same pass have left.
         config = self.model.model.config.get_text_config()
         self.repeats_source = not getattr(config, "num_kv_shared_layers", None)
 
-    def passes_of(self, document: int) -> list[ForwardPass[Tensor]]:
-        """The passes of a document: the source, then each mixture."""
-        ids = torch.tensor(self.corpus.documents[document].ids, device=self.model.device)
-        passes = [ForwardPass(self.model, partial(self._logits, ids), partial(self._around, None))]
-        for mixture in self.mixtures:
-            order = self.variants.order
-            places = [self.variants.places[number] for number, name in mixture.items() if name != UNQUANTIZED]
-            variant = _Variant(mixture, min((order[place] for place in places), default=len(order)))
-            passes.append(ForwardPass(self.model, partial(self._logits, ids), partial(self._around, variant)))
-        return passes
+    def batches(self) -> list[list[ForwardPass[Tensor]]]:
+        """The passes of each document: the source, then each mixture; or of all documents, if changes are measured."""
+        documents = range(len(self.corpus.documents))
+        for together in [documents] if self.changes else [[document] for document in documents]:
+            sources = [_Pass(document, None, {}, len(self.order)) for document in together]
+            mixed = [
+                _Pass(document, number, mixture, self._first(mixture))
+                for number, mixture in enumerate(self.mixtures)
+                for document in together
+            ]
+            self.passes.append([*sources, *mixed])
+        return [[self._forward(one) for one in batch] for batch in self.passes]
+
+    def _first(self, mixture: Mixture) -> int:
+        places = [self.quantizer.places[number] for number, name in mixture.items() if name != UNQUANTIZED]
+        return min((self.order[place] for place in places), default=len(self.order))
+
+    def _forward(self, one: _Pass) -> ForwardPass[Tensor]:
+        ids = torch.tensor(self.corpus.documents[one.document].ids, device=self.model.device)
+        return ForwardPass(self.model, partial(self._logits, ids), partial(self._around, one))
 
     def _logits(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.model.model(input_ids=ids[None], use_cache=False).logits[0]
         return logits
 
     @contextmanager
-    def _around(self, variant: _Variant | None) -> Iterator[None]:
-        self.current = variant
-        with products_in_float32(self.model.device):
+    def _around(self, one: _Pass) -> Iterator[None]:
+        self.current = one
+        counted = self.observer.on() if one.mixture is None else nullcontext()
+        with products_in_float32(self.model.device), counted:
             yield
 
     @contextmanager
     def wrapped_layers(self) -> Iterator[None]:
         """Have layers and output head computed as the pass wants it, inside this context."""
-        wrapped = [name for name in self.model.units if name in self.model.layers or name in self.variants.places]
+        wrapped = [name for name in self.model.units if name in self.model.layers or name in self.quantizer.places]
         for name in wrapped:
             module = self.model.units[name]
             module.forward = partial(self._compute, name, module.forward)
@@ -262,46 +339,92 @@ class _Run:
                 del self.model.units[name].__dict__["forward"]
 
     def _compute(self, place: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        variant, number = self.current, self.variants.order[place]
-        self.variants.enter(place)
-        if variant is None:
-            self.source_output = forward(*args, **kwargs)
-            self._measure_changes(place, forward, args, kwargs)
-            return self.source_output
-        if number < variant.first and self.repeats_source:
-            return self.source_output
-        if number == variant.first and len(variant.choices) == 1 and self.repeats_source:
-            made = self.outputs.pop(next(iter(variant.choices.items())), None)
+        one, number = self.current, self.order[place]
+        assert one is not None
+        if place != self.place:
+            self.place = place
+            for kept in (self.quantizer.parameters, self.calls, self.source_outputs, self.outputs):
+                kept.clear()
+        if one.mixture is None:
+            output = self.source_outputs[one.document] = forward(*args, **kwargs)
+            if self.changes:
+                self.calls[one.document] = args, kwargs
+                if len(self.calls) == len(self.corpus.documents):
+                    self._measure_changes(forward)
+            return output
+        if self.repeats_source and number < one.first:
+            return self.source_outputs[one.document]
+        if self.repeats_source and number == one.first and len(one.choices) == 1:
+            [choice] = one.choices.items()
+            made = self.outputs.pop((*choice, one.document), None)
             if made is not None:
                 return made
-        with self.variants.quantized(place, variant.choices):
+        with self.quantizer.quantized(place, one.choices):
             return forward(*args, **kwargs)
 
-    def _measure_changes(
-        self, place: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.outputs.clear()
-        carried = {next(iter(mixture.items())) for mixture in self.mixtures if len(mixture) == 1}
-        for number in self.variants.at(place):
+    def _measure_changes(self, forward: Callable[..., Any]) -> None:
+        for number in self.quantizer.at(self.place):
             for name in self.changes.get(number, ()):
-                with self.variants.quantized(place, {number: name}):
-                    output = forward(*args, **kwargs)
-                self.changed.add(number, name, hidden_state(self.source_output), hidden_state(output))
-                if (number, name) in carried:
-                    self.outputs[number, name] = output
+                with self.quantizer.quantized(self.place, {number: name}):
+                    for document, (args, kwargs) in self.calls.items():
+                        output = forward(*args, **kwargs)
+                        change = _relative_change(self.source_outputs[document], output)
+                        self.changed[number, name] = self.changed.get((number, name), 0.0) + change
+                        if (number, name) in self.carried:
+                            self.outputs[number, name, document] = output
+        if not self.repeats_source:
+            # Later layers of the source's passes read its own keys and values.
+            for args, kwargs in self.calls.values():
+                forward(*args, **kwargs)
+        self.calls.clear()
 
-    def finished(self, document: int, number: int, logits: Tensor) -> None:
+    def finished(self, batch: int, number: int, logits: Tensor) -> None:
         """Compare a variant's logits with the source's, which come first."""
-        if number == 0:
-            self.source_logits = logits
+        one = self.passes[batch][number]
+        if one.mixture is None:
+            if not self.changes:
+                self.source_logits.clear()
+            self.source_logits[one.document] = logits
             return
-        assert self.source_logits is not None
-        piece = self.corpus.documents[document]
+        piece = self.corpus.documents[one.document]
         ids = torch.tensor(piece.ids)
         names = ModelNames("the source", "a mixture")
-        self.records[number - 1].append(
-            compare_logits(self.source_logits, logits, ids, piece.domain, piece.name, names)
+        self.records[one.mixture].append(
+            compare_logits(self.source_logits[one.document], logits, ids, piece.domain, piece.name, names)
         )
+
+    def continue_from(self, checkpoint: PassCheckpoint) -> None:
+        """Have the checkpoint save what is measured in layers, and take what an earlier run saved."""
+        checkpoint.extra = self._to_bytes
+        if checkpoint.saved:
+            with checkpoint.continuing():
+                self._add_bytes(checkpoint.saved)
+
+    def _to_bytes(self) -> bytes:
+        changed = [[number, name, total] for (number, name), total in self.changed.items()]
+        routed = {name: found.routed.tolist() for name, found in self.routed.items() if found.routed is not None}
+        return json.dumps({"changed": changed, "routed": routed}).encode()
+
+    def _add_bytes(self, data: bytes | bytearray) -> None:
+        saved = json.loads(data)
+        for number, name, total in saved["changed"]:
+            if name not in self.changes.get(number, ()) or not (isinstance(total, float) and 0 <= total < math.inf):
+                raise ValueError("a change is not of this model")
+            self.changed[number, name] = total
+        for name, counts in saved["routed"].items():
+            self.routed[name].add_routed(torch.tensor(counts))
+
+    def experts(self) -> tuple[int, int]:
+        """How many routed experts the model has whose tokens are counted, and how many of them got none."""
+        counts = [found.routed for found in self.routed.values() if found.routed is not None]
+        return sum(map(len, counts)), sum(int((one == 0).sum()) for one in counts)
+
+
+def _relative_change(source: Any, output: Any) -> float:
+    """Squared changes of a hidden state relative to the source's, added over tokens."""
+    before, after = hidden_state(source).double(), hidden_state(output).double()
+    smallest = torch.finfo(torch.float32).tiny
+    return float(((after - before).square().sum(-1) / before.square().sum(-1).clamp(min=smallest)).sum())
 
 
 def find_variants(model: StreamedModel, units: Sequence[Unit]) -> tuple[list[Mixture], dict[int, list[str]]]:
@@ -330,11 +453,7 @@ def find_variants(model: StreamedModel, units: Sequence[Unit]) -> tuple[list[Mix
 
 
 def scores_of(
-    units: Sequence[Unit],
-    mixtures: Sequence[Mixture],
-    changes: Mapping[int, Sequence[str]],
-    records: Sequence[Sequence[DocumentRecord]],
-    changed: Mapping[tuple[int, str], float],
+    units: Sequence[Unit], mixtures: Sequence[Mixture], changes: Mapping[int, Sequence[str]], measured: Measured
 ) -> Scores:
     """Compute the scores from what `measure_mixtures` has measured of `find_variants`.
 
@@ -342,17 +461,17 @@ def scores_of(
         units: the units.
         mixtures: mixtures of one unit each.
         changes: by number of the unit, the choices whose change was measured.
-        records: figures of each document, for each mixture.
-        changed: mean squared changes of hidden states, by number of the unit and choice.
+        measured: the figures of each mixture, and the changes.
 
     Returns:
         The KL divergence of each choice: measured, or that of the measured choice times the ratio of their changes.
     """
     kl: list[dict[str, float]] = [{UNQUANTIZED: 0.0} for _ in units]
-    for mixture, documents in zip(mixtures, records, strict=True):
+    for mixture, documents in zip(mixtures, measured.records, strict=True):
         [(number, name)] = mixture.items()
-        measured = sum(float(record.kl.sum()) for record in documents) / sum(len(record.kl) for record in documents)
-        own = changed.get((number, name), 0.0)
+        own_kl = sum(float(record.kl.sum()) for record in documents) / sum(len(record.kl) for record in documents)
+        own = measured.changed.get((number, name), 0.0)
         for other in changes.get(number, (name,)):
-            kl[number][other] = measured if other == name else measured * changed[number, other] / own if own else 0.0
+            ratio = measured.changed[number, other] / own if own else 0.0
+            kl[number][other] = own_kl if other == name else own_kl * ratio
     return Scores(tuple(kl))

@@ -19,6 +19,10 @@ from ..weights.weight import Weight
 UNQUANTIZED = "unquantized"
 
 
+# Of each unit, or of those that are measured together: the choice by the unit's number.
+Mixture = Mapping[int, str]
+
+
 @dataclass(frozen=True)
 class UnitChoice:
     """A scheme for a unit.
@@ -61,6 +65,17 @@ class Unit:
     def elements(self) -> int:
         """The number of its weights."""
         return sum(weight.shape[0] * weight.shape[1] for weight in self.weights.values())
+
+
+@dataclass(frozen=True)
+class Scores:
+    """KL divergence of each unit in each of its schemes, the others unquantized.
+
+    Attributes:
+        kl: for each unit, by name of the choice, in nats; 0 for UNQUANTIZED.
+    """
+
+    kl: Sequence[Mapping[str, float]]
 
 
 def units_of(plans: Mapping[str, Plan]) -> list[Unit]:

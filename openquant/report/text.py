@@ -16,8 +16,11 @@ from ..plan.printed import PlanLine
 from ..plan.serving import GPU_GB, Serving
 from ..result import Result
 from ..verification.outcome import Report
-from .card import engines_that_read, gigabytes, serve_commands
+from .card import engines_that_read, gigabytes, serve_commands, shortened
 from .escape import join_lines, terminal
+
+# Characters of a reason in the plan's table: a pattern may name a hundred layers, which the line names too.
+_LONGEST_REASON = 80
 
 
 def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str]) -> str:
@@ -75,7 +78,7 @@ def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
         " x ".join(map(str, line.shape)),
         gigabytes(line.bytes_before),
         gigabytes(line.bytes_after),
-        line.why,
+        shortened(line.why, _LONGEST_REASON),
     )
 
 

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import EXAMPLE, run_openquant
+from conftest import EXAMPLE, ROOT, run_openquant
 from openquant import compress, verify
+from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
-from openquant.errors import PlanError, UsageError
+from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit.budget import Budget, read_budget
 from openquant.fit.kept_scores import read_scores, scores_json
-from openquant.fit.run import CHOSEN, refuse_options
-from openquant.fit.scores import Scores
-from openquant.fit.units import UNQUANTIZED, Unit, units_of
+from openquant.fit.run import CHOSEN, joined_patterns, refuse_options
+from openquant.fit.scores import _Quantizer, _Run
+from openquant.fit.units import UNQUANTIZED, Scores, Unit, units_of
+from openquant.formats import kernels
 from openquant.formats.gpus import find_gpu
 from openquant.formats.schemes import find_scheme
 from openquant.options import Recipe
 from openquant.plan.plan import make_plan
+from openquant.streaming.model import StreamedModel
+from openquant.streaming.pass_checkpoint import PassCheckpoint
 
 
 def stored(root: Path) -> int:
@@ -214,7 +222,7 @@ def test_where_only_unquantized_weights_lose_so_little_nothing_is_written(tmp_pa
 
 
 def test_its_options_are_for_it_alone(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="^context and engines are for fit$"):
+    with pytest.raises(UsageError, match="^context, engines and candidates are for fit$"):
         compress(EXAMPLE, tmp_path / "out", context=4096)
 
 
@@ -265,3 +273,111 @@ def test_a_file_of_another_kind_is_not_replaced_by_scores(tmp_path: Path) -> Non
     done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "6bits")
     assert (done.returncode, (tmp_path / "tiny-qwen3.scores.json").read_text()) == (2, '{"mine": 1}')
     assert "tiny-qwen3.scores.json exists and is not a file of scores that openquant wrote" in done.stderr
+
+
+# Is killed while it saves passes for the time that the first argument says.
+KILLED = """
+import os, signal, sys
+from openquant.streaming import pass_checkpoint
+from openquant.cli.commands import main
+pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
+replace, left = os.replace, [int(sys.argv[1])]
+def replaced(old, new, **more):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new, **more)
+os.replace = replaced
+main(sys.argv[2:])
+"""
+
+
+def test_scoring_that_is_killed_continues_and_gives_the_same_scores(tmp_path: Path) -> None:
+    words = ["compress", "-m", str(EXAMPLE), "--fit", "6bits", "--candidates", "nvfp4,int8-weights", "-o"]
+    assert run_openquant(*words, tmp_path / "whole" / "out").returncode == 0
+    part = tmp_path / "cut" / "tiny-qwen3.scores.json.part"
+    part.parent.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLED, "3", *words, str(part.parent / "out")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert sorted(path.name for path in part.parent.iterdir()) == [part.name, f"{part.name}.new"]
+    done = run_openquant(*words, part.parent / "out")
+    assert done.returncode == 0, done.stderr
+    assert "an earlier run is continued" in done.stderr
+    kept = [directory / "tiny-qwen3.scores.json" for directory in (part.parent, tmp_path / "whole")]
+    assert kept[0].read_bytes() == kept[1].read_bytes()
+    assert not list(part.parent.glob("*.part*"))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"changed": [[0, "int3", 0.1]], "routed": {}}',
+        b'{"changed": [[99, "nvfp4", 0.1]], "routed": {}}',
+        b'{"changed": [[0, "nvfp4", -1.0]], "routed": {}}',
+        b'{"changed": [], "routed": {"model.layers.0.mlp.experts": [1]}}',
+    ],
+)
+def test_what_an_interrupted_scoring_saved_is_checked(tmp_path: Path, own: bytes) -> None:
+    """The file's digest is right: somebody else wrote it."""
+    run = a_run()
+    checkpoint = PassCheckpoint(tmp_path / "x.part", dict)
+    checkpoint.saved = own
+    if not own:
+        run.continue_from(checkpoint)
+        assert not run.changed
+        return
+    with pytest.raises(SourceError, match="x.part cannot be continued"):
+        run.continue_from(checkpoint)
+
+
+def a_run() -> _Run:
+    plans = {"nvfp4": make_plan(open_checkpoint(EXAMPLE), find_scheme("nvfp4"))}
+    quantizer = _Quantizer(StreamedModel(open_checkpoint(EXAMPLE)), units_of(plans), {}, kernels, keeps=False)
+    return _Run(quantizer, Corpus((Document("", "", (1, 2)),), "", {}), [], {0: ["nvfp4"]})
+
+
+def test_the_schemes_that_it_may_choose_can_be_named(tmp_path: Path) -> None:
+    """FP8 layers have their activations in FP8 too, so that GPUs multiply in it."""
+    out = tmp_path / "out"
+    done = run_openquant(
+        *("compress", "-m", EXAMPLE, "-o", out, "--fit", "6bits", "--candidates", "nvfp4,channel", "--for", "vllm")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--fit: scoring 16 units in nvfp4, channel with " in done.stderr
+    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert {group["format"] for group in groups.values()} == {"nvfp4-pack-quantized", "float-quantized"}
+    assert not verify(out, EXAMPLE, full=True).problems
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"candidates": "tensor"}, "candidates names tensor, whose `fp8` config has one scheme for all layers"),
+        ({"candidates": ["int4", "int4"]}, "candidates names a scheme twice"),
+        ({"candidates": "int4,int5"}, "SGLang does not load int5 of this model: "),
+        ({"fit": "T4", "candidates": "int4"}, "T4 has no kernel for int4"),
+    ],
+)
+def test_candidates_that_cannot_be_chosen_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises((UsageError, PlanError)) as caught:
+        compress(EXAMPLE, tmp_path / "out", **{"fit": "5bits", **given})
+    assert caught.value.message.startswith(message)
+
+
+def test_layers_with_one_scheme_are_one_pattern() -> None:
+    patterns = ["a.0.{q,k}", "a.2.{q,k}", "a.0.o", "a.11.{q,k}", "head", "b.1.experts.3.up", "b.2.experts.3.up"]
+    assert joined_patterns(patterns) == ["a.{0,2,11}.{q,k}", "a.0.o", "head", "b.{1,2}.experts.3.up"]
+
+
+def test_the_plan_shortens_patterns_of_many_layers(tmp_path: Path) -> None:
+    layers = ",".join(map(str, range(100)))
+    words = ("--scheme", "int8-weights", "--scheme-for", f"model.layers.{{{layers}}}.mlp.down_proj=int4", "--dry-run")
+    done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", *words)
+    assert done.returncode == 0, done.stderr
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("INT4")]
+    assert re.search(r"int4: --scheme-for .{61}\.\.\.$", line)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,16 @@ import torch
 
 from openquant import compress
 from openquant.data.corpus import Corpus, Document
+from openquant.evaluation.as_served import ServedModel, logits
 from openquant.evaluation.kl import DocumentRecord, ModelNames, compare_logits
 from openquant.files.checkpoint import open_checkpoint
-from openquant.fit.scores import Mixture, find_variants, measure_mixtures, scores_of
-from openquant.fit.units import UNQUANTIZED, units_of
+from openquant.fit.scores import Measured, _Quantizer, find_variants, measure_mixtures, scores_of
+from openquant.fit.units import UNQUANTIZED, Mixture, units_of
 from openquant.formats import kernels
 from openquant.formats.schemes import find_scheme
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
+from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -50,14 +55,14 @@ def plans_of(source: Path, *names: str, **options: Any) -> dict[str, Plan]:
 
 
 def measured(
-    source: Path, plans: dict[str, Plan], mixtures: list[Mixture], **options: Any
-) -> tuple[list[list[DocumentRecord]], dict[tuple[int, str], float]]:
+    source: Path, plans: dict[str, Plan], mixtures: list[Mixture], corpus: Corpus = CORPUS, **options: Any
+) -> Measured:
     plan = next(iter(plans.values()))
     return measure_mixtures(
         StreamedModel(open_checkpoint(source)),
         units_of(plans),
         plan.decisions.fused,
-        CORPUS,
+        corpus,
         mixtures,
         kernels,
         **options,
@@ -88,7 +93,7 @@ def test_a_single_scheme_answers_as_its_output(shelf: Shelf, tmp_path: Path, arc
     compress(source, tmp_path / "out", name)
     plans = plans_of(source, name)
     uniform = {number: name for number, unit in enumerate(units_of(plans)) if name in unit.choices}
-    [records], _ = measured(source, plans, [uniform])
+    [records] = measured(source, plans, [uniform]).records
     assert same(records, written(source, tmp_path / "out"))
 
 
@@ -100,7 +105,7 @@ def test_each_unit_alone_answers_as_an_output_in_which_only_it_is_quantized(
     plans = plans_of(source, "int8-weights")
     units = units_of(plans)
     mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
-    records, _ = measured(source, plans, mixtures, changes=changes)
+    records = measured(source, plans, mixtures, changes=changes).records
     # The last one, so that all layers before it are those of the source.
     number = len(units) - 1
     others = [pattern for at, unit in enumerate(units) if at != number for pattern in unit.patterns]
@@ -116,8 +121,7 @@ def test_the_head_is_a_unit_and_all_its_schemes_are_measured(example: Path, tmp_
     mixtures, changes = find_variants(StreamedModel(open_checkpoint(example)), units)
     assert [mixture for mixture in mixtures if head in mixture] == [{head: "int8-weights"}, {head: "int4"}]
     assert head not in changes
-    records, changed = measured(example, plans, mixtures, changes=changes)
-    scores = scores_of(units, mixtures, changes, records, changed)
+    scores = scores_of(units, mixtures, changes, measured(example, plans, mixtures, changes=changes))
     compress(example, tmp_path / "out", "int4", quantize_lm_head=True, ignore=["model.**"])
     expected = np.concatenate(written(example, tmp_path / "out"))
     assert scores.kl[head]["int4"] == pytest.approx(expected.mean(), rel=1e-12)
@@ -131,9 +135,9 @@ def test_other_schemes_follow_from_the_change_after_their_layer(example: Path) -
     mixtures, changes = find_variants(StreamedModel(open_checkpoint(example)), units)
     assert all(set(mixture.values()) == {"nvfp4"} for mixture in mixtures)
     direct: list[Mixture] = [{len(units) - 1: "int4"}]
-    records, changed = measured(example, plans, [*mixtures, *direct], changes=changes)
-    scores = scores_of(units, mixtures, changes, records[:-1], changed)
-    kl = np.concatenate([record.kl for record in records[-1]]).mean()
+    found = measured(example, plans, [*mixtures, *direct], changes=changes)
+    scores = scores_of(units, mixtures, changes, replace(found, records=found.records[:-1]))
+    kl = np.concatenate([record.kl for record in found.records[-1]]).mean()
     assert scores.kl[-1]["int4"] == pytest.approx(kl, rel=0.3)
 
 
@@ -165,3 +169,77 @@ def test_a_weight_that_no_scheme_can_hold_is_named(tmp_path: Path) -> None:
     unit = next(n for n, unit in enumerate(units_of(plans)) if "model.layers.1.mlp.up_proj" in unit.modules)
     with pytest.raises(Exception, match="model.layers.1.mlp.up_proj.weight.* holds NaN or infinity"):
         measured(source, plans, [{unit: "nvfp4"}])
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("name", ["channel", "int8", "nvfp4-w4a4"])
+def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
+    shelf: Shelf, tmp_path: Path, architecture: str, name: str
+) -> None:
+    source = shelf.source(architecture)
+    compress(source, tmp_path / "out", name)
+    plans = plans_of(source, name)
+    [records] = measured(source, plans, [dict.fromkeys(range(len(units_of(plans))), name)]).records
+    served = ServedModel(StreamedModel(open_checkpoint(tmp_path / "out")))
+    plain = StreamedModel(open_checkpoint(source))
+    found: list[torch.Tensor] = []
+    passes = [[ForwardPass(plain, partial(logits, plain, ids)), served.passes(ids)[1]] for ids in BATCH]
+    run_interleaved(passes, finished=lambda *value: found.append(value[2]))
+    names = ModelNames("source", "output")
+    expected = [
+        compare_logits(before, after, ids, "", "", names).kl
+        for before, after, ids in zip(found[::2], found[1::2], BATCH, strict=True)
+    ]
+    assert same(records, expected)
+    [weights_alone] = measured(source, plans_of(source, "nvfp4"), [{}]).records
+    assert not any(record.kl.any() for record in weights_alone)
+
+
+def test_each_choice_of_a_unit_is_made_once_and_alone_in_memory(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the layer of a large model would be in memory once for each scheme."""
+    made, held = [], set()
+    make = _Quantizer._parameters
+
+    def counted(self: _Quantizer, place: str, number: int, name: str) -> Any:
+        if (number, name) not in self.parameters:
+            made.append((number, name))
+        found = make(self, place, number, name)
+        held.add(len(self.parameters))
+        return found
+
+    monkeypatch.setattr(_Quantizer, "_parameters", counted)
+    plans = plans_of(example, "nvfp4", "int4", "int8-weights", head=True)
+    units = units_of(plans)
+    mixtures, changes = find_variants(StreamedModel(open_checkpoint(example)), units)
+    measured(example, plans, mixtures, changes=changes)
+    assert sorted(made) == sorted(
+        (number, name) for number, unit in enumerate(units) for name in unit.choices if name != UNQUANTIZED
+    )
+    assert held == {1}
+
+
+def test_experts_without_tokens_are_counted(shelf: Shelf) -> None:
+    source = shelf.source("Qwen3MoeForCausalLM")
+    plans = plans_of(source, "int8-weights")
+    found = measured(source, plans, [{}])
+    assert (found.experts, found.unused) == (small_checkpoints.EXPERTS, 0)
+    # One token twice goes to the same two experts.
+    same_tokens = Corpus((Document("random", "twice", (7, 7)),), "", {})
+    found = measured(source, plans, [{}], corpus=same_tokens)
+    assert (found.experts, found.unused) == (small_checkpoints.EXPERTS, small_checkpoints.EXPERTS - 2)
+
+
+# Of each kind in every run, all with OPENQUANT_ALL=1.
+ALL = small_checkpoints.RUNNABLE if os.environ.get("OPENQUANT_ALL") == "1" else KINDS
+
+
+@pytest.mark.parametrize("architecture", ALL)
+def test_every_unit_has_a_score_in_every_scheme(shelf: Shelf, architecture: str) -> None:
+    source = shelf.source(architecture)
+    plans = plans_of(
+        source, small_checkpoints.served_in(architecture, "nvfp4", "int8-weights", "channel", "block").name
+    )
+    units = units_of(plans)
+    mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
+    scores = scores_of(units, mixtures, changes, measured(source, plans, mixtures, changes=changes))
+    assert all(0 < kl < 10 for found in scores.kl for name, kl in found.items() if name != UNQUANTIZED)

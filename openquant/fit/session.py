@@ -1,0 +1,188 @@
+"""Runs texts through a model: for the scores of its units, and for whole mixtures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..convert.conversion import worth_compiling
+from ..convert.devices import loops
+from ..distributed import Ranks
+from ..errors import UsageError
+from ..evaluation.kl import DocumentRecord
+from ..files.destination import Destination, ProtectedPaths
+from ..files.fingerprint import Fingerprint
+from ..hub.shards import supply_shards
+from ..hub.source import model_folder
+from ..job import Opened
+from ..models import MODELS
+from ..options import Texts, files_read
+from ..reporter import Reporter
+from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
+from ..version import __version__
+from .kept_scores import SCORES, SUFFIX, read_scores, scores_json
+from .menu import Menu
+from .units import Mixture, Scores
+
+if TYPE_CHECKING:
+    from ..data.corpus import Corpus
+    from ..streaming.model import StreamedModel
+    from ..streaming.pass_checkpoint import PassCheckpoint
+    from .scores import Measured
+
+# Documents and tokens of each that scores are measured on, and of those that mixtures are compared on.
+SCORED = (3, 96)
+COMPARED = (16, 256)
+
+
+class Session:
+    """Measures a model's units and mixtures.
+
+    Args:
+        opened: the model.
+        menu: its units and their choices.
+        texts: options that say which texts are read.
+        directory: where scores and scratch files are.
+        stream: whether shards are fetched as they are needed, and not kept.
+        ranks: the processes of the run, of which there is one.
+        reporter: receives notes and progress.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        menu: Menu,
+        texts: Texts,
+        directory: Path,
+        stream: bool,
+        ranks: Ranks,
+        reporter: Reporter,
+    ) -> None:
+        self.opened, self.menu, self.texts, self.directory = opened, menu, texts, directory
+        self.stream, self.ranks, self.reporter = stream, ranks, reporter
+
+    def scores(self, keeps_only: bool = False) -> Scores:
+        """Measure the scores, or read those of an earlier run.
+
+        Args:
+            keeps_only: whether nothing may be written, so that there must be scores.
+
+        Raises:
+            UsageError: there are none, and nothing may be written.
+            SourceError: the model or a text cannot be read.
+            OutputError: the scores cannot be written.
+        """
+        from .scores import find_variants, scores_of
+
+        corpus = self.corpus(SCORED, "calibration")
+        opened = self.opened
+        stamp = Fingerprint(opened.checkpoint, opened.source.remote, opened.source.identity, opened.stamps).stamp
+        libraries = {name: version(name) for name in ("torch", "transformers")}
+        conditions = {"model": stamp, "texts": corpus.sha256, "openquant": __version__, **libraries}
+        protected = ProtectedPaths(
+            (model_folder(opened.source.repo or opened.source.root),), files_read(vars(self.texts))
+        )
+        target = Destination(self.directory / f"{opened.source.name}{SUFFIX}", "", SCORES, protected)
+        target.require()
+        kept = read_scores(target.path, self.menu.units, conditions)
+        if kept is None and keeps_only:
+            raise UsageError(
+                f"--dry-run writes nothing, and there are no scores of this model in {target.path}",
+                "leave --dry-run out once: the scores are kept",
+            )
+        if kept is not None:
+            self.reporter.calibrating(f"--fit: scores of {len(kept.kl)} units from {target.path}")
+            return kept
+        self.reporter.calibrating(
+            f"--fit: scoring {len(self.menu.units)} units in {', '.join(self.menu.plans)} with {corpus.described}"
+        )
+        mixtures, changes = find_variants(self._model(), self.menu.units)
+        checkpoint = self._checkpoint(target.path, conditions)
+        if checkpoint is not None and checkpoint.saved is not None:
+            self.reporter.calibrating("--fit: an earlier run is continued")
+        measured = self._measure(corpus, mixtures, changes, checkpoint)
+        if measured.unused:
+            self.reporter.calibrating(
+                f"--fit: {measured.unused} of {measured.experts} experts get none of these tokens"
+            )
+        scores = scores_of(self.menu.units, mixtures, changes, measured)
+        target.write(scores_json(scores, self.menu.units, conditions))
+        if checkpoint is not None:
+            checkpoint.remove()
+        return scores
+
+    def measure(self, corpus: Corpus, mixtures: Sequence[Mixture]) -> Sequence[Sequence[DocumentRecord]]:
+        """Run the source and mixtures of it over texts, and return the figures of each document for each mixture."""
+        return self._measure(corpus, mixtures).records
+
+    def corpus(self, amount: tuple[int, int] = COMPARED, purpose: Any = "evaluation") -> Corpus:
+        """Read so many documents of so many tokens each."""
+        from ..data.corpus import read_corpus
+
+        samples, length = amount
+        given = self.texts
+        wanted = Texts(given.text, dataset=given.dataset, samples=max(samples, len(given.text)), length=length)
+        opened = self.opened
+        tokenizer = find_tokenizer(opened.source, opened.checkpoint)
+        return read_corpus(wanted, tokenizer, purpose, vocabulary_of(opened.checkpoint))
+
+    def _checkpoint(self, target: Path, conditions: Mapping[str, str]) -> PassCheckpoint | None:
+        """The file that interrupted scoring continues from; None if something else than arguments may go from layer to
+        layer."""
+        from ..streaming.pass_checkpoint import PassCheckpoint
+
+        if self.opened.checkpoint.architecture not in MODELS:
+            return None
+        units = [[unit.modules, sorted(unit.choices)] for unit in self.menu.units]
+        about = {**conditions, "layers and schemes": hashlib.sha256(json.dumps(units).encode()).hexdigest()}
+        return PassCheckpoint(target.with_name(f"{target.name}.part"), lambda: about)
+
+    def _model(self) -> StreamedModel:
+        from ..streaming.model import StreamedModel
+
+        return StreamedModel(self.opened.checkpoint, device=self.opened.device)
+
+    def _measure(
+        self,
+        corpus: Corpus,
+        mixtures: Sequence[Mixture],
+        changes: Mapping[int, Sequence[str]] | None = None,
+        checkpoint: PassCheckpoint | None = None,
+    ) -> Measured:
+        from ..streaming.model import shards_by_unit
+        from .scores import measure_mixtures
+
+        opened, reporter = self.opened, self.reporter
+        streamed = self._model()
+        shards = shards_by_unit(streamed)
+        source, plan = opened.source, self.menu.plan
+        fingerprint = Fingerprint(opened.checkpoint, source.remote, source.identity, opened.stamps)
+        tokens = (1 + len(mixtures)) * len(corpus.documents) * corpus.length
+        hidden = hidden_bytes(opened.checkpoint, tokens)
+        with ExitStack() as stack:
+            # All documents of a scoring go through a layer together, with their hidden states in memory.
+            offload = None if changes else scratch_for(hidden, self.directory, BUDGET, may_be_in_memory=False)
+            scratch = stack.enter_context(offload) if offload else None
+            supplies = supply_shards([(source, shards)], self.stream, self.directory, hidden if offload else 0)
+            [supply] = stack.enter_context(supplies)
+            streamed.shard_provider = ArrivingShards(supply, shards, source.name, fingerprint, self.ranks, hashes=False)
+            measured = measure_mixtures(
+                streamed,
+                self.menu.units,
+                plan.decisions.fused,
+                corpus,
+                mixtures,
+                loops(worth_compiling(plan)),
+                changes=changes,
+                scratch=scratch,
+                progress=reporter.calibrated,
+                remaining=reporter.remaining,
+                checkpoint=checkpoint,
+            )
+        fingerprint.require_unchanged()
+        return measured
