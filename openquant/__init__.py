@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .evaluation.results import Evaluation
     from .evaluation.run import evaluate
     from .evaluation.types import OutputEvaluation
+    from .fit.result import FitTable
+    from .fit.table import fit_table
     from .formats.names import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
     from .options import Push
     from .packed import PackedLinear
@@ -36,6 +38,7 @@ __all__ = [
     "Diagnosis",
     "Evaluation",
     "Explanation",
+    "FitTable",
     "FormatName",
     "GroupSize",
     "OpenQuantError",
@@ -59,6 +62,7 @@ __all__ = [
     "diagnose",
     "evaluate",
     "explain",
+    "fit_table",
     "push",
     "verify",
 ]
@@ -73,6 +77,7 @@ _HOMES = {
     "Diagnosis": "diagnosis.result",
     "Evaluation": "evaluation.results",
     "Explanation": "plan.explain",
+    "FitTable": "fit.result",
     "OutputEvaluation": "evaluation.types",
     "PackedLinear": "packed",
     "Push": "options",
@@ -82,6 +87,7 @@ _HOMES = {
     "Result": "result",
     "calibrate": "calibration.run",
     "evaluate": "evaluation.run",
+    "fit_table": "fit.table",
     "verify": "verification.verify",
 }
 

@@ -18,6 +18,7 @@ from .options import (
     Calibrate,
     CalibrationTexts,
     Check,
+    CompareSchemes,
     Diagnose,
     Evaluate,
     FitOptions,
@@ -34,9 +35,9 @@ Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 
 # Verbs whose function has another name, and options that only the command line has.
-_FUNCTIONS = {"eval": "evaluate"}
+_FUNCTIONS = {"eval": "evaluate", "fit": "fit_table"}
 _OTHERS = {"-w 128": 'scheme="block"', "--rendezvous-timeout": "`patience` of its Ranks"}
-_VERBS = "compress|dequantize|calibrate|diagnose|eval|explain|push|verify"
+_VERBS = "compress|dequantize|calibrate|diagnose|eval|explain|fit|push|verify"
 _FLAG = r"(?<![\w-])--?[a-z][\w-]*"
 _PLACEHOLDER = r"[A-Z]+(?![\w.-])"
 # A command: a verb after `openquant`, or before a flag, with its words.
@@ -115,7 +116,7 @@ def in_python(text: str, parameters: Collection[str] = ()) -> str:
 def _options(parameters: Collection[str]) -> dict[str, tuple[str, Option]]:
     """Return keyword and option by flag; an option among the parameters wins over others with the same flag."""
     by_flag: dict[str, tuple[str, Option]] = {}
-    for kind in (Push, Check, Diagnose, Evaluate, Calibrate, CalibrationTexts, FitOptions, Recipe, Run):
+    for kind in (Push, Check, Diagnose, Evaluate, Calibrate, CalibrationTexts, CompareSchemes, FitOptions, Recipe, Run):
         for name, option in options_of(kind).items():
             for flag in flags_of(name, option):
                 if flag.startswith("-") and (name in parameters or by_flag.get(flag, ("",))[0] not in parameters):

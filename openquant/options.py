@@ -715,15 +715,20 @@ class Run(Memory, Workers, Device, Streaming, ModelSource):
     push: Push | None = option(None, "Publish the output on the Hub.")
 
 
+def _require_context(context: int) -> None:
+    if context < 1:
+        raise UsageError(f"a context of {context} tokens holds nothing", "give --context 8k or more")
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(OptionGroup):
     """The size that compress() chooses schemes for."""
 
     fit: str | None = option(
         None,
-        "Mix schemes to fit a size: 24GB, 5.0bits, kl=0.02. 24GB or 2x24GB are GPUs, with room for a KV cache of "
-        "`context` tokens; size=12.5GB is the size of all weights, 5.0bits the bits of a weight, and kl=0.02 the "
-        "largest KL divergence. docs/fit.md says how the mixture is chosen.",
+        "Mix schemes to fit a size: 4090, 5.0bits, kl=0.02. 24GB, 2x24GB, 4090 or 2x4090 are GPUs, with room for a KV "
+        "cache of `context` tokens; size=12.5GB is the size of all weights, 5.0bits the bits of a weight, and kl=0.02 "
+        "the largest KL divergence. docs/fit.md says how the mixture is chosen.",
         QUANTIZATION,
         "SIZE",
         read=filled,
@@ -749,14 +754,56 @@ class FitOptions(OptionGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.context < 1:
-            raise UsageError(f"a context of {self.context} tokens holds nothing", "give --context 8k or more")
+        _require_context(self.context)
         names = tuple(name.strip() for given in self.candidates for name in given.split(","))
         object.__setattr__(self, "candidates", names)
         if len(set(names)) < len(names):
             raise UsageError("--candidates names a scheme twice", "name each once")
         if self.fit is None and (self.context, self.engines, names) != (8192, "both", ()):
             raise UsageError("--context, --for and --candidates are for --fit", "give --fit too, or leave them out")
+
+
+@dataclass(frozen=True)
+class CompareSchemes(ModelSource):
+    """What fit_table() compares."""
+
+    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=filled)
+    gpu: str | None = option(
+        None,
+        "GPU: 4090, 2xA100-80, 24GB, or cpu. Without one, the table is for GPUs of 24, 48 and 80 GB. docs/fit.md lists "
+        "the names.",
+        QUANTIZATION,
+        "NAME",
+        read=filled,
+    )
+    context: int = same_as(FitOptions, "context", help="Tokens of a sequence.")
+    engines: str | None = option(
+        None,
+        "Engines that must load it: vllm, sglang, both. Default: any.",
+        QUANTIZATION,
+        "NAME",
+        flags=("--for",),
+        choices=("vllm", "sglang", "both"),
+    )
+    kv_cache: CacheScheme = option(
+        "auto",
+        "KV cache of the output: fp8, auto (default). An FP8 KV cache holds twice as many tokens.",
+        QUANTIZATION,
+        "NAME",
+        choices=("fp8", "auto"),
+    )
+    ignore: Sequence[str] = same_as(Recipe, "ignore")
+    quantize_lm_head: bool = same_as(Recipe, "quantize_lm_head")
+    quantize_embeddings: bool = same_as(Recipe, "quantize_embeddings")
+    architecture: str | None = same_as(Recipe, "architecture")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_context(self.context)
+        if self.kv_cache not in ("fp8", "auto"):
+            raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
+        if self.engines not in (None, "vllm", "sglang", "both"):
+            raise UsageError(f"--for {self.engines} is no engine", "choose vllm, sglang or both")
 
 
 @dataclass(frozen=True)

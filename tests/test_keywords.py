@@ -18,9 +18,20 @@ import openquant
 from conftest import EXAMPLE, ROOT
 from openquant.cli.commands import main
 from openquant.keywords import in_python
-from openquant.options import Calibrate, CalibrationTexts, Check, Diagnose, Evaluate, Recipe, Run, flags_of, options_of
+from openquant.options import (
+    Calibrate,
+    CalibrationTexts,
+    Check,
+    CompareSchemes,
+    Diagnose,
+    Evaluate,
+    Recipe,
+    Run,
+    flags_of,
+    options_of,
+)
 
-VERBS = ["calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain", "push", "verify"]
+VERBS = ["calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain", "fit_table", "push", "verify"]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from openquant.options import (
     Calibrate,
     CalibrationTexts,
     Check,
+    CompareSchemes,
     Diagnose,
     Evaluate,
     FitOptions,
@@ -89,6 +90,7 @@ def test_signatures_are_the_fields() -> None:
     assert by_name(*taken(openquant.dequantize)) == by_name(*said(Run, without=("device",)), *beside)
     assert by_name(*taken(openquant.verify)[:-1]) == by_name(*said(Check))
     assert by_name(*taken(openquant.diagnose)[:-1]) == by_name(*said(Diagnose))
+    assert by_name(*taken(openquant.fit_table)) == by_name(*said(CompareSchemes))
     assert by_name(*taken(openquant.evaluate)[:-4]) == by_name(*said(Evaluate), *said(Texts))
     assert by_name(*taken(openquant.calibrate)[:-4]) == by_name(*said(Calibrate), *said(CalibrationTexts))
 
@@ -99,6 +101,7 @@ def test_signatures_are_the_fields() -> None:
         (openquant.compress, (Recipe, CalibrationTexts, Run)),
         (openquant.dequantize, (Run,)),
         (openquant.diagnose, (Diagnose,)),
+        (openquant.fit_table, (CompareSchemes,)),
         (openquant.evaluate, (Evaluate, Texts)),
         (openquant.calibrate, (Calibrate, CalibrationTexts)),
     ],
@@ -125,6 +128,7 @@ def test_positional_arguments_stay() -> None:
     assert positional(openquant.compress) == ["model", "output", "scheme"]
     assert positional(openquant.dequantize) == ["model", "output"]
     assert positional(openquant.diagnose) == ["model", "scheme"]
+    assert positional(openquant.fit_table) == ["model", "gpu"]
     assert positional(openquant.evaluate) == ["outputs", "source"]
     assert positional(openquant.calibrate) == ["model", "out"]
     assert positional(Push) == ["name", "private", "create_pr", "message", "only", "replace_weights"]
@@ -141,6 +145,7 @@ def test_positional_arguments_stay() -> None:
         openquant.calibrate,
         openquant.evaluate,
         openquant.explain,
+        openquant.fit_table,
         openquant.verify,
     ],
 )
@@ -182,7 +187,18 @@ def test_openquant_alone_prints_its_help() -> None:
     shown = openquant_prints()
     assert shown == openquant_prints("--help")
     assert shown.startswith("usage: openquant VERB [options]\n")
-    verbs = ["compress", "dequantize", "push", "diagnose", "explain", "calibrate", "eval", "verify", "completion"]
+    verbs = [
+        "compress",
+        "fit",
+        "dequantize",
+        "push",
+        "diagnose",
+        "explain",
+        "calibrate",
+        "eval",
+        "verify",
+        "completion",
+    ]
     assert re.findall(r"^  (\w+)  +[A-Z]", shown, re.MULTILINE) == verbs
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "openquant"], stdout=full, stderr=subprocess.PIPE, text=True)

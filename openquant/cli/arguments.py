@@ -14,6 +14,7 @@ from ..options import (
     Calibrate,
     CalibrationTexts,
     Check,
+    CompareSchemes,
     Diagnose,
     Evaluate,
     Explain,
@@ -207,6 +208,13 @@ def verb_parser() -> Parser:
         return verbs.add_parser(name, help=about.rstrip("."), description=about, usage=usage, examples=examples)
 
     add("compress", COMPRESS, MODEL, *EXAMPLES).add_options(*CONVERSION)
+    add(
+        "fit",
+        "Show which schemes fit a GPU, and how much context they leave.",
+        "MODEL [--gpu NAME] [options]",
+        "Qwen/Qwen3-32B --gpu 4090 --context 32k",
+        "Qwen3-32B --gpu 2xA100-80 --for vllm --json",
+    ).add_options(CompareSchemes, JsonOutput, positional=("model",))
     add(
         "dequantize",
         "Convert a quantized checkpoint back to bfloat16 weights.",

@@ -18,6 +18,7 @@ from ..options import (
     CalibrationTexts,
     Check,
     Command,
+    CompareSchemes,
     Diagnose,
     Evaluate,
     Explain,
@@ -350,6 +351,19 @@ def _explain(given: Given, interrupts: Interrupts) -> int:
     return 0
 
 
+def _fit(given: Given, interrupts: Interrupts) -> int:
+    from ..fit.table import fit_table
+
+    found = fit_table(**values_for(CompareSchemes, given))
+    if _command(given).json:
+        print_json(found.to_json(), interrupts)
+    else:
+        from ..report.fit import fit_text
+
+        require_printed(say(fit_text(found), sys.stdout))
+    return 0
+
+
 def _calibrate(given: Given, interrupts: Interrupts) -> int:
     from ..calibration.run import calibrate
 
@@ -509,6 +523,7 @@ def _completion(given: Given, interrupts: Interrupts) -> int:
 
 VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
     "compress": _compress,
+    "fit": _fit,
     "dequantize": _dequantize,
     "push": _push,
     "diagnose": _diagnose,

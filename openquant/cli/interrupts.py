@@ -10,7 +10,7 @@ import sys
 INTERRUPTED = 130
 MESSAGE = "interrupted"
 # Verbs that keep nothing of what they have computed.
-_FROM_THE_BEGINNING = ("diagnose", "explain", "verify")
+_FROM_THE_BEGINNING = ("diagnose", "explain", "fit", "verify")
 
 
 def hint(verb: str = "") -> str:

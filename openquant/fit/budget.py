@@ -18,7 +18,8 @@ from ..files.small_files import short_repr
 from ..formats.gpus import GPU, find_gpu, is_apple, nearest_gpus
 from ..options import nats, size
 from ..plan.plan import Plan
-from ..plan.serving import OVERHEAD, UTILIZATION, UnknownCache, find_cache
+from ..plan.serving import FEWEST_TOKENS, OVERHEAD, LoadedWeights, UnknownCache, find_cache, loaded_weights
+from ..registry.architecture import MTP_LAYER
 
 FORMS = "give --fit 24GB, 2x24GB or 4090 (GPUs), size=12.5GB (all weights), 5.0bits (a weight), or kl=0.02"
 ON_APPLE = "serve it with mlx-lm or llama.cpp, which have formats of their own"
@@ -133,11 +134,11 @@ def weights_on_gpus(budget: Budget, plan: Plan, config: Mapping[str, Any], conte
         fp8_cache: whether the cache is FP8 rather than bfloat16.
 
     Returns:
-        Bytes of all weights together, those of MTP layers left out.
+        Bytes of all weights together. Those of MTP layers, which GPUs do not load, come on top.
 
     Raises:
-        PlanError: the size of the cache is not known, the model's layers do not divide among so many GPUs, or the cache
-            leaves no memory.
+        PlanError: the context is longer than the model allows, the size of the cache is not known, the model's layers
+            do not divide among so many GPUs, or the cache leaves no memory.
     """
     problems = {size.size: size.problem for size in plan.parallel}
     problem = problems.get(budget.gpus, "they do not divide it")
@@ -148,17 +149,41 @@ def weights_on_gpus(budget: Budget, plan: Plan, config: Mapping[str, Any], conte
         cache = find_cache(plan.lines, plan.entry, config)
     except UnknownCache as error:
         raise PlanError(f"it is not known {error}", "give the bytes of the weights: --fit size=12.5GB") from None
-    if budget.gpus > 1 and any(layers.heads is None for layers in cache.layers):
+    if not cache.divides(budget.gpus):
         raise PlanError(
             "it is not known how GPUs divide this model's KV cache", "give the bytes of the weights: --fit size=12.5GB"
         )
-    cached = cache.sequence(context, fp8_cache, budget.gpus)
-    room = int(budget.value * UTILIZATION) - OVERHEAD - cached
+    weights = loaded_weights(plan.lines, plan.entry, output=True)
+    cached = cache.sequence(allowed_context(context, cache.length), fp8_cache, budget.gpus)
+    room = LoadedWeights(0, 0).room(int(budget.value), budget.gpus) - cached
     if room <= 0:
         raise PlanError(
             f"{budget.value / 1e9:g} GB of GPU memory leave nothing for weights: a KV cache of {context:,} tokens "
             f"takes {cached / 1e9:.1f} GB, and engines take {OVERHEAD / 1e9:g} GB",
             "name more memory, or a smaller --context",
         )
-    whole = sum(line.bytes_after for line in plan.lines if not plan.entry.rule(line.names[0]).divided)
-    return (room - whole) * budget.gpus + whole
+    unloaded = sum(line.bytes_after for line in plan.lines if line.why == MTP_LAYER)
+    return (room - weights.copied) * budget.gpus + weights.copied + unloaded
+
+
+def allowed_context(context: int, length: int | None) -> int:
+    """Return the length of a sequence that the model allows.
+
+    Args:
+        context: tokens of `--context`.
+        length: the longest sequence that config.json allows; None if it does not say.
+
+    Returns:
+        The context; or if the model is made for less than the default of `--context`, what it is made for.
+
+    Raises:
+        PlanError: the context is longer.
+    """
+    if length is None or context <= length:
+        return context
+    if context <= FEWEST_TOKENS:
+        return length
+    raise PlanError(
+        f"--context {context} is more than the model allows: max_position_embeddings is {length:,}",
+        f"give --context {length} or less, or first change config.json as the model's makers say",
+    )

@@ -68,7 +68,7 @@ GPUS = (
     _gpu("RTX PRO 6000", 96, 94.9, "Blackwell"),
     _gpu("B200", 192, 178.3, "Blackwell"),
     _gpu("MI300X", 192, 191.6, "MI300"),
-    GPU("cpu", None, None, "CPU"),
+    GPU("CPU", None, None, "CPU"),
 )
 
 # What drivers, shops and clouds add to a name.

@@ -118,6 +118,10 @@ class SequenceMemory:
             total += nbytes // min(gpus, layers.heads or 1)
         return total
 
+    def divides(self, gpus: int) -> bool:
+        """Whether it is known how so many tensor-parallel ranks divide the cache."""
+        return gpus == 1 or all(layers.heads is not None for layers in self.layers)
+
     def per_token(self, fp8: bool) -> int:
         """Return the bytes that one more token of a long sequence takes on a single GPU; full windows do not grow."""
         return sum(layers.fp8 if fp8 else layers.bf16 for layers in self.layers if layers.window is None)
@@ -142,6 +146,16 @@ class SequenceMemory:
             whole = self.sequence(self.length, fp8, gpus)
             if whole <= room:
                 return room * self.length // whole if whole else 0
+        return self.longest(room, fp8, gpus)
+
+    def longest(self, room: int, fp8: bool, gpus: int) -> int:
+        """Return the length in tokens of the longest sequence that fits and that the model allows.
+
+        Args:
+            room: bytes on each GPU.
+            fp8: whether the cache is FP8 rather than bfloat16.
+            gpus: number of tensor-parallel ranks; 1 if the heads of some layers are not known.
+        """
         low, high = 0, self.length or room
         while low < high:
             middle = (low + high + 1) // 2
@@ -150,14 +164,36 @@ class SequenceMemory:
 
 
 @dataclass(frozen=True)
+class LoadedWeights:
+    """Bytes of the weights that engines load, without MTP layers.
+
+    Attributes:
+        divided: what tensor-parallel ranks divide.
+        copied: what each rank has whole.
+    """
+
+    divided: int
+    copied: int
+
+    def room(self, memory: int, gpus: int) -> int:
+        """Return the bytes that are left for KV cache on each GPU; below zero if the weights do not fit.
+
+        Args:
+            memory: bytes of each GPU.
+            gpus: number of tensor-parallel ranks.
+        """
+        return int(memory * UTILIZATION) - OVERHEAD - self.divided // gpus - self.copied
+
+
+@dataclass(frozen=True)
 class Fit:
-    """How many GPUs of one size a checkpoint needs, and the context that they leave.
+    """How many GPUs of one size a checkpoint needs, and the tokens of all sequences together that they then hold.
 
     Attributes:
         gpu_gb: memory of each GPU in 10^9 bytes.
         gpus: the fewest GPUs that serve the checkpoint; None if 8 are too few, or it does not divide.
-        tokens_bf16: tokens that fit into a bfloat16 cache; None if that is not known.
-        tokens_fp8: tokens that fit into an FP8 cache; None if that is not known.
+        tokens_bf16: tokens that fit into a bfloat16 cache, those of all sequences together; None if that is not known.
+        tokens_fp8: likewise for an FP8 cache; None if that is not known.
     """
 
     gpu_gb: int
@@ -242,29 +278,43 @@ def estimate_serving(
         output: True for the output, False for the source.
 
     Returns:
-        Bytes of the weights, memory of the caches, and for each GPU size how many GPUs it needs and which context fits.
+        Bytes of the weights, memory of the caches, and for each GPU size how many GPUs it needs and the tokens that
+        they hold.
     """
-    weights = [(line, line.bytes_after if output else line.bytes_before) for line in lines if line.why != MTP_LAYER]
-    divided = [(entry.rule(line.names[0]).divided, nbytes) for line, nbytes in weights]
+    weights = loaded_weights(lines, entry, output)
     try:
         cache, unknown = find_cache(lines, entry, config), None
     except UnknownCache as problem:
         cache, unknown = None, str(problem)
-
-    def rank_bytes(gpus: int) -> int:
-        return sum(nbytes // gpus if is_divided else nbytes for is_divided, nbytes in divided)
-
     allowed = [size.size for size in parallel if size.problem is None and size.size in GPUS]
-    fits = tuple(_fit(gpu_gb, rank_bytes, cache, allowed) for gpu_gb in GPU_GB)
-    return Serving(sum(nbytes for _, nbytes in weights), cache, unknown, fits)
+    fits = tuple(_fit(gpu_gb, weights, cache, allowed) for gpu_gb in GPU_GB)
+    return Serving(weights.divided + weights.copied, cache, unknown, fits)
 
 
-def _fit(gpu_gb: int, rank_bytes: Callable[[int], int], cache: SequenceMemory | None, allowed: Iterable[int]) -> Fit:
+def loaded_weights(lines: Iterable[PlanLine], entry: ModuleRules, output: bool) -> LoadedWeights:
+    """Add up the weights that engines load.
+
+    Args:
+        lines: the printed plan's lines, which have the bytes of all tensors before and after.
+        entry: what the registry says of each module of the architecture.
+        output: True for the output, False for the source.
+
+    Returns:
+        Bytes of what ranks divide, and of what each has whole.
+    """
+    nbytes = {True: 0, False: 0}
+    for line in lines:
+        if line.why != MTP_LAYER:
+            nbytes[entry.rule(line.names[0]).divided] += line.bytes_after if output else line.bytes_before
+    return LoadedWeights(nbytes[True], nbytes[False])
+
+
+def _fit(gpu_gb: int, weights: LoadedWeights, cache: SequenceMemory | None, allowed: Iterable[int]) -> Fit:
     for gpus in allowed:
-        room = int(gpu_gb * 10**9 * UTILIZATION) - OVERHEAD - rank_bytes(gpus)
+        room = weights.room(gpu_gb * 10**9, gpus)
         if room <= 0:
             continue
-        if cache is None or (gpus > 1 and any(layers.heads is None for layers in cache.layers)):
+        if cache is None or not cache.divides(gpus):
             return Fit(gpu_gb, gpus, None, None)
         tokens = cache.tokens(room, False, gpus)
         if tokens >= min(FEWEST_TOKENS, cache.length or FEWEST_TOKENS):

@@ -16,7 +16,7 @@ from .config import has_fp8_cache
 from .engines import sglang_refusal
 from .plan import Plan
 from .serving import Serving, estimate_serving
-from .tensor_parallel import check_parallel_sizes, text_config
+from .tensor_parallel import ParallelSize, check_parallel_sizes, text_config
 
 
 def source_bytes(plan: Plan) -> int:
@@ -154,6 +154,14 @@ def parallel_sizes(plan: Plan) -> list[int]:
     return [parallel.size for parallel in plan.parallel if parallel.problem is None]
 
 
+def source_parallel(plan: Plan) -> tuple[ParallelSize, ...]:
+    """Return tensor-parallel sizes, each with the reason for which it cannot serve the plan's source, if any."""
+    if plan.scheme is None:
+        return plan.parallel
+    formats = ((layer, layer.format) for layer in plan.layers.values())
+    return check_parallel_sizes(plan.decoded, plan.entry, formats, None)
+
+
 def serving(plan: Plan) -> tuple[Serving, Serving] | None:
     """Compute what it takes to serve the source and the output.
 
@@ -166,12 +174,8 @@ def serving(plan: Plan) -> tuple[Serving, Serving] | None:
     """
     if not plan.quantization_config:
         return None
-    before = plan.parallel
-    if plan.scheme is not None:
-        formats = ((layer, layer.format) for layer in plan.layers.values())
-        before = check_parallel_sizes(plan.decoded, plan.entry, formats, None)
     config = text_config(plan.decoded, plan.model)
     return (
-        estimate_serving(plan.lines, plan.entry, config, before, output=False),
+        estimate_serving(plan.lines, plan.entry, config, source_parallel(plan), output=False),
         estimate_serving(plan.lines, plan.entry, config, plan.parallel, output=True),
     )

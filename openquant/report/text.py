@@ -116,7 +116,7 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
 
 
 def serving_lines(source: Serving, output: Serving) -> list[str]:
-    """Make a table of the fewest GPUs that serve source and output, and of the tokens of context that remain.
+    """Make a table of the fewest GPUs that serve source and output, and of the tokens that they then hold.
 
     Args:
         source: the source's size and the GPUs that serve it, for each GPU size.
@@ -126,11 +126,12 @@ def serving_lines(source: Serving, output: Serving) -> list[str]:
         The lines of the table, for a terminal.
     """
     cache = output.cache
-    legend = f"the fewest GPUs; tokens of context are not known: {output.unknown}"
+    legend = f"the fewest GPUs; how many tokens they hold is not known: {output.unknown}"
     if cache is not None:
         sequence = f" and {gigabytes(cache.per_sequence(False))} a sequence" if cache.per_sequence(False) else ""
         token = gigabytes(cache.per_token(False))
-        legend = f"KV cache {token} a token{sequence}; fewest GPUs: tokens with a bfloat16 cache, with an FP8 cache"
+        gpus = "fewest GPUs: tokens of all sequences in a bfloat16 cache, in an FP8 cache"
+        legend = f"KV cache {token} a token{sequence}; {gpus}"
     rows = [["", *(f"{size} GB" for size in GPU_GB)]]
     for name, serving in (("source", source), ("output", output)):
         rows.append([name])

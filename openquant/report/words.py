@@ -115,7 +115,7 @@ _WEIGHTS = {
 _SERVED = {
     "KV cache": "What an engine keeps of each token that it has read: keys and values of its layers.",
     "a sequence": "Memory that each sequence takes at once, whatever its length.",
-    "GPU": "The fewest GPUs of that memory that hold the weights; below it, how many tokens of context then fit.",
+    "GPU": "The fewest GPUs of that memory that hold the weights; below it, how many tokens of all sequences then fit.",
 }
 
 

@@ -27,7 +27,7 @@ from openquant.formats.hardware import ENGINES_FOR, HARDWARE
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
         ("RTX A6000", "A6000"),
         ("AMD Instinct MI300X", "MI300X"),
-        ("CPU", "cpu"),
+        ("cpu", "CPU"),
     ],
 )
 def test_a_name_is_found_however_it_is_written(text: str, name: str) -> None:

@@ -1,0 +1,327 @@
+"""`openquant fit`: every scheme of a model in one table, from its headers alone.
+
+A plan is made for each scheme, and no weight is read. Rows that fit the GPUs come first, those of the least KL
+divergence before others.
+
+    fit_table("Qwen/Qwen3-32B", "4090", context="32k").best     # "int4"
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+from ..diagnosis.measured import MEASURED, MODEL, activations, measured_kl
+from ..errors import PlanError, UsageError
+from ..files.checkpoint import Checkpoint
+from ..formats.hardware import ENGINES_FOR, Kernel, find_kernel
+from ..formats.names import CacheScheme
+from ..formats.schemes import MIXED, SCHEMES, Scheme
+from ..job import open_model, without_collector
+from ..options import CompareSchemes, documented, flags_of, options_of
+from ..plan import summary
+from ..plan.decisions import PlanOptions
+from ..plan.engines import sglang_refusal
+from ..plan.plan import Plan, make_plan
+from ..plan.serving import (
+    GPUS,
+    LoadedWeights,
+    SequenceMemory,
+    UnknownCache,
+    find_cache,
+    loaded_weights,
+)
+from ..plan.tensor_parallel import ParallelSize, text_config
+from ..vllm_probe.choose import ArchitectureChoice
+from .budget import Budget, allowed_context, read_gpus
+from .result import Calibrated, FitTable, Held, SchemeFit, Target
+
+# Memory of the GPUs in a table for no GPU.
+COMMON = (24 * 10**9, 48 * 10**9, 80 * 10**9)
+# A mixture is worth while if the best scheme leaves more than this share of the weights' memory unused.
+UNUSED = 0.05
+
+
+@documented(CompareSchemes)
+def fit_table(
+    model: str | os.PathLike[str],
+    gpu: str | None = None,
+    *,
+    context: int | str = 8192,
+    engines: str | None = None,
+    kv_cache: CacheScheme = "auto",
+    ignore: str | Sequence[str] = (),
+    quantize_lm_head: bool = False,
+    quantize_embeddings: bool = False,
+    architecture: str | None = None,
+    revision: str | None = None,
+) -> FitTable:
+    """Say of each scheme whether a model fits GPUs in it, and how much context is left. Only headers are read.
+
+    Args:
+        model: Model directory, GGUF file, or Hub org/name[@rev].
+
+    Returns:
+        A row for each scheme, the best first, and the command for the best.
+
+    Raises:
+        OpenQuantError: no scheme can be used for this model, there is no such GPU, or something else that the caller
+            can fix.
+    """
+    request = CompareSchemes.parse(
+        model=model,
+        gpu=gpu,
+        context=context,
+        engines=engines,
+        kv_cache=kv_cache,
+        ignore=ignore,
+        quantize_lm_head=quantize_lm_head,
+        quantize_embeddings=quantize_embeddings,
+        architecture=architecture,
+        revision=revision,
+    )
+    budget = None if request.gpu is None else read_gpus(request.gpu)
+    source, checkpoint = open_model(request.model, request.revision, stream=False)
+    with without_collector():
+        return _Table(request, budget, checkpoint, source.identity).made(source.revision)
+
+
+class _Table:
+    """Makes a table.
+
+    Args:
+        request: the options.
+        budget: the GPUs; None without any.
+        checkpoint: the opened source.
+        identity: text that tells this source from others.
+    """
+
+    def __init__(self, request: CompareSchemes, budget: Budget | None, checkpoint: Checkpoint, identity: str) -> None:
+        self.request, self.checkpoint, self.identity = request, checkpoint, identity
+        self.fp8, self.hardware, self.count = request.kv_cache == "fp8", None, 1
+        self.targets = tuple(Target(None, nbytes, None, 1) for nbytes in COMMON)
+        if budget is not None:
+            gpu, self.count = budget.gpu, budget.gpus
+            self.hardware = gpu and gpu.hardware
+            name = gpu and gpu.name
+            self.targets = (Target(name, int(budget.value) or None, self.hardware, self.count),)
+        self.refused: dict[str, str] = {}
+        # Numbers of GPUs that can share the model in some scheme.
+        self.able: set[int] = set()
+
+    def made(self, revision: str | None) -> FitTable:
+        """Return the table.
+
+        Raises:
+            PlanError: no scheme can be used, the context is longer than the model allows, or the layers do not divide
+                among so many GPUs.
+        """
+        rows: list[SchemeFit] = []
+        first: Plan | None = None
+        problem: PlanError | UsageError | None = None
+        for scheme in SCHEMES.values():
+            try:
+                plan = self._plan(scheme)
+            except (PlanError, UsageError) as error:
+                problem = problem or error
+                self.refused[scheme.name] = error.message
+                continue
+            if first is None:
+                first = plan
+                self._open(plan)
+            row = self._row(scheme, plan)
+            if row is not None:
+                rows.append(row)
+        if first is None:
+            assert problem is not None
+            raise problem
+        if not rows:
+            name, reason = next(iter(self.refused.items()))
+            raise PlanError(f"no scheme is left, such as {name}: {reason}", "name another engine or GPU")
+        rows = sorted([self._source_row(first), *rows], key=self._rank)
+        self._require_shared()
+        best = next((row for row in rows if row.scheme and row.kl is not None and self._fits(row)), None)
+        return FitTable(
+            model=os.fspath(self.request.model),
+            revision=revision,
+            architecture=first.model.name,
+            context=self.context,
+            longest_context=self.cache.length if self.cache else None,
+            kv_cache=self.request.kv_cache,
+            engines=self.request.engines,
+            unknown=self.unknown,
+            targets=self.targets,
+            measured_on=MODEL,
+            schemes=tuple(rows),
+            refused=self.refused,
+            best=best and best.scheme,
+            command=best and self._command("--scheme", str(best.scheme)),
+            calibrated=None if best is None or summary.has_quantized_source(first) else _calibrated(best),
+            mixture=self._command(*self._fit_options()) if best and self._wants_mixture(best, rows, first) else None,
+        )
+
+    def _plan(self, scheme: Scheme) -> Plan:
+        request = self.request
+        options = PlanOptions(
+            tuple(request.ignore),
+            head=request.quantize_lm_head,
+            embedding=request.quantize_embeddings,
+            fp8_kv_cache=self.fp8,
+            # What compress would calibrate with, which no size depends on.
+            texts={"documents": 1, "length": 2},
+        )
+        entry = ArchitectureChoice(request.architecture).entry(self.checkpoint)
+        return make_plan(self.checkpoint, scheme, options, self.identity, entry)
+
+    def _open(self, plan: Plan) -> None:
+        """Compute what all plans share: the KV cache, and the length of a sequence."""
+        self.cache: SequenceMemory | None = None
+        self.unknown: str | None = None
+        try:
+            self.cache = find_cache(plan.lines, plan.entry, text_config(plan.decoded, plan.model))
+        except UnknownCache as problem:
+            self.unknown = str(problem)
+        self.parallel = plan.parallel
+        self.context = allowed_context(self.request.context, self.cache.length if self.cache else None)
+
+    def _row(self, scheme: Scheme, plan: Plan) -> SchemeFit | None:
+        """The row of a scheme; None if no engine that is asked for loads it, which `refused` then says."""
+        kinds = sorted({bool(plan.entry.experts(weight.module)) for weight, _ in plan.decisions.kinds})
+        reasons: dict[str, str] = {}
+        refusal = sglang_refusal(plan.entry, plan.decisions)
+        if refusal is not None:
+            loads = "SGLang" in scheme.engines
+            reasons["SGLang"] = f"SGLang: {refusal.why}" if loads else "SGLang does not load it"
+        kernels: dict[str, dict[bool, Kernel | None]] = {}
+        for engine in ENGINES_FOR["both"]:
+            if engine not in reasons and self.hardware is not None:
+                kernels[engine] = {kind: find_kernel(engine, scheme.name, self.hardware, kind) for kind in kinds}
+                if None in kernels[engine].values():
+                    reasons[engine] = f"{engine} has no kernel for it on {self.targets[0].name}"
+        engines = tuple(engine for engine in ENGINES_FOR["both"] if engine not in reasons)
+        wanted = ENGINES_FOR[self.request.engines] if self.request.engines else ()
+        if not engines or not set(wanted) <= set(engines):
+            missing = [reasons[engine] for engine in wanted if engine in reasons]
+            self.refused[scheme.name] = "; ".join(missing) or f"no engine has a kernel for it on {self.targets[0].name}"
+            return None
+        used = kernels.get((*wanted, *engines)[0], {})
+        quantized = [line for line in plan.lines if line.quantized]
+        elements = sum(len(line.names) * prod(line.shape) for line in quantized)
+        return SchemeFit(
+            scheme=scheme.name,
+            bits=8 * sum(line.bytes_after for line in quantized) / elements,
+            bytes=sum(line.bytes_after for line in plan.lines),
+            engines=engines,
+            arithmetic=_arithmetic(used.get(False)),
+            expert_arithmetic=_arithmetic(used.get(True)),
+            needs=tuple(dict.fromkeys(kernel.needs for kernel in used.values() if kernel and kernel.needs)),
+            kl=measured_kl(scheme),
+            holds=self._holds(loaded_weights(plan.lines, plan.entry, output=True), plan.parallel),
+        )
+
+    def _source_row(self, plan: Plan) -> SchemeFit:
+        """The row of the source as it is."""
+        stored = summary.has_quantized_source(plan)
+        return SchemeFit(
+            scheme=None,
+            bits=None,
+            bytes=summary.source_bytes(plan),
+            engines=(),
+            arithmetic=None if stored or self.hardware is None else "16 bits",
+            expert_arithmetic=None,
+            needs=(),
+            kl=0.0,
+            holds=self._holds(loaded_weights(plan.lines, plan.entry, output=False), summary.source_parallel(plan)),
+        )
+
+    def _holds(self, weights: LoadedWeights, parallel: Iterable[ParallelSize]) -> tuple[Held, ...]:
+        able = {size.size for size in parallel if size.problem is None}
+        self.able |= able
+        sizes = [size for size in (self.count, *(gpus for gpus in GPUS if gpus > self.count)) if size in able]
+        return tuple(
+            self._held(target.memory_bytes, sizes, weights)
+            for target in self.targets
+            if target.memory_bytes is not None
+        )
+
+    def _held(self, memory: int, sizes: Iterable[int], weights: LoadedWeights) -> Held:
+        cache, left = self.cache, None
+        for gpus in sizes:
+            room = max(0, weights.room(memory, gpus))
+            if cache is None or not cache.divides(gpus):
+                if room:
+                    return Held(gpus, None, None, None)
+                continue
+            longest, sequence = cache.longest(room, self.fp8, gpus), cache.sequence(self.context, self.fp8, gpus)
+            left = longest if gpus == self.count else left
+            if room and longest >= self.context:
+                return Held(gpus, longest, room // sequence if sequence else None, left)
+        return Held(None, None, None, left)
+
+    def _require_shared(self) -> None:
+        """Refuse a number of GPUs that can serve the model in no scheme."""
+        if self.count not in self.able and self.targets[0].memory_bytes is not None:
+            problem = next((size.problem for size in self.parallel if size.size == self.count), "they do not divide it")
+            possible = ", ".join(map(str, sorted(self.able)))
+            raise PlanError(f"{self.count} GPUs cannot share this model: {problem}", f"name one of {possible} GPUs")
+
+    def _fits(self, row: SchemeFit) -> bool:
+        """Whether it fits as many GPUs as there are. Nothing is known of a CPU's memory."""
+        return self.request.gpu is not None and all(held.gpus == self.count for held in row.holds)
+
+    def _rank(self, row: SchemeFit) -> tuple[Any, ...]:
+        """What rows are ordered by: whether they fit, how many GPUs they need if not, and what they lose.
+
+        If that is not known, those of more bytes come first.
+        """
+        gpus = row.holds[0].gpus if row.holds and not self._fits(row) and self.request.gpu is not None else 0
+        lost = (0, row.kl, row.bytes) if row.kl is not None else (1, 0.0, -row.bytes)
+        return (gpus is None, gpus or 0, *lost)
+
+    def _wants_mixture(self, best: SchemeFit, rows: Sequence[SchemeFit], plan: Plan) -> bool:
+        """Whether schemes of weights alone fit and do not fill the GPUs, and the largest of them does not fit."""
+        memory, cache = self.targets[0].memory_bytes, self.cache
+        able = [row for row in rows if row.scheme is None or _is_mixed(SCHEMES[row.scheme])]
+        sizes = sorted({row.bytes for row in able if self._fits(row)})
+        largest = max((row for row in able if row.scheme is not None), key=lambda row: row.bytes, default=None)
+        if memory is None or cache is None or plan.model.repeats or not sizes or largest is None or self._fits(largest):
+            return False
+        weights = LoadedWeights(0, 0).room(memory, self.count) - cache.sequence(self.context, self.fp8, self.count)
+        return best.bytes < (1 - UNUSED) * weights * self.count
+
+    def _fit_options(self) -> list[str]:
+        """The options of compress for a mixture."""
+        request = self.request
+        count = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
+        context = ["--context", count] if request.context != options_of(CompareSchemes)["context"].default else []
+        return ["--fit", str(request.gpu), *context, *(["--for", request.engines] if request.engines else [])]
+
+    def _command(self, *words: str) -> str:
+        """The command of compress with these options, and with those that were given here."""
+        request, given = self.request, list(words)
+        for name in ("kv_cache", "quantize_lm_head", "quantize_embeddings", "architecture", "revision", "ignore"):
+            option, value = options_of(CompareSchemes)[name], getattr(request, name)
+            flag = flags_of(name, option)[0]
+            for one in value if option.repeated else [value]:
+                if one != option.default:
+                    given += [flag] if option.value is None else [flag, str(one)]
+        return shlex.join(["openquant", "compress", "-m", os.fspath(request.model), *given])
+
+
+def _arithmetic(kernel: Kernel | None) -> str | None:
+    return kernel.arithmetic if kernel else None
+
+
+def _is_mixed(scheme: Scheme) -> bool:
+    """Whether a mixture can have the scheme: only weights are quantized, and what it loses was measured."""
+    return scheme in MIXED and activations(scheme) == "16 bits" and measured_kl(scheme) is not None
+
+
+def _calibrated(best: SchemeFit) -> Calibrated | None:
+    """The same scheme with the calibration that lost least."""
+    assert best.scheme is not None and best.kl is not None
+    rows = [row for row in MEASURED if row.scheme == SCHEMES[best.scheme] and row.readings and row.kl < best.kl]
+    return min((Calibrated(row.options, row.kl) for row in rows), key=lambda one: one.kl, default=None)

@@ -1,0 +1,166 @@
+"""The table of `openquant fit`, as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..diagnosis.measured import activations
+from ..fit.result import FitTable, Held, SchemeFit, Target
+from ..formats.schemes import SCHEMES
+from .card import gigabytes
+from .escape import join_lines, terminal
+from .text import short, table
+
+# What a cell says where nothing is known or nothing fits.
+NOTHING = "-"
+
+
+def fit_text(found: FitTable) -> str:
+    """Format the table of schemes for a terminal.
+
+    Args:
+        found: the result of fit_table().
+
+    Returns:
+        The text: what the table is for, a row for each scheme, notes, and the command for the best.
+    """
+    name = f"{found.model}@{found.revision}" if found.revision else found.model
+    cache = "an FP8" if found.kv_cache == "fp8" else "a bfloat16"
+    named = any(target.hardware for target in found.targets)
+    lines = [
+        terminal(f"{name}: {found.architecture}"),
+        f"{_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache",
+        "",
+        *table(_rows(found, named), left=(0,)),
+        "",
+        f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
+        *(["-: not measured in this form (docs/formats.md)"] if any(row.kl is None for row in found.schemes) else []),
+        *_rounded_less(found.schemes),
+        *([f"the KV cache is not counted: it is not known {terminal(found.unknown)}"] if found.unknown else []),
+        *_needs(found.schemes),
+        *_refused(found),
+        "",
+        *_advice(found),
+    ]
+    return join_lines(lines)
+
+
+def _targets(found: FitTable) -> str:
+    """Say which GPUs the table is for: "2 A100-80 of 84.9 GB (Ampere)"."""
+    if len(found.targets) != 1:
+        return "the fewest GPUs and the longest sequence that they hold"
+    [target] = found.targets
+    hardware = f" ({target.hardware})" if target.hardware else ""
+    if target.memory_bytes is None:
+        return str(target.name)
+    return f"{target.count} {target.name or 'GPU'} of {gigabytes(target.memory_bytes)}{hardware}"
+
+
+def _rows(found: FitTable, named: bool) -> list[list[str]]:
+    """The cells of the table; `named` says whether the arithmetic is known."""
+    several = len(found.targets) > 1
+    memory = [target for target in found.targets if target.memory_bytes is not None]
+    held = ["GPUs", "longest", "at once"] if memory else []
+    head = ["scheme", "bits", "size", *([_memory(target) for target in memory] if several else held)]
+    rows = [[*head, *(["computes"] if named else []), "engine", "KL"]]
+    for row in found.schemes:
+        cells = [_fewest(one) for one in row.holds] if several else [cell for one in row.holds for cell in _held(one)]
+        rows.append(
+            [
+                row.scheme or "(as it is)",
+                NOTHING if row.bits is None else f"{row.bits:.2f}",
+                gigabytes(row.bytes),
+                *cells,
+                *([_arithmetic(row)] if named else []),
+                _engines(row.engines),
+                NOTHING if row.kl is None else "0" if row.scheme is None else f"{row.kl:.4f}",
+            ]
+        )
+    return rows
+
+
+def _memory(target: Target) -> str:
+    assert target.memory_bytes is not None
+    return f"{target.memory_bytes / 1e9:g} GB"
+
+
+def _fewest(held: Held) -> str:
+    """Say how many GPUs hold it, and the longest sequence: "2: 40k"."""
+    if held.gpus is None:
+        return NOTHING
+    return str(held.gpus) if held.longest is None else f"{held.gpus}: {short(held.longest)}"
+
+
+def _held(held: Held) -> list[str]:
+    figures = (None if number is None else short(number) for number in (held.longest, held.sequences))
+    return [NOTHING if held.gpus is None else str(held.gpus), *(figure or NOTHING for figure in figures)]
+
+
+def _arithmetic(row: SchemeFit) -> str:
+    """Name the numbers that are multiplied: "FP8"; "16 bits/FP8" if experts have others."""
+    return "/".join(dict.fromkeys(filter(None, (row.arithmetic, row.expert_arithmetic)))) or NOTHING
+
+
+def _engines(engines: tuple[str, ...]) -> str:
+    return "both" if len(engines) > 1 else engines[0] if engines else NOTHING
+
+
+def _needs(rows: Iterable[SchemeFit]) -> list[str]:
+    """Say what schemes need that does not come with the engine."""
+    by_need: dict[str, list[str]] = {}
+    for row in rows:
+        for need in row.needs:
+            by_need.setdefault(need, []).append(str(row.scheme))
+    return [f"{need}: needed for {', '.join(schemes)}" for need, schemes in by_need.items()]
+
+
+def _rounded_less(rows: Iterable[SchemeFit]) -> list[str]:
+    """Name schemes that round activations by their definition, and not on this GPU."""
+    names = [
+        row.scheme
+        for row in rows
+        if row.scheme is not None and row.arithmetic == "16 bits" and activations(SCHEMES[row.scheme]) != "16 bits"
+    ]
+    return [f"activations are not rounded there, so less is lost: {', '.join(names)}"] if names else []
+
+
+def _refused(found: FitTable) -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for scheme, reason in found.refused.items():
+        by_reason.setdefault(reason, []).append(scheme)
+    return [terminal(f"not {', '.join(schemes)}: {reason}") for reason, schemes in by_reason.items()]
+
+
+def _advice(found: FitTable) -> list[str]:
+    """Say what to type."""
+    if len(found.targets) != 1:
+        return ["name your GPU with --gpu, such as --gpu 4090, to get the command for it"]
+    [target] = found.targets
+    source = found.schemes[0]
+    lines = []
+    if source.scheme is None and target.memory_bytes is not None and source.holds[0].gpus == target.count:
+        lines.append("the model fits as it is; a scheme leaves room for longer or more sequences")
+    if found.command is None:
+        lines.append(_nothing(found, target))
+    else:
+        lines.append(f"  {terminal(found.command)}")
+    if found.calibrated is not None:
+        lines.append(f"with {found.calibrated.options} {found.measured_on} lost {found.calibrated.kl:.4f}")
+    if found.mixture is not None:
+        lines += [
+            "a mixture of schemes fills the memory, and may lose less (docs/fit.md):",
+            f"  {terminal(found.mixture)}",
+        ]
+    return lines
+
+
+def _nothing(found: FitTable, target: Target) -> str:
+    """Say why no command is given."""
+    gpus = f"{target.count} {target.name or 'GPU'}"
+    rows = [row for row in found.schemes if row.scheme is not None and row.kl is not None and row.holds]
+    row = next((row for row in rows if row.holds[0].gpus is not None), None)
+    most = max(rows, key=lambda row: row.holds[0].left or 0, default=None)
+    advice = "name as many with --gpu, or try a smaller --context, --kv-cache fp8 or --quantize-lm-head"
+    needs = f"; {row.scheme} needs {row.holds[0].gpus}" if row else ", nor as many as 8 of them"
+    left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens" if most and most.holds[0].left else ""
+    return f"no scheme with a known KL fits {gpus}{left}{needs}: {advice}"
