@@ -22,7 +22,6 @@ from openquant.options import (
     Calibrate,
     CalibrationTexts,
     Check,
-    CompareSchemes,
     Diagnose,
     Evaluate,
     Recipe,

@@ -1,13 +1,15 @@
-"""Mixed precision under a size: which layers get which scheme, by what the model answers.
+"""What fits a GPU: a table of schemes, and mixed precision under a size, by what the model answers.
 
 | module | what it does |
 |---|---|
-| `budget` | reads `--fit`: bits a weight, bytes, GPUs, or a KL divergence |
+| `table`, `result` | `openquant fit`: every scheme in one table, from headers alone |
+| `budget` | reads `--fit` and `--gpu`: bits a weight, bytes, GPUs by memory or name, or a KL divergence |
 | `units` | the groups of layers that need one scheme, and the size of each in every scheme |
 | `rounding` | weights as a scheme rounds them, for a model that runs |
 | `scores` | runs texts with one unit quantized at a time: the KL divergence that each choice costs |
 | `allocation` | the best choice for each size, by dynamic programming |
 | `run` | `compress --fit`: scores, choice, check on other texts, and the options that the choice stands for |
 
+    openquant fit Qwen/Qwen3-32B --gpu 4090 --context 32k
     openquant compress -m Qwen/Qwen3-32B --fit 5.0bits
 """

@@ -73,7 +73,7 @@ class SchemeFit:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A scheme with a calibration that lost less than the scheme alone.
+    """A scheme with a calibration that lost less than the best scheme alone.
 
     Attributes:
         options: options of compress: "--scheme nvfp4 --gptq".
@@ -103,7 +103,7 @@ class FitTable:
         refused: schemes that this model or GPU cannot have, with the reason.
         best: the scheme to take on the named GPU: the first that fits, with a known KL; None if there is none.
         command: the command that makes it.
-        calibrated: the best scheme with the calibration that lost least; None if none lost less than the scheme alone.
+        calibrated: what fits and lost least with a calibration; None if nothing lost less than the best scheme alone.
         mixture: the command for a mixture of schemes, if that fits and fills the GPU better than the best scheme.
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -159,8 +159,8 @@ class _Table:
             refused=self.refused,
             best=best and best.scheme,
             command=best and self._command("--scheme", str(best.scheme)),
-            calibrated=None if best is None or summary.has_quantized_source(first) else _calibrated(best),
-            mixture=self._command(*self._fit_options()) if best and self._wants_mixture(best, rows, first) else None,
+            calibrated=best and self._calibrated(best, rows, first),
+            mixture=self._mixture(best) if best and self._wants_mixture(best, rows, first) else None,
         )
 
     def _plan(self, scheme: Scheme) -> Plan:
@@ -189,16 +189,23 @@ class _Table:
 
     def _row(self, scheme: Scheme, plan: Plan) -> SchemeFit | None:
         """The row of a scheme; None if no engine that is asked for loads it, which `refused` then says."""
-        kinds = sorted({bool(plan.entry.experts(weight.module)) for weight, _ in plan.decisions.kinds})
+        # Layers that do not suit the scheme may have another one. The scheme itself comes first.
+        kinds = {(kind.name, bool(plan.entry.experts(weight.module))) for weight, kind in plan.decisions.kinds}
+        kinds = dict.fromkeys(sorted(kinds, key=lambda kind: (kind[0] != scheme.name, kind)))
+        if not kinds:
+            self.refused[scheme.name] = "it quantizes nothing"
+            return None
         reasons: dict[str, str] = {}
         refusal = sglang_refusal(plan.entry, plan.decisions)
         if refusal is not None:
             loads = "SGLang" in scheme.engines
             reasons["SGLang"] = f"SGLang: {refusal.why}" if loads else "SGLang does not load it"
-        kernels: dict[str, dict[bool, Kernel | None]] = {}
+        kernels: dict[str, dict[tuple[str, bool], Kernel | None]] = {}
         for engine in ENGINES_FOR["both"]:
             if engine not in reasons and self.hardware is not None:
-                kernels[engine] = {kind: find_kernel(engine, scheme.name, self.hardware, kind) for kind in kinds}
+                kernels[engine] = {
+                    (name, experts): find_kernel(engine, name, self.hardware, experts) for name, experts in kinds
+                }
                 if None in kernels[engine].values():
                     reasons[engine] = f"{engine} has no kernel for it on {self.targets[0].name}"
         engines = tuple(engine for engine in ENGINES_FOR["both"] if engine not in reasons)
@@ -215,8 +222,8 @@ class _Table:
             bits=8 * sum(line.bytes_after for line in quantized) / elements,
             bytes=sum(line.bytes_after for line in plan.lines),
             engines=engines,
-            arithmetic=_arithmetic(used.get(False)),
-            expert_arithmetic=_arithmetic(used.get(True)),
+            arithmetic=_arithmetic(used, experts=False),
+            expert_arithmetic=_arithmetic(used, experts=True),
             needs=tuple(dict.fromkeys(kernel.needs for kernel in used.values() if kernel and kernel.needs)),
             kl=measured_kl(scheme),
             holds=self._holds(loaded_weights(plan.lines, plan.entry, output=True), plan.parallel),
@@ -292,12 +299,21 @@ class _Table:
         weights = LoadedWeights(0, 0).room(memory, self.count) - cache.sequence(self.context, self.fp8, self.count)
         return best.bytes < (1 - UNUSED) * weights * self.count
 
-    def _fit_options(self) -> list[str]:
-        """The options of compress for a mixture."""
+    def _mixture(self, best: SchemeFit) -> str:
+        """The command of compress for a mixture, of the schemes of one engine if only that one loads the best."""
         request = self.request
         count = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
         context = ["--context", count] if request.context != options_of(CompareSchemes)["context"].default else []
-        return ["--fit", str(request.gpu), *context, *(["--for", request.engines] if request.engines else [])]
+        engines = request.engines or (best.engines[0].lower() if len(best.engines) == 1 else None)
+        return self._command("--fit", str(request.gpu), *context, *(["--for", engines] if engines else []))
+
+    def _calibrated(self, best: SchemeFit, rows: Iterable[SchemeFit], plan: Plan) -> Calibrated | None:
+        """What fits and lost least with a calibration, if that is less than the best scheme."""
+        if summary.has_quantized_source(plan):
+            return None
+        fitting = [SCHEMES[row.scheme] for row in rows if row.scheme is not None and self._fits(row)]
+        measured = [row for row in MEASURED if row.readings and row.scheme in fitting and row.kl < (best.kl or 0)]
+        return min((Calibrated(row.options, row.kl) for row in measured), key=lambda one: one.kl, default=None)
 
     def _command(self, *words: str) -> str:
         """The command of compress with these options, and with those that were given here."""
@@ -311,17 +327,11 @@ class _Table:
         return shlex.join(["openquant", "compress", "-m", os.fspath(request.model), *given])
 
 
-def _arithmetic(kernel: Kernel | None) -> str | None:
-    return kernel.arithmetic if kernel else None
+def _arithmetic(kernels: Mapping[tuple[str, bool], Kernel | None], experts: bool) -> str | None:
+    """The numbers that are multiplied in experts, or in other layers, by the first kernel that is for these."""
+    return next((kernel.arithmetic for (_, kind), kernel in kernels.items() if kernel and kind is experts), None)
 
 
 def _is_mixed(scheme: Scheme) -> bool:
     """Whether a mixture can have the scheme: only weights are quantized, and what it loses was measured."""
     return scheme in MIXED and activations(scheme) == "16 bits" and measured_kl(scheme) is not None
-
-
-def _calibrated(best: SchemeFit) -> Calibrated | None:
-    """The same scheme with the calibration that lost least."""
-    assert best.scheme is not None and best.kl is not None
-    rows = [row for row in MEASURED if row.scheme == SCHEMES[best.scheme] and row.readings and row.kl < best.kl]
-    return min((Calibrated(row.options, row.kl) for row in rows), key=lambda one: one.kl, default=None)

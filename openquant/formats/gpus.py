@@ -113,9 +113,9 @@ def nearest_gpus(name: str) -> tuple[str, ...]:
     if len(name) > LONGEST:
         return ()
     key = _key(name)
-    keys = [known for known in _BY_KEY if len(key) > 2 and key in known]
-    keys = keys or difflib.get_close_matches(key, _BY_KEY, n=5)
-    return tuple(dict.fromkeys(_BY_KEY[key].name for key in keys))[:3]
+    names = {_key(gpu.name): gpu.name for gpu in GPUS}
+    keys = [known for known in names if len(key) > 2 and key in known]
+    return tuple(names[known] for known in (keys or difflib.get_close_matches(key, names))[:3])
 
 
 def is_apple(name: str) -> bool:

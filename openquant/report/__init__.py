@@ -1,7 +1,7 @@
 """Results as text for a terminal, as the model card, and as an HTML page or picture.
 
-text                 plan and summary of a run, and what verify found; `evaluation`, `diagnosis` and `explained` for
-                     those verbs
+text                 plan and summary of a run, and what verify found; `evaluation`, `diagnosis`, `explained` and `fit`
+                     for those verbs
 card                 README.md of an output
 html, pages, charts  an HTML page, what it shows for each verb, and its charts
 comparison           the picture of several outputs: size against KL

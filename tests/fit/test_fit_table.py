@@ -1,0 +1,478 @@
+"""openquant fit: cells, their order, the commands, what it refuses, and that it reads headers only."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import EXAMPLE, ROOT
+from openquant import FitTable, compress, fit_table
+from openquant.cli.commands import main
+from openquant.diagnosis.measured import MEASURED, measured_kl
+from openquant.errors import OpenQuantError, PlanError, UsageError
+from openquant.files.checkpoint import open_checkpoint
+from openquant.fit.budget import allowed_context, read_budget, weights_on_gpus
+from openquant.formats.gpus import GPUS, find_gpu
+from openquant.formats.schemes import SCHEMES, find_scheme
+from openquant.plan import summary
+from openquant.plan.decisions import PlanOptions
+from openquant.plan.plan import make_plan
+from openquant.plan.serving import OVERHEAD, UTILIZATION
+from openquant.report.fit import fit_text
+from support import small_checkpoints
+from support.loopback_hub import COMMIT, LoopbackHub
+
+# Bytes of a token in a bfloat16 KV cache of `qwen`: layers, keys and values, heads, numbers of a head, bytes.
+TOKEN = 64 * 2 * 8 * 128 * 2
+A6000, RTX_4090 = int(47.4 * 2**30), int(23.5 * 2**30)
+
+
+def write_headers(root: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Path:
+    """Write a checkpoint of which the weights are a hole in the file."""
+    root.mkdir()
+    (root / "config.json").write_text(json.dumps(config))
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        end = at + 2 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    with (root / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    return root
+
+
+def qwen(root: Path, experts: int = 0, layers: int = 64, **more: Any) -> Path:
+    """A model with the shapes of Qwen3-32B, or with experts a fifth as wide."""
+    hidden, inner, queries, keys, vocab = 5120, 25600, 64 * 128, 8 * 128, 151936
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": inner,
+        "max_position_embeddings": 40960,
+        "num_experts": experts,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    paths = [f"mlp.experts.{number}." for number in range(experts)] or ["mlp."]
+    for layer in range(layers):
+        attention = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
+        shapes |= {f"model.layers.{layer}.self_attn.{name}_proj.weight": shape for name, shape in attention.items()}
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden, "q_norm": 128, "k_norm": 128}
+        for name, size in norms.items():
+            shapes[f"model.layers.{layer}.{'self_attn.' if size == 128 else ''}{name}.weight"] = (size,)
+        if experts:
+            shapes[f"model.layers.{layer}.mlp.gate.weight"] = (experts, hidden)
+        rows = inner // 5 if experts else inner
+        for path in paths:
+            for name, shape in {"gate": (rows, hidden), "up": (rows, hidden), "down": (hidden, rows)}.items():
+                shapes[f"model.layers.{layer}.{path}{name}_proj.weight"] = shape
+    return write_headers(root, config | more, shapes)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen(tmp_path_factory.mktemp("fit") / "Qwen3-32B")
+
+
+def rows_of(found: FitTable) -> list[str | None]:
+    return [row.scheme for row in found.schemes]
+
+
+def kl(scheme: str) -> str:
+    found = measured_kl(SCHEMES[scheme])
+    return "-" if found is None else f"{found:.4f}"
+
+
+def test_the_cells_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", str(EXAMPLE), "--gpu", "rtx-4090", "--for", "both", "--context", "1k"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # 2048 bytes a token, in sequences of 1024, in 92 % of 23.5 GiB less 2 GB and the weights.
+    at_once = [int((RTX_4090 * UTILIZATION - OVERHEAD - nbytes) // 2**21 // 1000) for nbytes in (8394240, 5269440)]
+    assert at_once == [10, 10]
+    assert lines == [
+        f"{EXAMPLE}: Qwen3ForCausalLM",
+        "1 RTX 4090 of 25.2 GB (Ada), for sequences of 1,024 tokens in a bfloat16 KV cache",
+        "",
+        "scheme        bits     size  GPUs  longest  at once  computes  engine      KL",
+        "(as it is)       -  8.39 MB     1       2k      10k   16 bits       -       0",
+        f"int8-weights  8.05  5.27 MB     1       2k      10k   16 bits    both  {kl('int8-weights')}",
+        f"channel       8.10  5.29 MB     1       2k      10k       FP8    both  {kl('channel')}",
+        f"tensor        8.00  5.25 MB     1       2k      10k       FP8    both  {kl('tensor')}",
+        f"int8          8.10  5.29 MB     1       2k      10k      INT8    both  {kl('int8')}",
+        f"nvfp4         4.50  3.87 MB     1       2k      10k   16 bits    both  {kl('nvfp4')}",
+        f"nvfp4-w4a4    4.50  3.87 MB     1       2k      10k   16 bits    both  {kl('nvfp4-w4a4')}",
+        f"int4          4.13  3.73 MB     1       2k      10k   16 bits    both  {kl('int4')}",
+        "block         8.00  5.25 MB     1       2k      10k   16 bits    both       -",
+        "",
+        "KL: what SmolLM2-135M-Instruct lost, in nats, without a calibration; other models lose more or less",
+        "-: not measured in this form (docs/formats.md)",
+        "activations are not rounded there, so less is lost: nvfp4-w4a4, block",
+        "not mxfp8, int7, int6, int5, int3, int2, mxfp4: SGLang does not load it",
+        "",
+        "the model fits as it is; a scheme leaves room for longer or more sequences",
+        f"  openquant compress -m {EXAMPLE} --scheme int8-weights",
+    ]
+
+
+def test_the_document_has_the_table_of_qwen3_32b(model: Path) -> None:
+    """Shapes, and so all bytes, are those of Qwen/Qwen3-32B."""
+    found = fit_table(model, "5090", context="16k")
+    assert next(row.bytes for row in found.schemes if row.scheme is None) == 65_524_246_528
+    text = fit_text(found).replace(str(model), "Qwen/Qwen3-32B")
+    assert f"```\n$ openquant fit Qwen/Qwen3-32B --gpu 5090 --context 16k\n{text}\n```" in (
+        (ROOT / "docs" / "fit.md").read_text()
+    )
+
+
+def test_the_document_names_all_gpus() -> None:
+    """With the gigabytes that CUDA reports."""
+    text = (ROOT / "docs" / "fit.md").read_text()
+    for gpu in GPUS:
+        name = gpu.name if gpu.memory is None else f"{gpu.name} ({gpu.memory / 1e9:.1f})"
+        assert name in text
+
+
+def test_the_figures_of_a_row(model: Path) -> None:
+    found = fit_table(model, "A6000", context="16k")
+    assert (found.architecture, found.context, found.longest_context, found.unknown) == (
+        *("Qwen3ForCausalLM", 16384, 40960),
+        None,
+    )
+    checkpoint = open_checkpoint(model)
+    for row in found.schemes:
+        [held] = row.holds
+        if row.scheme is None:
+            # 65.5 GB, of which two ranks have a half each.
+            assert (row.bytes, held.gpus, held.left) == (
+                summary.source_bytes(make_plan(checkpoint, SCHEMES["int4"])),
+                2,
+                0,
+            )
+            continue
+        plan = make_plan(checkpoint, SCHEMES[row.scheme])
+        assert row.bytes == summary.output_bytes(plan)
+        assert row.bits == pytest.approx(
+            8 * sum(line.bytes_after for line in plan.lines if line.quantized) / (64 * 5120 * (3 * 25600 + 18432))
+        )
+        room = int(A6000 * UTILIZATION) - OVERHEAD - row.bytes
+        assert (held.gpus, held.longest, held.sequences) == (1, min(room // TOKEN, 40960), room // (16384 * TOKEN))
+        assert held.left == held.longest
+        assert row.engines == tuple(SCHEMES[row.scheme].engines)
+
+
+def test_two_gpus_share_weights_and_cache(model: Path) -> None:
+    found = fit_table(model, "2x4090", context=40960)
+    [held] = next(row for row in found.schemes if row.scheme == "int6").holds
+    shapes = {"model.embed_tokens": 1, "lm_head": 1}
+    plan = make_plan(open_checkpoint(model), SCHEMES["int6"])
+    whole = sum(line.bytes_after for line in plan.lines if not plan.entry.rule(line.names[0]).divided)
+    assert {name for line in plan.lines for name in line.names} >= shapes.keys()
+    room = int(RTX_4090 * UTILIZATION) - OVERHEAD - (summary.output_bytes(plan) - whole) // 2 - whole
+    assert (held.gpus, held.longest, held.sequences) == (2, 40960, room // (40960 * TOKEN // 2))
+    # int8-weights needs four: what is left of two is said too.
+    [held] = next(row for row in found.schemes if row.scheme == "int8-weights").holds
+    assert held.gpus == 4 and held.left is not None and 0 < held.left < 40960
+
+
+def test_what_fits_comes_first_then_what_loses_least_then_what_is_smallest(model: Path) -> None:
+    names = rows_of(fit_table(model, "5090", context="16k"))
+    fitting = ["int5", "nvfp4", "nvfp4-w4a4", "int4", "mxfp4"]
+    # Of the last two no KL is known; the larger first. int8 has no kernel on Blackwell.
+    assert names[:7] == [*sorted(fitting, key=kl), "int3", "int2"]
+    assert names[7:-1] == ["int8-weights", "int6", "channel", "tensor", "mxfp8", "block", "int7"]
+    # It needs four.
+    assert names[-1] is None
+    # Twice as much memory, and no scheme needs more than one.
+    assert rows_of(fit_table(model, "H100", context="16k"))[0] is None
+
+
+def test_equal_losses_are_ordered_by_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openquant.fit.table.measured_kl", lambda _: 0.5)
+    rows = fit_table(model, "H100").schemes[1:]
+    assert [row.bytes for row in rows] == sorted(row.bytes for row in rows)
+
+
+def test_the_commands_for_the_best_and_for_a_mixture(model: Path) -> None:
+    found = fit_table(model, "5090", context="16k")
+    assert (found.best, found.command) == ("int5", f"openquant compress -m {model} --scheme int5")
+    # Only vLLM loads int5.
+    assert found.mixture == f"openquant compress -m {model} --fit 5090 --context 16k --for vllm"
+    best = min((row for row in MEASURED if row.options == "--scheme nvfp4 --gptq"), key=lambda row: row.kl)
+    assert found.calibrated is not None
+    assert (found.calibrated.options, found.calibrated.kl) == (best.options, best.kl)
+    options: dict[str, Any] = {"kv_cache": "fp8", "ignore": ["**.o_proj", "**.q_proj"], "quantize_lm_head": True}
+    more = "--kv-cache fp8 --quantize-lm-head --ignore '**.o_proj' --ignore '**.q_proj'"
+    found = fit_table(model, "2x80GB", engines="sglang", architecture="Qwen3ForCausalLM", **options)
+    words = f"--kv-cache fp8 --quantize-lm-head --architecture Qwen3ForCausalLM {more.split('head ')[1]}"
+    assert found.command == f"openquant compress -m {model} --scheme int8-weights {words}"
+    # Where int8-weights fits, a mixture gains nothing; nor where the best fills the GPU.
+    assert found.mixture is None
+    assert fit_table(model, "24.5GB", context=2048, engines="sglang").mixture is None
+    found = fit_table(model, "30GB", context=2048, engines="sglang")
+    assert (found.best, found.mixture) == (
+        "nvfp4",
+        f"openquant compress -m {model} --fit 30GB --context 2k --for sglang",
+    )
+
+
+def test_a_mixture_that_is_offered_is_one_that_compress_takes(model: Path) -> None:
+    """The budget of the offered command leaves more than the best scheme takes."""
+    plan = make_plan(open_checkpoint(model), SCHEMES["int4"])
+    config = plan.source.config
+    limit = weights_on_gpus(read_budget("5090"), plan, config, 16384, False)
+    rows = {row.scheme: row.bytes for row in fit_table(model, "5090", context="16k").schemes}
+    assert rows["int5"] < limit < rows["int6"]
+
+
+def test_a_model_that_runs_its_layers_twice_gets_no_mixture(model: Path, tmp_path: Path) -> None:
+    copy = qwen(tmp_path / "loops", architectures=["IQuestLoopCoderForCausalLM"], loop_num=2, loop_window_size=64)
+    found = fit_table(copy, "30GB", context=2048)
+    assert found.best is not None and found.mixture is None
+
+
+def test_experts_have_kernels_of_their_own(tmp_path: Path) -> None:
+    moe = qwen(tmp_path / "moe", experts=8, layers=8)
+    found = fit_table(moe, "L40S", context="16k")
+    rows = {row.scheme: row for row in found.schemes}
+    assert (rows["block"].arithmetic, rows["block"].expert_arithmetic) == ("16 bits", "FP8")
+    assert "16 bits/FP8" in next(line for line in fit_text(found).splitlines() if line.startswith("block"))
+    # SGLang has no experts in INT8.
+    assert rows["int8"].engines == ("vLLM",)
+    assert "SGLang" in fit_table(moe, "L40S", engines="sglang").refused["int8"]
+    # vLLM's kernel for dense layers fails on Blackwell.
+    assert fit_table(moe, "B200").refused["int8"] == "no engine has a kernel for it on B200"
+
+
+def test_without_a_gpu_there_are_three_sizes_and_no_command(model: Path) -> None:
+    found = fit_table(model, context="32k")
+    assert [target.memory_bytes for target in found.targets] == [24 * 10**9, 48 * 10**9, 80 * 10**9]
+    assert rows_of(found)[:3] == [None, "int8-weights", "int6"]
+    assert [held.gpus for held in found.schemes[1].holds] == [4, 2, 1]
+    assert (found.best, found.command, found.mixture, found.calibrated) == (None, None, None, None)
+    text = fit_text(found)
+    assert text.splitlines()[-1] == "name your GPU with --gpu, such as --gpu 4090, to get the command for it"
+    assert "int8-weights  8.00  34.3 GB  4: 40k  2: 40k  1: 40k    both  0.0051" in text
+
+
+def test_memory_alone_says_nothing_of_arithmetic(model: Path) -> None:
+    found = fit_table(model, "48GB")
+    assert all(row.arithmetic is None and row.needs == () for row in found.schemes)
+    assert "computes" not in fit_text(found)
+    assert fit_text(found).splitlines()[1].startswith("1 GPU of 48 GB, for sequences of 8,192 tokens")
+
+
+def test_a_cpu_has_no_size() -> None:
+    found = fit_table(EXAMPLE, "cpu")
+    assert {row.scheme for row in found.schemes} == {None, "tensor", "channel", "block", "int8", "int4"}
+    assert found.best == "channel" and found.mixture is None
+    text = fit_text(found)
+    assert text.splitlines()[1].startswith("CPU, for sequences of 2,048 tokens") and "GPUs" not in text
+    assert "AMX: needed for tensor, block" in text
+
+
+def test_an_fp8_cache_holds_twice_as_much(model: Path) -> None:
+    wide, narrow = (fit_table(model, "A6000", context="16k", kv_cache=cache) for cache in ("auto", "fp8"))
+    held = [next(row for row in found.schemes if row.scheme == "int4").holds[0] for found in (wide, narrow)]
+    assert held[0].sequences == 5 and held[1].sequences in (10, 11)
+    assert "in an FP8 KV cache" in fit_text(narrow)
+
+
+@pytest.mark.parametrize("gpu", [None, "4090", "2x4090", "T4", "H100", "48GB", "cpu"])
+def test_the_table_fits_a_terminal(tmp_path: Path, gpu: str | None) -> None:
+    moe = qwen(tmp_path / "moe", experts=8, layers=8)
+    text = fit_text(fit_table(moe, gpu, context=40000)).split("\n\n")[1]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_to_do_if_nothing_fits(model: Path) -> None:
+    def last(**given: Any) -> str:
+        return fit_text(fit_table(model, **given)).splitlines()[-1]
+
+    advice = "name as many with --gpu, or try a smaller --context, --kv-cache fp8 or --quantize-lm-head"
+    left = (
+        int(RTX_4090 * UTILIZATION)
+        - OVERHEAD
+        - summary.output_bytes(make_plan(open_checkpoint(model), SCHEMES["int4"]))
+    )
+    assert last(gpu="4090", context="16k") == (
+        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2: {advice}"
+    )
+    assert last(gpu="2GB") == f"no scheme with a known KL fits 1 GPU, nor as many as 8 of them: {advice}"
+
+
+def test_a_quantized_source_needs_no_calibration_and_is_not_called_unquantized(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(EXAMPLE, out)
+    found = fit_table(out, "4090")
+    [source] = [row for row in found.schemes if row.scheme is None]
+    assert source.arithmetic is None and source.bytes < 6 * 10**6
+    assert found.calibrated is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "hint"),
+    [
+        ({"gpu": "4091"}, 'gpu="4091" is no GPU that is known', "did you mean RTX 4090"),
+        ({"gpu": "24"}, 'gpu="24" is no GPU that is known', 'give its memory: gpu="24GB"'),
+        ({"gpu": "5.0bits"}, 'gpu="5.0bits" is no GPU', "give its memory"),
+        ({"gpu": "0x4090"}, 'gpu="0x4090" is no GPU', ""),
+        ({"gpu": "0GB"}, 'gpu="0GB" is no GPU', ""),
+        ({"gpu": "m3-max"}, 'gpu="m3-max": vLLM and SGLang have no kernels for Apple\'s GPUs', "serve it with mlx-lm"),
+        ({"gpu": ""}, "gpu: it is empty", ""),
+        ({"gpu": "3x4090"}, "3 GPUs cannot share this model: they do not divide it", "name one of 1, 2, 4 GPUs"),
+        ({"gpu": "8x4090"}, "8 GPUs cannot share this model: model.layers.*.self_attn.o_proj", "name one of 1, 2, 4"),
+        ({"context": 0}, "a context of 0 tokens holds nothing", ""),
+        ({"context": "8q"}, "context: 8q is no number of tokens", ""),
+        ({"context": "64k"}, "context=65536 is more than the model allows: max_position_embeddings is 2,048", ""),
+        ({"engines": "tgi"}, "engines tgi is no engine", "choose vllm, sglang or both"),
+        ({"kv_cache": "int8"}, "int8 is not a cache", "choose fp8 or auto"),
+        ({"gpu": "T4", "engines": "sglang"}, "no scheme is left", "name another engine or GPU"),
+        ({"ignore": ["**"]}, "no scheme is left, such as tensor: it quantizes nothing", ""),
+        ({"ignore": ["no.such.**"]}, "", ""),
+    ],
+)
+def test_refusals(given: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(OpenQuantError) as caught:
+        fit_table(EXAMPLE, **given)
+    assert caught.value.message.startswith(message), caught.value.message
+    assert caught.value.hint.startswith(hint), caught.value.hint
+
+
+def test_the_command_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", str(EXAMPLE), "--gpu", "rtx4091"]) == 2
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == "error: --gpu 'rtx4091' is no GPU that is known"
+    assert hint == ("hint: did you mean RTX 4090? Otherwise give its memory: --gpu 24GB or 2x24GB")
+
+
+def test_a_context_is_no_longer_than_the_model_allows() -> None:
+    assert [allowed_context(tokens, 2048) for tokens in (1, 2048, 4096, 8192)] == [1, 2048, 2048, 2048]
+    assert allowed_context(10**6, None) == 10**6
+    with pytest.raises(PlanError, match="^--context 8193 is more than the model allows"):
+        allowed_context(8193, 2048)
+    plan = make_plan(open_checkpoint(EXAMPLE), SCHEMES["int4"])
+    with pytest.raises(PlanError, match="max_position_embeddings is 2,048$"):
+        weights_on_gpus(read_budget("24GB"), plan, plan.source.config, 9000, False)
+
+
+def test_gpus_load_no_mtp_layers(tmp_path: Path) -> None:
+    """They come on top of what fits."""
+    small_checkpoints.write(tmp_path / "mtp", "DeepseekV3ForCausalLM")
+    plan = make_plan(open_checkpoint(tmp_path / "mtp"), find_scheme("int4"))
+    unloaded = sum(line.bytes_after for line in plan.lines if line.why == "MTP layer")
+    loaded = summary.output_bytes(plan) - unloaded
+    budget = read_budget("2.2GB")
+    assert unloaded > 0
+    serving = summary.serving(plan)
+    assert serving is not None and serving[1].cache is not None
+    cached = serving[1].cache.sequence(1024, False)
+    limit = weights_on_gpus(budget, plan, plan.source.config, 1024, False)
+    assert limit == int(2.2e9 * UTILIZATION) - OVERHEAD - cached + unloaded
+    [row] = [row for row in fit_table(tmp_path / "mtp", "2.2GB", context=1024).schemes if row.scheme == "int4"]
+    room = int(2.2e9 * UTILIZATION) - OVERHEAD - loaded
+    assert row.holds[0].sequences == room // cached
+
+
+@pytest.mark.parametrize(
+    ("config", "unknown"),
+    [
+        ({"max_position_embeddings": 10**11}, None),
+        ({"max_position_embeddings": 10**30}, None),
+        ({"max_position_embeddings": -1}, None),
+        ({"max_position_embeddings": "long"}, None),
+        ({"num_key_value_heads": 0, "num_attention_heads": 0}, None),
+        ({"num_hidden_layers": 10**11}, None),
+        (
+            {"layer_types": ["sliding_attention"] * 64, "sliding_window": "wide"},
+            "the window: config.json's sliding_window",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 64, "sliding_window": -4},
+            "the window: config.json's sliding_window is -4",
+        ),
+        ({"layer_types": [None, 3]}, None),
+    ],
+)
+def test_a_hostile_config_is_no_crash(tmp_path: Path, config: dict[str, Any], unknown: str | None) -> None:
+    root = qwen(tmp_path / "model", layers=8, **config)
+    for gpu in (None, "4090", "2xA100-80"):
+        try:
+            found = fit_table(root, gpu, context="8k")
+        except OpenQuantError:
+            continue
+        assert found.unknown is None if unknown is None else str(found.unknown).startswith(unknown)
+        text = fit_text(found)
+        assert ("the KV cache is not counted: it is not known" in text) is (unknown is not None)
+
+
+def test_what_is_not_known_of_the_cache_leaves_the_weights(tmp_path: Path) -> None:
+    root = qwen(tmp_path / "model", layer_types=["sliding_attention"] * 64, sliding_window="wide")
+    found = fit_table(root, "4090", context="16k")
+    held = {row.scheme: row.holds[0] for row in found.schemes}
+    assert (held["int4"].gpus, held["int4"].longest, held["int4"].sequences) == (1, None, None)
+    assert (held["int8-weights"].gpus, found.best, found.mixture) == (2, "nvfp4", None)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
+    with LoopbackHub(tmp_path / "hub") as server:
+        yield server
+
+
+def test_of_a_repository_only_headers_are_read(hub: LoopbackHub, tmp_path: Path) -> None:
+    hub.repositories["org/name"] = EXAMPLE
+    settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "openquant", "fit", "org/name", "--gpu", "a6000", "--json"],
+        cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == {**fit_table(EXAMPLE, "a6000").to_json(), "model": "org/name", "revision": COMMIT} | {
+        key: found[key] for key in ("command", "schemes", "targets")
+    }
+    # Of 8.4 MB.
+    assert hub.sent < 1_000_000
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+
+
+def test_json_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", str(EXAMPLE), "--gpu", "2x4090", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(json.dumps(fit_table(EXAMPLE, "2x4090").to_json()))
+    assert printed["targets"] == [
+        {"name": "RTX 4090", "memory_bytes": find_gpu("4090").memory, "hardware": "Ada", "count": 2}  # type: ignore[union-attr]
+    ]
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    root = qwen(tmp_path / "a\x1b[31m b")
+    text = fit_text(fit_table(root, "a6000"))
+    assert "\x1b" not in text and "'" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("options", [{}, {"fp8_kv_cache": True, "texts": {"documents": 1, "length": 2}}])
+def test_the_lines_of_a_plan_add_up_to_its_output(options: dict[str, Any]) -> None:
+    for scheme in SCHEMES.values():
+        try:
+            plan = make_plan(open_checkpoint(EXAMPLE), scheme, PlanOptions(**options))
+        except (PlanError, UsageError):
+            continue
+        assert sum(line.bytes_after for line in plan.lines) == summary.output_bytes(plan)
