@@ -77,7 +77,6 @@ def test_every_key_is_documented(out: Path, tmp_path: Path, capsys: pytest.Captu
     compressed = say("compress", "-m", EXAMPLE, "-o", out)
     require("compress", compressed, say("dequantize", out, "-o", tmp_path / "plain"))
     require("explain", say("explain", EXAMPLE, "**.{q_proj,down_proj}", "--scheme", "block"))
-    # Of the first something lost less with a calibration.
     require("fit", say("fit", EXAMPLE, "--gpu", "4090", "--for", "both"), say("fit", EXAMPLE))
     require("verify", say("verify", out, "--source", EXAMPLE, "--full"))
     require("diagnose", say("diagnose", EXAMPLE))
