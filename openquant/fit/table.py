@@ -101,13 +101,14 @@ class _Table:
 
     def __init__(self, request: CompareSchemes, budget: Budget | None, checkpoint: Checkpoint, identity: str) -> None:
         self.request, self.checkpoint, self.identity = request, checkpoint, identity
-        self.fp8, self.hardware, self.count = request.kv_cache == "fp8", None, 1
+        self.fp8 = request.kv_cache == "fp8"
+        gpu = budget.gpu if budget else None
+        self.hardware = gpu.hardware if gpu else None
+        self.count = budget.gpus if budget else 1
         self.targets = tuple(Target(None, nbytes, None, 1) for nbytes in COMMON)
         if budget is not None:
-            gpu, self.count = budget.gpu, budget.gpus
-            self.hardware = gpu and gpu.hardware
-            name = gpu and gpu.name
-            self.targets = (Target(name, int(budget.value) or None, self.hardware, self.count),)
+            self.targets = (Target(gpu.name if gpu else None, int(budget.value) or None, self.hardware, self.count),)
+        self.entry = ArchitectureChoice(request.architecture).entry(checkpoint)
         self.refused: dict[str, str] = {}
         # Numbers of GPUs that can share the model in some scheme.
         self.able: set[int] = set()
@@ -157,9 +158,9 @@ class _Table:
             measured_on=MODEL,
             schemes=tuple(rows),
             refused=self.refused,
-            best=best and best.scheme,
-            command=best and self._command("--scheme", str(best.scheme)),
-            calibrated=best and self._calibrated(best, rows, first),
+            best=best.scheme if best else None,
+            command=self._command("--scheme", str(best.scheme)) if best else None,
+            calibrated=self._calibrated(best, rows, first) if best else None,
             mixture=self._mixture(best) if best and self._wants_mixture(best, rows, first) else None,
         )
 
@@ -173,8 +174,7 @@ class _Table:
             # What compress would calibrate with, which no size depends on.
             texts={"documents": 1, "length": 2},
         )
-        entry = ArchitectureChoice(request.architecture).entry(self.checkpoint)
-        return make_plan(self.checkpoint, scheme, options, self.identity, entry)
+        return make_plan(self.checkpoint, scheme, options, self.identity, self.entry)
 
     def _open(self, plan: Plan) -> None:
         """Compute what all plans share: the KV cache, and the length of a sequence."""
@@ -190,8 +190,8 @@ class _Table:
     def _row(self, scheme: Scheme, plan: Plan) -> SchemeFit | None:
         """The row of a scheme; None if no engine that is asked for loads it, which `refused` then says."""
         # Layers that do not suit the scheme may have another one. The scheme itself comes first.
-        kinds = {(kind.name, bool(plan.entry.experts(weight.module))) for weight, kind in plan.decisions.kinds}
-        kinds = dict.fromkeys(sorted(kinds, key=lambda kind: (kind[0] != scheme.name, kind)))
+        used = {(kind.name, bool(plan.entry.experts(weight.module))) for weight, kind in plan.decisions.kinds}
+        kinds = sorted(used, key=lambda kind: (kind[0] != scheme.name, kind))
         if not kinds:
             self.refused[scheme.name] = "it quantizes nothing"
             return None
@@ -214,7 +214,7 @@ class _Table:
             missing = [reasons[engine] for engine in wanted if engine in reasons]
             self.refused[scheme.name] = "; ".join(missing) or f"no engine has a kernel for it on {self.targets[0].name}"
             return None
-        used = kernels.get((*wanted, *engines)[0], {})
+        first = kernels.get((*wanted, *engines)[0], {})
         quantized = [line for line in plan.lines if line.quantized]
         elements = sum(len(line.names) * prod(line.shape) for line in quantized)
         return SchemeFit(
@@ -222,9 +222,9 @@ class _Table:
             bits=8 * sum(line.bytes_after for line in quantized) / elements,
             bytes=sum(line.bytes_after for line in plan.lines),
             engines=engines,
-            arithmetic=_arithmetic(used, experts=False),
-            expert_arithmetic=_arithmetic(used, experts=True),
-            needs=tuple(dict.fromkeys(kernel.needs for kernel in used.values() if kernel and kernel.needs)),
+            arithmetic=_arithmetic(first, experts=False),
+            expert_arithmetic=_arithmetic(first, experts=True),
+            needs=tuple(dict.fromkeys(kernel.needs for kernel in first.values() if kernel and kernel.needs)),
             kl=measured_kl(scheme),
             holds=self._holds(loaded_weights(plan.lines, plan.entry, output=True), plan.parallel),
         )
