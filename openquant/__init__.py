@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from .evaluation.results import Evaluation
     from .evaluation.run import evaluate
     from .evaluation.types import OutputEvaluation
-    from .fit.result import FitTable
+    from .fit.result import FitTable, SearchResult
+    from .fit.search import search_mixtures
     from .fit.table import fit_table
     from .formats.names import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
     from .options import Push
@@ -53,6 +54,7 @@ __all__ = [
     "Result",
     "ScaleFormat",
     "SchemeName",
+    "SearchResult",
     "SourceError",
     "UsageError",
     "__version__",
@@ -64,6 +66,7 @@ __all__ = [
     "explain",
     "fit_table",
     "push",
+    "search_mixtures",
     "verify",
 ]
 
@@ -85,9 +88,11 @@ _HOMES = {
     "Report": "verification.outcome",
     "Reporter": "reporter",
     "Result": "result",
+    "SearchResult": "fit.result",
     "calibrate": "calibration.run",
     "evaluate": "evaluation.run",
     "fit_table": "fit.table",
+    "search_mixtures": "fit.search",
     "verify": "verification.verify",
 }
 

@@ -720,6 +720,13 @@ def _require_context(context: int) -> None:
         raise UsageError(f"a context of {context} tokens holds nothing", "give --context 8k or more")
 
 
+def _scheme_names(given: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(name.strip() for text in given for name in text.split(","))
+    if len(set(names)) < len(names):
+        raise UsageError("--candidates names a scheme twice", "name each once")
+    return names
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(OptionGroup):
     """The size that compress() chooses schemes for."""
@@ -755,11 +762,8 @@ class FitOptions(OptionGroup):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require_context(self.context)
-        names = tuple(name.strip() for given in self.candidates for name in given.split(","))
-        object.__setattr__(self, "candidates", names)
-        if len(set(names)) < len(names):
-            raise UsageError("--candidates names a scheme twice", "name each once")
-        if self.fit is None and (self.context, self.engines, names) != (8192, "both", ()):
+        object.__setattr__(self, "candidates", _scheme_names(self.candidates))
+        if self.fit is None and (self.context, self.engines, self.candidates) != (8192, "both", ()):
             raise UsageError("--context, --for and --candidates are for --fit", "give --fit too, or leave them out")
 
 
@@ -804,6 +808,19 @@ class CompareSchemes(ModelSource):
             raise UsageError(f"{self.kv_cache} is not a cache", "choose fp8 or auto")
         if self.engines not in (None, "vllm", "sglang", "both"):
             raise UsageError(f"--for {self.engines} is no engine", "choose vllm, sglang or both")
+
+
+@dataclass(frozen=True)
+class Search(Device, Streaming, CompareSchemes):
+    """What search_mixtures() measures."""
+
+    candidates: Sequence[str] = same_as(FitOptions, "candidates", help="Schemes to mix, separated by commas.")
+    text: Sequence[str | os.PathLike[str]] = same_as(Texts, "text")
+    dataset: str | None = same_as(Texts, "dataset")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "candidates", _scheme_names(self.candidates))
 
 
 @dataclass(frozen=True)
@@ -1067,6 +1084,18 @@ class ReportFigure:
         "FILE.png",
         read=filled,
         completes="file",
+    )
+
+
+@dataclass(frozen=True)
+class WithSearch:
+    """What `openquant fit` does."""
+
+    search: bool = option(
+        False,
+        "Measure mixtures of all sizes on this model. It runs texts through it, writes no checkpoint, and keeps the "
+        "scores for --fit.",
+        QUANTIZATION,
     )
 
 

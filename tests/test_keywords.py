@@ -30,7 +30,10 @@ from openquant.options import (
     options_of,
 )
 
-VERBS = ["calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain", "fit_table", "push", "verify"]
+VERBS = [
+    *("calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain", "fit_table", "push", "search_mixtures"),
+    "verify",
+]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from ..options import (
     Calibrate,
     CalibrationTexts,
     Check,
-    CompareSchemes,
     Diagnose,
     Evaluate,
     Explain,
@@ -31,8 +30,10 @@ from ..options import (
     ReportFigure,
     ReportPage,
     Run,
+    Search,
     Texts,
     Verbosity,
+    WithSearch,
     flags_of,
     options_of,
 )
@@ -214,7 +215,12 @@ def verb_parser() -> Parser:
         "MODEL [--gpu NAME] [options]",
         "Qwen/Qwen3-32B --gpu 4090 --context 32k",
         "Qwen3-32B --gpu 2xA100-80 --for vllm --json",
-    ).add_options(CompareSchemes, JsonOutput, positional=("model",))
+        "Qwen3-32B --gpu 4090 --search --report page.html",
+    ).add_options(
+        *(WithSearch, Search, Verbosity, JsonOutput, ProgressLines, ReportPage),
+        positional=("model",),
+        without=("verbose",),
+    )
     add(
         "dequantize",
         "Convert a quantized checkpoint back to bfloat16 weights.",

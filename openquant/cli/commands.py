@@ -26,6 +26,7 @@ from ..options import (
     Push,
     Recipe,
     Run,
+    Search,
     Texts,
     files_read,
     flags_of,
@@ -354,6 +355,13 @@ def _explain(given: Given, interrupts: Interrupts) -> int:
 def _fit(given: Given, interrupts: Interrupts) -> int:
     from ..fit.table import fit_table
 
+    if given.get("search"):
+        return _search(given, interrupts)
+    for name, option in options_of(Search).items():
+        if name in given and name not in options_of(CompareSchemes):
+            raise UsageError(f"{flags_of(name, option)[-1]} is for --search", "give --search too, or leave it out")
+    if _command(given).report is not None:
+        raise UsageError("--report is for --search", "give --search too, or leave it out")
     found = fit_table(**values_for(CompareSchemes, given))
     if _command(given).json:
         print_json(found.to_json(), interrupts)
@@ -361,6 +369,32 @@ def _fit(given: Given, interrupts: Interrupts) -> int:
         from ..report.fit import fit_text
 
         require_printed(say(fit_text(found), sys.stdout))
+    return 0
+
+
+def _search(given: Given, interrupts: Interrupts) -> int:
+    from ..fit.search import search_mixtures
+
+    command = _command(given)
+    page = _page(given, [given["model"]])
+    silent, lines = command.quiet, command.progress == "json"
+    reporter = Terminal(interrupts, True, silent, False, lines, lambda *_: None)
+    try:
+        found = search_mixtures(**values_for(Search, given), reporter=reporter)
+    finally:
+        reporter.close()
+    require_printed(reporter.failure)
+    if page is not None:
+        from ..report.html import render_page
+        from ..report.pages import searched_page
+
+        page.write(render_page(searched_page(found)).encode())
+    if command.json:
+        print_json(found.to_json(), interrupts)
+    elif not command.quiet:
+        from ..report.fit import frontier_text
+
+        require_printed(say(frontier_text(found), sys.stdout))
     return 0
 
 

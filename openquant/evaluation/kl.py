@@ -284,6 +284,11 @@ def bootstrap_interval(documents: Sequence[Figures], seed: int) -> list[float] |
     return [float(edge) for edge in np.quantile(means, [0.025, 0.975])]
 
 
+def mean_kl(documents: Sequence[DocumentRecord]) -> float:
+    """Return the mean KL divergence over all positions of all documents, in nats."""
+    return mean(_concatenate(documents, lambda record: record.kl))
+
+
 def mean(figures: npt.NDArray[Any]) -> float:
     """Return the mean of an array; 0 if it is empty.
 

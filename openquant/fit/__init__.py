@@ -4,12 +4,16 @@
 |---|---|
 | `table`, `result` | `openquant fit`: every scheme in one table, from headers alone |
 | `budget` | reads `--fit` and `--gpu`: bits a weight, bytes, GPUs by memory or name, or a KL divergence |
+| `menu` | the schemes that may be chosen, and the best mixtures of all sizes |
 | `units` | the groups of layers that need one scheme, and the size of each in every scheme |
 | `rounding` | weights as a scheme rounds them, for a model that runs |
 | `scores` | runs texts with one unit quantized at a time: the KL divergence that each choice costs |
 | `allocation` | the best choice for each size, by dynamic programming |
-| `run` | `compress --fit`: scores, choice, check on other texts, and the options that the choice stands for |
+| `session` | runs texts through the model, and keeps the scores |
+| `run` | `compress --fit`: choice, check on other texts, and the options that the choice stands for |
+| `search` | `openquant fit --search`: size and KL divergence of mixtures of all sizes |
 
     openquant fit Qwen/Qwen3-32B --gpu 4090 --context 32k
+    openquant fit Qwen/Qwen3-32B --gpu 4090 --search
     openquant compress -m Qwen/Qwen3-32B --fit 5.0bits
 """

@@ -41,6 +41,21 @@ class Menu:
         """One of the plans, for what they have in common."""
         return next(iter(self.plans.values()))
 
+    @property
+    def smallest(self) -> int:
+        """Bytes of all weights of the smallest output."""
+        return self.fixed + sum(min(choice.nbytes for choice in unit.choices.values()) for unit in self.units)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of all weights with all units unquantized."""
+        return self.fixed + sum(unit.choices[UNQUANTIZED].nbytes for unit in self.units)
+
+    def bytes_of_bits(self, bits: float) -> int:
+        """Bytes of all weights if those of the units have so many bits each."""
+        # Two decimals are meant: nvfp4 has a little more than 4.5 bits.
+        return self.fixed + int((bits + 0.005) * sum(unit.elements for unit in self.units) / 8)
+
     def size(self, mixture: Mixture) -> int:
         """Bytes of all weights of the output with a mixture."""
         return self.fixed + sum(unit.choices[mixture[number]].nbytes for number, unit in enumerate(self.units))

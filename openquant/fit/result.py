@@ -127,3 +127,67 @@ class FitTable:
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, as `--json` prints them."""
         return asdict(self) | {"refused": dict(self.refused)}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A mixture or a single scheme that was measured.
+
+    Attributes:
+        name: the scheme, "5.5bits", or "fits 4090".
+        scheme: the scheme that all layers have, as far as they can; None for a mixture.
+        bytes: size of all tensors of the output.
+        bits: bits of a weight that may be quantized, with its scales, on average.
+        predicted: the sum of the scores of its units, in nats.
+        kl: KL divergence from the source, mean over positions, in nats.
+        interval: its 95 % interval over documents; None if there are too few.
+        shares: by scheme, or "unquantized", its share of the weights that may be quantized.
+        fits: whether it fits the GPUs; None if none are named.
+        command: the command that makes it.
+    """
+
+    name: str
+    scheme: str | None
+    bytes: int
+    bits: float
+    predicted: float
+    kl: float
+    interval: list[float] | None
+    shares: Mapping[str, float]
+    fits: bool | None
+    command: str
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of search_mixtures().
+
+    Attributes:
+        model: the model as it was named.
+        revision: its commit on the Hub; None for a local model.
+        architecture: name of the architecture whose registry entry was used.
+        source_bytes: size of all tensors of the source.
+        texts: what was measured on: the number of documents, their tokens, and where they are from.
+        texts_sha256: SHA-256 of their tokens.
+        engines: "vllm", "sglang" or "both".
+        gpu: the GPUs as they were named; None if none were.
+        context: tokens of the sequence that they are to hold.
+        limit: bytes of weights that fit them; None if none were named.
+        points: what was measured, the smallest first.
+    """
+
+    model: str
+    revision: str | None
+    architecture: str
+    source_bytes: int
+    texts: str
+    texts_sha256: str
+    engines: str
+    gpu: str | None
+    context: int
+    limit: int | None
+    points: tuple[Point, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name, as `--json` prints them."""
+        return asdict(self)

@@ -7,16 +7,14 @@ texts, and the single scheme is taken unless the mixture is closer to the source
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..distributed import Ranks
 from ..errors import PlanError, UsageError
-from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean
+from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..job import open_source
 from ..options import CalibrationTexts, FitOptions, Recipe, Run, flags_of, options_of
 from ..plan.decisions import PlanOptions
@@ -90,7 +88,28 @@ def choose_mixture(
         mixture = choice.smallest(budget.value)
     else:
         mixture = choice.within(limit)
+    for line in _chosen(mixtures, mixture):
+        reporter.calibrating(f"--fit: {line}")
     return as_options(recipe, menu, mixture)
+
+
+def _chosen(mixtures: BestMixtures, mixture: Mixture) -> Iterator[str]:
+    """Say for units of one name what they get, and what part of the predicted KL and of the bytes is theirs."""
+    by_name: dict[str, dict[str, int]] = {}
+    kl: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    for number, unit in enumerate(mixtures.menu.units):
+        choice = mixture[number]
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", unit.patterns[0], count=1)
+        chosen = by_name.setdefault(name, {})
+        chosen[choice] = chosen.get(choice, 0) + 1
+        kl[name] = kl.get(name, 0.0) + mixtures.scores.kl[number][choice]
+        sizes[name] = sizes.get(name, 0) + unit.choices[choice].nbytes
+    all_kl, all_bytes = sum(kl.values()) or 1.0, sum(sizes.values())
+    for name, chosen in by_name.items():
+        counts = ", ".join(f"{choice} {count}" for choice, count in sorted(chosen.items()))
+        share, part = 100 * kl[name] / all_kl, 100 * sizes[name] / all_bytes
+        yield f"{name}: {counts}; {share:.0f} % of the predicted KL, {part:.0f} % of the bytes"
 
 
 class _Choice:
@@ -182,15 +201,13 @@ def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) ->
         return None
     first = menu.plan
     if budget.kind == "bits":
-        # Two decimals are meant: nvfp4 has a little more than 4.5 bits.
-        limit = menu.fixed + int((budget.value + 0.005) * sum(unit.elements for unit in menu.units) / 8)
+        limit = menu.bytes_of_bits(budget.value)
     elif budget.kind == "size":
         limit = int(budget.value)
     else:
         config = text_config(first.decoded, first.model)
         limit = weights_on_gpus(budget, first, config, fit.context, options.fp8_kv_cache)
-    smallest = menu.fixed + sum(min(choice.nbytes for choice in unit.choices.values()) for unit in menu.units)
-    largest = menu.fixed + sum(unit.choices[UNQUANTIZED].nbytes for unit in menu.units)
+    smallest, largest = menu.smallest, menu.largest
     if limit < smallest:
         raise PlanError(
             f"--fit {fit.fit} leaves {limit / 1e9:.3g} GB for weights, and the smallest mixture takes "
@@ -204,11 +221,6 @@ def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) ->
             "serve the model as it is, or give a smaller budget",
         )
     return limit
-
-
-def mean_kl(records: Sequence[DocumentRecord]) -> float:
-    """Return the mean KL divergence over all positions of all documents."""
-    return mean(np.concatenate([record.kl for record in records]))
 
 
 def as_options(recipe: Recipe, menu: Menu, mixture: Mixture) -> Recipe:

@@ -112,6 +112,23 @@ def comparison(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
     return draw_svg(draw, _ON_SCREEN, -1), draw_svg(draw, _ON_PHONE, -2)
 
 
+def points_as_outputs(frontier: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what `comparison` needs to draw points of a search, whose noise floor is not known.
+
+    Args:
+        frontier: what `fit --search --json` prints.
+    """
+    return [
+        {
+            "output": {"name": point["name"]},
+            "sizes": {"output": point["bytes"], "source": frontier["source_bytes"]},
+            "kl": {"mean": point["kl"], "interval": point["interval"]},
+            "floor": {"kl": 0.0},
+        }
+        for point in frontier["points"]
+    ]
+
+
 def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> None:
     """Draw size against KL of several outputs of one source.
 

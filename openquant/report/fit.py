@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..diagnosis.measured import activations
-from ..fit.result import FitTable, Held, SchemeFit, Target
+from ..fit.result import FitTable, Held, Point, SchemeFit, SearchResult, Target
 from ..formats.schemes import SCHEMES
 from .card import gigabytes
 from .escape import join_lines, terminal
@@ -164,3 +164,45 @@ def _nothing(found: FitTable, target: Target) -> str:
     needs = f"; {row.scheme} needs {row.holds[0].gpus}" if row else ", nor as many as 8 of them"
     left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens" if most and most.holds[0].left else ""
     return f"no scheme with a known KL fits {gpus}{left}{needs}: {advice}"
+
+
+def frontier_text(found: SearchResult) -> str:
+    """Format what a search measured for a terminal.
+
+    Args:
+        found: the result of search_mixtures().
+
+    Returns:
+        The text: a row for each mixture and scheme, the smallest first, and the commands that make them.
+    """
+    name = f"{found.model}@{found.revision}" if found.revision else found.model
+    rows = [["", "bits", "size", "KL, nats", "95 % interval", "predicted", *(["fits"] if found.gpu else [])]]
+    for point in found.points:
+        interval = "" if point.interval is None else "{:.4f} to {:.4f}".format(*point.interval)
+        cells = [point.name, f"{point.bits:.2f}", gigabytes(point.bytes), f"{point.kl:.4f}", interval]
+        fits = [] if point.fits is None else ["yes" if point.fits else "no"]
+        rows.append([*cells, f"{point.predicted:.4f}", *fits])
+    lines = [
+        terminal(f"{name}: {found.architecture}"),
+        terminal(f"weights rounded to nearest, on {found.texts}"),
+        *(
+            ["" if found.limit is None else f"{found.gpu} leaves {gigabytes(found.limit)} for weights"]
+            if found.gpu
+            else []
+        ),
+        "",
+        *table(rows),
+        "",
+        "predicted: the sum of the scores, on other texts; it ranks mixtures, and is usually too large",
+        *_most(found.points),
+    ]
+    return join_lines(lines)
+
+
+def _most(points: Iterable[Point]) -> list[str]:
+    """The command for the point that fits and loses least; without GPUs, one for any size."""
+    fitting = [point for point in points if point.fits]
+    if fitting:
+        return ["", f"  {terminal(min(fitting, key=lambda point: point.kl).command)}"]
+    mixed = [point for point in points if point.scheme is None]
+    return ["", f"  {terminal(mixed[0].command)}"] if mixed else []

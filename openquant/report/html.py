@@ -70,6 +70,7 @@ class PageContent:
         notes: notes of the plan.
         serving: GPUs and memory to serve the model, as `compress --json` prints them.
         commands: commands that the user may type next.
+        frontier: what `fit --search --json` prints.
     """
 
     title: str
@@ -81,6 +82,7 @@ class PageContent:
     notes: Sequence[str] = ()
     serving: Mapping[str, Any] | None = None
     commands: Sequence[str] = ()
+    frontier: Mapping[str, Any] | None = None
 
 
 def require_tools(option: str) -> None:
@@ -112,7 +114,7 @@ def render_page(page: PageContent) -> str:
     from markupsafe import Markup
 
     from . import charts
-    from .comparison import by_kl, comparison, names_in_picture
+    from .comparison import by_kl, comparison, names_in_picture, points_as_outputs
     from .recovery import recovery_of_outputs, recovery_of_tasks
 
     environment = Environment(
@@ -148,6 +150,8 @@ def render_page(page: PageContent) -> str:
         recoveries=recovery_of_outputs(asked) if several and asked else (),
         recovery_of_tasks=recovery_of_tasks,
         beginning=names_in_picture([one["output"]["name"] for one in evaluations])[1] if several else "",
+        frontier=page.frontier,
+        frontier_pictures=() if page.frontier is None else comparison(points_as_outputs(page.frontier)),
         diagnosis=page.diagnosis,
         measured=MODEL,
         worst=worst,
@@ -157,7 +161,7 @@ def render_page(page: PageContent) -> str:
         notes=page.notes,
         served=page.serving,
         commands=page.commands,
-        words=words_on_page(evaluations, page.diagnosis, page.verified, page.lines, page.serving),
+        words=words_on_page(evaluations, page.diagnosis, page.verified, page.lines, page.serving, page.frontier),
         charts=charts,
         identity=evaluation_digest,
         most_texts=MOST_TEXTS,

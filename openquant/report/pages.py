@@ -11,6 +11,7 @@ from ..errors import OpenQuantError, SourceError
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination
 from ..files.evaluation import find_evaluation
+from ..fit.result import SearchResult
 from ..hub.source import local_source
 from ..plan import summary
 from ..plan.as_stored import stored_serving
@@ -153,6 +154,23 @@ def diagnosed_page(diagnosis: Mapping[str, Any]) -> PageContent:
         The page's content, for `render_page`.
     """
     return PageContent(diagnosis["model"], diagnosis["architecture"], diagnosis=diagnosis)
+
+
+def searched_page(found: SearchResult) -> PageContent:
+    """Make the page of `fit --search`: size against KL of mixtures and single schemes.
+
+    Args:
+        found: the result of search_mixtures().
+
+    Returns:
+        The page's content, for `render_page`.
+    """
+    return PageContent(
+        Path(found.model).name or found.model,
+        f"{found.architecture}, weights rounded to nearest, on {found.texts}",
+        frontier=found.to_json(),
+        commands=[point.command for point in found.points],
+    )
 
 
 def _evaluations(directory: Path | None) -> list[Mapping[str, Any]]:

@@ -92,6 +92,15 @@ _TASKS = {
     ),
     "KL at answers": "The mean KL at the tokens of the choices.",
 }
+_SEARCHED = {
+    **_SEVERAL,
+    **_DIVERGENCE,
+    "bits a weight": "Of the weights that may be quantized, with their scales, on average.",
+    "predicted KL": (
+        "The sum of what each group of layers loses alone, measured on a few other texts. It ranks mixtures, and is "
+        "usually too large."
+    ),
+}
 _SUSPECTS = {"suspects": "Layers, modules or files that differ by more than their formats explain, or than others do."}
 _ROUTED = {
     "routed otherwise": "The share of tokens that the layer's router sends to another expert than the source's does."
@@ -125,6 +134,7 @@ def words_on_page(
     verified: Mapping[str, Any] | None,
     lines: Sequence[Mapping[str, Any]],
     served: Mapping[str, Any] | None,
+    frontier: Mapping[str, Any] | None,
 ) -> dict[str, str]:
     """Choose the terms that a page needs.
 
@@ -134,12 +144,14 @@ def words_on_page(
         verified: what `verify --json` prints, if it is on the page.
         lines: lines of a plan on the page, with the key scheme.
         served: GPUs and memory to serve the model, if they are on the page.
+        frontier: what `fit --search --json` prints, if it is on the page.
 
     Returns:
         The meaning of each term, in the order in which they are listed.
     """
     words: dict[str, str] = {}
     words |= _SEVERAL if len(evaluations) > 1 else {}
+    words |= _SEARCHED if frontier else {}
     words |= _EVALUATED if evaluations else {}
     words |= _TASKS if any("tasks" in one for one in evaluations) else {}
     words |= _SUSPECTS if any(one["suspects"] for one in evaluations) else {}
@@ -149,6 +161,7 @@ def words_on_page(
     words |= _WEIGHTS if lines else {}
     words |= _scheme_words(line["scheme"] for line in lines)
     words |= _scheme_words(scheme for layer in (diagnosis or {}).get("layers", ()) for scheme in layer["errors"])
+    words |= _scheme_words(name for point in (frontier or {}).get("points", ()) for name in point["shares"])
     return words | (_SERVED if served else {})
 
 

@@ -124,6 +124,18 @@ def test_a_mixture_is_smaller_than_its_budget_better_than_one_scheme_and_repeate
     )
     assert mixture is not None and single is not None
     assert (mixture[1], single[1]) == ("the mixture", "--scheme nvfp4")
+    chosen = [
+        re.fullmatch(r"--fit: (\S+): (.+); (\d+) % of the predicted KL, (\d+) % of the bytes", line)
+        for line in lines[4:]
+    ]
+    names = [
+        f"model.layers.*.{name}"
+        for name in ("mlp.{gate_proj,up_proj}", "mlp.down_proj", "self_attn.{k_proj,q_proj,v_proj}", "self_attn.o_proj")
+    ]
+    assert sorted(match[1] for match in chosen if match) == sorted(names) and None not in chosen
+    for part in (3, 4):
+        assert sum(int(match[part]) for match in chosen if match) == pytest.approx(100, abs=2)
+    assert sum(int(count) for match in chosen if match for count in re.findall(r"\S (\d+)(?:,|$)", match[2])) == 16
     # What one independent choice with Fisher scores reached at this size, and a tenth more.
     assert float(mixture[2]) <= 0.0032 < float(single[2])
     assert not verify(out, EXAMPLE, full=True).problems

@@ -7,7 +7,9 @@ own classes make the parameters, and fill and slice them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +39,8 @@ OWN = 0.0002
 # Each has four schemes, and the bound on its divergence from the dequantized weights: of weights alone, and of layers
 # with FP8 and INT8 activations, which round. Found: 0.00007, 0.0006. test_serve_four_bits.py has one with experts.
 MIXTURES: dict[str, tuple[Mapping[str, Any], float]] = {
+    # What --fit chooses, with the output head among what it chooses for.
+    "fit": ({"fit": "5.5bits", "engines": "vllm", "quantize_lm_head": True, "gptq": True, "samples": 16}, OWN),
     "int4-int6-nvfp4-int8-weights": (
         {
             "scheme": "int4",
@@ -55,11 +59,15 @@ MIXTURES: dict[str, tuple[Mapping[str, Any], float]] = {
 
 
 @pytest.fixture(scope="module")
-def logprobs(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Of the source, each case, and `<it>-plain`."""
-    engine, root = find_engine(), tmp_path_factory.mktemp("widths")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The source, each case, and `<it>-plain`."""
     asked = {**CASES, **{name: options for name, (options, _) in MIXTURES.items()}}
-    return engine.logprobs(compressed_examples(root, asked), root / "answers", "text")
+    return compressed_examples(tmp_path_factory.mktemp("widths"), asked)
+
+
+@pytest.fixture(scope="module")
+def logprobs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    return find_engine().logprobs(models, tmp_path_factory.mktemp("widths-answers") / "answers", "text")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,6 +78,12 @@ def test_computes_what_codes_and_scales_stand_for(name: str, logprobs: Answers) 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_four_schemes_in_one_checkpoint_compute_what_codes_and_scales_stand_for(name: str, logprobs: Answers) -> None:
     assert logprobs.between(f"{name}-plain", name) <= MIXTURES[name][1]
+
+
+def test_the_chosen_mixture_has_three_schemes_or_more(logprobs: Answers, models: dict[str, Path]) -> None:
+    groups = json.loads((models["fit"] / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert len(groups) >= 3
+    assert logprobs.between("source", "fit") < logprobs.between("source", "int5")
 
 
 def test_each_bit_takes_most_of_the_loss(logprobs: Answers) -> None:

@@ -17,6 +17,7 @@ from chosen import CHOSEN, EVERYTHING
 from engine_client import EngineError, find_loader, rewrite, table_cells
 
 import openquant
+from conftest import EXAMPLE
 from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_others, find_scheme
@@ -246,6 +247,8 @@ ALL_CONTROLS = {
     "tower-expression": (Cell(GEMMA3, "channel"), "re:(.*[.])?vision_tower[.].*"),
 }
 CONTROLS = {name: control for name, control in ALL_CONTROLS.items() if control[0].architecture in CHOSEN}
+# What --fit chooses of the example.
+FIT = "fit"
 DROPPED = "model.layers.1.mlp.down_proj.weight_scale"
 
 Loaded = dict[str, "dict[str, Any] | EngineError"]
@@ -292,6 +295,9 @@ def outputs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
         found[name] = rewrite(
             root / f"{name}-whole", root / name, small_checkpoints.read(root / f"{name}-whole"), config
         )
+    compress(EXAMPLE, root / FIT, fit="5.5bits", engines="sglang")
+    openquant.dequantize(root / FIT, root / f"{FIT}-plain")
+    found[FIT] = root / FIT
     if QWEN3 not in CHOSEN:
         return found
     whole = root / f"{QWEN3}-tensor"
@@ -348,6 +354,12 @@ def test_sglang_loads_what_the_plan_says(
     plan = make_plan(open_checkpoint(sources[cell.architecture]), scheme, options)
     assert found.partition(":")[0] == ("refused" if sglang_refusal(plan.entry, plan.decisions) else "loaded"), found
     assert openquant.verify(outputs[str(cell)]).problems == ()
+
+
+def test_sglang_loads_the_mixture_that_is_chosen(outputs: dict[str, Path], loaded: Loaded) -> None:
+    groups = json.loads((outputs[FIT] / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert len(groups) == 3
+    assert status(loaded[FIT], outputs[FIT]) == "loaded"
 
 
 @pytest.mark.parametrize("name", [name for name in NOT_RUN if name in CHOSEN])
