@@ -15,9 +15,10 @@ from .numbers import BITSANDBYTES, INT8
 # bitsandbytes nn/modules.py:593 (4 bits) and :1095 (8 bits). The number of weights that share an absmax is in each
 # layer's quant_state; this is what transformers always takes.
 _BLOCK = 64
-_FOUR_BITS = {number.name: Format(number, (1, _BLOCK), Scale("weight.absmax", axes=1)) for number in BITSANDBYTES}
+_ABSMAX = Scale("weight.absmax", axes=1, of_zeros=0.0)
+_FOUR_BITS = {number.name: Format(number, (1, _BLOCK), _ABSMAX) for number in BITSANDBYTES}
 # bitsandbytes backends/default/ops.py, int8_vectorwise_dequant: 127 stands for the largest weight of a row, its SCB.
-_INT8 = Format(INT8, (1, None), Scale("SCB", axes=1, unit=1 / 127))
+_INT8 = Format(INT8, (1, None), Scale("SCB", axes=1, unit=1 / 127, of_zeros=0.0))
 
 
 def read_bitsandbytes(config: dict[str, Any]) -> Format:

@@ -32,7 +32,6 @@ from .schemes import (
     MXFP8,
     NVFP4,
     NVFP4_W4A4,
-    SCHEMES,
     STATIC,
     TENSOR,
     TENSOR_COMPRESSED,
@@ -85,11 +84,11 @@ class Quantization:
         return " and ".join(dict.fromkeys(fmt.label for _, fmt in self.groups)) or "weights as they are"
 
     @property
-    def checkable(self) -> bool:
-        """Whether `verify` knows how engines load it."""
-        numbers = {scheme.format.number for scheme in SCHEMES.values()}
-        is_known = self.method in ("fp8", "compressed-tensors", *IN_COLUMNS)
-        return is_known and all(fmt.number in numbers for _, fmt in self.groups)
+    def checked_as_engines_load(self) -> bool:
+        """Whether `verify` checks names, dtypes, settings and ignore list as engines load them; else only whether the
+        weights can be decoded.
+        """
+        return self.method in ("fp8", "compressed-tensors", *IN_COLUMNS)
 
     @property
     def scheme(self) -> Scheme | None:

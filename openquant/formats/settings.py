@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .quantization import IGNORE_KEYS, IN_COLUMNS
+from .quantization import IGNORE_KEYS
 from .schemes import INTEGER_GROUPS, TRANSFORMERS_REFUSAL
 
 # By key, the allowed values; None for keys that may have any value or are checked elsewhere.
@@ -90,15 +90,15 @@ def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[st
     """Check the values of a quantization_config.
 
     Args:
-        settings: the quantization_config of a config.json, of the method "fp8", "compressed-tensors", "awq" or "gptq".
-            `read_quantization` must have accepted it. Ignore lists may be replaced by None.
+        settings: the quantization_config of a config.json, of any method. `read_quantization` must have accepted it. Ignore
+            lists may be replaced by None.
 
     Returns:
         Problems with values, such as 'fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'; and the keys that
-        no engine reads, such as "config_groups.group_0.more". Both are empty for awq and gptq.
+        no engine reads, such as "config_groups.group_0.more". Both are empty for all methods but "fp8" and
+        "compressed-tensors", of which reading has checked all keys that it reads.
     """
-    if settings.get("quant_method") in IN_COLUMNS:
-        # awq_gptq.py has checked all keys that it reads.
+    if settings.get("quant_method") not in ("fp8", "compressed-tensors"):
         return [], []
     problems, unknown = [], []
     for path, mapping, allowed in _walk(settings):

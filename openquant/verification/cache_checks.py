@@ -51,7 +51,9 @@ def check_cache(headers: Headers, findings: Findings) -> None:
     try:
         fp8_cache = says_fp8_cache(headers.quantization.settings)
     except UsageError as error:
-        findings.problems.append(error.message)
+        # Of other methods than those that openquant writes, engines may read what openquant does not.
+        known = headers.quantization.checked_as_engines_load
+        (findings.problems if known else findings.notes).append(error.message)
         return
     if not fp8_cache:
         return
@@ -59,7 +61,7 @@ def check_cache(headers: Headers, findings: Findings) -> None:
     if (
         not findings.ours
         and isinstance(scheme, dict)
-        and (scheme.get("dynamic"), scheme.get("strategy")) != _STATIC_PER_TENSOR
+        and (scheme.get("dynamic"), scheme.get("strategy", "tensor")) != _STATIC_PER_TENSOR
     ):
         findings.notes.append("KV-cache scales are dynamic or per head: they are not checked")
         return

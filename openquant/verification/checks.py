@@ -20,7 +20,7 @@ from .cache_checks import check_cache
 from .config_checks import check_files, check_index, check_settings
 from .headers import Findings, Headers
 from .module_checks import check_fused, check_head, check_listed, check_unlisted
-from .weight_checks import check_strays, find_weights
+from .weight_checks import check_strays, find_decodable_weights, find_weights
 
 
 def check_headers(
@@ -53,20 +53,27 @@ def check_headers(
     if model and embedding and model.embedding is not None:
         model = model.with_embedding()
     entry = ModuleRules(with_layer_counts(model, checkpoint)) if model else None
-    weights = find_weights(checkpoint, quantization, codes_and_scales, findings)
+    as_loaded = quantization.checked_as_engines_load
+    find = find_weights if as_loaded else find_decodable_weights
+    weights = find(checkpoint, quantization, codes_and_scales, findings)
     headers = Headers(checkpoint, quantization, scheme, entry, head, embedding, *weights)
-    check_strays(headers, findings)
+    if as_loaded:
+        check_strays(headers, findings)
+        check_listed(headers, findings)
     check_cache(headers, findings)
-    check_listed(headers, findings)
     if entry is None:
+        unchecked = "which unquantized layers must be in the ignore list, and " if as_loaded else ""
         findings.notes.append(
-            f"{checkpoint.architecture} is not a known architecture: it was not checked which unquantized layers "
-            "must be in the ignore list, and which layers are fused"
+            f"{checkpoint.architecture} is not a known architecture: it was not checked {unchecked}which layers are fused"
         )
     else:
-        check_unlisted(headers, entry, findings)
-        check_fused(headers, entry, findings)
-    check_head(headers, findings)
+        if as_loaded:
+            check_unlisted(headers, entry, findings)
+        # A weight that cannot be decoded would count as unquantized.
+        if as_loaded or not findings.problems:
+            check_fused(headers, entry, findings)
+    if as_loaded:
+        check_head(headers, findings)
     check_index(checkpoint, findings)
     check_files(checkpoint, files, findings)
     return headers, findings

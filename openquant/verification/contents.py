@@ -47,6 +47,8 @@ class TensorTask:
         kv_cache_scale: whether it is a KV-cache scale, which belongs to no weight.
         finite_only: whether it is only checked for NaN and infinity, and not compared with the source.
         kept: whether codes and scales must be those of the quantized source.
+        by_decoding: whether the weight is checked as a Reader decodes it, because codes do not lie in rows or scales
+            are not stored as engines multiply by them.
     """
 
     info: TensorInfo
@@ -58,6 +60,7 @@ class TensorTask:
     kv_cache_scale: bool = False
     finite_only: bool = False
     kept: bool = False
+    by_decoding: bool = False
 
 
 @dataclass
@@ -261,8 +264,8 @@ class _Worker:
         """Check the codes and scales of a quantized weight, and compare it with the source if the task has one."""
         assert not isinstance(task.original, bytes)
         original, scheme = task.original, task.scheme
-        if weight.format is not None and weight.format.columns is not None:
-            self._check_columns(number, weight, original)
+        if task.by_decoding:
+            self._check_decoded(number, weight, original)
             return
         info, low = weight.codes, 0
         if weight.input_scale is not None:
@@ -326,11 +329,20 @@ class _Worker:
                 )
             self._report_error(number, weight, comparison, scheme is None and not task.gptq_rounded, task.gptq_rounded)
 
-    def _check_columns(self, number: int, weight: Weight, original: Weight | None) -> None:
-        """Check a weight of AWQ's or GPTQ's layout by decoding it, and sum up its error if `original` is given."""
+    def _check_decoded(self, number: int, weight: Weight, original: Weight | None) -> None:
+        """Check a weight by decoding it, and sum up its error if `original` is given."""
+        fmt = weight.format
+        assert fmt is not None
+        # In columns and where a group of zeros has the scale 0, scales are only checked as they are decoded.
+        plain = fmt.columns is None and fmt.scale.of_zeros > 0
+        for info in (*((weight.scale, weight.global_scale) if plain else ()), weight.input_scale):
+            signed = fmt.signed_scales and info is weight.scale
+            if info is not None and self._read_scale(number, info, signed) is None:
+                return
+        experts = len(weight.matrices)
         errors, source_pieces = ErrorSum(), None if original is None else self.source.rows(original, 1)
         source_rows = np.empty((0, weight.shape[1]), np.float32)
-        for bits in self.output.rows(weight, 1):
+        for bits in (piece for matrix in weight.matrices for piece in self.output.rows(matrix, 1)):
             if self.reading.stopped.is_set():
                 return
             # The pieces of output and source have different numbers of rows.
@@ -340,7 +352,7 @@ class _Worker:
                 current = source_rows[: len(bits)]
                 errors.add(current, np.abs(bits.view(np.float32) - current))
                 source_rows = source_rows[len(bits) :]
-            self.reading.advance(len(bits) * weight.codes.nbytes // weight.shape[0])
+            self.reading.advance(len(bits) * weight.codes.nbytes // (weight.shape[0] * experts))
         if source_pieces is not None:
             with self.reading.lock:
                 self.reading.errors.append((number, errors.of(weight.module, weight.shape)))

@@ -90,6 +90,10 @@ class Headers:
                 return owner
         return None
 
+    def belongs_to_codes(self, name: str) -> bool:
+        """Whether a tensor is the scale, zero points or shape of a quantized weight, or is called so."""
+        return name in self.scales or self.owner(name) is not None
+
     def layers(self, entry: ModuleRules) -> dict[str, Weight]:
         """The matrices of the directory that the module rules allow to quantize, by module."""
         tensors = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from ..formats.kernels import BITS_TYPE
 from ..formats.kv_cache import cache_scales
 from ..formats.quantization import read_quantization
 from ..formats.scales import choose_shared_scale
-from ..formats.schemes import CHANNEL, KEPT_SCHEMES, SCHEMES, TENSOR, Scheme
+from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
 from ..hub.source import local_source
 from ..machine import available_cpus
 from ..models import GENERIC, MODELS
@@ -52,7 +51,7 @@ from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
 from ..version import VLLM
 from ..vllm_probe.choose import ArchitectureChoice
-from ..weights.find import decoded_view, tool_config_file, with_tool_config
+from ..weights.find import decoded_view, with_tool_config
 from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
 from .cache_checks import cache_tensors, cached_in_fp8
@@ -78,7 +77,7 @@ def verify(
     architecture: str | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Check an FP8, INT8, INT4 or FP4 directory, made by this tool or another.
+    """Check a quantized directory, made by this tool or another.
 
     Args:
         progress: called with the bytes read so far and the total, never from two threads at once.
@@ -101,12 +100,6 @@ def verify(
             raise UsageError(f"{root} is not a directory", "check the path")
         config = read_config(root)
         quantization = read_quantization(with_tool_config(config, root))
-    if not quantization.checkable:
-        *numbers, last = dict.fromkeys(scheme.format.number.title for scheme in SCHEMES.values())
-        raise UsageError(
-            f"{tool_config_file(config, root) or 'config.json'} has {quantization.method} with {quantization.title}",
-            f"only fp8, awq, gptq and compressed-tensors with {', '.join(numbers)} or {last} weights are checked",
-        )
     journal = read_journal(root)
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
@@ -202,6 +195,7 @@ class _Verification:
         self.recomputes = full and recomputable and headers.scheme is not None
         self.problems, self.notes = findings.problems, findings.notes
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
+        self.as_engines_load = headers.quantization.checked_as_engines_load
         self.fp8_cache = cached_in_fp8(headers)
         self.cache_scales = cache_tensors(headers)
         entry, scheme = headers.entry, headers.scheme
@@ -236,12 +230,14 @@ class _Verification:
     def _require_readable(self) -> None:
         """Report why the weights cannot be decoded, if there are no other problems."""
         if not self.problems:
-            # A PlanError means a layout that openquant does not read; engines may read it.
-            with suppress(PlanError):
-                try:
-                    decoded_view(self.checkpoint)
-                except SourceError as error:
-                    self.problems.append(error.message)
+            try:
+                decoded_view(self.checkpoint)
+            except SourceError as error:
+                self.problems.append(error.message)
+            except PlanError as error:
+                # Engines may read a layout that openquant does not read.
+                if not self.as_engines_load:
+                    raise UsageError(error.message, error.hint) from None
 
     def _open_with_library(self) -> None:
         """Check that the safetensors library, which engines use, opens each shard and finds the same tensors in it."""
@@ -349,7 +345,7 @@ class _Verification:
         unquantized: set[str] = set()
         stored = self.headers.stored
         for info in self.checkpoint.tensors.values():
-            if len(info.shape) > 1 and info.name not in stored and self.headers.owner(info.name) is None:
+            if len(info.shape) > 1 and info.name not in stored and not self.headers.belongs_to_codes(info.name):
                 name = template(info.module)
                 unquantized.add(info.module if name in schemes_of else name)
         schemes: dict[str, Scheme] = {}
@@ -377,7 +373,7 @@ class _Verification:
                 weight = None
             source_info = original or (weight and weight.source)
             if source_info is None:
-                if self.headers.owner(info.name) is None:
+                if not self.headers.belongs_to_codes(info.name):
                     foreign.append(info.name)
                 continue
             dtype, shape = source_info.dtype, weight.shape if original is None and weight else source_info.shape
@@ -458,7 +454,12 @@ class _Verification:
             by_gptq = weight.module in gptq_rounded
             # GPTQ's search is weighted by the Hessian.
             weighted = self.weighted_search or by_gptq
-            tasks.append(TensorTask(weight.codes, weight, original, scheme, weighted, by_gptq, kept=self.keeps))
+            by_decoding = not self.as_engines_load or (weight.format is not None and weight.format.columns is not None)
+            tasks.append(
+                TensorTask(
+                    weight.codes, weight, original, scheme, weighted, by_gptq, kept=self.keeps, by_decoding=by_decoding
+                )
+            )
         tasks += [TensorTask(info, kv_cache_scale=True) for info in self.cache_scales]
         read_names = {task.info.name for task in tasks} | self.headers.scales
         tasks += [
@@ -522,7 +523,8 @@ class _Verification:
             # vLLM requantizes layers with one scale per tensor, but takes one global scale for all. An output of ours
             # has several such scales if it keeps those of the source.
             if fmt.shared and not self.recomputable:
-                different += 1
+                # vLLM loads torchao's weights as they are (layers/quantization/torchao.py).
+                different += self.headers.quantization.method != "torchao"
                 continue
             index = next(index for index, scale in enumerate(scales) if scale != scales[0])
             self.problems.append(

@@ -1,5 +1,7 @@
 """Finds the quantized weights of a directory, and checks names, dtypes and shapes of codes, scales and zero points.
 
+`find_weights` checks them as engines load them, `find_decodable_weights` as openquant decodes them.
+
 weights = find_weights(checkpoint, quantization, pairs, findings)
 weights.codes["model.layers.0.mlp.up_proj.weight"].scale
 """
@@ -9,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import SourceError
+from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..formats.format import FLOATS, Format
 from ..formats.quantization import Quantization
 from ..formats.schemes import CHANNEL
+from ..patterns import collapse
 from ..version import VLLM
-from ..weights.find import CodesAndScale, stored_twice, unread_tensors
+from ..weights.find import CodesAndScale, checked_weights, stored_twice, unread_tensors
 from ..weights.packed_columns import packed_columns
 from ..weights.weight import Weight
 from .headers import COLUMN_PARTS, Findings, Headers, described, either
@@ -56,6 +59,62 @@ def find_weights(
     finder = _Finder(checkpoint, quantization, findings)
     finder.add_all(pairs)
     return StoredWeights(finder.codes, finder.stored, finder.scales)
+
+
+def find_decodable_weights(
+    checkpoint: Checkpoint, quantization: Quantization, pairs: Sequence[CodesAndScale], findings: Findings
+) -> StoredWeights:
+    """Find the quantized weights as `dequantize` finds them, whatever tool wrote them.
+
+    Args:
+        checkpoint: the opened directory.
+        quantization: its quantization_config.
+        pairs: the tensors of codes that the directory has, each with its scale, global scale and zero points.
+        findings: a problem for each weight whose tensors are missing or have a wrong dtype or shape is added to it,
+            and a note for each format with the layers that are stored in it.
+
+    Returns:
+        All weights without such a problem, by unquantized tensor name and by the name of the tensor that holds the
+        codes; and the names of the tensors that belong to codes.
+
+    Raises:
+        UsageError: a weight is laid out in a way that openquant does not read.
+    """
+    codes: dict[str, Weight] = {}
+    stored: dict[str, Weight] = {}
+    others: set[str] = set()
+    modules: dict[str, list[str]] = {}
+    for pair in pairs:
+        others.update(info.name for info in (pair.scale, pair.global_scale, pair.zero_points, *pair.companions) if info)
+        try:
+            for weight, _ in checked_weights(checkpoint, [pair]):
+                others.update(part.name for part in weight.parts[1:])
+                if (fmt := weight.format) is not None:
+                    modules.setdefault(f"{fmt.number.title}, {fmt.label}", []).append(weight.module)
+                if (scale := weight.input_scale) is not None and scale.dtype not in FLOATS:
+                    findings.problems.append(
+                        f"{checkpoint.where[scale.name].shard}: {scale.name} is {described(scale)}, not a scale"
+                    )
+                    weight = weight._replace(input_scale=None)
+                codes[weight.source.name] = stored[pair.codes.name] = weight
+        except SourceError as error:
+            findings.problems.append(f"{checkpoint.where[pair.codes.name].shard}: {error.message}")
+        except PlanError as error:
+            raise UsageError(error.message.removeprefix("the source is already quantized: "), error.hint) from None
+    others.update(unread_tensors(checkpoint.tensors, codes.values()))
+    for targets, fmt in quantization.groups:
+        for name in (f"{target}.weight" for target in targets):
+            if name in checkpoint.tensors and name not in stored:
+                info = checkpoint.tensors[name]
+                findings.problems.append(
+                    f"{checkpoint.where[name].shard}: {name} is {info.dtype}, but the config has it in {fmt.number.title}"
+                )
+    for title, names in modules.items():
+        layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
+        findings.notes.append(f"{layers} in {title}: {', '.join(sorted(collapse(names)))}")
+    if not codes and not findings.problems:
+        findings.notes.append("nothing is quantized")
+    return StoredWeights(codes, stored, others)
 
 
 class _Finder:

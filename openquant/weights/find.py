@@ -286,7 +286,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
     # A tensor that is stored per rank holds several weights.
     by_codes: dict[str, list[Weight]] = {}
     hidden: set[str] = set()
-    for weight, pair in _find(checkpoint, all_pairs):
+    for weight, pair in checked_weights(checkpoint, all_pairs):
         by_codes.setdefault(weight.codes.name, []).append(weight)
         hidden.update(part.name for part in (*weight.parts, *pair.companions))
     hidden.update(unread_tensors(checkpoint.tensors, chain.from_iterable(by_codes.values())))
@@ -350,8 +350,22 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
         raise PlanError(f"the source is already quantized: {message}", hint) from None
 
 
-def _find(checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]) -> Iterator[tuple[Weight, CodesAndScale]]:
-    """Yield the weights of all codes, each checked, with the tensors that it is made from."""
+def checked_weights(
+    checkpoint: Checkpoint, all_pairs: Iterable[CodesAndScale]
+) -> Iterator[tuple[Weight, CodesAndScale]]:
+    """Yield the weights of codes, after checking that names, dtypes and shapes are those of their formats.
+
+    Args:
+        checkpoint: config.json, file sizes and safetensors headers.
+        all_pairs: tensors of codes with their scales, from `pairs`.
+
+    Yields:
+        Each weight, with the tensors that it is made from.
+
+    Raises:
+        PlanError: a layout is not supported.
+        SourceError: a tensor is missing, or has another shape or dtype than config.json promises.
+    """
     model = MODELS.get(checkpoint.architecture)
     ranked = model.per_rank if model else None
     per_rank = compile_any(absolute_patterns(model, [ranked.pattern])) if model and ranked else None

@@ -935,9 +935,6 @@ USAGE = [
      "config.json: group_0 stores int4 weights by group",
      "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
      "tensor, channel or group, and asymmetric ones in words by channel or group"),
-    ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, [],
-     "config.json has modelopt with one scale per tensor",
-     "only fp8, awq, gptq and compressed-tensors with FP8, INT8, INT7, INT6, INT5, INT4, INT3, INT2 or FP4 weights are checked"),
 ]  # fmt: skip
 
 
@@ -955,10 +952,6 @@ def test_directories_that_cannot_be_checked(ours: tuple[Path, Path], tmp_path: P
     source, out = ours
     with pytest.raises(OpenQuantError, match="is not a directory"):
         verify(tmp_path / "nowhere")
-    modelopt = small_checkpoints.write(tmp_path / "modelopt")
-    (modelopt / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(OpenQuantError, match=r"^hf_quant_config.json has modelopt with one scale per tensor$"):
-        verify(modelopt)
     with pytest.raises(OpenQuantError, match="is not a checkpoint: it has no config.json"):
         verify(tmp_path)
     with pytest.raises(OpenQuantError, match="config.json has no quantization_config"):
