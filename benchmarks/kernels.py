@@ -1,6 +1,7 @@
 """Throughput of the CPU kernels on one thread, numpy's and compiled, beside torch doing the same to the whole tensor.
 
     python benchmarks/kernels.py
+    python benchmarks/kernels.py --rows 1024 --scheme int4 --scheme int3
 
 GB/s of source, absmax and codes both included, in seconds of this thread, best of five by turns, 64 MB of Gaussian
 weights (with `--rows 16384`).
@@ -63,16 +64,20 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16384, help="of the weights")
-    rows = parser.parse_args().rows
+    parser.add_argument("--scheme", action="append", default=[], help="one to measure, in BF16 only; default: all")
+    options = parser.parse_args()
+    rows = options.rows
     torch.set_num_threads(1)
     print("| source | scheme | numpy | compiled | torch eager |\n|---|---|---|---|---|")
     unsearched = {
         f"{name} --no-search": scheme.unsearched for name, scheme in SCHEMES.items() if scheme.searches_scales
     }
-    for dtype, kind in DTYPES.items():
+    schemes = {name: scheme for name, scheme in {**SCHEMES, **unsearched}.items() if name in options.scheme}
+    schemes = schemes or {**SCHEMES, **unsearched}
+    for dtype, kind in list(DTYPES.items())[: 1 if options.scheme else None]:
         weight = (torch.randn(rows, 2048 if dtype != "F32" else 1024) * 0.02).to(kind)
         bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy().view(kernels.BITS_TYPE[dtype])
-        for name, scheme in {**SCHEMES, **unsearched}.items():
+        for name, scheme in schemes.items():
             out = np.empty((len(bits), scheme.format.number.nbytes(bits.shape[1])), np.uint8)
             calls: list[Callable[[], object]] = [partial(ours, loops, bits, dtype, scheme, out) for loops in LOOPS]
             found = best([*calls, partial(theirs, weight, scheme.format)], bits.nbytes)

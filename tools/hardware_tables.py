@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from openquant.formats.hardware import ENGINES, HARDWARE, MLX_LM, Kernel, find_kernel
+from openquant.formats.hardware import ENGINES, HARDWARE, MLX_LM, MLX_LM_VERSION, Kernel, find_kernel
 from openquant.formats.schemes import SCHEMES
 
 MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
@@ -66,7 +66,7 @@ def library_table() -> str:
         experts = "yes, no experts" if scheme.transformers_experts else "yes"
         return ["no" if scheme.transformers else experts, MLX_LM.get(name, "refused")]
 
-    return table(["", "transformers", "mlx-lm 0.32.2, DeepSeek V3's class"], cells)
+    return table(["", "transformers", f"{MLX_LM_VERSION}, DeepSeek V3's class"], cells)
 
 
 def table(head: Iterable[str], cells: Callable[[str], list[str]]) -> str:

@@ -281,7 +281,7 @@ def verb_parser() -> Parser:
     )
     add(
         "verify",
-        "Check an FP8, INT8, INT4 or FP4 checkpoint from any tool.",
+        "Check a quantized checkpoint from any tool.",
         "DIR [--source DIR] [options]",
         "Qwen3-32B-FP8",
         "Qwen3-32B-FP8 --source Qwen3-32B --full",

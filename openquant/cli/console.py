@@ -58,7 +58,9 @@ class Interrupts:
         self.explain = explain
         self.previous: dict[int, Any] = {}
         self._code: int | None = None
-        self._explaining = threading.Lock()
+        self._explaining = threading.RLock()
+        # The thread that prints the message; None until one does.
+        self._explainer: int | None = None
         self._ends: tuple[int, int] | None = None
         self._wakeup = -1
 
@@ -88,6 +90,8 @@ class Interrupts:
             os._exit(self._code)
         if not self.catching:
             leave()
+        if self._explainer == threading.get_ident():
+            return  # this thread goes on printing, and then ends the process; `_count` ends it if that takes too long
         if self.requested:
             self.end()
         self.requested = True
@@ -127,10 +131,9 @@ class Interrupts:
         """Print once that the command was interrupted, and end the process."""
         try:
             # The lock is never released: of the two threads that may come here, the second lets the first print.
-            if self._explaining.acquire(blocking=False):
+            if self._explaining.acquire(timeout=TIME_TO_PRINT):
+                self._explainer = threading.get_ident()
                 self.explain()
-            else:
-                self._explaining.acquire(timeout=TIME_TO_PRINT)
         finally:
             os._exit(INTERRUPTED)
 
@@ -212,7 +215,8 @@ def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
     from ..report.escape import terminal
 
     try:
-        print(terminal(text, kept="\n\t"), end=end, file=stream, flush=True)
+        # In one piece, because the process may end between two.
+        print(terminal(text, kept="\n\t") + end, end="", file=stream, flush=True)
     except OSError as error:
         # The buffered text would fail again at exit.
         with suppress(OSError, ValueError):

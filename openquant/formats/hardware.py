@@ -149,9 +149,11 @@ KERNELS = (
     ),
 )
 
-# What mlx-lm 0.32.2 does with outputs of its class of DeepSeek V3 and Kimi K2, by scheme (benchmarks/mlx_reads.py); it
-# refuses the schemes that are not here, and outputs of its other classes. This one class reads packed codes, all as if
-# they had four bits, and drops scales that it does not know (mlx_lm/models/deepseek_v3.py:398-412).
+# What mlx-lm does with outputs of its class of DeepSeek V3 and Kimi K2, by scheme (benchmarks/mlx_reads.py); it refuses
+# the schemes that are not here, and outputs of its other classes. This one class reads packed codes, all as if they had
+# four bits, and drops scales that it does not know (mlx_lm/models/deepseek_v3.py:398-412).
+MLX_LM_VERSION = "mlx-lm 0.32.2"
+MLX_LM_CLASSES = ("DeepseekV3ForCausalLM",)
 MLX_LM: dict[str, Literal["read", "misread"]] = {
     "tensor": "misread",
     "block": "read",

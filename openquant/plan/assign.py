@@ -189,7 +189,7 @@ def requested_schemes(
 ) -> RequestedSchemes:
     """Find the layers that the user's options name.
 
-    If engines load no embedding in the plan's scheme, --quantize-embeddings names the embedding too, as INT8 weights.
+    With --quantize-embeddings the embedding gets INT8 weights if engines load no embedding in the plan's scheme.
 
     Args:
         scheme: the plan's own scheme.

@@ -198,9 +198,7 @@ def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> 
     if model.head_refused is not None:
         raise PlanError(f"{model.name}: its output head stays unquantized: {model.head_refused}", _NO_HEAD)
     if _is_tied(checkpoint, model):
-        raise PlanError("the output head is the embedding (tie_word_embeddings), which stays unquantized", _NO_HEAD)
-    if not any(is_head(info.module) for info in checkpoint.tensors.values()):
-        raise PlanError("the source has no lm_head.weight: its output head is the embedding", _NO_HEAD)
+        raise PlanError("the output head is the embedding, which stays unquantized", _NO_HEAD)
 
 
 def refuse_embedding(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> None:
@@ -226,10 +224,9 @@ def refuse_embedding(checkpoint: Checkpoint, model: Architecture, scheme: Scheme
             "engine loads a quantized one",
             _NO_EMBEDDING,
         )
-    modules = [info.module for info in checkpoint.tensors.values()]
-    if not any(map(is_embedding, modules)):
+    if not any(is_embedding(info.module) for info in checkpoint.tensors.values()):
         raise PlanError("the source has no embed_tokens.weight", _NO_EMBEDDING)
-    if _is_tied(checkpoint, model) or not any(map(is_head, modules)):
+    if _is_tied(checkpoint, model):
         raise PlanError(f"the embedding is the output head too, and {VLLM} ties no quantized one to it", _NO_EMBEDDING)
 
 
@@ -252,6 +249,7 @@ def refuse_embedding_schemes(decisions: Decisions) -> None:
 
 
 def _is_tied(checkpoint: Checkpoint, model: Architecture) -> bool:
-    """Whether config.json says that the output head is the input embedding."""
+    """Whether the output head is the input embedding: config.json says so, or there is no tensor of a head."""
     configs = checkpoint.config, text_config(checkpoint, model)
-    return any(config.get("tie_word_embeddings") is True for config in configs)
+    is_said = any(config.get("tie_word_embeddings") is True for config in configs)
+    return is_said or not any(is_head(info.module) for info in checkpoint.tensors.values())

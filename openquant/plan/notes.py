@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ..files.checkpoint import Checkpoint
+from ..formats.hardware import MLX_LM, MLX_LM_CLASSES, MLX_LM_VERSION
 from ..formats.quantization import find_quantization
+from ..formats.schemes import SCHEMES, Scheme
 from ..patterns import collapse
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
@@ -45,6 +47,30 @@ def engine_notes(entry: ModuleRules, decisions: Decisions) -> list[str]:
     return [] if refusal is None else [f"{SGLANG} does not load this output: {refusal.why}; {refusal.hint}"]
 
 
+def mlx_notes(model: Architecture, schemes: Iterable[Scheme]) -> list[str]:
+    """Return a note on an output that mlx-lm loads without an error and computes wrongly.
+
+    Args:
+        model: the architecture's entry.
+        schemes: all schemes of the output.
+
+    Returns:
+        A list of one sentence; empty if mlx-lm reads the output, or refuses it.
+    """
+    # Of other formats than those measured mlx-lm refuses all.
+    misread = [
+        scheme.name
+        for scheme in schemes
+        if MLX_LM.get(scheme.name) == "misread" and scheme.method == SCHEMES[scheme.name].method
+    ]
+    if model.name not in MLX_LM_CLASSES or not misread:
+        return []
+    return [
+        f"{MLX_LM_VERSION} misreads {', '.join(misread)} of this class without an error: give it what `openquant "
+        "dequantize` makes of the output"
+    ]
+
+
 def output_notes(
     checkpoint: Checkpoint, weights: Collection[Weight], entry: ModuleRules, decisions: Decisions, options: PlanOptions
 ) -> list[str]:
@@ -60,7 +86,7 @@ def output_notes(
     Returns:
         Sentences for the user.
     """
-    notes = engine_notes(entry, decisions)
+    notes = [*engine_notes(entry, decisions), *mlx_notes(entry.model, decisions.schemes)]
     if options.fp8_kv_cache:
         notes += serving_notes(entry.model, decisions)
     elif weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):

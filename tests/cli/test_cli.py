@@ -398,6 +398,26 @@ def test_signals_at_any_moment_exit_130(tmp_path: Path, signals: list[str]) -> N
     assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
 
 
+def test_signals_while_the_message_is_printed_do_not_cut_it(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "from openquant.cli.console import Interrupts\n"
+        "def explain():\n"
+        "    os.write(2, b'first half, ')\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    os.write(2, b'second half')\n"
+        "with Interrupts(explain) as interrupts:\n"
+        "    interrupts.catching = True\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n"
+        "        interrupts.end()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_ctrl_c)
+    assert (done.returncode, done.stderr) == (130, "first half, second half")
+
+
 def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) -> None:
     code = (
         "import os, signal, sys\n"

@@ -33,6 +33,7 @@ from openquant.formats.schemes import (
     MXFP8,
     NVFP4,
     NVFP4_W4A4,
+    SCHEMES,
     TENSOR,
     TENSOR_COMPRESSED,
     TENSOR_STATIC,
@@ -942,12 +943,12 @@ def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
         (
             "Gemma3ForCausalLM",
             CHANNEL,
-            "the output head is the embedding (tie_word_embeddings), which stays unquantized",
+            "the output head is the embedding, which stays unquantized",
         ),
         (
             "Gemma3ForConditionalGeneration",
             CHANNEL,
-            "the output head is the embedding (tie_word_embeddings), which stays unquantized",
+            "the output head is the embedding, which stays unquantized",
         ),
         (
             "AfmoeForCausalLM",
@@ -1002,7 +1003,7 @@ def test_an_output_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
     del weights["lm_head.weight"]
     with pytest.raises(PlanError) as caught:
         with_head(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
-    assert caught.value.message == "the source has no lm_head.weight: its output head is the embedding"
+    assert caught.value.message == "the output head is the embedding, which stays unquantized"
     assert caught.value.hint == "leave --quantize-lm-head out"
 
 
@@ -1116,6 +1117,27 @@ def test_an_embedding_of_its_own_must_be_there(tmp_path: Path, lacking: str, mes
     with pytest.raises(PlanError) as caught:
         with_embedding(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
     assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "options", "misread"),
+    [
+        ("DeepseekV3ForCausalLM", TENSOR, {}, "tensor"),
+        ("DeepseekV3ForCausalLM", SCHEMES["int5"], {}, "int5"),
+        ("DeepseekV3ForCausalLM", SCHEMES["int4"], {"scheme_for": (("**.o_proj", SCHEMES["int6"]),)}, "int6"),
+        ("DeepseekV3ForCausalLM", SCHEMES["int4"], {}, None),
+        ("DeepseekV3ForCausalLM", BLOCK, {}, None),
+        ("DeepseekV3ForCausalLM", TENSOR_COMPRESSED, {"ignore": ("**.experts.*",)}, None),
+        ("Qwen3ForCausalLM", SCHEMES["int5"], {}, None),
+    ],
+)
+def test_outputs_that_mlx_lm_misreads(
+    tmp_path: Path, architecture: str, scheme: Scheme, options: dict[str, Any], misread: str | None
+) -> None:
+    source = open_checkpoint(small_checkpoints.write(tmp_path / "a", architecture))
+    notes = [note for note in make_plan(source, scheme, PlanOptions(**options)).notes if "mlx-lm" in note]
+    why = f"mlx-lm 0.32.2 misreads {misread} of this class without an error"
+    assert notes == ([f"{why}: give it what `openquant dequantize` makes of the output"] if misread else [])
 
 
 @pytest.mark.parametrize(("scheme", "name"), [(CHANNEL, "channel"), (INT4_SHIFTED_64, "int4 with zero points")])
