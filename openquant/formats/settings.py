@@ -90,8 +90,8 @@ def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[st
     """Check the values of a quantization_config.
 
     Args:
-        settings: the quantization_config of a config.json, of any method. `read_quantization` must have accepted it. Ignore
-            lists may be replaced by None.
+        settings: the quantization_config of a config.json, of any method. `read_quantization` must have accepted it.
+            Ignore lists may be replaced by None.
 
     Returns:
         Problems with values, such as 'fmt is "e5m2", engines read null or "e4m3" or "float8_e4m3fn"'; and the keys that

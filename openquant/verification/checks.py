@@ -62,9 +62,9 @@ def check_headers(
         check_listed(headers, findings)
     check_cache(headers, findings)
     if entry is None:
-        unchecked = "which unquantized layers must be in the ignore list, and " if as_loaded else ""
+        of_list = "which unquantized layers must be in the ignore list, and " if as_loaded else ""
         findings.notes.append(
-            f"{checkpoint.architecture} is not a known architecture: it was not checked {unchecked}which layers are fused"
+            f"{checkpoint.architecture} is not a known architecture: it was not checked {of_list}which layers are fused"
         )
     else:
         if as_loaded:

@@ -105,10 +105,8 @@ def find_decodable_weights(
     for targets, fmt in quantization.groups:
         for name in (f"{target}.weight" for target in targets):
             if name in checkpoint.tensors and name not in stored:
-                info = checkpoint.tensors[name]
-                findings.problems.append(
-                    f"{checkpoint.where[name].shard}: {name} is {info.dtype}, but the config has it in {fmt.number.title}"
-                )
+                dtype, shard = checkpoint.tensors[name].dtype, checkpoint.where[name].shard
+                findings.problems.append(f"{shard}: {name} is {dtype}, but the config has it in {fmt.number.title}")
     for title, names in modules.items():
         layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
         findings.notes.append(f"{layers} in {title}: {', '.join(sorted(collapse(names)))}")
