@@ -116,7 +116,9 @@ def print_tasks(evaluation: dict[str, Any]) -> None:
     for output in outputs:
         pooled = output["tasks"]["pooled"]
         [metric] = pooled["metrics"]
-        accuracy, difference, recovery = (f"{100 * metric[key]:.1f} %" for key in ("output", "difference", "recovery"))
+        accuracy, difference = (f"{100 * metric[key]:.1f} %" for key in ("output", "difference"))
+        # A source without a right answer has none.
+        recovery = "-" if metric["recovery"] is None else f"{100 * metric['recovery']:.1f} %"
         interval = ", ".join(f"{100 * edge:+.1f}" for edge in metric["difference_interval"])
         print(
             f"| `{OUTPUTS[output['output']['name']]}` | {accuracy} | {difference} [{interval}] | {recovery} "

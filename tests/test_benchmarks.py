@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,18 @@ def test_schemes_are_evaluated_on_one_model(named: list[str], tmp_path: Path) ->
     assert {len(row) for row in rows} == {8}
     assert {row[6] for row in rows} <= {"same", "close", "similar", "changed"}
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
+
+
+def test_the_table_of_questions_has_outputs_of_a_source_that_answers_none_rightly(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    metric = {"source": 0.0, "output": 0.05, "difference": 0.05, "difference_interval": [0.0, 0.15], "recovery": None}
+    pooled = {"metrics": [{**metric, "lost": 0, "gained": 1}], "answered_otherwise": 0.25}
+    tasks = {"pooled": pooled, "questions": 20, "tokens": 1234}
+    results = runpy.run_path(str(ROOT / "benchmarks" / "results.py"))
+    results["print_tasks"]({"outputs": [{"output": {"name": "int4"}, "tasks": tasks}]})
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "| `--scheme int4` | 5.0 % | 5.0 % [+0.0, +15.0] | - | 25.0 % | 0, 1 |",
+        "",
+        "Source: 0.0 % of 20 questions, 1,234 tokens.",
+    ]
