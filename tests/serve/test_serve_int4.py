@@ -19,16 +19,16 @@ from support import mixture_of_experts, small_checkpoints
 pytestmark = pytest.mark.serve
 
 # By name: what is made of the example, and the bound on the divergence to it, in nats.
-# Found: 0.0084, 0.0061, 0.0094, 0.0083, by AWQ 0.0088, by GPTQ 0.0042, after AWQ too, 0.0081, 0.0062 and 0.0062; to the
+# Found: 0.0084, 0.0061, 0.0094, 0.0083, by AWQ 0.0083, by GPTQ 0.0039, after AWQ too, 0.0081, 0.0062 and 0.0062; to the
 # dequantized weights 0, with FP8 0.0008.
 CASES: dict[str, tuple[Mapping[str, Any], float]] = {
     "int4": ({"scheme": "int4"}, 0.0092),
     "int4-32": ({"scheme": "int4", "group_size": "32"}, 0.0067),
     "int4-channel": ({"scheme": "int4", "group_size": "channel"}, 0.0104),
     "asymmetric": ({"scheme": "int4", "asymmetric": True}, 0.0091),
-    "awq": ({"scheme": "int4", "awq": True, "samples": 16, "length": 256}, 0.0095),
-    "gptq": ({"scheme": "int4", "gptq": True, "samples": 16, "length": 256}, 0.0046),
-    "awq-gptq": ({"scheme": "int4", "awq": True, "gptq": True, "samples": 16, "length": 256}, 0.0046),
+    "awq": ({"scheme": "int4", "awq": True, "samples": 16, "length": 256}, 0.0091),
+    "gptq": ({"scheme": "int4", "gptq": True, "samples": 16, "length": 256}, 0.0043),
+    "awq-gptq": ({"scheme": "int4", "awq": True, "gptq": True, "samples": 16, "length": 256}, 0.0043),
     "falls-back": ({"scheme": "int4", "tp": 4}, 0.0089),
     "attention-in-fp8": ({"scheme": "int4", "scheme_for": {"**.self_attn.*": "channel"}}, 0.0069),
     "mlp-in-int4": ({"scheme": "channel", "scheme_for": {"**.mlp.*": "int4"}}, 0.0069),
