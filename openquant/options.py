@@ -927,6 +927,12 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         read=filled,
         repeated=True,
     )
+    apply_chat_template: bool = option(
+        False,
+        "Send prompts as chats, to which servers apply their chat template. This is lm-eval's model "
+        "`local-chat-completions`; multiple-choice tasks cannot be asked so.",
+        TEXTS,
+    )
     limit: int | None = option(
         None, "Questions of each task that are asked (default: all). They are the first ones.", TEXTS, "N", read=int
     )
@@ -961,6 +967,8 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
             raise UsageError("a server is given twice", "give each once")
         if self.server and not self.tasks:
             raise UsageError("--server is for --tasks", "give --tasks too, or leave --server out")
+        if self.apply_chat_template and not self.server:
+            raise UsageError("--apply-chat-template is for --server", "give --server too, or leave it out")
         if self.limit is not None and not self.tasks:
             raise UsageError("--limit is for --tasks", "give --tasks too, or leave --limit out")
         if self.limit is not None and self.limit < 1:

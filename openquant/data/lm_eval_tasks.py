@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import logging
 import math
 import os
@@ -47,6 +48,7 @@ class LMEvalTasks:
         files: the YAML file of each task that is not lm-eval's own, by name.
         limit: the most questions of each task; None for all.
         generates: whether texts can be generated.
+        is_chat: whether prompts are chats, each example and answer a message of its own.
 
     Attributes:
         metrics: the metrics of all tasks, those of groups included, by their names. If answers are filtered, the filter
@@ -57,10 +59,12 @@ class LMEvalTasks:
         UsageError: a task asks for something that cannot be computed.
     """
 
-    def __init__(self, tasks: Sequence[str], files: Mapping[str, Path], limit: int | None, generates: bool) -> None:
+    def __init__(
+        self, tasks: Sequence[str], files: Mapping[str, Path], limit: int | None, generates: bool, is_chat: bool = False
+    ) -> None:
         from lm_eval.tasks import TaskManager
 
-        self._tasks, self._limit, self._generates = list(tasks), limit, generates
+        self._tasks, self._limit, self._generates, self._is_chat = list(tasks), limit, generates, is_chat
         with _quiet():
             # Listing all of its own tasks takes seconds.
             folders = list(dict.fromkeys(str(path.parent) for path in files.values()))
@@ -75,7 +79,7 @@ class LMEvalTasks:
             return [(0.0, False)] * len(instances)
 
         def record_generations(instances: list[Any]) -> list[str]:
-            generations.extend(map(_generation, instances))
+            generations.extend(_generation(instance, is_chat) for instance in instances)
             return [""] * len(instances)
 
         samples = self._run(record, record_generations)
@@ -116,7 +120,7 @@ class LMEvalTasks:
             return [(float(value), bool(top)) for value, top in zip(loglikelihoods, greedy, strict=True)]
 
         def replay_generations(instances: list[Any]) -> list[str]:
-            require_same([_generation(instance) for instance in instances], self.generations)
+            require_same([_generation(instance, self._is_chat) for instance in instances], self.generations)
             return list(texts)
 
         return [
@@ -140,6 +144,11 @@ class LMEvalTasks:
 
         class Backend(LM):  # type: ignore[misc]  # mypy does not read lm-eval
             """A model that computes nothing itself."""
+
+            tokenizer_name = "openquant"
+
+            def apply_chat_template(self, chat_history: list[dict[str, str]], **_: Any) -> str:
+                return json.dumps(chat_history, ensure_ascii=False)
 
             def loglikelihood(self, requests: list[Any]) -> _Probabilities:
                 return answer(requests)
@@ -167,6 +176,8 @@ class LMEvalTasks:
                     bootstrap_iters=0,
                     log_samples=True,
                     task_manager=self._manager,
+                    apply_chat_template=self._is_chat,
+                    fewshot_as_multiturn=self._is_chat,
                 )
         except OpenQuantError:
             raise
@@ -184,13 +195,14 @@ class LMEvalTasks:
         return samples
 
 
-def read_lm_eval_tasks(names: Sequence[str], limit: int | None, generates: bool) -> LMEvalTasks:
+def read_lm_eval_tasks(names: Sequence[str], limit: int | None, generates: bool, is_chat: bool = False) -> LMEvalTasks:
     """Read tasks of lm-eval.
 
     Args:
         names: names of tasks or groups, and paths of YAML files that define one.
         limit: the most questions of each task; None for all.
         generates: whether texts can be generated.
+        is_chat: whether prompts are chats.
 
     Raises:
         SourceError: lm-eval fails on a task.
@@ -216,7 +228,7 @@ def read_lm_eval_tasks(names: Sequence[str], limit: int | None, generates: bool)
         if task in tasks:
             raise UsageError(f"two tasks are named {task}", "give each once, or rename one in its file")
         tasks.append(task)
-    return LMEvalTasks(tasks, files, limit, generates)
+    return LMEvalTasks(tasks, files, limit, generates, is_chat)
 
 
 class _Loader(yaml.SafeLoader):
@@ -253,7 +265,7 @@ def _texts(instance: Any) -> tuple[str, str]:
     return str(context), str(continuation)
 
 
-def _generation(instance: Any) -> GenerationRequest:
+def _generation(instance: Any, is_chat: bool) -> GenerationRequest:
     """Return the request of an instance of lm-eval, with the defaults of its models for APIs."""
     task = f"{instance.task_name} of lm-eval"
     if len(instance.args) != 2:
@@ -275,6 +287,9 @@ def _generation(instance: Any) -> GenerationRequest:
         raise SourceError(
             f"{task}: `max_gen_toks` is {short_repr(most)}, not a number from 1 to {_MOST_TOKENS:,}", "correct its file"
         )
+    # Its model for chats sends four stops at most, which is the limit of OpenAI's API.
+    if is_chat:
+        return GenerationRequest(json.loads(prompt), tuple(stop[:4]), most, settings)
     return GenerationRequest(str(prompt), tuple(stop), most, settings)
 
 

@@ -38,16 +38,21 @@ class GenerationRequest:
     """A prompt that a model continues greedily.
 
     Attributes:
-        prompt: the text.
+        prompt: the text, or the messages of a chat, to which the server applies its chat template.
         stop: texts at which the answer ends; they are not part of it.
         max_tokens: the most tokens of the answer.
         settings: other settings of the completion, as OpenAI's API names them.
     """
 
-    prompt: str
+    prompt: str | Sequence[Mapping[str, str]]
     stop: tuple[str, ...]
     max_tokens: int
     settings: Mapping[str, Any]
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the prompt is a chat."""
+        return not isinstance(self.prompt, str)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,16 @@ from .questions import SeveralTasks, Tasks, read_questions
 _FILES, _YAML = (".json", ".jsonl"), (".yaml", ".yml")
 
 
-def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None, generates: bool = False) -> Tasks:
+def read_tasks(
+    names: Sequence[str | os.PathLike[str]], limit: int | None, generates: bool = False, is_chat: bool = False
+) -> Tasks:
     """Read tasks.
 
     Args:
         names: paths of files (docs/evaluation.md says which), and names of tasks of lm-eval; at least one.
         limit: the most questions of each task; None for all.
         generates: whether there are servers, which generate texts; at least one task must then ask for texts.
+        is_chat: whether servers apply a chat template to prompts; no task may then ask for the probability of choices.
 
     Raises:
         SourceError: a file or a task cannot be read.
@@ -49,7 +52,7 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None, gener
         else:
             for_lm_eval.append(str(name))
     if for_lm_eval:
-        from_lm_eval = read_lm_eval_tasks(for_lm_eval, limit, generates)
+        from_lm_eval = read_lm_eval_tasks(for_lm_eval, limit, generates, is_chat)
         task_names += from_lm_eval.metrics
         parts.append(from_lm_eval)
     if len(set(task_names)) < len(task_names):
@@ -60,6 +63,11 @@ def read_tasks(names: Sequence[str | os.PathLike[str]], limit: int | None, gener
         raise UsageError(
             f"{', '.join(task_names)}: no question asks for a generated text, which is what --server is for",
             "leave --server out",
+        )
+    if is_chat and tasks.requests:
+        raise UsageError(
+            f"{', '.join(task_names)}: choices of multiple-choice tasks are not asked for in a chat",
+            "leave those tasks out, or --apply-chat-template",
         )
     if not set.intersection(*map(set, tasks.metrics.values())):
         listed = ", ".join(f"{name} has {' and '.join(metrics)}" for name, metrics in tasks.metrics.items())

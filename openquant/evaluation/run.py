@@ -55,6 +55,7 @@ def evaluate(
     prompts: str | os.PathLike[str] | None = None,
     tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     server: str | Sequence[str] = (),
+    apply_chat_template: bool = False,
     limit: int | None = None,
     kv_cache: CacheScheme = "auto",
     device: str = "cpu",
@@ -97,6 +98,7 @@ def evaluate(
         prompts=prompts,
         tasks=tasks,
         server=server,
+        apply_chat_template=apply_chat_template,
         limit=limit,
         kv_cache=kv_cache,
         device=device,
@@ -146,7 +148,9 @@ def _evaluate(
             progress(done, total)
 
     servers = find_servers(options.server, models) if options.server else []
-    read = read_tasks(options.tasks, options.limit, generates=bool(servers)) if options.tasks else None
+    read = None
+    if options.tasks:
+        read = read_tasks(options.tasks, options.limit, bool(servers), options.apply_chat_template)
     with ExitStack() as stack:
         tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
         source_tokenizer = tokenizers[0]

@@ -67,6 +67,7 @@ def evaluate_tasks(
             TasksEvaluation(
                 named=list(task_requests.named),
                 limit=task_requests.limit,
+                chat=any(request.is_chat for request in tasks.generations),
                 sha256=task_requests.sha256,
                 questions=pooled["questions"],
                 requests=len(task_requests.requests) + len(tasks.generations),

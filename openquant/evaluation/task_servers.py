@@ -33,6 +33,8 @@ CONCURRENT = 32
 _LIST_SECONDS, _ANSWER_SECONDS, _MAX_BYTES = 30.0, 1800.0, 16 << 20
 # Seconds before a request is sent again, if the connection breaks or the server is busy; and the statuses that say so.
 _WAITS, _BUSY = (1.0, 2.0, 4.0), (429, 502, 503, 504)
+# The environment variable with the key of the servers.
+KEY_VARIABLE = "OPENAI_API_KEY"
 # Models of a server that a message names.
 _NAMED = 5
 _SERVER_HINT = "see the log of that server"
@@ -160,15 +162,21 @@ def _complete(served: ModelOnServer, request: GenerationRequest) -> str:
     body: Mapping[str, Any] = {
         **request.settings,
         "model": served.name,
-        "prompt": request.prompt,
+        "messages" if request.is_chat else "prompt": request.prompt,
         "stop": list(request.stop),
         "max_tokens": request.max_tokens,
         "temperature": 0,
     }
-    where = f"{served.url}/v1/completions"
+    where = f"{served.url}/v1/{'chat/' if request.is_chat else ''}completions"
     value = _parse(_fetch(where, json.dumps(body, default=str).encode(), _ANSWER_SECONDS), where)
     choices = value.get("choices") if isinstance(value, dict) else None
-    text = choices[0].get("text") if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if request.is_chat and isinstance(choice, dict):
+        choice = choice.get("message")
+    text = choice.get("content" if request.is_chat else "text") if isinstance(choice, dict) else None
+    if request.is_chat and isinstance(choice, dict) and "content" in choice and text is None:
+        # It was stopped while it was thinking.
+        text = ""
     if not isinstance(text, str):
         raise SourceError(f"{where} answers without a text: {short_repr(value)}", _SERVER_HINT)
     # JSON may have halves of surrogate pairs.
@@ -187,6 +195,15 @@ class _NoRedirects(HTTPRedirectHandler):
 
     def redirect_request(self, *request: Any) -> None:
         del request
+
+
+def _key() -> str:
+    """Return the key that servers are sent, from where lm-eval takes it; empty if there is none."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    # The errors of http.client show a header that they refuse.
+    if not key.isascii() or not key.isprintable():
+        raise UsageError(f"{KEY_VARIABLE} is no key of a server", "it has a line end or another character than ASCII's")
+    return key
 
 
 @cache
@@ -233,7 +250,10 @@ def _fetch(url: str, body: bytes | None, seconds: float) -> bytes:
 
 def _fetch_once(url: str, body: bytes | None, seconds: float) -> bytes:
     end = time.monotonic() + seconds
-    request = Request(url, body, {"Content-Type": "application/json", "Accept": "application/json"})
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if key := _key():
+        headers["Authorization"] = f"Bearer {key}"
+    request = Request(url, body, headers)
     parts: list[bytes] = []
     left = _MAX_BYTES
     with _opener(urlsplit(url).hostname in _LOOPBACK).open(request, timeout=seconds) as response:
@@ -255,12 +275,16 @@ def _http_error(url: str, error: HTTPError) -> SourceError:
     if 300 <= error.code < 400:
         return SourceError(f"{url} redirects elsewhere ({status})", "give the URL of the server itself")
     if error.code in (401, 403):
-        return SourceError(f"{url} asks for a key ({status})", "start the server without --api-key")
+        if _key():
+            return SourceError(f"{url} refuses the key in {KEY_VARIABLE} ({status})", "set it to that server's key")
+        return SourceError(f"{url} asks for a key ({status})", f"set the environment variable {KEY_VARIABLE} to it")
     try:
         value: Any = parse_json(error.read(1 << 16), url)
         detail = value.get("error", value)
         message = detail.get("message") if isinstance(detail, dict) else None
     except (SourceError, OSError, http.client.HTTPException, AttributeError):
+        message = None
+    if _key() and _key() in str(message):
         message = None
     if error.code == 404 and url.endswith("/models"):
         return SourceError(f"{url} is not there ({status})", "give the URL of `vllm serve`, such as http://host:8000")

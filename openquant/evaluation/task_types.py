@@ -50,6 +50,7 @@ class TasksEvaluation(TypedDict):
 
     named: list[str]
     limit: int | None
+    chat: bool
     sha256: str
     questions: int
     requests: int

@@ -38,7 +38,7 @@ class _Finite:
 
 
 # Plotted numbers are below 1e100, because matplotlib overflows with numbers near the largest float.
-NUMBER, FINITE, COUNT, TEXT = float, _Finite, int, str
+NUMBER, FINITE, COUNT, TEXT, FLAG = float, _Finite, int, str, bool
 _LARGEST = 1e100
 INTERVAL = Nullable((NUMBER, NUMBER))
 # Scores of source and output in one metric; and the figures of a task.
@@ -86,6 +86,7 @@ SCHEMA: dict[str, Any] = {
     "tasks?": {
         "named": [TEXT],
         "limit": Nullable(COUNT),
+        "chat?": FLAG,
         "questions": COUNT,
         "tasks": [TASK],
         "pooled": TASK,
@@ -196,6 +197,8 @@ def _check_histogram(histogram: Mapping[str, list[float]]) -> None:
 def _is_plain(value: Any, kind: Any) -> bool:
     if kind is TEXT:
         return isinstance(value, str) and len(value) <= MAX_CHARACTERS
+    if kind is FLAG:
+        return isinstance(value, bool)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     if kind is COUNT:

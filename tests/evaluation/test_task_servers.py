@@ -22,7 +22,7 @@ from openquant.files.evaluation import check_evaluation
 from openquant.options import server_url
 from openquant.report.card import evaluated_card
 from openquant.report.evaluation import evaluation_text
-from support.loopback_engine import Answer, LoopbackEngine, text
+from support.loopback_engine import Answer, LoopbackEngine, message, text
 from support.task_files import questions, write_generation, write_lines, write_lm_eval
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 48}
@@ -34,6 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of our own take most of the time, and so do retries."""
     monkeypatch.setattr(answers, "BUILT_IN", 1)
     monkeypatch.setattr(task_servers, "_WAITS", (0.01, 0.01))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -146,14 +147,89 @@ def test_a_single_question_and_files_as_they_are_typed(
     assert "--tasks tasks/made.yaml --server URL --server URL --limit 1" in card
 
 
+def test_prompts_are_chats_to_which_servers_apply_their_template(output: Path, tmp_path: Path) -> None:
+    task = write_generation(
+        tmp_path / "tasks",
+        description="Answer.",
+        num_fewshot=1,
+        fewshot_config={"sampler": "first_n"},
+        generation_kwargs={"until": ["\n", "a", "b", "c", "d"], "max_gen_toks": 8},
+    )
+    with servers(output, lambda _: message(" None"), lambda _: message(None)) as (first, second):
+        found = evaluate(output, EXAMPLE, **SMALL, tasks=task, server=[first.url, second.url], limit=3,
+                         apply_chat_template=True, out=tmp_path / "e.json")  # fmt: skip
+    example, *_ = questions()
+    asked = {body["messages"][-1]["content"]: body for body in first.asked}
+    assert sorted(asked) == sorted(list(RIGHT)[:3])
+    assert asked[list(RIGHT)[1]] == {
+        "model": "a-name",
+        "messages": [
+            {"role": "system", "content": "Answer."},
+            {"role": "user", "content": next(iter(RIGHT))},
+            {"role": "assistant", "content": example["choices"][example["answer"]]},
+            {"role": "user", "content": list(RIGHT)[1]},
+        ],
+        "max_tokens": 8,
+        "temperature": 0,
+        # OpenAI's API takes no more.
+        "stop": ["\n", "a", "b", "c"],
+    }
+    [one] = found.outputs
+    # A model that is stopped while it thinks has no text.
+    assert (one["tasks"]["chat"], one["tasks"]["pooled"]["answered_otherwise"]) == (True, 1)
+    assert "--server URL --server URL --limit 3" in (card := evaluated_card("# A card\n", "me/it", one))
+    assert "--apply-chat-template" in card
+
+
+def test_choices_are_not_asked_for_in_a_chat(output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=r"^apply_chat_template=True is for server$"):
+        evaluate(output, EXAMPLE, tasks="x", apply_chat_template=True)
+    tasks = f"{write_lines(tmp_path / 'mine.jsonl')},{write_generation(tmp_path / 'tasks')}"
+    with servers(output, knows(1), knows(1)) as (first, second):
+        said = run(capsys, output, tasks, first.url, second.url, "--apply-chat-template")
+    assert said == "mine, made: choices of multiple-choice tasks are not asked for in a chat"
+
+
+def test_servers_are_sent_the_key_of_the_environment(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = write_generation(tmp_path / "tasks")
+    sent: list[set[str | None]] = []
+    for key in (None, "", "sk-secret"):
+        if key is not None:
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+        with servers(output, knows(2), knows(2)) as (first, second):
+            found = evaluate(output, EXAMPLE, **SMALL, tasks=task, server=[first.url, second.url], limit=2,
+                             out=tmp_path / "e.json")  # fmt: skip
+        assert len(first.authorized) == len(second.authorized) == 3
+        sent.append({*first.authorized, *second.authorized})
+        assert "sk-secret" not in found.to_json()
+    assert sent == [{None}, {None}, {"Bearer sk-secret"}]
+
+
+def test_a_key_is_never_shown(
+    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = write_generation(tmp_path / "tasks")
+    for key in ("sk-secret\r\nX: y", "sk-secr\u00e9t"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        assert run(capsys, output, task, "http://127.0.0.1:1") == "OPENAI_API_KEY is no key of a server"
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    echo = {"error": {"message": "Incorrect API key: sk-secret"}}
+    for status, says in ((401, "refuses the key in OPENAI_API_KEY (HTTP 401)"), (400, "fails: HTTP 400")):
+        with LoopbackEngine({}, listed=(status, echo, {})) as engine:
+            assert run(capsys, output, task, engine.url) == f"{engine.url}/v1/models {says}"
+
+
 def run(capsys: pytest.CaptureFixture[str], output: Path, task: object, *urls: str) -> str:
     """The error of a command, which ends with two lines; nothing is written."""
     before = sorted(path.name for path in output.iterdir())
-    words = [word for url in urls for word in ("--server", url)]
+    words = [word for url in urls for word in (("--server", url) if "://" in url else (url,))]
     code = main(["eval", str(output), "--source", str(EXAMPLE), "--samples", "2", "--length", "48",
                  "--tasks", str(task), *words])  # fmt: skip
     stdout, stderr = capsys.readouterr()
     assert (code, stdout) == (2, "")
+    assert "sk-secr" not in stderr
     assert sorted(path.name for path in output.iterdir()) == before
     message, hint = stderr.splitlines()[-2:]
     assert message.startswith("error: ")

@@ -18,6 +18,11 @@ def text(answer: str) -> Answer:
     return 200, {"choices": [{"index": 0, "text": answer}]}, {}
 
 
+def message(answer: object) -> Answer:
+    """The answer with a message of a chat."""
+    return 200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": answer}}]}, {}
+
+
 class LoopbackEngine:
     """A context manager; requests are answered until it ends.
 
@@ -29,6 +34,7 @@ class LoopbackEngine:
     Attributes:
         url: its URL.
         asked: the bodies of all completions.
+        authorized: the header Authorization of all requests; None where it is missing.
     """
 
     def __init__(
@@ -39,16 +45,19 @@ class LoopbackEngine:
     ) -> None:
         found = [{"id": name, "root": str(root), "object": "model"} for name, root in models.items()]
         self.asked: list[dict[str, Any]] = []
+        self.authorized: list[str | None] = []
         models_answer = listed or (200, {"object": "list", "data": found}, {})
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                engine.authorized.append(self.headers["Authorization"])
                 self._answer(models_answer if self.path == "/v1/models" else (404, {"detail": "Not Found"}, {}))
 
             def do_POST(self) -> None:
-                assert self.path == "/v1/completions"
+                engine.authorized.append(self.headers["Authorization"])
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                assert self.path == ("/v1/chat/completions" if "messages" in body else "/v1/completions")
                 engine.asked.append(body)
                 self._answer(complete(body))
 
