@@ -1,14 +1,15 @@
-"""The table "Beside llm-compressor" of docs/results.md: both tools on one model.
+"""The table "Beside llm-compressor and auto-round" of docs/results.md: the tools on one model.
 
     python benchmarks/real_models.py DIR
     python -m venv DIR/peers
-    DIR/peers/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1
+    DIR/peers/bin/pip install torch==2.13.0 llmcompressor==0.14.0.1 auto-round==0.15.1
     python benchmarks/peers.py DIR --peer DIR/peers/bin/python --work WORK
 
 All write the same formats: integers in groups of 64, symmetric, and NVFP4 weights, which is 4.25 bits a weight with
 INT4 and 4.5. Other widths than four bits are made by llm-compressor's model_free_ptq, which reads no texts.
-All calibrate on the same 128 documents of 512 tokens, with the other defaults of each tool. All outputs are then
-evaluated in one pass of `openquant eval`. What WORK has already is not made again. Each process has one thread.
+auto-round rounds to the nearest code here, without tuning. All calibrate on the same 128 documents of 512 tokens, or 16
+with AWQ, with the other defaults of each tool. All outputs are then evaluated in one pass of `openquant eval`. What
+WORK has already is not made again. Each process has one thread.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+# Documents that calibrate. In AWQ there are fewer: llm-compressor runs parts of a layer on all of them 80 times.
+ALL, FEWER = 128, 16
 # By name, what openquant is asked for.
 COMPARED = {
     "int4": "--scheme int4 --group-size 64",
     "int4-gptq": "--scheme int4 --group-size 64 --gptq",
-    "int4-awq": "--scheme int4 --group-size 64 --awq",
-    "int4-awq-gptq": "--scheme int4 --group-size 64 --awq --gptq",
+    "int4-awq": f"--scheme int4 --group-size 64 --awq --samples {FEWER}",
+    "int4-awq-gptq": f"--scheme int4 --group-size 64 --awq --gptq --samples {FEWER}",
     "nvfp4": "--scheme nvfp4",
     "nvfp4-gptq": "--scheme nvfp4 --gptq",
     "int3": "--scheme int3 --group-size 64",
@@ -45,19 +47,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="what real_models.py fetched")
     parser.add_argument("--work", type=Path, required=True, help="where outputs and figures are kept")
-    parser.add_argument("--peer", type=Path, help="an interpreter with llm-compressor")
+    parser.add_argument("--peer", type=Path, help="an interpreter with llm-compressor and auto-round")
     parser.add_argument("--samples", type=int, default=12, help="documents of the evaluation")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--only", action="append", help="one of the comparisons")
-    parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     source, work = options.directory / "smollm2-135m", options.work
     if options.run:
-        method, output = options.run
-        if method in MODEL_FREE:
-            model_free(int(method.removeprefix("int")), source, Path(output))
+        tool, name, output = options.run
+        if tool == "tokens":
+            write_tokens(source, options.directory / "texts", int(name), Path(output))
+        elif tool == "auto-round":
+            auto_round(source, Path(output))
+        elif name in MODEL_FREE:
+            model_free(int(name.removeprefix("int")), source, Path(output))
         else:
-            llm_compressor(method, source, Path(output), work)
+            llm_compressor(name, source, Path(output), work)
         return
     # Not at the top: llm-compressor runs without this directory on its path, as transformers would take the kernels.py
     # in it for the package of that name.
@@ -67,8 +73,11 @@ def main() -> None:
 
     texts = [part for name in TEXTS for part in ("--text", str(options.directory / "texts" / f"{name}.jsonl"))]
     work.mkdir(parents=True, exist_ok=True)
-    if not (work / "tokens.json").exists():
-        write_tokens(source, texts[1::2], work / "tokens.json")
+    for samples in (ALL, FEWER):
+        if not tokens(work, samples).exists():
+            # Not here: the peak memory of this process would be that of its children at least.
+            itself = [sys.executable, __file__, str(options.directory), "--work", str(work)]
+            subprocess.run([*itself, "--run", "tokens", str(samples), str(tokens(work, samples))], check=True)
     outputs = []
     for name, given in COMPARED.items():
         if options.only and name not in options.only:
@@ -78,7 +87,9 @@ def main() -> None:
         commands = {"openquant": [sys.executable, "-m", "openquant", *asked, "-o"]}
         if options.peer:
             itself = [str(options.peer), __file__, str(options.directory), "--work", str(work)]
-            commands["llm-compressor"] = [*itself, "--run", name]
+            commands["llm-compressor"] = [*itself, "--run", "llm-compressor", name]
+            if name == "int4":
+                commands["auto-round"] = [*itself, "--run", "auto-round", name]
         for tool, command in commands.items():
             output = work / f"{tool}.{name}"
             outputs.append(output)
@@ -95,8 +106,15 @@ def main() -> None:
     print_table(json.loads(results.read_text()), work)
 
 
-def write_tokens(source: Path, texts: Iterable[str], into: Path) -> None:
+def tokens(work: Path, samples: int) -> Path:
+    """The file of the tokens of so many documents."""
+    return work / f"tokens-{samples}.json"
+
+
+def write_tokens(source: Path, texts: Path, samples: int, into: Path) -> None:
     """The tokens that openquant calibrates on, as JSON lists."""
+    from results import TEXTS
+
     from openquant.data.corpus import read_corpus
     from openquant.files.checkpoint import open_checkpoint
     from openquant.hub.source import find_source
@@ -104,7 +122,8 @@ def write_tokens(source: Path, texts: Iterable[str], into: Path) -> None:
     from openquant.streaming.session import find_tokenizer
 
     tokenizer = find_tokenizer(find_source(str(source)), open_checkpoint(source))
-    corpus = read_corpus(CalibrationTexts(text=tuple(texts)), tokenizer, "calibration")
+    given = CalibrationTexts(text=tuple(str(texts / f"{name}.jsonl") for name in TEXTS), samples=samples)
+    corpus = read_corpus(given, tokenizer, "calibration")
     into.write_text(json.dumps([list(document.ids) for document in corpus.documents]))
 
 
@@ -129,7 +148,7 @@ def llm_compressor(method: str, source: Path, output: Path, work: Path) -> None:
     last = GPTQModifier if "gptq" in steps else QuantizationModifier
     recipe = [*([AWQModifier()] if "awq" in steps else []), last(ignore=["lm_head"], **scheme)]
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
-    texts = [torch.tensor([ids]) for ids in json.loads((work / "tokens.json").read_text())]
+    texts = [torch.tensor([ids]) for ids in json.loads(tokens(work, FEWER if "awq" in steps else ALL).read_text())]
     data = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in texts]
     # Its memory is pinned, which fails without an accelerator.
     IntermediatesCache.pin_memory = lambda *_: None  # type: ignore[method-assign]
@@ -159,13 +178,30 @@ def model_free(bits: int, source: Path, output: Path) -> None:
     )
 
 
+def auto_round(source: Path, output: Path) -> None:
+    """Quantize with auto-round, in groups of 64 to the nearest code; run by the interpreter of llm-compressor."""
+    from auto_round import AutoRound
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    # Without iterations it tunes nothing; with disable_opt_rtn it reads no texts.
+    settings = {"scheme": "W4A16", "group_size": 64, "iters": 0, "disable_opt_rtn": True, "device_map": "cpu"}
+    AutoRound(model, tokenizer, **settings).quantize_and_save(output, format="auto_gptq")
+    # It names a directory in it.
+    [made] = output.iterdir()
+    for path in made.iterdir():
+        path.rename(output / path.name)
+    made.rmdir()
+
+
 def print_table(evaluation: dict[str, Any], work: Path) -> None:
     """Print figures of both tools by comparison, as Markdown, and KL ratios paired by document."""
     by_name = {output["output"]["name"]: output for output in evaluation["outputs"]}
     print("| format and method | tool | KL, nats | openquant's by its | size | CPU s | peak MB |")
     print("|---|---|---|---|---|---|---|")
     for name in COMPARED:
-        for tool in ("openquant", "llm-compressor"):
+        for tool in ("openquant", "llm-compressor", "auto-round"):
             key = f"{tool}.{name}"
             if key not in by_name:
                 continue
