@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import EXAMPLE, ROOT
+from conftest import EXAMPLE, ROOT, run_openquant
 from openquant import calibrate, compress
 from openquant.weights.statistics import read_calibration
 from support.loopback_hub import LoopbackHub
@@ -84,3 +84,27 @@ def test_layers_of_a_streamed_repository_are_rounded_by_gptq_alike(tmp_path: Pat
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
     for path in (tmp_path / "local").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "made" / "out" / path.name).read_bytes()
+
+
+def test_a_mixture_is_chosen_and_published_through_a_few_shards(tmp_path: Path) -> None:
+    """From one repository to another, with what a directory gives."""
+    fit = ("--fit", "6bits", "--candidates", "nvfp4,int8-weights")
+    local = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "local", *fit)
+    assert local.returncode == 0, local.stderr
+    here = tmp_path / "here"
+    here.mkdir()
+    with LoopbackHub(tmp_path / "hub") as hub:
+        hub.repositories["org/name"] = EXAMPLE
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        environment = {**os.environ, **settings, "HF_TOKEN": "hf_test", "PYTHONPATH": str(ROOT)}
+        words = ("compress", "-m", "org/name", *fit, "--stream", "--push-to-hub", "user/mixed", "--push-only")
+        command = [sys.executable, "-m", "openquant", *words]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120, env=environment)
+        assert done.returncode == 0, done.stderr
+        published = {name: path.read_bytes() for name, path in hub.files("user/mixed").items()}
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    # Scores, and what is not a shard of the output.
+    assert not list(here.rglob("*.safetensors"))
+    assert (here / "name.scores.json").exists()
+    shards = list((tmp_path / "local").glob("*.safetensors"))
+    assert shards and all(published[path.name] == path.read_bytes() for path in shards)
