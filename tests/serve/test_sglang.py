@@ -358,7 +358,7 @@ def test_sglang_loads_what_the_plan_says(
 
 def test_sglang_loads_the_mixture_that_is_chosen(outputs: dict[str, Path], loaded: Loaded) -> None:
     groups = json.loads((outputs[FIT] / "config.json").read_text())["quantization_config"]["config_groups"]
-    assert len(groups) == 3
+    assert len(groups) >= 2
     assert status(loaded[FIT], outputs[FIT]) == "loaded"
 
 
