@@ -67,7 +67,12 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_every_key_is_documented(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_is_documented(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A search writes its scores there.
+    monkeypatch.chdir(tmp_path)
+
     def say(*words: object, code: int = 0) -> Any:
         assert main([*map(str, words), "--json"]) == code
         stdout = capsys.readouterr().out
@@ -78,6 +83,8 @@ def test_every_key_is_documented(out: Path, tmp_path: Path, capsys: pytest.Captu
     require("compress", compressed, say("dequantize", out, "-o", tmp_path / "plain"))
     require("explain", say("explain", EXAMPLE, "**.{q_proj,down_proj}", "--scheme", "block"))
     require("fit", say("fit", EXAMPLE, "--gpu", "4090", "--for", "both"), say("fit", EXAMPLE))
+    search = ("--search", "--candidates", "int8-weights", "--gpu", "2.18GB", "--context", "1")
+    require("fit --search", say("fit", EXAMPLE, *search))
     require("verify", say("verify", out, "--source", EXAMPLE, "--full"))
     require("diagnose", say("diagnose", EXAMPLE))
     tasks = write_lines(tmp_path / "tasks.jsonl", 3)
@@ -129,7 +136,7 @@ def test_every_verb_takes_json_and_stands_in_the_document() -> None:
         assert "--json" in parser._option_string_actions, name
         assert documented(name)
         takes = "--progress" in parser._option_string_actions
-        assert takes == (name in ("compress", "dequantize", "diagnose", "calibrate", "eval", "verify")), name
+        assert takes == (name in ("compress", "dequantize", "fit", "diagnose", "calibrate", "eval", "verify")), name
 
 
 WORDS: list[tuple[str, list[object]]] = [
