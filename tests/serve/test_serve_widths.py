@@ -40,7 +40,7 @@ OWN = 0.0002
 # with FP8 and INT8 activations, which round. Found: 0.00007, 0.0006. test_serve_four_bits.py has one with experts.
 MIXTURES: dict[str, tuple[Mapping[str, Any], float]] = {
     # What --fit chooses, with the output head among what it chooses for.
-    "fit": ({"fit": "5.5bits", "engines": "vllm", "quantize_lm_head": True, "gptq": True, "samples": 16}, OWN),
+    "fit": ({"fit": "4.7bits", "engines": "vllm", "quantize_lm_head": True, "gptq": True, "samples": 16}, OWN),
     "int4-int6-nvfp4-int8-weights": (
         {
             "scheme": "int4",
@@ -80,10 +80,9 @@ def test_four_schemes_in_one_checkpoint_compute_what_codes_and_scales_stand_for(
     assert logprobs.between(f"{name}-plain", name) <= MIXTURES[name][1]
 
 
-def test_the_chosen_mixture_has_three_schemes_or_more(logprobs: Answers, models: dict[str, Path]) -> None:
+def test_the_chosen_mixture_has_three_schemes_or_more(models: dict[str, Path]) -> None:
     groups = json.loads((models["fit"] / "config.json").read_text())["quantization_config"]["config_groups"]
     assert len(groups) >= 3
-    assert logprobs.between("source", "fit") < logprobs.between("source", "int5")
 
 
 def test_each_bit_takes_most_of_the_loss(logprobs: Answers) -> None:
