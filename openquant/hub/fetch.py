@@ -141,6 +141,10 @@ class ShardSupply:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> ShardSupply:
+        if self.scratch is not None and self._order:
+            # Not in a thread, which could make it again after it was removed.
+            with output_errors(self.scratch):
+                make_directory(self.scratch)
         if self.scratch is not None and self.scratch.exists():
             # Remove shards that an earlier run no longer needed when it was killed.
             needed = {name for shard in self._order for name in (shard, self._partial_path(shard).name)}
@@ -338,7 +342,6 @@ class ShardSupply:
         assert self.scratch is not None
         target, file = self.scratch / name, self.source.remote[name]
         with output_errors(target):
-            make_directory(self.scratch)
             if target.exists():
                 # An earlier run left it. It may be of another repository, or damaged by a loss of power.
                 if _is_sound(target, file):
