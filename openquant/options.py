@@ -66,6 +66,8 @@ class Option(NamedTuple):
         value: what stands for the value in --help, such as "DIR"; an option without one is a switch.
         default: the value if it is not given; MISSING if it must be given.
         flags: the names on the command line, such as ("-o", "--output"); if empty, the name of the field.
+        also: further names on the command line, which --help does not show.
+        common: whether the short --help of a command with many options shows it.
         choices: all values that are allowed.
         read: makes the value of a word of the command line.
         required: whether the command line must have it.
@@ -78,6 +80,8 @@ class Option(NamedTuple):
     value: str | None = None
     default: object = None
     flags: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
+    common: bool = False
     choices: tuple[str, ...] | None = None
     read: Callable[[str], object] | None = None
     required: bool = False
@@ -334,6 +338,7 @@ class ModelSource(OptionGroup):
         FILES,
         "MODEL",
         flags=("-m", "--model"),
+        common=True,
         required=True,
         completes="directory",
     )
@@ -355,7 +360,10 @@ class Streaming(OptionGroup):
     """How much of a Hub repository lies on disk."""
 
     stream: bool = option(
-        False, "Keep only a few shards of a Hub repo on disk. None of them stays in the Hub's cache.", FILES
+        False,
+        "Keep only a few shards of a Hub repo on disk. None of them stays in the Hub's cache.",
+        FILES,
+        common=True,
     )
 
 
@@ -403,6 +411,7 @@ class Memory(OptionGroup):
         EXECUTION,
         "SIZE",
         read=size,
+        common=True,
     )
 
 
@@ -439,6 +448,7 @@ class Texts(OptionGroup):
         read=filled,
         repeated=True,
         completes="file",
+        common=True,
     )
     dataset: str | None = option(
         None,
@@ -489,6 +499,7 @@ class Recipe(OptionGroup):
         QUANTIZATION,
         "NAME",
         choices=(*SCHEME_NAMES, UNCHANGED, KEPT),
+        common=True,
     )
     format: FormatName | None = option(
         None,
@@ -545,6 +556,7 @@ class Recipe(OptionGroup):
         "lowers the error of the layers' outputs. The search for scales weighs the error of each column by its "
         "activations, which come from a calibration.",
         QUANTIZATION,
+        common=True,
     )
     gptq: bool = option(
         False,
@@ -552,6 +564,7 @@ class Recipe(OptionGroup):
         "Hessian: each column compensates for the rounding errors of the columns before it. An expert uses the tokens "
         "that are routed to it.",
         QUANTIZATION,
+        common=True,
     )
     kv_cache: CacheScheme = option(
         "auto",
@@ -588,6 +601,7 @@ class Recipe(OptionGroup):
         QUANTIZATION,
         "PATTERN",
         repeated=True,
+        common=True,
     )
     scheme_for: Mapping[str, SchemeName] | None = option(
         None,
@@ -674,6 +688,7 @@ class Push:
         "NAME",
         flags=("--push-to-hub",),
         read=filled,
+        common=True,
     )
     private: bool = option(False, "Make the repository private if it is created.", HUB)
     create_pr: bool = option(False, "Open a pull request instead of committing to main.", HUB)
@@ -708,9 +723,11 @@ class Run(Memory, Workers, Device, Streaming, ModelSource):
         FILES,
         "DIR",
         flags=("-o", "--output"),
+        also=("--out",),
+        common=True,
         completes="directory",
     )
-    dry_run: bool = option(False, "Print the plan and write nothing.", EXECUTION)
+    dry_run: bool = option(False, "Print the plan and write nothing.", EXECUTION, common=True)
     overwrite: bool = option(False, "Replace what an earlier run wrote to the output.", FILES)
     push: Push | None = option(None, "Publish the output on the Hub.")
 
@@ -739,6 +756,7 @@ class FitOptions(OptionGroup):
         QUANTIZATION,
         "SIZE",
         read=filled,
+        common=True,
     )
     context: int = option(8192, "Tokens of KV cache, for --fit", QUANTIZATION, "N", read=tokens)
     engines: str = option(
@@ -835,6 +853,7 @@ class Calibrate(ScratchDirectory, Memory, Device, Streaming, ModelSource):
         FILES,
         "FILE",
         flags=("-o", "--out"),
+        also=("--output",),
         read=filled,
         completes="file",
     )

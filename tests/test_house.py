@@ -15,7 +15,7 @@ FLOORS = (
     ("gguf",),
     ("data", "hub", "keywords", "plan", "recipes"),
     ("convert", "distributed", "result", "vllm_probe"),
-    ("reporter", "streaming"),
+    ("environment", "reporter", "streaming"),
     ("diagnosis", "job"),
     ("calibration", "evaluation"),
     ("fit", "verification"),

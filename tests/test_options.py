@@ -20,9 +20,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 
 import openquant
-from conftest import ROOT
+from conftest import EXAMPLE, ROOT
+from openquant import __version__
+from openquant.cli.commands import main
+from openquant.environment import install_commit
 from openquant.errors import UsageError
 from openquant.formats import names
 from openquant.formats.names import KEPT, UNCHANGED
@@ -197,6 +201,7 @@ def test_openquant_alone_prints_its_help() -> None:
         "calibrate",
         "eval",
         "verify",
+        "env",
         "completion",
     ]
     assert re.findall(r"^  (\w+)  +[A-Z]", shown, re.MULTILINE) == verbs
@@ -208,16 +213,16 @@ def test_openquant_alone_prints_its_help() -> None:
 
 @pytest.mark.parametrize("verb", ["compress", "dequantize"])
 def test_help_is_grouped_and_nearly_all_options_take_a_line(verb: str) -> None:
-    shown = openquant_prints(verb, "--help")
+    shown = openquant_prints(verb, "--help-all")
     sections = dict(re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE))
     titles = TITLES if verb == "compress" else tuple(each for each in TITLES if each not in (TITLES[0], TITLES[2]))
     assert tuple(sections) == (*titles, "examples")
     options = "".join(sections[title] for title in titles)
     assert max(map(len, options.splitlines())) <= 80
-    begun = re.findall(r"^  (?:-\S, )?--([\w-]+)", options, re.MULTILINE)
+    begun = re.findall(r"^  (?:-\S, --|--|\[-m\] )([\w-]+)", options, re.MULTILINE)
     for kind in (Recipe, Run) if verb == "compress" else (Run,):
         for name, option in options_of(kind).items():
-            if option.group and (verb, name) not in (("dequantize", "model"), ("dequantize", "device")):
+            if option.group and name != "model" and (verb, name) != ("dequantize", "device"):
                 assert (option.flags or (name.replace("_", "-"),))[-1].removeprefix("--") in begun
     assert len(options.splitlines()) <= len(begun) + 6
 
@@ -288,16 +293,119 @@ def test_other_shells_have_a_script_for_both_commands(shell: str, registered: st
     assert "compressed-tensors" in shown
 
 
-def test_completion_says_what_it_needs(tmp_path: Path) -> None:
-    (tmp_path / "shtab.py").write_text("raise ImportError")
-    done = subprocess.run(
-        [sys.executable, "-m", "openquant", "completion", "bash"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: completion needs shtab, which is not installed\nhint: pip install shtab\n"
+@pytest.mark.parametrize(
+    ("shell", "script", "start"),
+    [
+        ("bash", "data/openquant/completion.bash", ".bashrc"),
+        ("zsh", "data/openquant/completion.zsh", ".zshrc"),
+        ("fish", "config/fish/completions/openquant.fish", None),
+    ],
+)
+def test_completion_is_installed_once(
+    tmp_path: Path, shell: str, script: str, start: str | None, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("ZDOTDIR", raising=False)
+    if start:
+        (tmp_path / start).write_text("echo mine")
+    for _ in range(2):
+        assert main(["completion", "install"]) == 0
+        assert capsys.readouterr().out == f"wrote {tmp_path / script}\na new {shell} completes openquant\n"
+    assert (tmp_path / script).read_text().rstrip() == openquant_prints("completion", shell).rstrip()
+    if start is None:
+        assert (tmp_path / script).with_name("compress-fp8.fish").exists()
+        return
+    mine, line = (tmp_path / start).read_text().splitlines()
+    assert (mine, str(tmp_path / script) in line) == ("echo mine", True)
+    if shell == "bash":
+        done = subprocess.run(["bash", "-c", f"source {tmp_path / start}; complete -p openquant"], capture_output=True)
+        assert b"-F _shtab_openquant openquant" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("shell", "home", "message"),
+    [
+        ("/bin/tcsh", "/", "$SHELL is tcsh, and scripts are for bash, zsh, fish"),
+        ("", "/", "$SHELL is not set, and scripts are for bash, zsh, fish"),
+        ("/bin/bash", "", "$HOME is not set"),
+        (
+            "/bin/bash",
+            "/dev/null",
+            "/dev/null/.local/share/openquant/completion.bash cannot be written: File exists",
+        ),
+    ],
+)
+def test_completion_that_cannot_be_installed(
+    shell: str, home: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHELL", shell)
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    assert main(["completion", "install"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}\n")
+
+
+def test_the_help_of_compress_begins_with_what_one_needs() -> None:
+    shown = openquant_prints("compress", "--help")
+    options = re.findall(r"^  (\[-m\] MODEL|-{1,2}[\w-]+)", shown, re.MULTILINE)
+    assert options[0] == "[-m] MODEL"
+    assert {"-o", "--scheme", "--fit", "--dry-run", "--help-all"} < set(options)
+    assert len(options) < 16
+    hidden = re.search(r"^(\d+) more options: openquant compress --help-all$", shown, re.MULTILINE)
+    everything = openquant_prints("compress", "--help-all")
+    assert hidden and len(re.findall(r"^  (?:\[|-)", everything, re.MULTILINE)) == len(options) + int(hidden[1])
+    assert len(shown.splitlines()) < 35
+
+
+def test_the_model_is_named_with_or_without_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for words in ([EXAMPLE, "--dry-run"], ["--dry-run", EXAMPLE], ["-m", EXAMPLE, "--dry-run"], [f"--model={EXAMPLE}", "--dry-run"]):  # fmt: skip
+        assert main(["compress", *map(str, words), "--out", str(tmp_path / "made")]) == 0
+        plans.append(capsys.readouterr().out)
+    assert len(set(plans)) == 1
+    assert main(["diagnose", "-m", str(EXAMPLE), "--json"]) == 0
+    assert main(["calibrate", str(tmp_path / "none"), "--output", str(tmp_path / "c"), "--json"]) == 2
+    assert "does not exist" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["compres", "x"], "did you mean compress? see openquant --help"),
+        (["eval", "x", "--sorce", "y"], "see openquant eval --help"),
+        (["verify", "x", "--ful"], "did you mean --full? see openquant verify --help"),
+        (["compress", "x", "--zzz"], "see openquant compress --help"),
+        (["fit", "x", "--for", "vlm"], "did you mean vllm? see openquant fit --help"),
+    ],
+)
+def test_a_hint_names_the_nearest_word(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[1] == f"hint: {hint}"
+
+
+def test_env_is_for_bug_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    lines = dict(re.findall(r"^(\S+)  +(.+)$", shown, re.MULTILINE))
+    assert lines["openquant"].startswith(__version__)
+    assert (lines["torch"], lines["HF_HUB_OFFLINE"]) == (torch.__version__, "1")
+    assert "hf_secret" not in shown and str(Path.home()) not in shown
+
+
+def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openquant.environment.__file__", str(tmp_path / "openquant" / "environment.py"))
+    assert install_commit() is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    dated = {**os.environ, "GIT_COMMITTER_DATE": "2026-01-02T03:04:05Z"}
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "one"], check=True, env=dated)
+    assert re.fullmatch(r"[0-9a-f]{7,} 2026-01-02", install_commit() or "")
 
 
 def test_every_option_is_shown_or_for_python() -> None:

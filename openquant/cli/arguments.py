@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -49,32 +51,69 @@ class _Format(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=28)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings or action.nargs == 0:
-            return super()._format_action_invocation(action)
-        return f"{', '.join(action.option_strings)} {action.metavar}"
+        if not action.option_strings:
+            also = vars(action).get("also", ())
+            return f"[{also[0]}] {action.metavar}" if also else super()._format_action_invocation(action)
+        names = ", ".join(name for name in action.option_strings if name not in vars(action).get("also", ()))
+        return names if action.nargs == 0 else f"{names} {action.metavar}"
 
     def _format_action(self, action: argparse.Action) -> str:
+        if vars(action).get("other_form"):
+            return ""
         if isinstance(action, argparse._SubParsersAction):
             # argparse would print a line with VERB above them.
             return "".join(map(super()._format_action, action._get_subactions()))
         return super()._format_action(action)
 
 
+class _HelpAction(argparse.Action):
+    """Prints the help, with all options or the common ones, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, Parser)
+        parser.shows_all = self.const
+        parser.print_help()
+        parser.exit()
+
+
+class _VersionAction(argparse.Action):
+    """Prints the version and the commit of an installation from git, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from ..environment import install_commit
+
+        commit = install_commit()
+        parser._print_message(f"openquant {__version__}{f' ({commit})' if commit else ''}\n", sys.stdout)
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser with our errors and our help.
+
+    Attributes:
+        shows_all: whether the help has all options, not the common ones only.
 
     Args:
         prog: the command, such as "openquant compress" or "compress_fp8.py".
         usage: usage text after the command, such as "MODEL [options]".
         examples: arguments of example commands.
         version: whether it has --version.
+        by_flag: whether a positional argument that also has a flag, such as -m MODEL, is given by it.
         settings: other arguments of argparse.ArgumentParser.
     """
 
     def __init__(
-        self, prog: str, usage: str, examples: Sequence[str] = (), version: bool = False, **settings: Any
+        self,
+        prog: str,
+        usage: str,
+        examples: Sequence[str] = (),
+        version: bool = False,
+        by_flag: bool = False,
+        **settings: Any,
     ) -> None:
         self.version = version
+        self.by_flag = by_flag
+        self.shows_all = False
         words = f"python {prog}" if prog.endswith(".py") else prog
         shown = "".join(f"\n  {words} {example}" for example in examples)
         super().__init__(
@@ -96,6 +135,41 @@ class Parser(argparse.ArgumentParser):
         """Raise a UsageError, where argparse would print and exit."""
         raise UsageError(message, f"see {self.prog} --help")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse words as argparse does, but refuse unknown ones here, where the options of the verb are known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            self._refuse(f"unrecognized arguments: {' '.join(unknown)}", word, self._option_string_actions)
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            self._refuse(str(error), str(value), list(map(str, action.choices or ())))
+
+    def _refuse(self, message: str, word: str, known: Collection[str]) -> NoReturn:
+        """Raise a UsageError whose hint names the known word that is nearest to a mistyped one."""
+        near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+        raise UsageError(message, f"{f'did you mean {near[0]}? ' if near else ''}see {self.prog} --help")
+
+    def format_help(self) -> str:
+        """Return the help; that of a command with many options has the common ones only, unless `shows_all` is set."""
+        hidden = [] if self.shows_all else [action for action in self._actions if vars(action).get("hidden")]
+        if not hidden:
+            return super().format_help()
+        shown = [action for group in self._action_groups for action in group._group_actions if action not in hidden]
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, shown, [])
+        formatter.add_text(self.description)
+        formatter.start_section("options")
+        formatter.add_arguments(sorted(shown, key=lambda action: bool(action.option_strings)))
+        formatter.end_section()
+        formatter.add_text(f"{len(hidden)} more options: {self.prog} --help-all")
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
     def add_options(
         self, *kinds: type, positional: Sequence[str] = (), without: Collection[str] = (), **helps: str
     ) -> None:
@@ -112,46 +186,68 @@ class Parser(argparse.ArgumentParser):
         options = {name: option for kind in kinds for name, option in options_of(kind).items() if name not in without}
         for name, text in helps.items():
             options[name] = options[name]._replace(help=text)
+        if self.by_flag:
+            positional = [name for name in positional if not options[name].flags]
+        flagged = [name for name in positional if options[name].flags]
         # Positional arguments come first, then options with a letter.
         names = sorted(options, key=lambda name: 0 if name in positional else 3 - len(flags_of(name, options[name])))
+        hides = len(options) > MANY
         for title in GROUPS:
             group = self.add_argument_group(title)
             volume = group.add_mutually_exclusive_group()
             for name in names:
                 if options[name].group == title:
-                    _add(volume if name in ("quiet", "verbose") else group, name, options[name], name in positional)
-        self.add_information(group)
+                    place = volume if name in ("quiet", "verbose") else group
+                    added = _add(place, name, options[name], name in positional)
+                    vars(added)["hidden"] = hides and not options[name].common
+                    if name in flagged:
+                        # For completion alone: words with this flag are parsed with `by_flag`.
+                        flag = _add(group, name, options[name]._replace(required=False), False)
+                        vars(flag)["other_form"] = True
+        self.add_information(group, hides)
 
-    def add_information(self, group: argparse._ArgumentGroup) -> None:
-        """Add `--help`, and `--version` if the parser has it, to a group of options."""
-        group.add_argument("-h", "--help", action="help", help="Show this help")
+    def add_information(self, group: argparse._ArgumentGroup, hides: bool = False) -> None:
+        """Add `--help`, `--help-all`, and `--version` if the parser has it, to a group of options.
+
+        Args:
+            group: the group.
+            hides: whether --help shows the common options only.
+        """
+        shows: dict[str, Any] = {"nargs": 0, "default": argparse.SUPPRESS, "dest": argparse.SUPPRESS}
+        group.add_argument("-h", "--help", action=_HelpAction, const=not hides, help="Show this help", **shows)
+        about_all = "Show all options" if hides else argparse.SUPPRESS
+        group.add_argument("--help-all", action=_HelpAction, const=True, help=about_all, **shows)
         if self.version:
-            group.add_argument(
-                "--version", action="version", version=f"openquant {__version__}", help="Show the version"
-            )
+            group.add_argument("--version", action=_VersionAction, help="Show the version", **shows)
 
 
-def _add(group: argparse._ActionsContainer, name: str, option: Option, positional: bool) -> None:
+def _add(group: argparse._ActionsContainer, name: str, option: Option, positional: bool) -> argparse.Action:
     settings: dict[str, Any] = {"help": option.summary}
     if option.value is not None:
         settings |= {"metavar": option.value, "choices": option.choices, "type": option.read}
     if positional:
         added = group.add_argument(name, nargs="+" if option.repeated else None, **settings)
+        vars(added)["also"] = option.flags
     else:
         action = "store_true" if option.value is None else "append" if option.repeated else "store"
         settings |= {"action": action, "dest": name, "default": argparse.SUPPRESS, "required": option.required}
-        added = group.add_argument(*flags_of(name, option), **settings)
+        added = group.add_argument(*flags_of(name, option), *option.also, **settings)
+        vars(added)["also"] = option.also
     if option.completes:
         vars(added)["complete"] = option.completes  # shtab reads it
+    return added
 
 
 COMPRESS = "Quantize a checkpoint to FP8, INT8, INT4 or FP4 for vLLM and SGLang."
-MODEL = "-m MODEL [-o DIR] [options]"
+MODEL = "[-m] MODEL [-o DIR] [options]"
 EXAMPLES = (
-    "-m Qwen/Qwen3-32B",
-    "-m Qwen/Qwen3-32B -w 128 --dry-run",
-    "-m Qwen/Qwen3-32B --stream --push-to-hub you/Qwen3-32B-FP8 --push-only",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-32B --scheme block --dry-run",
+    "Qwen/Qwen3-32B --fit 4090 --gptq",
+    "Qwen/Qwen3-32B --stream --push-to-hub you/Qwen3-32B-FP8 --push-only",
 )
+# A command with more options than these shows the common ones, unless it is asked for all.
+MANY = 30
 # The classes of options of compress.
 CONVERSION = (
     Recipe,
@@ -167,20 +263,26 @@ CONVERSION = (
     ProgressLines,
     ReportPage,
 )
-COMPLETION = """in ~/.bashrc, ~/.zshrc, ~/.config/fish/config.fish:
+COMPLETION = """examples:
+  openquant completion install
   eval "$(openquant completion bash)"
-  eval "$(openquant completion zsh)"
   openquant completion fish | source"""
 
 
-def compress_parser(prog: str) -> Parser:
+def _by_flag(words: Sequence[str]) -> bool:
+    """Whether the words of a command line give the model as -m MODEL. argparse takes one form only."""
+    return any(word.startswith("-m") or word.partition("=")[0] == "--model" for word in words)
+
+
+def compress_parser(prog: str, words: Sequence[str] = ()) -> Parser:
     """Return the parser of `compress-fp8` and `python compress_fp8.py`.
 
     Args:
         prog: name of the command in --help.
+        words: the words that it is to parse, which say whether the model is positional.
     """
-    parser = Parser(prog, MODEL, EXAMPLES, version=True, description=COMPRESS)
-    parser.add_options(*CONVERSION)
+    parser = Parser(prog, MODEL, EXAMPLES, version=True, by_flag=_by_flag(words), description=COMPRESS)
+    parser.add_options(*CONVERSION, positional=("model",))
     parser.set_defaults(verb="compress")
     return parser
 
@@ -192,12 +294,17 @@ def recipe_parser() -> Parser:
     return parser
 
 
-def verb_parser() -> Parser:
-    """Return the argparse parser of `openquant`, with a subparser for each verb; the verb is stored as `verb`."""
+def verb_parser(words: Sequence[str] = ()) -> Parser:
+    """Return the argparse parser of `openquant`, with a subparser for each verb; the verb is stored as `verb`.
+
+    Args:
+        words: the words that it is to parse, which say whether the model is positional.
+    """
+    by_flag = _by_flag(words)
     parser = Parser(
         "openquant",
         "VERB [options]",
-        ("compress -m Qwen/Qwen3-32B", "verify Qwen3-32B-FP8", "push Qwen3-32B-FP8 you/Qwen3-32B-FP8"),
+        ("compress Qwen/Qwen3-32B", "verify Qwen3-32B-FP8", "push Qwen3-32B-FP8 you/Qwen3-32B-FP8"),
         version=True,
         description="FP8, INT8, INT4 and FP4 checkpoints for vLLM and SGLang.",
     )
@@ -206,9 +313,11 @@ def verb_parser() -> Parser:
     )
 
     def add(name: str, about: str, usage: str, *examples: str) -> Parser:
-        return verbs.add_parser(name, help=about.rstrip("."), description=about, usage=usage, examples=examples)
+        return verbs.add_parser(
+            name, help=about.rstrip("."), description=about, usage=usage, examples=examples, by_flag=by_flag
+        )
 
-    add("compress", COMPRESS, MODEL, *EXAMPLES).add_options(*CONVERSION)
+    add("compress", COMPRESS, MODEL, *EXAMPLES).add_options(*CONVERSION, positional=("model",))
     add(
         "fit",
         "Show which schemes fit a GPU, and how much context they leave.",
@@ -286,10 +395,16 @@ def verb_parser() -> Parser:
         "Qwen3-32B-FP8",
         "Qwen3-32B-FP8 --source Qwen3-32B --full",
     ).add_options(Check, JsonOutput, ProgressLines, ReportPage, positional=("directory",))
-    completion = add("completion", "Print a script that lets a shell complete these commands.", "SHELL")
+    add("env", "Show the versions and hardware that a bug report needs.", "[--json]").add_options(JsonOutput)
+    completion = add("completion", "Let a shell complete these commands.", "install | SHELL")
     completion.epilog = COMPLETION
     shell = completion.add_argument_group("shell")
-    shell.add_argument("shell", metavar="SHELL", choices=SHELLS, help="bash, zsh or fish")
+    shell.add_argument(
+        "shell",
+        metavar="SHELL",
+        choices=("install", *SHELLS),
+        help="install, for the shell of $SHELL, or print the script of bash, zsh or fish",
+    )
     completion.add_options(JsonOutput)
     parser.add_information(parser.add_argument_group("options"))
     return parser

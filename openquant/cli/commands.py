@@ -74,7 +74,8 @@ def compress_main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: --help or --version was printed; the code is 0.
     """
     prog = Path(sys.argv[0]).name or "compress-fp8"
-    return _run(compress_parser(prog), sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    return _run(compress_parser(prog, words), words)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: --help or --version was printed; the code is 0.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    return _run(verb_parser(), words or ["--help"])
+    return _run(verb_parser(words), words or ["--help"])
 
 
 def _run(parser: Parser, words: Sequence[str]) -> int:
@@ -542,16 +543,33 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
 
 
 def _completion(given: Given, interrupts: Interrupts) -> int:
-    try:
-        import shtab
-    except ImportError:
-        raise UsageError("completion needs shtab, which is not installed", "pip install shtab") from None
-    scripts = [shtab.complete(parser, given["shell"]) for parser in (verb_parser(), compress_parser("compress-fp8"))]
+    from .completion import completion_script, install_completion
+
+    installed: Path | None = None
+    shell = given["shell"]
+    if shell == "install":
+        shell, installed = install_completion(os.environ)
     interrupts.check()
     if _command(given).json:
-        print_json({"shell": given["shell"], "script": "\n".join(scripts)}, interrupts)
+        printed = {"script": completion_script(shell)} if installed is None else {"installed": str(installed)}
+        print_json({"shell": shell, **printed}, interrupts)
+    elif installed is None:
+        require_printed(say(completion_script(shell), sys.stdout))
     else:
-        require_printed(say("\n".join(scripts), sys.stdout))
+        require_printed(say_lines([f"wrote {installed}", f"a new {shell} completes openquant"], sys.stdout))
+    return 0
+
+
+def _env(given: Given, interrupts: Interrupts) -> int:
+    from ..environment import environment
+
+    found = environment()
+    if _command(given).json:
+        print_json(found, interrupts)
+    else:
+        from ..report.environment import environment_text
+
+        require_printed(say(environment_text(found), sys.stdout))
     return 0
 
 
@@ -565,6 +583,7 @@ VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
     "calibrate": _calibrate,
     "eval": _eval,
     "verify": _verify,
+    "env": _env,
     "completion": _completion,
 }
 # Verbs whose job several ranks share.

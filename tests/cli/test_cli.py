@@ -132,7 +132,7 @@ ERRORS = [
     (["-m", EXAMPLE, "--scheme", "mxfp8", "--scale-format", "float"],
      "--scheme mxfp8 has no float scales in the compressed-tensors format", SCALE_FORMATS),
     (["-m", EXAMPLE, "--format", "gguf"], "argument --format: invalid choice: 'gguf' (choose from", "see compress_fp8.py --help"),
-    (["-m", EXAMPLE, "--scheme", "int1"], "argument --scheme: invalid choice: 'int1' (choose from", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--scheme", "int1"], "argument --scheme: invalid choice: 'int1' (choose from", "did you mean int8? see compress_fp8.py --help"),
     (["-m", EXAMPLE, "--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
     (["-m", EXAMPLE, "--max-memory", "much"], "argument --max-memory: much is not a size such as 500MB or 2GB",
      "see compress_fp8.py --help"),
@@ -166,9 +166,11 @@ ERRORS = [
     (["-m", EXAMPLE, "--quantize-lm-head"], "engines load no quantized output head in the fp8 format",
      "use --scheme channel or --format compressed-tensors"),
     (["-m", EXAMPLE, "--ignore", "a.{b"], "the pattern a.{b has an unmatched brace", "write alternatives as {q,k,v}_proj"),
-    (["-m", EXAMPLE, "--dry"], "unrecognized arguments: --dry", "see compress_fp8.py --help"),
+    (["-m", EXAMPLE, "--dry"], "unrecognized arguments: --dry", "did you mean --dry-run? see compress_fp8.py --help"),
     (["-m", EXAMPLE, "-q", "-v"], "argument -v/--verbose: not allowed with argument -q/--quiet", "see compress_fp8.py --help"),
-    ([], "the following arguments are required: -m/--model", "see compress_fp8.py --help"),
+    ([], "the following arguments are required: MODEL", "see compress_fp8.py --help"),
+    ([EXAMPLE, "-m", EXAMPLE], f"unrecognized arguments: {EXAMPLE}", "see compress_fp8.py --help"),
+    ([EXAMPLE, "--shceme", "int4"], "unrecognized arguments: --shceme int4", "did you mean --scheme? see compress_fp8.py --help"),
 ]  # fmt: skip
 
 
@@ -439,7 +441,7 @@ def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) ->
     "command", [[str(ROOT / "compress_fp8.py")], ["-m", "openquant"], ["-m", "openquant", "compress"]]
 )
 def test_help_and_version(command: list[str]) -> None:
-    helped = subprocess.run([sys.executable, *command, "--help"], capture_output=True, text=True)
+    helped = subprocess.run([sys.executable, *command, "--help-all"], capture_output=True, text=True)
     assert helped.returncode == 0
     if command[-1] != "openquant":
         for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--scheme-for", "--tp", "--quantize-lm-head", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
@@ -447,7 +449,8 @@ def test_help_and_version(command: list[str]) -> None:
             assert option in helped.stdout
     if command[-1] != "compress":
         shown = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True)
-        assert (shown.returncode, shown.stdout) == (0, f"openquant {__version__}\n")
+        assert shown.returncode == 0
+        assert re.fullmatch(rf"openquant {__version__}( \([0-9a-f]{{7,}} [\d-]{{10}}\))?\n", shown.stdout)
 
 
 def test_help_does_not_load_numpy_or_torch() -> None:
