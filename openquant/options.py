@@ -1006,8 +1006,16 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
 class Check(Workers, ModelDirectory):
     """What verify() checks."""
 
+    directory: str | os.PathLike[str] = same_as(
+        ModelDirectory, "directory", help="Directory of a quantized checkpoint, or Hub org/name[@rev]."
+    )
     source: str | os.PathLike[str] | None = option(
-        None, "Source checkpoint to compare with: a directory.", FILES, "DIR", read=filled, completes="directory"
+        None,
+        "Source to compare with: a directory, GGUF file, or Hub org/name[@rev].",
+        FILES,
+        "MODEL",
+        read=filled,
+        completes="directory",
     )
     full: bool = option(
         False,

@@ -391,9 +391,10 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
     add(
         "verify",
         "Check a quantized checkpoint from any tool.",
-        "DIR [--source DIR] [options]",
+        "DIR [--source MODEL] [options]",
         "Qwen3-32B-FP8",
         "Qwen3-32B-FP8 --source Qwen3-32B --full",
+        "RedHatAI/Qwen3-32B-FP8-dynamic --source Qwen/Qwen3-32B",
     ).add_options(Check, JsonOutput, ProgressLines, ReportPage, positional=("directory",))
     add("env", "Show the versions and hardware that a bug report needs.", "[--json]").add_options(JsonOutput)
     completion = add("completion", "Let a shell complete these commands.", "install | SHELL")

@@ -527,12 +527,19 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
     command = _command(given)
     page = _page(given, [given["directory"], given.get("source")])
     with closing(_Bar(interrupts, command, "verifying", "verified")) as bar:
-        report = verify(**values_for(Check, given), progress=bar.advanced)
+        report = verify(**values_for(Check, given), progress=bar.advanced, begun=bar.begun)
     if page is not None:
+        from ..hub.source import find_source
         from ..report.html import render_page
         from ..report.pages import verified_page
 
-        page.write(render_page(verified_page(report, Path(given["directory"]))).encode())
+        # What was a repository now lies in the Hub's cache.
+        directory, source = (
+            None if name is None else Path(name) if Path(name).exists() else find_source(name).root
+            for name in (given["directory"], given.get("source"))
+        )
+        assert directory is not None
+        page.write(render_page(verified_page(report, directory, source)).encode())
     if command.json:
         print_json(report.to_json(), interrupts)
     else:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..errors import OutputError, SourceError
 from .folder import Folder, is_plain
 from .names import JOURNAL_FILE as JOURNAL
-from .small_files import parse_json
+from .small_files import parse_json, read_small
 
 WORK = ".openquant"
 LOCK = f"{WORK}/lock"
@@ -62,11 +62,12 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
         raise OutputError(f"{path} cannot be {doing}: {error.strerror or error}", hint) from error
 
 
-def read_journal(directory: Path) -> dict[str, Any] | None:
+def read_journal(directory: Path, linked: bool = False) -> dict[str, Any] | None:
     """Read the journal of an output directory, `.openquant.json`, which says what the run has written.
 
     Args:
         directory: the output directory.
+        linked: whether the journal may be a link, as all files in the Hub's cache are.
 
     Returns:
         The parsed journal: "digest" (of the plan), "done" (whether the run is finished), "files" (names of the files
@@ -75,6 +76,11 @@ def read_journal(directory: Path) -> dict[str, Any] | None:
     Raises:
         OutputError: the directory or its journal cannot be read, or it is not a journal.
     """
+    path = directory / JOURNAL
+    if linked and path.is_symlink():
+        with output_errors(path, "read"):
+            data = read_small(path, JOURNAL, MAX_JOURNAL)
+        return _parsed(data, path)
     with output_errors(directory, "read"):
         folder = Folder(directory)
     with folder:
@@ -99,6 +105,10 @@ def journal_in(folder: Folder) -> dict[str, Any] | None:
         if folder.stat(JOURNAL) is None:
             return None
         data = folder.read(JOURNAL, MAX_JOURNAL) if folder.is_file(JOURNAL) else None
+    return _parsed(data, path)
+
+
+def _parsed(data: bytes | None, path: Path) -> dict[str, Any]:
     try:
         journal = parse_json(data or b"", JOURNAL)
         valid = (

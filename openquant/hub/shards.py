@@ -12,11 +12,14 @@ from pathlib import Path
 
 from ..errors import OutputError, UsageError
 from ..files.journal import output_errors
+from ..files.names import EVAL_FILE, JOURNAL_FILE, left_out_part
 from .fetch import ShardSupply, scratch_bytes
-from .source import Source, silent
+from .source import Source, find_source, silent
 
 # The source shards that each step needs, by the name of the step, in order.
 Needs = Mapping[str, Sequence[str]]
+# Files that only outputs have, which are no part of a source.
+_OF_OUTPUTS = (JOURNAL_FILE, EVAL_FILE)
 # A shell command that removes a directory when the process at the other end of its stdin has ended.
 _REMOVE_AT_END = 'read -r _; rm -rf -- "$1"'
 
@@ -61,6 +64,33 @@ def supply_shards(
             folder = None if directory is None else directory / str(number)
             supplies.append(stack.enter_context(_HintedSupply(source, needs if source.remote else {}, folder)))
         yield supplies
+
+
+def find_whole(model: str, begun: Callable[[str], None] | None = None) -> Source:
+    """Find a local directory or GGUF file, or else download a whole repository into the Hub's cache.
+
+    Args:
+        model: a directory, a GGUF file, "org/name" or "org/name@revision".
+        begun: called with a line that says what is downloaded, if anything is.
+
+    Returns:
+        Where all of its files lie.
+
+    Raises:
+        SourceError: there is no such directory or repository, or it cannot be downloaded.
+        UsageError: see find_source.
+    """
+    source = find_source(model)
+    needs = {name: [name] for name in source.remote}
+    files = [name for name in source.absent if left_out_part(name) is None or name in _OF_OUTPUTS]
+    if begun is not None and (nbytes := source.remote_bytes([*needs, *files])):
+        begun(f"downloading {nbytes:,} bytes of {source.identity} to the Hub's cache")
+    source.fetch_files(files)
+    with supply_shards([(source, needs)], False, None) as (supply,):
+        for name in needs:
+            supply.wait_for(name, lambda: False)
+            supply.finished(name)
+    return source
 
 
 class _HintedSupply(ShardSupply):

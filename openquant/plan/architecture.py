@@ -8,6 +8,8 @@ If vLLM is asked how it builds a class without an entry (vllm_probe), the entry 
 
 from __future__ import annotations
 
+import difflib
+
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..models import GENERIC, MODELS
@@ -43,8 +45,10 @@ def find_architecture(checkpoint: Checkpoint, requested: str | Architecture | No
     if name == GENERIC.name:
         return GENERIC
     if name not in MODELS:
+        near = difflib.get_close_matches(name, MODELS)
+        nearest = f"the nearest are {', '.join(near)}" if near else "none has a name like it"
         raise PlanError(
-            f"{name} is not a known architecture; known are {', '.join(sorted(MODELS))}",
+            f"{name} is not a known architecture; of {len(MODELS)} that are, {nearest}",
             "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM how it "
             "builds the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add "
             "an entry to openquant/registry (docs/adding-an-architecture.md)",

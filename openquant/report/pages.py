@@ -79,21 +79,22 @@ def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
     ]
 
 
-def verified_page(report: Report, directory: Path) -> PageContent:
+def verified_page(report: Report, directory: Path, source: Path | None) -> PageContent:
     """Make the page of verify: the problems of a directory, and its evaluation if it has one.
 
     Args:
         report: the result of verify.
-        directory: the directory that was verified.
+        directory: the directory that was verified, or the snapshot of a repository.
+        source: likewise that of the source, or its GGUF file; None without one.
 
     Returns:
         The page's content, for `render_page`.
     """
     return PageContent(
-        directory.resolve().name,
+        Path(report.directory).resolve().name,
         evaluations=_evaluations(directory),
         verified=report.to_json(),
-        serving=_serving(directory, Path(report.source) if report.source else None),
+        serving=_serving(directory, source),
     )
 
 

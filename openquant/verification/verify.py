@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from ..formats.kv_cache import cache_scales
 from ..formats.quantization import read_quantization
 from ..formats.scales import choose_shared_scale
 from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
-from ..hub.source import local_source
+from ..hub.shards import find_whole
 from ..machine import available_cpus
 from ..models import GENERIC, MODELS
 from ..options import Check, documented
@@ -76,10 +77,12 @@ def verify(
     workers: int | None = None,
     architecture: str | None = None,
     progress: Progress | None = None,
+    begun: Callable[[str], None] | None = None,
 ) -> Report:
-    """Check a quantized directory, made by this tool or another.
+    """Check a quantized directory, made by this tool or another. A Hub repository is downloaded first.
 
     Args:
+        begun: called with a line about what is downloaded.
         progress: called with the bytes read so far and the total, never from two threads at once.
 
     Returns:
@@ -94,17 +97,19 @@ def verify(
         raise UsageError("--full compares with the source, and none is given", "give --source DIR")
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
-    root = Path(directory)
     with readable():
-        if not root.is_dir():
-            raise UsageError(f"{root} is not a directory", "check the path")
+        if Path(directory).is_file():
+            raise UsageError(f"{directory} is not a directory", "check the path")
+    checked = find_whole(os.fspath(directory), begun)
+    root = checked.root
+    with readable():
         config = read_config(root)
         quantization = read_quantization(with_tool_config(config, root))
-    journal = read_journal(root)
+    journal = read_journal(root, linked=checked.repo is not None)
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
     # Kept until the end, since the directory of a GGUF file goes with it.
-    named = None if source is None else local_source(Path(source))
+    named = None if source is None else find_whole(os.fspath(source), begun)
     origin = None if named is None else named.open()
     source_name = None if source is None else os.fspath(source)
     format_title = f"{quantization.method}, {quantization.title}"

@@ -32,7 +32,7 @@ def test_a_renamed_class_converts_as_the_one_it_is(run: Run, tmp_path: Path) -> 
     source = renamed(tmp_path / "mine", "Qwen3ForCausalLM", "MyForCausalLM")
     refused = run("-m", source)
     assert refused.returncode == 2
-    assert refused.stderr.splitlines()[0].startswith("error: MyForCausalLM is not a known architecture; known are ")
+    assert refused.stderr.splitlines()[0].startswith("error: MyForCausalLM is not a known architecture; of ")
     assert "--architecture" in refused.stderr.splitlines()[1]
     done = run("-m", source, "-o", "out", "--architecture", "Qwen3ForCausalLM")
     assert (done.returncode, done.stderr) == (0, "")

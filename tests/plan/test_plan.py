@@ -41,6 +41,7 @@ from openquant.formats.schemes import (
 )
 from openquant.models import MODELS
 from openquant.plan import summary
+from openquant.plan.architecture import find_architecture
 from openquant.plan.config import ignored_layers
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.gptq import gptq_weights
@@ -111,14 +112,17 @@ def test_digest_depends_on_the_registry_s_entry(tmp_path: Path, monkeypatch: pyt
     assert make_plan(checkpoint, TENSOR).digest != before
 
 
-def test_unknown_architecture_lists_the_known_ones(source: Path) -> None:
+def test_unknown_architecture_names_the_nearest(source: Path) -> None:
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    (source / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3MoForCausalLM"]}))
     with pytest.raises(PlanError) as caught:
         plan_of(source)
     assert caught.value.message == (
-        f"FooForCausalLM is not a known architecture; known are {', '.join(sorted(MODELS))}"
+        f"Qwen3MoForCausalLM is not a known architecture; of {len(MODELS)} that are, the nearest are "
+        "Qwen3MoeForCausalLM, Qwen3ForCausalLM, Qwen3_5MoeForCausalLM"
     )
+    with pytest.raises(PlanError, match="; of [0-9]+ that are, none has a name like it$"):
+        find_architecture(open_checkpoint(source), "xyz")
     assert caught.value.hint == (
         "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM how it "
         "builds the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add an "

@@ -924,7 +924,7 @@ def test_another_tools_quantized_head_is_planned_in_its_own_format(tmp_path: Pat
 USAGE = [
     ({}, ["--full"], "--full compares with the source, and none is given", "give --source DIR"),
     ({}, ["--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
-    ({}, ["--source", "nowhere/at/all"], "nowhere/at/all does not exist", "check the path"),
+    ({}, ["--source", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
     ({"quantization_config": None}, [], "config.json has no quantization_config", "give a directory of quantized weights"),
     ({"quantization_config": {"quant_method": "bitnet"}}, [], 'config.json has the quant_method "bitnet"',
      "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, torchao, bitsandbytes and fbgemm_fp8"),
@@ -950,8 +950,10 @@ def test_usage_errors(
 
 def test_directories_that_cannot_be_checked(ours: tuple[Path, Path], tmp_path: Path) -> None:
     source, out = ours
-    with pytest.raises(OpenQuantError, match="is not a directory"):
+    with pytest.raises(OpenQuantError, match="does not exist, and is no Hub repository id either"):
         verify(tmp_path / "nowhere")
+    with pytest.raises(OpenQuantError, match="config.json is not a directory"):
+        verify(out / "config.json")
     with pytest.raises(OpenQuantError, match="is not a checkpoint: it has no config.json"):
         verify(tmp_path)
     with pytest.raises(OpenQuantError, match="config.json has no quantization_config"):
