@@ -2,8 +2,8 @@
 
 __version__ = "0.1.0"
 
-# As in pyproject.toml. On the package index this name belongs to another project, so only a checkout is installed.
-DISTRIBUTION = "openquant"
+# As in pyproject.toml. On the package index the name `openquant` belongs to another project.
+DISTRIBUTION = "openquant-llm"
 
 # Of which version a comment, a document or a message speaks that names none: "vLLM models/llama.py:354" is a line of
 # this one. The serving tests install these (tests/serve/install_*.sh), and tests/serve/test_cited.py compares the two.
@@ -24,4 +24,4 @@ def install_hint(extra: str) -> str:
     Args:
         extra: name of the extra, such as "report".
     """
-    return f"in the checkout of {DISTRIBUTION}: pip install -e '.[{extra}]'"
+    return f"in the checkout of openquant: pip install -e '.[{extra}]'"

@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE, ROOT
-from openquant.version import DISTRIBUTION, __version__, install_hint
+from openquant.version import CITED, DISTRIBUTION, __version__, install_hint
 from support.loopback_hub import LoopbackHub
 
 BUILD = "import sys; from setuptools import build_meta as b; d = sys.argv[1]; b.build_wheel(d); b.build_sdist(d)"
 TOKEN = "hf_secretsecret"
-NAME = f"{DISTRIBUTION}-{__version__}"
+NAME = f"{DISTRIBUTION.replace('-', '_')}-{__version__}"
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,16 @@ def test_the_project_has_one_name() -> None:
     for path in (ROOT / "openquant").rglob("*.py"):
         for extra in re.findall(r'install_hint\("(\w+)"\)', path.read_text()):
             assert re.search(rf"^{extra} = \[", written, re.MULTILINE), extra
+
+
+def test_versions_are_said_alike() -> None:
+    written = (ROOT / "pyproject.toml").read_text()
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    pythons = re.findall(r"Python :: (3\.\d+)", written)
+    assert f'requires-python = ">={pythons[0]}"' in written
+    tested = re.search(r"python: \[(.+)\]", (ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    assert tested and re.findall(r"3\.\d+", tested[1]) == pythons
+    assert f"vllm/vllm-openai:v{CITED['vLLM']}" in (ROOT / "Dockerfile.vllm").read_text()
 
 
 def test_the_wheel_holds_every_package_and_no_tests(built: Built) -> None:
