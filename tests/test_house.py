@@ -22,6 +22,7 @@ FLOORS = (
     ("report",),
     ("run",),
     ("api",),
+    ("web",),
     ("cli",),
     ("__init__", "__main__"),
 )

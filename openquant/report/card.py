@@ -31,6 +31,7 @@ from ..plan.plan import Plan
 from ..recipes import recipe_command
 from ..registry.rules import is_embedding
 from ..version import SGLANG, __version__
+from .cells import gigabytes, shortened
 from .escape import join_lines, markdown
 from .tasks import task_summary
 from .words import verdict_meaning
@@ -172,16 +173,6 @@ def difference_text(text: Mapping[str, Any]) -> str:
     return "both answer alike" if at is None else f"they differ from token {at + 1} on"
 
 
-def shortened(text: str, most: int) -> str:
-    """Return the first characters of a text, with three dots if there are more.
-
-    Args:
-        text: any text.
-        most: number of characters to keep, without the dots.
-    """
-    return text if len(text) <= most else f"{text[:most]}..."
-
-
 def _eval_command(repo: str, source: str, evaluation: Mapping[str, Any]) -> str:
     """Return the command that repeats an evaluation, on one line."""
     text, tasks = evaluation["text"], evaluation.get("tasks")
@@ -209,28 +200,6 @@ def percent(share: float) -> str:
 
 def _interval(interval: Sequence[float] | None, format_spec: str = ".3g") -> str:
     return f" [{', '.join(format(edge, format_spec) for edge in interval)}]" if interval else ""
-
-
-def gigabytes(nbytes: int) -> str:
-    """Format a number of bytes with three digits: "1.24 GB", "8.4 MB".
-
-    Args:
-        nbytes: the number of bytes; units are powers of 1000.
-    """
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}" if nbytes < 1000 * size else f"{nbytes / size:,.0f} {unit}"
-    return f"{nbytes} B"
-
-
-def per_cent(part: int, whole: int) -> str:
-    """Format a part of a whole: "62.5 %"; "-" if the whole is 0.
-
-    Args:
-        part: number of bytes, or of other things.
-        whole: number of all of them.
-    """
-    return f"{100 * part / whole:.3g} %" if whole else "-"
 
 
 def unquantized_lines(plan: Plan) -> list[str]:

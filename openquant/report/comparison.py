@@ -21,7 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from .card import gigabytes, per_cent
+from .cells import gigabytes, per_cent
 from .charts import FLOOR, NOISE, OUTPUT, draw_svg, no_label, plain_label
 from .escape import terminal
 

@@ -6,9 +6,9 @@ from ..diagnosis.measured import MODEL, activations, measured_kl
 from ..diagnosis.result import Diagnosis
 from ..formats.schemes import SCHEMES
 from ..patterns import collapse
-from .card import gigabytes
+from .cells import gigabytes, table
 from .escape import join_lines, terminal
-from .text import not_finite_notes, table
+from .text import not_finite_notes
 
 # Layers in a table, unless the user wants all; and most names in a line.
 WORST = 10

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .card import SIDES, difference_text, gigabytes, percent
+from .card import SIDES, difference_text, percent
+from .cells import gigabytes, table
 from .escape import join_lines, terminal
 from .tasks import task_rows
-from .text import table
 from .words import verdict_meaning
 
 # Number of prompts whose answers are shown, and characters of each answer.

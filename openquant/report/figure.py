@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from ..files.evaluation import evaluation_digest
 from ..version import __version__
-from .card import gigabytes, per_cent
+from .cells import gigabytes, per_cent
 from .charts import STYLE, chart_name, draw_distribution, quiet_fonts
 from .comparison import by_kl, draw_comparison
 from .recovery import draw_recovery, recovery_height, recovery_rows

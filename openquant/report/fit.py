@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from ..diagnosis.measured import activations
 from ..fit.result import FitTable, Held, Point, SchemeFit, SearchResult, Target
 from ..formats.schemes import SCHEMES
-from .card import gigabytes
+from .cells import gigabytes, short, table
 from .escape import join_lines, terminal
-from .text import short, table
 
 # What a cell says where nothing is known or nothing fits.
 NOTHING = "-"
@@ -26,27 +25,41 @@ def fit_text(found: FitTable) -> str:
     """
     name = f"{found.model}@{found.revision}" if found.revision else found.model
     cache = "an FP8" if found.kv_cache == "fp8" else "a bfloat16"
-    named = any(target.hardware for target in found.targets)
     lines = [
         terminal(f"{name}: {found.architecture}"),
-        f"{_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache",
+        f"{fit_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache",
         "",
-        *table(_rows(found, named), left=(0,)),
+        *table(fit_rows(found), left=(0,)),
         "",
-        f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
-        *(["-: not measured in this form (docs/formats.md)"] if any(row.kl is None for row in found.schemes) else []),
-        *_rounded_less(found.schemes),
-        *([f"the KV cache is not counted: it is not known {terminal(found.unknown)}"] if found.unknown else []),
-        *_needs(found.schemes),
-        *_refused(found),
+        *fit_notes(found),
         "",
         *_advice(found),
     ]
     return join_lines(lines)
 
 
-def _targets(found: FitTable) -> str:
-    """Say which GPUs the table is for: "2 A100-80 of 84.9 GB (Ampere)"."""
+def fit_notes(found: FitTable) -> list[str]:
+    """Say what the figures of the table are, what must be installed, and which schemes are not in it, a line each.
+
+    Args:
+        found: the result of fit_table().
+    """
+    return [
+        f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
+        *(["-: not measured in this form (docs/formats.md)"] if any(row.kl is None for row in found.schemes) else []),
+        *_rounded_less(found.schemes),
+        *([f"the KV cache is not counted: it is not known {terminal(found.unknown)}"] if found.unknown else []),
+        *_needs(found.schemes),
+        *_refused(found),
+    ]
+
+
+def fit_targets(found: FitTable) -> str:
+    """Say which GPUs a table is for: "2 A100-80 of 84.9 GB (Ampere)".
+
+    Args:
+        found: the result of fit_table().
+    """
     if len(found.targets) != 1:
         return "the fewest GPUs and the longest sequence that they hold"
     [target] = found.targets
@@ -56,8 +69,14 @@ def _targets(found: FitTable) -> str:
     return f"{target.count} {target.name or 'GPU'} of {gigabytes(target.memory_bytes)}{hardware}"
 
 
-def _rows(found: FitTable, named: bool) -> list[list[str]]:
-    """The cells of the table; `named` says whether the arithmetic is known."""
+def fit_rows(found: FitTable) -> list[list[str]]:
+    """Return the cells of the table as text, the heads of columns first.
+
+    Args:
+        found: the result of fit_table().
+    """
+    # The arithmetic is known.
+    named = any(target.hardware for target in found.targets)
     several = len(found.targets) > 1
     memory = [target for target in found.targets if target.memory_bytes is not None]
     held = ["GPUs", "longest", "at once"] if memory else []
@@ -141,7 +160,7 @@ def _advice(found: FitTable) -> list[str]:
     if source.scheme is None and target.memory_bytes is not None and source.holds[0].gpus == target.count:
         lines.append("the model fits as it is; a scheme leaves room for longer or more sequences")
     if found.command is None:
-        lines.append(_nothing(found, target))
+        lines.append(nothing_fits(found, target))
     else:
         lines.append(f"  {terminal(found.command)}")
     if found.calibrated is not None:
@@ -154,8 +173,13 @@ def _advice(found: FitTable) -> list[str]:
     return lines
 
 
-def _nothing(found: FitTable, target: Target) -> str:
-    """Say why no command is given."""
+def nothing_fits(found: FitTable, target: Target) -> str:
+    """Say why there is no command for a GPU.
+
+    Args:
+        found: the result of fit_table(), whose command is None.
+        target: the GPU that the table is for.
+    """
     gpus = f"{target.count} {target.name or 'GPU'}"
     rows = [row for row in found.schemes if row.scheme is not None and row.kl is not None and row.holds]
     row = next((row for row in rows if row.holds[0].gpus is not None), None)

@@ -25,9 +25,8 @@ from ..files.evaluation import evaluation_digest
 from ..files.names import EVAL_PAGE, EVAL_PICTURE
 from ..patterns import collapse, template
 from ..version import __version__, install_hint
-from .card import gigabytes, per_cent, shortened
+from .cells import gigabytes, per_cent, short, shortened
 from .escape import terminal
-from .text import short
 from .words import verdict_meaning, words_on_page
 
 if TYPE_CHECKING:

@@ -15,17 +15,13 @@ from ..fit.result import SearchResult
 from ..hub.source import local_source
 from ..plan import summary
 from ..plan.as_stored import stored_serving
-from ..plan.kv_cache import CACHED
 from ..plan.plan import Plan
-from ..plan.printed import PlanLine
 from ..plan.serving import serving_to_json
 from ..result import Result
 from ..verification.outcome import Report
 from .card import serve_commands
 from .html import PageContent, render_page
-
-# Most norms and biases that have lines of their own in a page's table of weights.
-MOST_NORMS = 20
+from .weights import weight_lines
 
 
 def planned_page(plan: Plan, result: Result) -> PageContent:
@@ -49,6 +45,7 @@ def planned_page(plan: Plan, result: Result) -> PageContent:
     )
 
 
+<<<<<<< HEAD
 def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
     """Make the lines of a page's table of weights. Many norms and biases that stay as they are become one line.
 
@@ -80,6 +77,9 @@ def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
 
 
 def verified_page(report: Report, directory: Path, source: Path | None) -> PageContent:
+=======
+def verified_page(report: Report, directory: Path) -> PageContent:
+>>>>>>> 521e117 (Plan, table of schemes and errors are HTML sections; figures of reports are in cells.py)
     """Make the page of verify: the problems of a directory, and its evaluation if it has one.
 
     Args:

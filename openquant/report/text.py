@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..hub.fetch import Download
@@ -16,7 +16,8 @@ from ..plan.printed import PlanLine
 from ..plan.serving import GPU_GB, Serving
 from ..result import Result
 from ..verification.outcome import Report
-from .card import engines_that_read, gigabytes, serve_commands, shortened
+from .card import engines_that_read, serve_commands
+from .cells import gigabytes, short, shortened, table
 from .escape import join_lines, terminal
 
 # Characters of a reason in the plan's table: a pattern may name a hundred layers, which the line names too.
@@ -49,26 +50,6 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
     heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
     return join_lines([*heading, *table(rows, left=(0, 1, 5)), "", *_facts(plan, download, notes)])
-
-
-def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Align the columns of a table.
-
-    Args:
-        rows: the cells of each row, all rows of equally many.
-        left: indices of the columns that are aligned to the left; the others are to the right.
-
-    Returns:
-        A line for each row, without spaces at its end.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
@@ -139,18 +120,6 @@ def serving_lines(source: Serving, output: Serving) -> list[str]:
             tokens = [short(count) for count in (fit.tokens_bf16, fit.tokens_fp8) if count is not None]
             rows[-1].append("-" if fit.gpus is None else ": ".join(filter(None, (str(fit.gpus), ", ".join(tokens)))))
     return [f"serving:  {legend}", *(f"  {line}" for line in table(rows, left=range(len(rows[0]))))]
-
-
-def short(count: int) -> str:
-    """Format a count, rounded down: "831", "16k", "1.2M".
-
-    Args:
-        count: a number of things, 0 or more; k is 1000.
-    """
-    for unit, size in (("M", 10**6), ("k", 1000)):
-        if count >= size:
-            return f"{count // size}{unit}" if count >= 10 * size else f"{count * 10 // size / 10:g}{unit}"
-    return str(count)
 
 
 def _share(plan: Plan) -> str:

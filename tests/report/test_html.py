@@ -24,11 +24,12 @@ from openquant.files.evaluation import evaluation_digest, find_evaluation
 from openquant.formats.schemes import SCHEMES, TENSOR
 from openquant.plan import summary
 from openquant.plan.plan import make_plan
-from openquant.report.card import per_cent
+from openquant.report.cells import per_cent
 from openquant.report.charts import by_depth, by_domain, distribution, draw_distribution, shades
 from openquant.report.figure import draw_picture
 from openquant.report.html import PICTURE, PageContent, render_page
-from openquant.report.pages import diagnosed_page, evaluated_page, weight_lines, write_evaluated
+from openquant.report.pages import diagnosed_page, evaluated_page, write_evaluated
+from openquant.report.weights import weight_lines
 from support import small_checkpoints
 from support.evaluation_files import EVIL, diagnosis, evaluate, evaluation, hostile, several
 from support.published_checkpoints import published

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from openquant.plan.serving import CachedLayers, Fit, SequenceMemory, Serving
-from openquant.report.text import serving_lines, short
+from openquant.report.cells import short
+from openquant.report.text import serving_lines
 
 FITS = (Fit(24, None, None, None), *(Fit(size, 2, 16384, 1_250_000) for size in (48, 80, 96, 141, 192)))
 

@@ -11,7 +11,8 @@ from openquant.plan import summary
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import serving_to_json
 from openquant.report.html import PageContent, render_page
-from openquant.report.pages import evaluated_page, weight_lines
+from openquant.report.pages import evaluated_page
+from openquant.report.weights import weight_lines
 from openquant.report.words import verdict_meaning
 from support.evaluation_files import diagnosis, evaluation, several, with_tasks
 from support.published_checkpoints import published

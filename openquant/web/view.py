@@ -1,0 +1,220 @@
+"""Sections of a page: a plan, the table of schemes that fit a GPU, and errors, as HTML without scripts.
+
+All names and texts of a model are escaped here. Neither torch nor gradio is imported, so a browser can run it too.
+
+    plan_html(make_plan(checkpoint, SCHEMES["int4"]), "Qwen/Qwen3-8B")
+    fit_html(fit_table("Qwen/Qwen3-8B", "4090"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+
+from ..errors import OpenQuantError
+from ..fit.result import FitTable
+from ..patterns import collapse
+from ..plan import summary
+from ..plan.engines import sglang_refusal
+from ..plan.plan import Plan
+from ..plan.serving import Fit, Serving
+from ..report.cells import gigabytes, per_cent, short, shortened
+from ..report.escape import terminal
+from ..report.fit import fit_notes, fit_rows, fit_targets, nothing_fits
+from ..report.weights import weight_lines
+
+# Characters of the names and of the reason in a row of the weights.
+MOST_LETTERS = 200
+
+
+def style() -> str:
+    """Return the style sheet of the sections. It goes by the colours of the page around them, light or dark."""
+    return resources.files(__package__).joinpath("view.css").read_text(encoding="utf-8")
+
+
+def text_html(text: str) -> str:
+    """Escape a text of others for HTML, with characters that move or hide other text written out.
+
+    Args:
+        text: any text; newlines and tabs stay.
+    """
+    return escape(terminal(text, kept="\n\t"))
+
+
+def problem_html(problem: OpenQuantError) -> str:
+    """Show an error as the command line does: what is wrong, and what to do next.
+
+    Args:
+        problem: the error, with its hint.
+
+    Returns:
+        A `div` that screen readers announce.
+    """
+    return (
+        f'<div class="oq oq-problem" role="alert"><p><strong>error:</strong> {text_html(problem.message)}</p>'
+        f"<p><strong>hint:</strong> {text_html(problem.hint)}</p></div>"
+    )
+
+
+def command_html(command: str) -> str:
+    """Show a command to type.
+
+    Args:
+        command: the words of a shell's line.
+    """
+    return f'<pre class="oq-command"><code>{text_html(command)}</code></pre>'
+
+
+def plan_html(plan: Plan, model: str, notes: Iterable[str] = ()) -> str:
+    """Show a plan: architecture, sizes, engines, what becomes of the weights, and the GPUs before and after.
+
+    Args:
+        plan: the plan.
+        model: the source as the user named it.
+        notes: notes on the source, such as `Source.notes`; those of the plan follow them.
+
+    Returns:
+        A `section` with headings of the third level.
+    """
+    before, after = summary.source_bytes(plan), summary.output_bytes(plan)
+    sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
+    facts = [
+        ("Model", model),
+        ("Architecture", plan.model.name),
+        ("Size", f"{gigabytes(before)} before, {gigabytes(after)} after ({per_cent(after, before)})"),
+        ("Quantized", _quantized(plan)),
+        ("Engines that load it", _engines(plan)),
+        ("GPUs that can share it", sizes),
+    ]
+    facts = facts if plan.quantization_config else facts[:4]
+    serving = summary.serving(plan)
+    parts = [
+        '<section class="oq"><h3>Plan</h3>',
+        "<dl>",
+        *(f"<div><dt>{name}</dt><dd>{text_html(value)}</dd></div>" for name, value in facts),
+        "</dl>",
+        _notes([*notes, *plan.notes]),
+        *([_serving_table(*serving)] if serving else []),
+        "<details><summary>What becomes of the weights</summary>",
+        _weights_table(plan),
+        "</details></section>",
+    ]
+    return "".join(parts)
+
+
+def fit_html(found: FitTable) -> str:
+    """Show the table of schemes for a GPU, with the command for the best.
+
+    Args:
+        found: the result of fit_table().
+
+    Returns:
+        A `section` with headings of the third level.
+    """
+    cache = "an FP8" if found.kv_cache == "fp8" else "a bfloat16"
+    heads, *rows = fit_rows(found)
+    caption = f"{fit_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache"
+    parts = [
+        '<section class="oq"><h3>Schemes</h3>',
+        _table(caption, ["scheme", *heads[1:]], rows, numbers=range(1, len(heads))),
+        _advice(found),
+        f"<details><summary>Notes on the table</summary>{_notes(fit_notes(found))}</details></section>",
+    ]
+    return "".join(parts)
+
+
+def _advice(found: FitTable) -> str:
+    """Say what to type."""
+    if len(found.targets) != 1:
+        return "<p>The table is for common sizes. Name your GPU to get the command for it.</p>"
+    if found.command is None:
+        return f"<p>{text_html(nothing_fits(found, found.targets[0]))}</p>"
+    parts = [f"<p>The best scheme that fits is <strong>{text_html(str(found.best))}</strong>:</p>"]
+    parts.append(command_html(found.command))
+    if found.calibrated is not None:
+        calibrated = text_html(found.calibrated.options)
+        parts.append(
+            f"<p>With a calibration, <code>{calibrated}</code>, {text_html(found.measured_on)} lost "
+            f"{found.calibrated.kl:.4f} nats.</p>"
+        )
+    if found.mixture is not None:
+        parts.append("<p>A mixture of schemes fills the memory, and may lose less:</p>")
+        parts.append(command_html(found.mixture))
+    return "".join(parts)
+
+
+def _quantized(plan: Plan) -> str:
+    count, share = summary.quantized_tensors(plan), per_cent(summary.quantized_bytes(plan), summary.source_bytes(plan))
+    if not count:
+        return summary.description(plan)
+    return f"{count} layers, {share} of the bytes: {summary.description(plan)}"
+
+
+def _engines(plan: Plan) -> str:
+    refusal = sglang_refusal(plan.entry, plan.decisions)
+    names = " and ".join(summary.engines(plan))
+    return names if refusal is None else f"{names}; SGLang does not: {refusal.why}"
+
+
+def _serving_table(source: Serving, output: Serving) -> str:
+    """The fewest GPUs of each size, and the tokens that they then hold, before and after."""
+    heads = ["each GPU has", "GPUs before", "tokens before", "GPUs after", "tokens after", "with an FP8 cache"]
+    rows = []
+    for before, after in zip(source.fits, output.fits, strict=True):
+        fp8 = "-" if after.tokens_fp8 is None else short(after.tokens_fp8)
+        rows.append([f"{after.gpu_gb} GB", *_fewest(before), *_fewest(after), fp8])
+    unknown = output.unknown or source.unknown
+    known = f"<p>How many tokens fit is not known: {text_html(unknown)}</p>" if unknown else ""
+    caption = "GPUs before and after: the fewest that serve it, and the tokens of all sequences that they hold"
+    return _table(caption, heads, rows, numbers=range(1, len(heads))) + known
+
+
+def _fewest(fit: Fit) -> tuple[str, str]:
+    gpus = "-" if fit.gpus is None else str(fit.gpus)
+    return gpus, "-" if fit.tokens_bf16 is None else short(fit.tokens_bf16)
+
+
+def _weights_table(plan: Plan) -> str:
+    rows = [
+        [
+            shortened(", ".join(collapse(line["names"])), MOST_LETTERS),
+            gigabytes(line["bytes_before"]),
+            gigabytes(line["bytes_after"]),
+            line["scheme"] or ("bfloat16" if line["decoded"] else "as it is"),
+            " x ".join(map(str, line["shape"])),
+            shortened(line["why"], MOST_LETTERS),
+        ]
+        for line in weight_lines(plan.lines)
+    ]
+    heads = ["layers", "before", "after", "stored in", "shape", "why"]
+    return _table("Layers that are alike share a row", heads, rows, numbers=(1, 2))
+
+
+def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int]) -> str:
+    """A table whose first column names the rows. The roles keep it a table where a narrow screen stacks its cells."""
+
+    def kind(column: int) -> str:
+        return ' class="oq-number"' if column in numbers else ""
+
+    head = "".join(
+        f'<th scope="col" role="columnheader"{kind(column)}>{text_html(name)}</th>' for column, name in enumerate(heads)
+    )
+    body = "".join(
+        f'<tr role="row"><th scope="row" role="rowheader">{text_html(cells[0])}</th>'
+        + "".join(
+            f'<td role="cell" data-column="{text_html(heads[column])}"{kind(column)}>{text_html(cell)}</td>'
+            for column, cell in enumerate(cells[1:], 1)
+        )
+        + "</tr>"
+        for cells in rows
+    )
+    return (
+        f'<table role="table"><caption>{text_html(caption)}</caption>'
+        f'<thead role="rowgroup"><tr role="row">{head}</tr></thead><tbody role="rowgroup">{body}</tbody></table>'
+    )
+
+
+def _notes(notes: Iterable[str]) -> str:
+    lines = "".join(f"<li>{text_html(note)}</li>" for note in notes)
+    return f"<ul>{lines}</ul>" if lines else ""
