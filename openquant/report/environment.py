@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .card import gigabytes
+from .cells import gigabytes
 from .escape import join_lines
 
 
