@@ -187,7 +187,8 @@ def compress(
         options = request.options
         if recipe.calibration is not None:
             options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
-        prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks))
+        fitted = wanted.fit is not None
+        prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks, again=fitted))
         _report_plan(prepared, ranks, reporter)
         if run.dry_run:
             return _result(prepared, start, Outcome())
@@ -332,7 +333,8 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
         request: checked options of the output.
         options: plan options, with the results of a calibration if there was one.
         ranks: the processes of this run, each with its number (rank) among them.
-        again: whether this is the second plan, after a calibration. Too little memory is then no error any more.
+        again: whether this is the second plan, after a calibration or --fit, which have required the memory. Too little
+            of it is then no error any more.
 
     Raises:
         OpenQuantError: the source cannot be read or planned, or memory does not allow the run.

@@ -829,7 +829,7 @@ class CompareSchemes(ModelSource):
 
 
 @dataclass(frozen=True)
-class Search(Device, Streaming, CompareSchemes):
+class Search(Memory, Device, Streaming, CompareSchemes):
     """What search_mixtures() measures."""
 
     candidates: Sequence[str] = same_as(FitOptions, "candidates", help="Schemes to mix, separated by commas.")

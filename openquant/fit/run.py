@@ -12,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..calibration.prepare import texts_steps
 from ..distributed import Ranks
 from ..errors import PlanError, UsageError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
-from ..job import open_source
+from ..job import open_source, output_directory, prepare
 from ..options import CalibrationTexts, FitOptions, Recipe, Run, flags_of, options_of
+from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
@@ -78,7 +80,13 @@ def choose_mixture(
     menu = make_menu(opened, options, fit.candidates, fit.engines, budget.gpu, entry)
     limit = _limit(budget, menu, fit, options)
     directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
-    session = Session(opened, menu, texts, directory, run.stream, ranks, reporter)
+    session = Session(opened, menu, texts, directory, run.stream, run.max_memory, ranks, reporter)
+    compared, rounds = (1, ROUNDS) if limit is None else (2, 1)
+    target = output_directory(run, opened.source, summary.suffix(menu.plan))
+    of_texts = texts_steps(run, texts.length, opened.source, opened.checkpoint, menu.plan, target)
+    # Memory of all steps, so that none is refused hours later.
+    prepare(run, opened, menu.plan, ranks, [*session.steps(compared), *of_texts])
+    session.report_forecast(compared, rounds, texts if recipe.gptq else None)
     mixtures = BestMixtures(menu, session.scores(keeps_only=run.dry_run))
     choice = _Choice(session, mixtures)
     if run.dry_run:

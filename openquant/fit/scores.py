@@ -87,6 +87,14 @@ def places_of(model: StreamedModel, units: Sequence[Unit]) -> list[str]:
     return [model.unit_of(targets[next(iter(unit.weights.values())).source.name]) for unit in units]
 
 
+def repeats_source(model: StreamedModel) -> bool:
+    """Return whether a variant gives before its own layer what the source gives, and need not be computed there.
+
+    Not so where layers read keys and values that earlier layers of the same pass have left.
+    """
+    return not getattr(model.model.config.get_text_config(), "num_kv_shared_layers", None)
+
+
 def _targets(model: StreamedModel) -> dict[str, str]:
     """The parameter that each tensor of the checkpoint goes into."""
     return {tensor: parameter for parameter, tensors in model.made_of.items() for tensor in tensors}
@@ -288,10 +296,7 @@ class _Run:
         self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.source_outputs: dict[int, Any] = {}
         self.outputs: dict[tuple[int, str, int], Any] = {}
-        # Before its own layer a variant gives what the source gives, and is not computed. Not so where layers read
-        # keys and values that earlier layers of the same pass have left.
-        config = self.model.model.config.get_text_config()
-        self.repeats_source = not getattr(config, "num_kv_shared_layers", None)
+        self.repeats_source = repeats_source(self.model)
 
     def batches(self) -> list[list[ForwardPass[Tensor]]]:
         """The passes of each document: the source, then each mixture; or of all documents, if changes are measured."""

@@ -20,6 +20,7 @@ from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
+from ..streaming.memory import memory_left
 from ..vllm_probe.choose import ArchitectureChoice
 from .budget import read_gpus, weights_on_gpus
 from .menu import BestMixtures, Menu, make_menu
@@ -47,6 +48,7 @@ def search_mixtures(
     text: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     dataset: str | None = None,
     device: str = "cpu",
+    max_memory: int | str | None = None,
     stream: bool = False,
     revision: str | None = None,
     reporter: Reporter | None = None,
@@ -81,6 +83,7 @@ def search_mixtures(
         text=text,
         dataset=dataset,
         device=device,
+        max_memory=max_memory,
         stream=stream,
         revision=revision,
     )
@@ -99,10 +102,16 @@ def search_mixtures(
         limit = weights_on_gpus(budget, menu.plan, config, request.context, fp8)
     directory = opened.source.default_path("x").absolute().parent
     texts = Texts(request.text, dataset=request.dataset)
-    session = Session(opened, menu, texts, directory, request.stream, Ranks(), reporter)
+    session = Session(opened, menu, texts, directory, request.stream, request.max_memory, Ranks(), reporter)
+    fills = limit is not None and menu.smallest <= limit < menu.largest
+    bits = _bits(menu)
+    compared = len(menu.plans) + len(bits) + fills
+    memory_left(request.max_memory, session.steps(compared))
+    session.report_forecast(compared)
     best = BestMixtures(menu, session.scores())
-    named = {name: menu.uniform(name) for name in menu.plans} | _mixtures(menu, best)
-    if limit is not None and menu.smallest <= limit < menu.largest:
+    named = {name: menu.uniform(name) for name in menu.plans}
+    named |= {f"{each:g}bits": best.best(menu.bytes_of_bits(each)) for each in bits}
+    if limit is not None and fills:
         named[f"fits {request.gpu}"] = best.best(limit)
     corpus = session.corpus()
     reporter.calibrating(f"--search: comparing {len(named)} outputs on {corpus.described}")
@@ -127,13 +136,12 @@ def search_mixtures(
     )
 
 
-def _mixtures(menu: Menu, best: BestMixtures) -> dict[str, Mixture]:
-    """The best mixtures of whole and half bits a weight, between the smallest and the largest single scheme."""
+def _bits(menu: Menu) -> list[float]:
+    """Whole and half bits a weight between the smallest and the largest single scheme."""
     weights = sum(unit.elements for unit in menu.units)
     sizes = [menu.size(menu.uniform(name)) - menu.fixed for name in menu.plans]
     first, last = (8 * size / weights / STEP for size in (min(sizes), max(sizes)))
-    bits = [STEP * number for number in range(math.ceil(first), math.floor(last) + 1)]
-    return {f"{each:g}bits": best.best(menu.bytes_of_bits(each)) for each in bits}
+    return [STEP * number for number in range(math.ceil(first), math.floor(last) + 1)]
 
 
 def _given(request: Search) -> list[str]:

@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from importlib.metadata import version
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..convert.conversion import worth_compiling
+from ..convert.conversion import COMPILED_MEMORY, worth_compiling
 from ..convert.devices import loops
 from ..distributed import Ranks
 from ..errors import UsageError
@@ -23,11 +25,13 @@ from ..job import Opened
 from ..models import MODELS
 from ..options import Texts, files_read
 from ..reporter import Reporter
+from ..streaming.forecast import spoken
+from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
 from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 from ..version import __version__
 from .kept_scores import SCORES, SUFFIX, read_scores, scores_json
 from .menu import Menu
-from .units import Mixture, Scores
+from .units import UNQUANTIZED, Mixture, Scores
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
@@ -49,6 +53,7 @@ class Session:
         texts: options that say which texts are read.
         directory: where scores and scratch files are.
         stream: whether shards are fetched as they are needed, and not kept.
+        max_memory: bytes that the process may use; None for no limit.
         ranks: the processes of the run, of which there is one.
         reporter: receives notes and progress.
     """
@@ -60,11 +65,91 @@ class Session:
         texts: Texts,
         directory: Path,
         stream: bool,
+        max_memory: int | None,
         ranks: Ranks,
         reporter: Reporter,
     ) -> None:
         self.opened, self.menu, self.texts, self.directory = opened, menu, texts, directory
-        self.stream, self.ranks, self.reporter = stream, ranks, reporter
+        self.stream, self.max_memory, self.ranks, self.reporter = stream, max_memory, ranks, reporter
+
+    @cached_property
+    def scored(self) -> Corpus:
+        """The texts that scores are measured on."""
+        return self._read(SCORED, "calibration")
+
+    @cached_property
+    def _conditions(self) -> dict[str, str]:
+        """What scores depend on besides units and schemes."""
+        opened = self.opened
+        stamp = Fingerprint(opened.checkpoint, opened.source.remote, opened.source.identity, opened.stamps).stamp
+        libraries = {name: version(name) for name in ("torch", "transformers")}
+        return {"model": stamp, "texts": self.scored.sha256, "openquant": __version__, **libraries}
+
+    @cached_property
+    def _target(self) -> Destination:
+        """The file of scores."""
+        source = self.opened.source
+        protected = ProtectedPaths((model_folder(source.repo or source.root),), files_read(vars(self.texts)))
+        target = Destination(self.directory / f"{source.name}{SUFFIX}", "", SCORES, protected)
+        target.require()
+        return target
+
+    @cached_property
+    def kept(self) -> Scores | None:
+        """Scores of an earlier run; None if there are none of this model with these texts and versions."""
+        return read_scores(self._target.path, self.menu.units, self._conditions)
+
+    @cached_property
+    def _variants(self) -> tuple[list[Mixture], dict[int, list[str]]]:
+        from .scores import find_variants
+
+        return find_variants(self._model(), self.menu.units)
+
+    @property
+    def _quantizes_head(self) -> bool:
+        return self.menu.plan.options.head
+
+    def steps(self, mixtures: int) -> list[MemoryStep]:
+        """Estimate the memory of scoring, unless there are scores, and of comparing mixtures with the source."""
+        checkpoint, head = self.opened.checkpoint, self._quantizes_head
+        copies = min(mixtures, len(self.menu.plans))
+        steps = [mixtures_step(checkpoint, mixtures, copies, COMPARED[1], head)]
+        if self.kept is None:
+            corpus, passes = self.scored, 1 + len(self._variants[0])
+            steps.insert(0, scoring_step(checkpoint, passes, len(corpus.documents), corpus.length, head))
+        return steps
+
+    def report_forecast(self, mixtures: int, rounds: int = 1, gptq: Texts | None = None) -> None:
+        """Say how long it will take here, by what it computes and how fast short trials are.
+
+        Args:
+            mixtures: how many mixtures are compared with the source at once.
+            rounds: how often, at most.
+            gptq: texts of a GPTQ that follows; None for none.
+        """
+        from .forecast import Trials, count_calibration, count_work
+
+        units, plan, model = self.menu.units, self.menu.plan, self._model()
+        parts = {}
+        if self.kept is None:
+            corpus = self.scored
+            parts["scores"] = count_work(model, units, len(corpus.documents), corpus.length, *self._variants)
+        documents = max(COMPARED[0], len(self.texts.text))
+        # The mixtures are not known yet; any others of as many schemes take as long.
+        others = [self.menu.uniform(name) for name in islice(cycle(self.menu.plans), mixtures)]
+        parts["the check"] = count_work(model, units, documents, COMPARED[1], others).times(rounds)
+        if gptq is not None:
+            parts["GPTQ"] = count_calibration(model, gptq.samples, gptq.length)
+        trials = Trials(model, units, loops(worth_compiling(plan)))
+        seconds = {name: trials.seconds(work) for name, work in parts.items()}
+        said = "; ".join(
+            f"{name} {spoken(seconds[name])} ({sum(work.products.values()):.2g} products"
+            + (f", {sum(work.rounded.values()):.2g} weights rounded)" if work.rounded else ")")
+            for name, work in parts.items()
+        )
+        self.reporter.calibrating(
+            f"--fit: about {spoken(sum(seconds.values()))}, without reading the model from disk: {said}"
+        )
 
     def scores(self, keeps_only: bool = False) -> Scores:
         """Measure the scores, or read those of an earlier run.
@@ -77,19 +162,9 @@ class Session:
             SourceError: the model or a text cannot be read.
             OutputError: the scores cannot be written.
         """
-        from .scores import find_variants, scores_of
+        from .scores import scores_of
 
-        corpus = self.corpus(SCORED, "calibration")
-        opened = self.opened
-        stamp = Fingerprint(opened.checkpoint, opened.source.remote, opened.source.identity, opened.stamps).stamp
-        libraries = {name: version(name) for name in ("torch", "transformers")}
-        conditions = {"model": stamp, "texts": corpus.sha256, "openquant": __version__, **libraries}
-        protected = ProtectedPaths(
-            (model_folder(opened.source.repo or opened.source.root),), files_read(vars(self.texts))
-        )
-        target = Destination(self.directory / f"{opened.source.name}{SUFFIX}", "", SCORES, protected)
-        target.require()
-        kept = read_scores(target.path, self.menu.units, conditions)
+        kept, target, corpus = self.kept, self._target, self.scored
         if kept is None and keeps_only:
             raise UsageError(
                 f"--dry-run writes nothing, and there are no scores of this model in {target.path}",
@@ -101,8 +176,8 @@ class Session:
         self.reporter.calibrating(
             f"--fit: scoring {len(self.menu.units)} units in {', '.join(self.menu.plans)} with {corpus.described}"
         )
-        mixtures, changes = find_variants(self._model(), self.menu.units)
-        checkpoint = self._checkpoint(target.path, conditions)
+        mixtures, changes = self._variants
+        checkpoint = self._checkpoint(target.path, self._conditions)
         if checkpoint is not None and checkpoint.saved is not None:
             self.reporter.calibrating("--fit: an earlier run is continued")
         measured = self._measure(corpus, mixtures, changes, checkpoint)
@@ -111,7 +186,7 @@ class Session:
                 f"--fit: {measured.unused} of {measured.experts} experts get none of these tokens"
             )
         scores = scores_of(self.menu.units, mixtures, changes, measured)
-        target.write(scores_json(scores, self.menu.units, conditions))
+        target.write(scores_json(scores, self.menu.units, self._conditions))
         if checkpoint is not None:
             checkpoint.remove()
         return scores
@@ -120,7 +195,11 @@ class Session:
         """Run the source and mixtures of it over texts, and return the figures of each document for each mixture."""
         return self._measure(corpus, mixtures).records
 
-    def corpus(self, amount: tuple[int, int] = COMPARED, purpose: Any = "evaluation") -> Corpus:
+    def corpus(self) -> Corpus:
+        """Read the texts that mixtures are compared on."""
+        return self._read(COMPARED, "evaluation")
+
+    def _read(self, amount: tuple[int, int], purpose: Any) -> Corpus:
         """Read so many documents of so many tokens each."""
         from ..data.corpus import read_corpus
 
@@ -162,11 +241,19 @@ class Session:
         shards = shards_by_unit(streamed)
         source, plan = opened.source, self.menu.plan
         fingerprint = Fingerprint(opened.checkpoint, source.remote, source.identity, opened.stamps)
-        tokens = (1 + len(mixtures)) * len(corpus.documents) * corpus.length
-        hidden = hidden_bytes(opened.checkpoint, tokens)
+        passes, documents = 1 + len(mixtures), len(corpus.documents)
+        hidden = hidden_bytes(opened.checkpoint, passes * documents * corpus.length)
+        checked, head = opened.checkpoint, self._quantizes_head
+        if changes:
+            step = scoring_step(checked, passes, documents, corpus.length, head)
+        else:
+            step = mixtures_step(checked, len(mixtures), _most_schemes(mixtures), corpus.length, head)
+        free = memory_left(self.max_memory, [step], refuse=False)
+        fast = worth_compiling(plan) and (free is None or free > COMPILED_MEMORY)
+        budget = BUDGET if free is None else free - fast * COMPILED_MEMORY
         with ExitStack() as stack:
             # All documents of a scoring go through a layer together, with their hidden states in memory.
-            offload = None if changes else scratch_for(hidden, self.directory, BUDGET, may_be_in_memory=False)
+            offload = None if changes else scratch_for(hidden, self.directory, budget, may_be_in_memory=False)
             scratch = stack.enter_context(offload) if offload else None
             supplies = supply_shards([(source, shards)], self.stream, self.directory, hidden if offload else 0)
             [supply] = stack.enter_context(supplies)
@@ -177,7 +264,7 @@ class Session:
                 plan.decisions.fused,
                 corpus,
                 mixtures,
-                loops(worth_compiling(plan)),
+                loops(fast),
                 changes=changes,
                 scratch=scratch,
                 progress=reporter.calibrated,
@@ -186,3 +273,12 @@ class Session:
             )
         fingerprint.require_unchanged()
         return measured
+
+
+def _most_schemes(mixtures: Sequence[Mixture]) -> int:
+    """The most schemes that a unit has in mixtures."""
+    schemes: dict[int, set[str]] = {}
+    for mixture in mixtures:
+        for number, name in mixture.items():
+            schemes.setdefault(number, set()).add(name)
+    return max((len(names - {UNQUANTIZED}) for names in schemes.values()), default=0)

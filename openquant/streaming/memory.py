@@ -35,6 +35,8 @@ COMPARISON = 224 << 20
 # Bytes per weight that GPTQ rounds: as float32, its error, the value of its code, and copies in act-order; and the
 # number of weights that it rounds at once.
 ROUNDED, AT_ONCE = 26, 1 << 24
+# Bytes of a pass that waits for a unit, besides its hidden states: its stack, and tables of positions.
+SUSPENDED = 96 << 10
 # The name of a module in a list, up to its number: model.layers.0
 _LIST_ITEM = re.compile(r"(.*?\.\d+)\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -244,6 +246,53 @@ def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> l
         MemoryStep(f"evaluating layers of {count}", rest + hidden + max(layers, tables), _length_hint(length)),
         MemoryStep(f"comparing logits of {count}", rest + hidden + heads + logits, _length_hint(length)),
     ]
+
+
+def scoring_step(checkpoint: Checkpoint, passes: int, documents: int, length: int, head: bool) -> MemoryStep:
+    """Return the step of a pass in which all documents go through a layer together, with one part of it quantized.
+
+    Args:
+        checkpoint: the source.
+        passes: forward passes of each document. The hidden states of all are in memory.
+        documents: the number of documents.
+        length: tokens of each.
+        head: whether the output head is quantized too.
+
+    Raises:
+        SourceError: a scale is missing, or has another shape or dtype than config.json promises.
+        PlanError: the quantization is not supported, or config.json does not describe it.
+    """
+    weights, tokens = weight_memory(checkpoint), documents * length
+    hidden = hidden_bytes(checkpoint, passes * tokens) + passes * documents * SUSPENDED
+    computed = 4 * WIDTHS * weights.width * length + COMPARISON
+    heads = 2 * weights.whole_head if head else weights.head
+    # Logits of the source for all documents, and those of one more pass with copies in float32.
+    logits = (2 * tokens + 12 * length) * (vocabulary_of(checkpoint) or 0)
+    nbytes = weights.rest + hidden + computed + max(2 * weights.layer, weights.table, heads + logits)
+    return MemoryStep("scoring units", nbytes)
+
+
+def mixtures_step(checkpoint: Checkpoint, mixtures: int, copies: int, length: int, head: bool) -> MemoryStep:
+    """Return the step of a pass in which documents go through a layer one by one, each in the source and in mixtures.
+
+    Args:
+        checkpoint: the source.
+        mixtures: the number of mixtures.
+        copies: in how many schemes, at most, a weight is in memory besides the source's.
+        length: tokens of each document.
+        head: whether the output head is quantized too.
+
+    Raises:
+        SourceError: a scale is missing, or has another shape or dtype than config.json promises.
+        PlanError: the quantization is not supported, or config.json does not describe it.
+    """
+    weights = weight_memory(checkpoint)
+    hidden = hidden_bytes(checkpoint, (1 + mixtures) * length)
+    computed = 4 * WIDTHS * weights.width * length + COMPARISON
+    heads = (1 + copies) * weights.whole_head if head else weights.head
+    logits = 12 * length * (vocabulary_of(checkpoint) or 0)
+    nbytes = weights.rest + hidden + computed + max((1 + copies) * weights.layer, weights.table, heads + logits)
+    return MemoryStep(f"comparing {mixtures + 1} models", nbytes)
 
 
 def _length_hint(length: int) -> str:

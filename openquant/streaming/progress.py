@@ -28,19 +28,33 @@ def layer_costs(model: StreamedModel, layers: Iterable[str]) -> dict[str, float]
     Returns:
         For each, the number of weights that a token is multiplied with.
     """
+    return {layer: sum(products(model, layer, 1).values()) for layer in layers}
+
+
+def products(model: StreamedModel, layer: str, tokens: int) -> dict[int, float]:
+    """Count the multiplications of a layer for a token.
+
+    Args:
+        model: the model.
+        layer: name of its unit.
+        tokens: tokens of a text.
+
+    Returns:
+        The number of weights that a token is multiplied with, by the number of tokens that such a weight is multiplied
+        with at once: of a text all, of an expert those that go to it on average, at least one.
+    """
     config = model.model.config.get_text_config()
     routed = next((count for name in ("num_experts_per_tok", "moe_topk") if (count := getattr(config, name, None))), 1)
     experts_per_token = routed if isinstance(routed, int) else 1
-    return {
-        layer: float(
-            sum(
-                # Stacked experts have three axes.
-                weight.numel() if weight.ndim < 3 else weight[0].numel() * min(experts_per_token, len(weight))
-                for weight in model.units[layer].parameters()
-            )
-        )
-        for layer in layers
-    }
+    counts: dict[int, float] = {}
+    for weight in model.units[layer].parameters():
+        at_once, count = tokens, float(weight.numel())
+        # Stacked experts have three axes.
+        if weight.ndim >= 3:
+            experts = min(experts_per_token, len(weight))
+            at_once, count = max(1, tokens * experts // len(weight)), float(weight[0].numel() * experts)
+        counts[at_once] = counts.get(at_once, 0.0) + count
+    return counts
 
 
 class PassProgress:

@@ -115,6 +115,11 @@ def test_a_mixture_is_smaller_than_its_budget_better_than_one_scheme_and_repeate
     assert done.returncode == 0, done.stderr
     assert stored(out) <= limit
     lines = [line for line in done.stderr.splitlines() if line.startswith("--fit: ")]
+    assert re.fullmatch(
+        r"--fit: about \d+ seconds?, without reading the model from disk: scores \d+ seconds? \(\S+ products, \S+ weights "
+        r"rounded\); the check \d+ seconds? \(\S+ products, \S+ weights rounded\)",
+        lines.pop(0),
+    )
     assert (
         lines[0]
         == "--fit: scoring 16 units in int4, nvfp4, int8-weights with 3 documents of 96 tokens: code (2), docs (1)"

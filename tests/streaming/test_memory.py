@@ -66,12 +66,14 @@ def words(verb: str, wide: Path, stored: Path, out: Path) -> list[str]:
             "smooth": ["compress", "-m", wide, "-o", out, "--scheme", "int8", "--smooth", "0.5", *TEXTS],
             "dequantize": ["dequantize", stored, "-o", out],
             "calibrate": ["calibrate", wide, "-o", out, *TEXTS],
+            "fit": ["compress", "-m", wide, "-o", out, "--fit", "6bits", "--gptq", *TEXTS],
+            "search": ["fit", wide, "--search"],
             "eval": ["eval", stored, "--source", wide, "--out", out, *TEXTS],
         }[verb]
     ]
 
 
-VERBS = ["compress", "gptq", "awq", "smooth", "dequantize", "calibrate", "eval"]
+VERBS = ["compress", "gptq", "awq", "smooth", "dequantize", "calibrate", "fit", "search", "eval"]
 
 
 @pytest.mark.parametrize("limit", ["0", "1"])
@@ -123,7 +125,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("verb", ["gptq", "awq", "eval"])
+@pytest.mark.parametrize("verb", ["gptq", "awq", "fit", "eval"])
 def test_what_a_hint_says_is_enough_and_is_kept(wide: Path, stored: Path, tmp_path: Path, verb: str) -> None:
     def run(limit: str) -> tuple[int, str, str]:
         command = [*words(verb, wide, stored, tmp_path / "out"), "--max-memory", limit]
