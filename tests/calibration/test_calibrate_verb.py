@@ -7,9 +7,6 @@ import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import EXAMPLE, ROOT, run_openquant
+from conftest import EXAMPLE, run_openquant
 from openquant import Reporter, calibrate, compress, evaluate, verify
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
@@ -28,6 +25,7 @@ from openquant.files.fingerprint import Fingerprint
 from openquant.plan.plan import Plan
 from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
 from support import small_checkpoints
+from support.killed import run_killed
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 64}
 TEXTS = ("--samples", 2, "--length", 64)
@@ -122,29 +120,10 @@ def test_scales_are_those_of_the_calibration(calibration: Path, tmp_path: Path, 
         compress(EXAMPLE, out, **{**static, "calibration": other})
 
 
-# Keeps passes after every layer, and is killed as the file gets its name for the third time.
-KILLED = """
-import os, signal, sys
-from openquant.streaming import pass_checkpoint
-from openquant.cli.commands import main
-pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
-replace, left = os.replace, [3]
-def replaced(old, new):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(old, new)
-os.replace = replaced
-main(sys.argv[1:])
-"""
-
-
 def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
     name = "tiny-qwen3.calibration.safetensors"
     words = ["compress", "-m", str(EXAMPLE), "-o", "out", "--activation-scheme", "static", *map(str, TEXTS)]
-    command = [sys.executable, "-c", KILLED, *words]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert done.returncode == -signal.SIGKILL
+    run_killed(3, *words, cwd=tmp_path)
     # Nothing has its final name, nor has the output begun.
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.part", f"{name}.part.new"]
     with pytest.raises(SourceError) as caught:

@@ -7,19 +7,15 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load, save
 
-from conftest import EXAMPLE, ROOT
+from conftest import EXAMPLE
 from openquant import compress, evaluate
 from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
@@ -37,6 +33,7 @@ from openquant.streaming import offload, pass_checkpoint
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from support import small_checkpoints
+from support.killed import run_killed
 from support.loopback_engine import Answer, LoopbackEngine, text
 from support.task_files import write_generation, write_lines
 
@@ -85,25 +82,6 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, run: Callable[[], ob
         run()
 
 
-# Is killed while it saves passes for the time that the first argument says.
-KILLED = """
-import os, signal, sys
-from openquant.evaluation import answers
-from openquant.streaming import pass_checkpoint
-from openquant.cli.commands import main
-answers.BUILT_IN = 1
-pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
-replace, left = os.replace, [int(sys.argv[1])]
-def replaced(old, new, **more):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(old, new, **more)
-os.replace = replaced
-main(sys.argv[2:])
-"""
-
-
 def test_a_run_that_is_killed_twice_gives_the_same_bytes(outputs: list[Path], tmp_path: Path) -> None:
     """Two outputs, questions of tasks, which are packed to sequences of different lengths, and answers to a prompt."""
     task = write_lines(tmp_path / "mine.jsonl", 7)
@@ -115,14 +93,10 @@ def test_a_run_that_is_killed_twice_gives_the_same_bytes(outputs: list[Path], tm
     for output in outputs:
         (output / "eval.json").unlink()
     words = ["eval", *outputs, *WORDS, "--tasks", task, "--kv-cache", "fp8", "--scratch", tmp_path / "there"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     part = tmp_path / "there" / "fp8.eval.json.part"
     done: list[list[str]] = []
     for saves in (2, 3):
-        command = [sys.executable, "-c", KILLED, str(saves), *map(str, words)]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-        assert ("; an earlier run is continued" in ended.stderr) == (saves == 3)
+        assert ("; an earlier run is continued" in run_killed(saves, *words)) == (saves == 3)
         assert sorted(path.name for path in part.parent.iterdir()) == [part.name, f"{part.name}.new"]
         done.append(list(facts_of(part)["gave"]))
     assert done == [["model.layers.0"], [f"model.layers.{number}" for number in range(3)]]

@@ -1,0 +1,45 @@
+"""A command that a kill ends while it saves passes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+_ROOT = Path(__file__).parent.parent.parent
+# Saves passes after every layer, and is killed as a file gets its name for the time that the first argument says.
+_PROGRAM = """
+import os, signal, sys
+from openquant.evaluation import answers
+from openquant.streaming import pass_checkpoint
+from openquant.cli.commands import main
+answers.BUILT_IN = 1
+pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
+replace, left = os.replace, [int(sys.argv[1])]
+def replaced(old, new, **more):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(old, new, **more)
+os.replace = replaced
+main(sys.argv[2:])
+"""
+
+
+def run_killed(saves: int, *words: object, cwd: Path | None = None) -> str:
+    """Run `openquant` until it is killed, and return what it said.
+
+    Args:
+        saves: as a file gets its name for the so-manieth time, the process is killed.
+        words: words of the command line. One prompt is answered at most.
+        cwd: the working directory.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, "-c", _PROGRAM, str(saves), *map(str, words)]
+    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    return ended.stderr
