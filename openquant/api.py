@@ -180,10 +180,12 @@ def compress(
             # Imports torch.
             from .fit.run import choose_mixture
 
-            recipe = choose_mixture(run, recipe, request.options, wanted, texts, request.architecture, ranks, reporter)
+            recipe, found = choose_mixture(
+                run, recipe, request.options, wanted, texts, request.architecture, ranks, reporter
+            )
             # Without a calibration nothing else reads the texts.
             texts = texts if recipe.gptq or recipe.calibrate or request.options.fp8_kv_cache else CalibrationTexts()
-            request = check_recipe(recipe, texts)
+            request = replace(check_recipe(recipe, texts), frontier=found.to_json())
         options = request.options
         if recipe.calibration is not None:
             options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
@@ -213,6 +215,7 @@ class Request:
             keep the codes and scales of a quantized source.
         options: plan options, before a calibration adds to them.
         architecture: finds the registry entry.
+        frontier: what --fit chose from, as `fit --search --json` prints it; None without --fit.
     """
 
     recipe: Recipe
@@ -220,6 +223,7 @@ class Request:
     scheme: Scheme | None
     options: PlanOptions
     architecture: ArchitectureChoice
+    frontier: Mapping[str, Any] | None = None
 
 
 def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
@@ -358,7 +362,9 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
             plan = make_unchanged_plan(checkpoint, options, source.identity, entry)
         else:
             plan = make_plan(checkpoint, scheme, options, source.identity, entry)
-        plan = replace(plan, provenance=Provenance(recipe_of(recipe, texts), request.architecture.kept))
+        plan = replace(
+            plan, provenance=Provenance(recipe_of(recipe, texts), request.architecture.kept, request.frontier)
+        )
     if again:
         return prepare(run, opened, plan, ranks, refuse=False)
     if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
@@ -474,6 +480,7 @@ def _result(prepared: Prepared, start: float, outcome: Outcome) -> Result:
         resumed=outcome.resumed,
         not_finite={name: counts.text for name, counts in sorted(outcome.not_finite.items())},
         unread_shards=outcome.unread_shards,
+        fit=plan.provenance.frontier,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,6 +42,7 @@ class Result:
         not_finite: unquantized tensors that hold NaN or infinity, by their name in the output:
             {"model.norm.weight": "NaN (3 values)"}. Empty if the output was complete already, as nothing is read then.
         unread_shards: number of shards that were not checked for this, as an earlier run has moved them to the Hub.
+        fit: what `fit` chose from, with the keys that `fit --search --json` prints; None without it.
     """
 
     model: str
@@ -69,6 +71,7 @@ class Result:
     resumed: bool
     not_finite: dict[str, str] = field(default_factory=dict)
     unread_shards: int = 0
+    fit: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, as `--json` prints them."""

@@ -31,15 +31,17 @@ ELSEWHERE = "choose another directory with -o"
 
 
 class Provenance(NamedTuple):
-    """How an output was made, as its journal records it.
+    """How an output was made. Its journal records the first two.
 
     Attributes:
         recipe: options of the run; None if they are not recorded.
         entry: architecture entry of the plan (`--architecture`); None for the registry's.
+        frontier: sizes and KL divergences that `--fit` chose from, for the card and the page; None without it.
     """
 
     recipe: Mapping[str, Any] | None = None
     entry: Mapping[str, Any] | None = None
+    frontier: Mapping[str, Any] | None = None
 
 
 @contextmanager

@@ -131,18 +131,20 @@ class FitTable:
 
 @dataclass(frozen=True)
 class Point:
-    """A mixture or a single scheme that was measured.
+    """Size and KL divergence of a mixture or a single scheme.
 
     Attributes:
-        name: the scheme, "5.5bits", or "fits 4090".
+        name: the scheme, "5.5bits", "fits 4090", or "--fit 4090".
         scheme: the scheme that all layers have, as far as they can; None for a mixture.
         bytes: size of all tensors of the output.
         bits: bits of a weight that may be quantized, with its scales, on average.
         predicted: the sum of the scores of its units, in nats.
         kl: KL divergence from the source, mean over positions, in nats.
-        interval: its 95 % interval over documents; None if there are too few.
+        interval: its 95 % interval over documents; None if there are too few, or it was not measured.
+        measured: whether `kl` was measured. Else it is `predicted` times the ratio of the two for what was measured.
         shares: by scheme, or "unquantized", its share of the weights that may be quantized.
         fits: whether it fits the GPUs; None if none are named.
+        written: whether it is the output of this run.
         command: the command that makes it.
     """
 
@@ -153,27 +155,29 @@ class Point:
     predicted: float
     kl: float
     interval: list[float] | None
+    measured: bool
     shares: Mapping[str, float]
     fits: bool | None
+    written: bool
     command: str
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of search_mixtures().
+    """The result of search_mixtures(); and what compress() chose from with `fit`.
 
     Attributes:
         model: the model as it was named.
         revision: its commit on the Hub; None for a local model.
         architecture: name of the architecture whose registry entry was used.
         source_bytes: size of all tensors of the source.
-        texts: what was measured on: the number of documents, their tokens, and where they are from.
+        texts: texts that mixtures were measured on: the number of documents, their tokens, and where they are from.
         texts_sha256: SHA-256 of their tokens.
         engines: "vllm", "sglang" or "both".
         gpu: the GPUs as they were named; None if none were.
         context: tokens of the sequence that they are to hold.
         limit: bytes of weights that fit them; None if none were named.
-        points: what was measured, the smallest first.
+        points: mixtures of all sizes and the single schemes, the smallest first.
     """
 
     model: str

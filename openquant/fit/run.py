@@ -6,11 +6,13 @@ texts, and the single scheme is taken unless the mixture is closer to the source
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..calibration.prepare import texts_steps
 from ..distributed import Ranks
@@ -24,9 +26,14 @@ from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
 from ..vllm_probe.choose import ArchitectureChoice
 from .budget import Budget, read_budget, weights_on_gpus
+from .frontier import Asked, Points, mixtures_of_sizes, sorted_points
 from .menu import BestMixtures, Menu, make_menu
+from .result import Point, SearchResult
 from .session import Session
 from .units import UNQUANTIZED, Mixture, bits_per_weight
+
+if TYPE_CHECKING:
+    from ..data.corpus import Corpus
 
 # Options of a recipe that --fit decides.
 CHOSEN = (
@@ -50,7 +57,7 @@ def choose_mixture(
     architecture: ArchitectureChoice,
     ranks: Ranks,
     reporter: Reporter,
-) -> Recipe:
+) -> tuple[Recipe, SearchResult]:
     """Find the mixture of schemes for a budget.
 
     Args:
@@ -64,7 +71,7 @@ def choose_mixture(
         reporter: receives notes and progress.
 
     Returns:
-        The recipe with the schemes of the mixture: `scheme`, `scheme_for` and `ignore`.
+        The recipe with the schemes of the mixture: `scheme`, `scheme_for` and `ignore`. And what they were chosen from.
 
     Raises:
         UsageError: options contradict --fit, or there are several ranks.
@@ -98,7 +105,23 @@ def choose_mixture(
         mixture = choice.within(limit)
     for line in _chosen(mixtures, mixture):
         reporter.calibrating(f"--fit: {line}")
-    return as_options(recipe, menu, mixture)
+    asked = Asked(run.model, recipe, fit.fit, fit.context, fit.engines, fit.candidates, texts.text, texts.dataset)
+    on_gpus = budget.kind == "gpu"
+    corpus = choice.corpus if choice.measured else session.scored
+    found = SearchResult(
+        model=os.fspath(run.model),
+        revision=opened.source.revision,
+        architecture=menu.plan.model.name,
+        source_bytes=summary.source_bytes(menu.plan),
+        texts=corpus.described,
+        texts_sha256=corpus.sha256,
+        engines=fit.engines,
+        gpu=fit.fit if on_gpus else None,
+        context=fit.context,
+        limit=limit if on_gpus else None,
+        points=choice.points(asked, limit if on_gpus else None, mixture),
+    )
+    return as_options(recipe, menu, mixture), found
 
 
 def _chosen(mixtures: BestMixtures, mixture: Mixture) -> Iterator[str]:
@@ -126,6 +149,13 @@ class _Choice:
     def __init__(self, session: Session, mixtures: BestMixtures) -> None:
         self.session, self.mixtures = session, mixtures
         self.menu, self.reporter = session.menu, session.reporter
+        # What was measured, the last mixture first in each pass.
+        self.measured: list[tuple[Mixture, Sequence[DocumentRecord]]] = []
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The texts of the comparison."""
+        return self.session.corpus()
 
     def within(self, nbytes: int) -> Mixture:
         """Return the best mixture of a size, or the single scheme that it is no better than."""
@@ -133,9 +163,8 @@ class _Choice:
         best = self.mixtures.best_uniform(nbytes)
         if best is not None:
             named[f"--scheme {best}"] = self.menu.uniform(best)
-        corpus = self.session.corpus()
-        self.reporter.calibrating(f"--fit: comparing {' and '.join(named)} on {corpus.described}")
-        records = self.session.measure(corpus, list(named.values()))
+        self.reporter.calibrating(f"--fit: comparing {' and '.join(named)} on {self.corpus.described}")
+        records = self.session.measure(self.corpus, list(named.values()))
         for (name, mixture), found in zip(named.items(), records, strict=True):
             self._report(name, mixture, found)
         if best is None:
@@ -154,12 +183,11 @@ class _Choice:
         Raises:
             PlanError: none was found.
         """
-        corpus = self.session.corpus()
         # Measured over predicted: it depends on the texts, and hardly on the mixture.
         factor, found = 1.0, None
         for _ in range(ROUNDS):
             mixture = self.mixtures.smallest(kl / factor)
-            [records] = self.session.measure(corpus, [mixture])
+            [records] = self.session.measure(self.corpus, [mixture])
             measured = mean_kl(records)
             self._report("the mixture", mixture, records)
             if measured <= kl and (found is None or self.menu.size(mixture) < self.menu.size(found)):
@@ -171,7 +199,32 @@ class _Choice:
             raise PlanError(f"{ROUNDS} mixtures were measured, and none has a KL of {kl:g}", "give a larger kl=")
         return found
 
+    def points(self, asked: Asked, limit: int | None, written: Mixture) -> tuple[Point, ...]:
+        """Make the points of what was measured, and of the other sizes and schemes by their scores.
+
+        Args:
+            asked: what the commands repeat.
+            limit: bytes that GPUs hold; None if none are named.
+            written: the mixture that was chosen.
+        """
+        ratio = 1.0
+        if self.measured:
+            mixture, records = self.measured[0]
+            ratio = max(mean_kl(records), SMALLEST) / max(self.mixtures.predicted(mixture), SMALLEST)
+        make = Points(self.mixtures, asked, limit, ratio).point
+        named = {f"--fit {asked.budget}": written}
+        named |= mixtures_of_sizes(self.menu, self.mixtures)
+        points = {}
+        for name, mixture in named.items():
+            records_of = next((records for measured, records in self.measured if measured == mixture), None)
+            # A scheme's own name stays; two names of one mixture are one point.
+            key = tuple(mixture.items())
+            if key not in points or name in self.menu.plans:
+                points[key] = make(name, mixture, records_of, written=mixture == written)
+        return sorted_points(list(points.values()))
+
     def _report(self, name: str, mixture: Mixture, records: Sequence[DocumentRecord]) -> None:
+        self.measured.append((mixture, records))
         nbytes = self.menu.size(mixture)
         interval = bootstrap_interval([record.kl for record in records], 0)
         within = "" if interval is None else f" [{interval[0]:.4f}, {interval[1]:.4f}]"

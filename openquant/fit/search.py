@@ -6,13 +6,10 @@ found = search_mixtures("Qwen/Qwen3-32B", "4090")
 
 from __future__ import annotations
 
-import math
 import os
-import shlex
 from collections.abc import Sequence
 
 from ..distributed import Ranks
-from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..formats.names import CacheScheme
 from ..job import open_source
 from ..options import Run, Search, Texts, documented
@@ -23,13 +20,10 @@ from ..reporter import Reporter
 from ..streaming.memory import memory_left
 from ..vllm_probe.choose import ArchitectureChoice
 from .budget import read_gpus, weights_on_gpus
-from .menu import BestMixtures, Menu, make_menu
-from .result import Point, SearchResult
+from .frontier import Asked, Points, mixtures_of_sizes, sorted_points, whole_and_half_bits
+from .menu import BestMixtures, make_menu
+from .result import SearchResult
 from .session import Session
-from .units import Mixture, bits_per_weight
-
-# Bits of a weight between two mixtures.
-STEP = 0.5
 
 
 @documented(Search)
@@ -104,23 +98,28 @@ def search_mixtures(
     texts = Texts(request.text, dataset=request.dataset)
     session = Session(opened, menu, texts, directory, request.stream, request.max_memory, Ranks(), reporter)
     fills = limit is not None and menu.smallest <= limit < menu.largest
-    bits = _bits(menu)
-    compared = len(menu.plans) + len(bits) + fills
+    compared = len(menu.plans) + len(whole_and_half_bits(menu)) + fills
     memory_left(request.max_memory, session.steps(compared))
     session.report_forecast(compared)
     best = BestMixtures(menu, session.scores())
-    named = {name: menu.uniform(name) for name in menu.plans}
-    named |= {f"{each:g}bits": best.best(menu.bytes_of_bits(each)) for each in bits}
+    named = mixtures_of_sizes(menu, best)
     if limit is not None and fills:
         named[f"fits {request.gpu}"] = best.best(limit)
     corpus = session.corpus()
     reporter.calibrating(f"--search: comparing {len(named)} outputs on {corpus.described}")
     records = session.measure(corpus, list(named.values()))
-    base = ["openquant", "compress", "-m", os.fspath(model), *_given(request)]
-    points = [
-        _point(name, mixture, found, menu, best, base, request, limit)
-        for (name, mixture), found in zip(named.items(), records, strict=True)
-    ]
+    asked = Asked(
+        model,
+        request,
+        request.gpu,
+        request.context,
+        request.engines,
+        request.candidates,
+        request.text,
+        request.dataset,
+    )
+    make = Points(best, asked, limit).point
+    points = [make(name, mixture, found) for (name, mixture), found in zip(named.items(), records, strict=True)]
     return SearchResult(
         model=os.fspath(model),
         revision=opened.source.revision,
@@ -132,61 +131,5 @@ def search_mixtures(
         gpu=request.gpu,
         context=request.context,
         limit=limit,
-        points=tuple(sorted(points, key=lambda point: (point.bytes, point.kl))),
-    )
-
-
-def _bits(menu: Menu) -> list[float]:
-    """Whole and half bits a weight between the smallest and the largest single scheme."""
-    weights = sum(unit.elements for unit in menu.units)
-    sizes = [menu.size(menu.uniform(name)) - menu.fixed for name in menu.plans]
-    first, last = (8 * size / weights / STEP for size in (min(sizes), max(sizes)))
-    return [STEP * number for number in range(math.ceil(first), math.floor(last) + 1)]
-
-
-def _given(request: Search) -> list[str]:
-    """The options that compress needs too, as words."""
-    words = [word for pattern in request.ignore for word in ("--ignore", pattern)]
-    words += ["--quantize-lm-head"] if request.quantize_lm_head else []
-    words += ["--quantize-embeddings"] if request.quantize_embeddings else []
-    words += ["--kv-cache", "fp8"] if request.kv_cache == "fp8" else []
-    words += ["--architecture", request.architecture] if request.architecture else []
-    return words
-
-
-def _point(
-    name: str,
-    mixture: Mixture,
-    records: Sequence[DocumentRecord],
-    menu: Menu,
-    best: BestMixtures,
-    base: Sequence[str],
-    request: Search,
-    limit: int | None,
-) -> Point:
-    nbytes = menu.size(mixture)
-    weights: dict[str, int] = {}
-    for number, unit in enumerate(menu.units):
-        scheme = unit.choices[mixture[number]].scheme_name
-        weights[scheme] = weights.get(scheme, 0) + unit.elements
-    whole = sum(weights.values())
-    words = ["--scheme", name]
-    if name not in menu.plans:
-        words = ["--fit", name if name.endswith("bits") else str(request.gpu)]
-        words += ["--context", str(request.context)] if not name.endswith("bits") and request.context != 8192 else []
-        words += ["--for", request.engines] if request.engines else []
-        words += ["--candidates", ",".join(request.candidates)] if request.candidates else []
-        words += [word for path in request.text for word in ("--text", os.fspath(path))]
-        words += ["--dataset", request.dataset] if request.dataset else []
-    return Point(
-        name=name,
-        scheme=name if name in menu.plans else None,
-        bytes=nbytes,
-        bits=bits_per_weight(menu.units, nbytes - menu.fixed),
-        predicted=best.predicted(mixture),
-        kl=mean_kl(records),
-        interval=bootstrap_interval([record.kl for record in records], 0),
-        shares={scheme: part / whole for scheme, part in sorted(weights.items())},
-        fits=None if limit is None else nbytes <= limit,
-        command=shlex.join([*base, *words]),
+        points=sorted_points(points),
     )

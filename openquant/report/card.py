@@ -264,6 +264,26 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
     ]
 
 
+# Widest bar in a card, in characters, and characters that are an eighth of one to seven eighths wide.
+_BAR, _EIGHTHS = 24, " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
+
+
+def _frontier(found: Mapping[str, Any]) -> list[str]:
+    """Draw size and KL of what `--fit` chose from: a line with a bar for each, the smallest output first."""
+    most = max(point["kl"] for point in found["points"]) or 1.0
+    lines = ["## Other sizes", "", "| | bits | size | KL, nats | |", "|---|---|---|---|---|"]
+    for point in found["points"]:
+        name = f"**{markdown(point['name'])}, this output**" if point["written"] else markdown(point["name"])
+        kl = f"{point['kl']:.3g}{_interval(point['interval'])}" if point["measured"] else f"about {point['kl']:.2g}"
+        eighths = round(8 * _BAR * point["kl"] / most)
+        bar = "\u2588" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+        lines.append(f"| {name} | {point['bits']:.2f} | {gigabytes(point['bytes'])} | {kl} | {bar} |")
+    texts, on = found["texts"].partition(":")[0], ""
+    if any(point["measured"] for point in found["points"]):
+        on = f" Measured on {texts}, SHA-256 {found['texts_sha256'][:12]}."
+    return [*lines, "", f'Weights rounded to nearest. "About": estimated from scores of single layers.{on}', ""]
+
+
 def _section(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
     commands = serve_commands(plan, directory)
     settings, transforms, recipe = plan.quantization_config, plan.options.transforms, plan.provenance.recipe
@@ -301,6 +321,7 @@ def _section(plan: Plan, name: str, repo: str | None, revision: str | None, dire
         *commands,
         "```",
         "",
+        *(_frontier(plan.provenance.frontier) if plan.provenance.frontier else []),
     ]
     # join_lines escapes newlines in values.
     return join_lines(lines)

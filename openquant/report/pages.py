@@ -25,7 +25,7 @@ from .weights import weight_lines
 
 
 def planned_page(plan: Plan, result: Result) -> PageContent:
-    """Make the page of compress: what becomes of the weights, sizes, and an earlier evaluation of the output if any.
+    """Make the page of compress: what becomes of the weights, what --fit chose from, and an earlier evaluation if any.
 
     Args:
         plan: the plan of the run.
@@ -42,6 +42,7 @@ def planned_page(plan: Plan, result: Result) -> PageContent:
         notes=plan.notes,
         serving=result.serving,
         commands=serve_commands(plan, result.repository or result.output, result.pushed_revision),
+        frontier=result.fit,
     )
 
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import EXAMPLE, ROOT, run_openquant
+from conftest import EXAMPLE, run_openquant
 from openquant import compress, verify
+from openquant.cli.commands import main
 from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.fit import session
 from openquant.fit.budget import Budget, read_budget
 from openquant.fit.kept_scores import read_scores, scores_json
 from openquant.fit.run import CHOSEN, joined_patterns, refuse_options
@@ -32,6 +31,42 @@ from openquant.options import Recipe
 from openquant.plan.plan import make_plan
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
+from support.killed import run_killed
+
+# The file of the example's scores, and a size of its weights, in bytes.
+NAME, LIMIT = "tiny-qwen3.scores.json", 4_066_500
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixtures are compared on fewer texts, where the choice does not depend on them."""
+    monkeypatch.setattr(session, "COMPARED", (4, 96))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scores of the example in the default schemes, and the output that came with them, with its report."""
+    root = tmp_path_factory.mktemp("kept")
+    words = ("-o", "out", "--fit", f"size={LIMIT}B", "--report", "page.html")
+    done = run_openquant("compress", "-m", EXAMPLE, *words, cwd=root)
+    assert done.returncode == 0, done.stderr
+    (root / "said").write_text(done.stderr)
+    return root
+
+
+@pytest.fixture
+def scored(kept: Path, tmp_path: Path) -> Path:
+    """A directory with these scores."""
+    shutil.copy(kept / NAME, tmp_path / NAME)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command says that succeeds."""
+    code = main([str(word) for word in words])
+    err = capsys.readouterr().err
+    assert code == 0, err
+    return err
 
 
 def stored(root: Path) -> int:
@@ -109,12 +144,10 @@ def test_the_error_names_gpus_that_may_be_meant(text: str, message: str, hint: s
     assert len(caught.value.message) < 300
 
 
-def test_a_mixture_is_smaller_than_its_budget_better_than_one_scheme_and_repeated_by_its_recipe(tmp_path: Path) -> None:
-    out, limit = tmp_path / "out", 4_066_500
-    done = run_openquant("compress", "-m", EXAMPLE, "-o", out, "--fit", f"size={limit}B")
-    assert done.returncode == 0, done.stderr
-    assert stored(out) <= limit
-    lines = [line for line in done.stderr.splitlines() if line.startswith("--fit: ")]
+def test_a_mixture_is_smaller_than_its_budget_and_better_than_one_scheme(kept: Path) -> None:
+    out = kept / "out"
+    assert stored(out) <= LIMIT
+    lines = [line for line in (kept / "said").read_text().splitlines() if line.startswith("--fit: ")]
     assert re.fullmatch(
         r"--fit: about \d+ seconds?, without reading the model from disk: scores \d+ seconds? \(\S+ products, \S+ weights "
         r"rounded\); the check \d+ seconds? \(\S+ products, \S+ weights rounded\)",
@@ -145,18 +178,60 @@ def test_a_mixture_is_smaller_than_its_budget_better_than_one_scheme_and_repeate
     assert float(mixture[2]) <= 0.0032 < float(single[2])
     assert not verify(out, EXAMPLE, full=True).problems
 
-    scores = json.loads((tmp_path / "tiny-qwen3.scores.json").read_text())
+    scores = json.loads((kept / NAME).read_text())
     assert len(scores["units"]) == 16 and scores["units"][0]["kl"].keys() == {"int4", "nvfp4", "int8-weights"}
-    again = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "again", "--recipe", out)
-    assert again.returncode == 0, again.stderr
-    for file in out.glob("*.safetensors"):
+
+
+def test_a_mixture_is_repeated_by_its_recipe(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "compress", "-m", EXAMPLE, "-o", tmp_path / "again", "--recipe", kept / "out")
+    for file in (kept / "out").glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
-    # The kept scores answer a dry run and another budget.
-    planned = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "more", "--fit", "6bits", "--dry-run")
-    assert (planned.returncode, (tmp_path / "more").exists()) == (0, False)
-    assert f"--fit: scores of 16 units from {tmp_path / 'tiny-qwen3.scores.json'}" in planned.stderr
+    assert "Other sizes" not in (tmp_path / "again" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("fit", ["6bits", "kl=0.002"])
+def test_kept_scores_answer_a_dry_run(scored: Path, capsys: pytest.CaptureFixture[str], fit: str) -> None:
+    err = said(capsys, "compress", "-m", EXAMPLE, "-o", scored / "more", "--fit", fit, "--dry-run")
+    assert [path.name for path in scored.iterdir()] == [NAME]
+    assert f"--fit: scores of 16 units from {scored / NAME}" in err
+    assert "--fit: this mixture follows from the scores; nothing is compared on other texts" in err
+    assert re.search(r"^--fit: about .*: the check \d", err, re.MULTILINE) and "scores 1" not in err
+
+
+def test_a_dry_run_without_scores_says_how_long_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "6bits", "--gptq", "--dry-run")
+    assert main([str(word) for word in words]) == 2
+    first, error, hint = capsys.readouterr().err.splitlines()
+    assert re.match(r"--fit: about .*: scores \d+ .*; the check \d+ .*; GPTQ \d+ ", first)
+    assert error.startswith("error: --dry-run writes nothing, and there are no scores of this model in ")
+    assert hint == "hint: leave --dry-run out once: the scores are kept"
+
+
+def test_card_and_page_show_what_it_chose_from(kept: Path) -> None:
+    card, page = (kept / "out" / "README.md").read_text(), (kept / "page.html").read_text()
+    table = card.partition("## Other sizes\n")[2].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table if line.startswith("| ")][1:]
+    assert {"int4", "nvfp4", "6bits", "int8-weights"} < {row[0] for row in rows}
+    [own] = [row for row in rows if row[0].endswith(", this output**")]
+    assert f"size&#61;{LIMIT}B" in own[0] or f"size={LIMIT}B" in own[0]
+    # What was measured has an interval: the mixture, and the best single scheme that fits.
+    assert sorted(row[0] for row in rows if not row[3].startswith("about ")) == sorted([own[0], "nvfp4"])
+    assert all(re.fullmatch(r"\S+ \[\S+, \S+\]", row[3]) for row in rows if not row[3].startswith("about "))
+    kls = [float(re.sub("^about ", "", row[3]).split()[0]) for row in rows]
+    # A full bar is 24 wide; an eighth is the smallest.
+    widths = [
+        8 * row[4].count("█") + sum(1 + "▏▎▍▌▋▊▉".index(letter) for letter in row[4] if letter != "█") for row in rows
+    ]
+    assert max(widths) == 8 * 24
+    assert all(width == pytest.approx(8 * 24 * kl / max(kls), abs=3) for width, kl in zip(widths, kls, strict=True))
+    sizes = [float(row[1]) for row in rows]
+    assert sizes == sorted(sizes) and len(rows) >= 9
+    assert "Size and distance from the source" in page and "Points without bars are estimated" in page
+    # Once in each picture, and in the table.
+    assert page.count(">6bits<") == 3
+
+
+@pytest.mark.usefixtures("few")
 def test_the_head_and_the_embedding_are_units_too(tmp_path: Path) -> None:
     out, limit = tmp_path / "out", 3_150_000
     compress(EXAMPLE, out, fit=f"size={limit}B", engines="vllm", quantize_lm_head=True, quantize_embeddings=True)
@@ -166,23 +241,24 @@ def test_the_head_and_the_embedding_are_units_too(tmp_path: Path) -> None:
     assert not verify(out, EXAMPLE, full=True).problems
 
 
-def test_a_kl_divergence_gives_the_smallest_mixture(tmp_path: Path) -> None:
-    done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "kl=0.002")
-    assert done.returncode == 0, done.stderr
-    measured = [float(kl) for kl in re.findall(r"--fit: the mixture: KL (\S+) ", done.stderr)]
+@pytest.mark.usefixtures("few")
+def test_a_kl_divergence_gives_the_smallest_mixture(scored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    err = said(capsys, "compress", "-m", EXAMPLE, "-o", scored / "out", "--fit", "kl=0.002")
+    measured = [float(kl) for kl in re.findall(r"--fit: the mixture: KL (\S+) ", err)]
     assert min(measured) <= 0.002
     # Uniform nvfp4 (3.87 MB) loses 0.005, int8-weights (5.27 MB) 0.0002.
-    assert 3_900_000 < stored(tmp_path / "out") < 4_700_000
+    assert 3_900_000 < stored(scored / "out") < 4_700_000
 
 
-def test_where_one_scheme_is_as_good_it_is_written(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("few")
+def test_where_one_scheme_is_as_good_it_is_written(scored: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At eight bits there is little to choose."""
-    done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "size=5270000B")
-    assert done.returncode == 0, done.stderr
-    assert "--fit: the mixture is not better beyond chance, so --scheme int8-weights is taken" in done.stderr
-    compress(EXAMPLE, tmp_path / "alone", "int8-weights")
-    for file in (tmp_path / "alone").glob("*.safetensors"):
-        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+    err = said(capsys, "compress", "-m", EXAMPLE, "-o", scored / "out", "--fit", "size=5270000B")
+    assert "--fit: the mixture is not better beyond chance, so --scheme int8-weights is taken" in err
+    compress(EXAMPLE, scored / "alone", "int8-weights")
+    for file in (scored / "alone").glob("*.safetensors"):
+        assert file.read_bytes() == (scored / "out" / file.name).read_bytes()
+    assert "| **int8-weights, this output** |" in (scored / "out" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -232,10 +308,17 @@ def test_options_that_it_decides_are_refused(name: str) -> None:
         refuse_options(recipe, Ranks())
 
 
-def test_where_only_unquantized_weights_lose_so_little_nothing_is_written(tmp_path: Path) -> None:
+def test_several_ranks_are_refused() -> None:
+    with pytest.raises(UsageError, match="^several ranks cannot share --fit$") as caught:
+        refuse_options(Recipe(), Ranks(0, 2))
+    assert caught.value.hint == "run it in one process, and the others with its --recipe"
+
+
+@pytest.mark.usefixtures("few")
+def test_where_only_unquantized_weights_lose_so_little_nothing_is_written(scored: Path) -> None:
     with pytest.raises(PlanError, match="^only unquantized weights lose so little$"):
-        compress(EXAMPLE, tmp_path / "out", fit="kl=1e-12")
-    assert not (tmp_path / "out").exists()
+        compress(EXAMPLE, scored / "out", fit="kl=1e-12")
+    assert not (scored / "out").exists()
 
 
 def test_its_options_are_for_it_alone(tmp_path: Path) -> None:
@@ -243,7 +326,7 @@ def test_its_options_are_for_it_alone(tmp_path: Path) -> None:
         compress(EXAMPLE, tmp_path / "out", context=4096)
 
 
-def scored() -> tuple[list[Unit], Scores]:
+def some_scores() -> tuple[list[Unit], Scores]:
     plan = make_plan(open_checkpoint(EXAMPLE), find_scheme("int8-weights"))
     units = units_of({"int8-weights": plan})
     return units, Scores(tuple({"int8-weights": 0.001 * number, UNQUANTIZED: 0.0} for number in range(len(units))))
@@ -267,7 +350,7 @@ def scored() -> tuple[list[Unit], Scores]:
     ],
 )
 def test_scores_that_do_not_belong_to_a_run_are_not_used(tmp_path: Path, change: Callable[[Any], object]) -> None:
-    units, scores = scored()
+    units, scores = some_scores()
     file = tmp_path / "kept.scores.json"
     file.write_bytes(scores_json(scores, units, {"model": "this"}))
     assert read_scores(file, units, {"model": "this"}) == scores
@@ -279,52 +362,29 @@ def test_scores_that_do_not_belong_to_a_run_are_not_used(tmp_path: Path, change:
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff\xfe"])
 def test_damaged_scores_are_not_used(tmp_path: Path, content: bytes) -> None:
-    units, _ = scored()
+    units, _ = some_scores()
     (tmp_path / "kept.scores.json").write_bytes(content)
     assert read_scores(tmp_path / "kept.scores.json", units, {}) is None
     assert read_scores(tmp_path / "missing.scores.json", units, {}) is None
 
 
 def test_a_file_of_another_kind_is_not_replaced_by_scores(tmp_path: Path) -> None:
-    (tmp_path / "tiny-qwen3.scores.json").write_text('{"mine": 1}')
-    done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "6bits")
-    assert (done.returncode, (tmp_path / "tiny-qwen3.scores.json").read_text()) == (2, '{"mine": 1}')
-    assert "tiny-qwen3.scores.json exists and is not a file of scores that openquant wrote" in done.stderr
+    (tmp_path / NAME).write_text('{"mine": 1}')
+    with pytest.raises(UsageError, match=f"{NAME} exists and is not a file of scores that openquant wrote"):
+        compress(EXAMPLE, tmp_path / "out", fit="6bits")
+    assert (tmp_path / NAME).read_text() == '{"mine": 1}'
 
 
-# Is killed while it saves passes for the time that the first argument says.
-KILLED = """
-import os, signal, sys
-from openquant.streaming import pass_checkpoint
-from openquant.cli.commands import main
-pass_checkpoint.EVERY = pass_checkpoint.TIMES = 0
-replace, left = os.replace, [int(sys.argv[1])]
-def replaced(old, new, **more):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    replace(old, new, **more)
-os.replace = replaced
-main(sys.argv[2:])
-"""
-
-
-def test_scoring_that_is_killed_continues_and_gives_the_same_scores(tmp_path: Path) -> None:
-    words = ["compress", "-m", str(EXAMPLE), "--fit", "6bits", "--candidates", "nvfp4,int8-weights", "-o"]
-    assert run_openquant(*words, tmp_path / "whole" / "out").returncode == 0
-    part = tmp_path / "cut" / "tiny-qwen3.scores.json.part"
-    part.parent.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, "3", *words, str(part.parent / "out")]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert sorted(path.name for path in part.parent.iterdir()) == [part.name, f"{part.name}.new"]
-    done = run_openquant(*words, part.parent / "out")
-    assert done.returncode == 0, done.stderr
-    assert "an earlier run is continued" in done.stderr
-    kept = [directory / "tiny-qwen3.scores.json" for directory in (part.parent, tmp_path / "whole")]
-    assert kept[0].read_bytes() == kept[1].read_bytes()
-    assert not list(part.parent.glob("*.part*"))
+@pytest.mark.usefixtures("few")
+def test_scoring_that_is_killed_continues_and_gives_the_same_scores(
+    kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("compress", "-m", EXAMPLE, "--fit", "6bits", "-o", tmp_path / "out")
+    run_killed(3, *words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{NAME}.part", f"{NAME}.part.new"]
+    assert "an earlier run is continued" in said(capsys, *words)
+    assert (tmp_path / NAME).read_bytes() == (kept / NAME).read_bytes()
+    assert not list(tmp_path.glob("*.part*"))
 
 
 @pytest.mark.parametrize(
@@ -358,14 +418,13 @@ def a_run() -> _Run:
     return _Run(quantizer, Corpus((Document("", "", (1, 2)),), "", {}), [], {0: ["nvfp4"]})
 
 
-def test_the_schemes_that_it_may_choose_can_be_named(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("few")
+def test_the_schemes_that_it_may_choose_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FP8 layers have their activations in FP8 too, so that GPUs multiply in it."""
     out = tmp_path / "out"
-    done = run_openquant(
-        *("compress", "-m", EXAMPLE, "-o", out, "--fit", "6bits", "--candidates", "nvfp4,channel", "--for", "vllm")
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--fit: scoring 16 units in nvfp4, channel with " in done.stderr
+    named = ("--candidates", "nvfp4,channel", "--for", "vllm")
+    err = said(capsys, "compress", "-m", EXAMPLE, "-o", out, "--fit", "6bits", *named)
+    assert "--fit: scoring 16 units in nvfp4, channel with " in err
     groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
     assert {group["format"] for group in groups.values()} == {"nvfp4-pack-quantized", "float-quantized"}
     assert not verify(out, EXAMPLE, full=True).problems

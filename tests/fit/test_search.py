@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 import openquant
-from conftest import EXAMPLE, run_openquant
+from conftest import EXAMPLE
+from openquant.cli.commands import main
 from openquant.errors import UsageError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.fit import session
 from openquant.fit.result import Point, SearchResult
 from openquant.report.fit import frontier_text
 
 
 @pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory in which a search of the example has run: found.json, page.html and the scores."""
     root = tmp_path_factory.mktemp("searched")
     # 2 GB are the engine's, 8 % are left free; of 2.1784 GB four megabytes are for weights.
-    words = ("--search", "--candidates", "nvfp4,int8-weights", "--for", "vllm", "--gpu", "2.1784GB", "--context", "1")
-    words += ("--report", "page.html", "--json")
-    done = run_openquant("fit", EXAMPLE, *words, cwd=root)
-    assert done.returncode == 0, done.stderr
-    (root / "found.json").write_text(done.stdout)
-    return root
+    words = ["--search", "--candidates", "nvfp4,int8-weights", "--for", "vllm", "--gpu", "2.1784GB", "--context", "1"]
+    words += ["--report", "page.html", "--json"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
+        # Fewer texts than usual.
+        patch.setattr(session, "COMPARED", (6, 128))
+        patch.chdir(root)
+        assert main(["fit", str(EXAMPLE), *words]) == 0
+        (root / "found.json").write_text(out.getvalue())
+        yield root
 
 
 def test_single_schemes_and_mixtures_of_half_bits_are_measured(searched: Path) -> None:
@@ -51,16 +59,16 @@ def test_single_schemes_and_mixtures_of_half_bits_are_measured(searched: Path) -
     assert found["source_bytes"] == sum(info.nbytes for info in open_checkpoint(EXAMPLE).tensors.values())
 
 
-def test_the_command_of_a_point_makes_it(searched: Path, tmp_path: Path) -> None:
+def test_the_command_of_a_point_makes_it(searched: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = json.loads((searched / "found.json").read_text())["points"]
     point = next(point for point in points if point["name"] == "5.5bits")
     words = point["command"].split()
     assert words[:2] == ["openquant", "compress"]
     # The scores are read again.
-    done = run_openquant(*words[1:], "-o", searched / "made", cwd=searched)
-    assert done.returncode == 0, done.stderr
-    assert "--fit: scores of 16 units from " in done.stderr
-    assert f"--fit: the mixture: KL {point['kl']:.4f} " in done.stderr
+    assert main([*words[1:], "-o", str(searched / "made")]) == 0
+    err = capsys.readouterr().err
+    assert "--fit: scores of 16 units from " in err
+    assert f"--fit: the mixture: KL {point['kl']:.4f} " in err
     stored = sum(info.nbytes for info in open_checkpoint(searched / "made").tensors.values())
     assert stored == point["bytes"]
 
@@ -96,9 +104,16 @@ def test_the_table_says_what_fits_a_gpu(searched: Path) -> None:
         (("--search", "--text", "missing.txt"), "missing.txt"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    done = run_openquant("fit", EXAMPLE, *words, cwd=tmp_path)
-    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["fit", str(EXAMPLE), *words]) == 2
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
