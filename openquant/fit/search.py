@@ -91,7 +91,8 @@ def search_mixtures(
     wanted_engines = request.engines or "both"
     menu = make_menu(opened, options, request.candidates, wanted_engines, None if budget is None else budget.gpu, entry)
     limit = None
-    if budget is not None:
+    # How much memory a CPU has for weights is not known.
+    if budget is not None and budget.value:
         config = text_config(menu.plan.decoded, menu.plan.model)
         limit = weights_on_gpus(budget, menu.plan, config, request.context, fp8)
     directory = opened.source.default_path("x").absolute().parent

@@ -200,7 +200,9 @@ def frontier_text(found: SearchResult) -> str:
         The text: a row for each mixture and scheme, the smallest first, and the commands that make them.
     """
     name = f"{found.model}@{found.revision}" if found.revision else found.model
-    rows = [["", "bits", "size", "KL, nats", "95 % interval", "predicted", *(["fits"] if found.gpu else [])]]
+    rows = [
+        ["", "bits", "size", "KL, nats", "95 % interval", "predicted", *(["fits"] if found.limit is not None else [])]
+    ]
     for point in found.points:
         interval = "" if point.interval is None else "{:.4f} to {:.4f}".format(*point.interval)
         cells = [point.name, f"{point.bits:.2f}", gigabytes(point.bytes), f"{point.kl:.4f}", interval]
@@ -209,11 +211,7 @@ def frontier_text(found: SearchResult) -> str:
     lines = [
         terminal(f"{name}: {found.architecture}"),
         terminal(f"weights rounded to nearest, on {found.texts}"),
-        *(
-            ["" if found.limit is None else f"{found.gpu} leaves {gigabytes(found.limit)} for weights"]
-            if found.gpu
-            else []
-        ),
+        *([_room(found)] if found.gpu else []),
         "",
         *table(rows),
         "",
@@ -221,6 +219,13 @@ def frontier_text(found: SearchResult) -> str:
         *_most(found.points),
     ]
     return join_lines(lines)
+
+
+def _room(found: SearchResult) -> str:
+    """Say how many bytes of weights fit."""
+    if found.limit is None:
+        return "how much memory a CPU has for weights is not known: name their size with compress --fit size=12.5GB"
+    return f"{found.gpu} leaves {gigabytes(found.limit)} for weights"
 
 
 def _most(points: Iterable[Point]) -> list[str]:

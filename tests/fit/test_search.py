@@ -120,3 +120,21 @@ def test_options_that_do_not_go_together_are_refused(
 def test_the_function_says_what_is_wrong() -> None:
     with pytest.raises(UsageError, match="^candidates names tensor, whose `fp8` config"):
         openquant.search_mixtures(EXAMPLE, candidates=["tensor"])
+
+
+def test_of_a_cpu_it_says_that_its_memory_is_not_known(searched: Path) -> None:
+    found = json.loads((searched / "found.json").read_text())
+    points = tuple(Point(**{**point, "fits": None}) for point in found["points"])
+    lines = frontier_text(SearchResult(**{**found, "gpu": "cpu", "limit": None, "points": points})).splitlines()
+    assert lines[2] == (
+        "how much memory a CPU has for weights is not known: name their size with compress --fit size=12.5GB"
+    )
+    assert "fits" not in lines[4]
+
+
+def test_a_search_for_a_cpu_needs_no_memory_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "COMPARED", (2, 32))
+    found = openquant.search_mixtures(EXAMPLE, "cpu", engines="vllm")
+    assert (found.gpu, found.limit, {point.fits for point in found.points}) == ("cpu", None, {None})
+    assert all(point.measured and not point.written for point in found.points)
