@@ -42,8 +42,12 @@ MODELS = {
     "qwen3-0.6b": Shape("Qwen3ForCausalLM", "qwen3", 28, 1024, 3072, 16, 8, 151936, tied=True),
     "qwen3-1.7b": Shape("Qwen3ForCausalLM", "qwen3", 28, 2048, 6144, 16, 8, 151936, tied=True),
     "qwen3-8b": Shape("Qwen3ForCausalLM", "qwen3", 36, 4096, 12288, 32, 8, 151936),
+    "qwen3-32b": Shape("Qwen3ForCausalLM", "qwen3", 64, 5120, 25600, 64, 8, 151936),
     "qwen3-30b-a3b": Shape(
         "Qwen3MoeForCausalLM", "qwen3_moe", 48, 2048, 6144, 32, 4, 151936, experts=128, expert_mlp=768
+    ),
+    "qwen3-235b-a22b": Shape(
+        "Qwen3MoeForCausalLM", "qwen3_moe", 94, 4096, 12288, 64, 4, 151936, experts=128, expert_mlp=1536
     ),
     "llama3-8b": Shape("LlamaForCausalLM", "llama", 32, 4096, 14336, 32, 8, 128256, qk_norm=False),
 }
