@@ -100,10 +100,15 @@ class Session:
         return read_scores(self._target.path, self.menu.units, self._conditions)
 
     @cached_property
+    def _shapes(self) -> StreamedModel:
+        """The model, for its shapes."""
+        return self._model()
+
+    @cached_property
     def _variants(self) -> tuple[list[Mixture], dict[int, list[str]]]:
         from .scores import find_variants
 
-        return find_variants(self._model(), self.menu.units)
+        return find_variants(self._shapes, self.menu.units)
 
     @property
     def _quantizes_head(self) -> bool:
@@ -129,7 +134,7 @@ class Session:
         """
         from .forecast import Trials, count_calibration, count_work
 
-        units, plan, model = self.menu.units, self.menu.plan, self._model()
+        units, plan, model = self.menu.units, self.menu.plan, self._shapes
         parts = {}
         if self.kept is None:
             corpus = self.scored

@@ -265,7 +265,7 @@ def scoring_step(checkpoint: Checkpoint, passes: int, documents: int, length: in
     weights, tokens = weight_memory(checkpoint), documents * length
     hidden = hidden_bytes(checkpoint, passes * tokens) + passes * documents * SUSPENDED
     computed = 4 * WIDTHS * weights.width * length + COMPARISON
-    heads = 2 * weights.whole_head if head else weights.head
+    heads = max(weights.head, 2 * weights.whole_head if head else 0)
     # Logits of the source for all documents, and those of one more pass with copies in float32.
     logits = (2 * tokens + 12 * length) * (vocabulary_of(checkpoint) or 0)
     nbytes = weights.rest + hidden + computed + max(2 * weights.layer, weights.table, heads + logits)
@@ -289,7 +289,7 @@ def mixtures_step(checkpoint: Checkpoint, mixtures: int, copies: int, length: in
     weights = weight_memory(checkpoint)
     hidden = hidden_bytes(checkpoint, (1 + mixtures) * length)
     computed = 4 * WIDTHS * weights.width * length + COMPARISON
-    heads = (1 + copies) * weights.whole_head if head else weights.head
+    heads = max(weights.head, (1 + copies) * weights.whole_head if head else 0)
     logits = 12 * length * (vocabulary_of(checkpoint) or 0)
     nbytes = weights.rest + hidden + computed + max((1 + copies) * weights.layer, weights.table, heads + logits)
     return MemoryStep(f"comparing {mixtures + 1} models", nbytes)

@@ -29,6 +29,7 @@ from openquant.formats.gpus import find_gpu
 from openquant.formats.schemes import find_scheme
 from openquant.options import Recipe
 from openquant.plan.plan import make_plan
+from openquant.streaming import memory
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from support.killed import run_killed
@@ -306,6 +307,13 @@ def test_options_that_it_decides_are_refused(name: str) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(UsageError, match=f"^--fit chooses the schemes, and {flag} is given$"):
         refuse_options(recipe, Ranks())
+
+
+def test_scores_that_are_kept_need_no_memory(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SUSPENDED", 1 << 40)
+    with pytest.raises(UsageError, match="^a memory of 64,000,000,000 bytes is too little: scoring units takes up to "):
+        compress(EXAMPLE, scored / "elsewhere" / "out", fit="6bits", max_memory="64GB")
+    compress(EXAMPLE, scored / "out", fit="6bits", max_memory="64GB", dry_run=True)
 
 
 def test_several_ranks_are_refused() -> None:

@@ -23,7 +23,16 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import INT4_W4A16
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
-from openquant.streaming.memory import MemoryStep, gptq_steps, memory_left, rounded_up, weight_memory
+from openquant.streaming import memory
+from openquant.streaming.memory import (
+    MemoryStep,
+    gptq_steps,
+    memory_left,
+    mixtures_step,
+    rounded_up,
+    scoring_step,
+    weight_memory,
+)
 from support import small_checkpoints
 
 # Of each matrix the outputs of gate and up, and what goes into down, whose Gram matrix has 67 MB.
@@ -99,6 +108,40 @@ def test_a_dry_run_says_it_too(wide: Path, tmp_path: Path, capsys: pytest.Captur
     assert hint.endswith(" or more, or leave --gptq out")
 
 
+def test_the_check_of_fit_is_a_step(wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("compress", "-m", str(wide), "-o", str(tmp_path / "out"), "--fit", "6bits", "--max-memory", "0")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: a memory of 0 bytes is too little: comparing 3 models takes up to ")
+
+
+def test_steps_of_fit_grow_with_what_is_in_memory(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The example's head is smaller than a piece of other models' heads.
+    monkeypatch.setattr(memory, "HEAD", 1 << 10)
+    checkpoint = open_checkpoint(wide)
+    weights, hidden = weight_memory(checkpoint), 4 * checkpoint.config["hidden_size"]
+
+    def scoring(passes: int) -> int:
+        return scoring_step(checkpoint, passes, 3, 96, head=False).nbytes
+
+    def comparing(mixtures: int, copies: int) -> int:
+        return mixtures_step(checkpoint, mixtures, copies, 8, head=False).nbytes
+
+    # The hidden states of every pass of three documents.
+    assert scoring(101) - scoring(1) >= 100 * 3 * 96 * hidden
+    # A layer once more for each scheme.
+    assert comparing(2, 2) - comparing(2, 1) == weights.layer
+    assert comparing(3, 1) - comparing(2, 1) == 8 * hidden
+    # A head that is quantized too, where it is larger than the layers.
+    deep = open_checkpoint(EXAMPLE)
+    head = weight_memory(deep).whole_head
+    assert scoring_step(deep, 1, 3, 96, True).nbytes - scoring_step(deep, 1, 3, 96, False).nbytes == 2 * head - (
+        1 << 10
+    )
+    of_head = [mixtures_step(deep, 2, copies, 2048, True).nbytes for copies in (1, 2)]
+    assert of_head[1] - of_head[0] == head
+
+
 @pytest.mark.parametrize("limit", [0, 1, "1"])
 def test_python_refuses_the_same(wide: Path, stored: Path, tmp_path: Path, limit: Any) -> None:
     for call in (
@@ -114,9 +157,12 @@ def test_python_refuses_the_same(wide: Path, stored: Path, tmp_path: Path, limit
     assert list(tmp_path.iterdir()) == []
 
 
-# Runs a command, and says the most that its process had resident.
+# Runs a command, and says the most that its process had resident. The check of --fit has fewer texts.
 MEASURED = """
 import sys
+if "--fit" in sys.argv:
+    from openquant.fit import session
+    session.COMPARED = (3, 256)
 from openquant.cli.commands import main
 from openquant.machine import peak_rss
 code = main(sys.argv[1:])
