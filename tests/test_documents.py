@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import docs_site
 from conftest import ROOT
 from openquant.formats.names import SCHEME_NAMES
 
 DOCUMENTS = sorted(
-    path for place in (".", "docs", "docs/decisions", "benchmarks", "tests/*") for path in ROOT.glob(f"{place}/*.md")
+    path for place in (".", "docs", "docs/*", "benchmarks", "tests/*") for path in ROOT.glob(f"{place}/*.md")
 )
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -33,12 +34,40 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def linked(document: Path) -> set[Path]:
+    """What a document leads to."""
+    links = LINK.findall(document.read_text())
+    return {(document.parent / link.partition("#")[0]).resolve() for link in links if "://" not in link}
+
+
 def test_the_readme_is_short_and_leads_to_all_other_documents() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) < 150
-    linked = {link.partition("#")[0] for link in LINK.findall(text)}
-    others = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-    assert {str(path.relative_to(ROOT)) for path in others} - {"README.md"} <= linked
+    """By itself or by the first page of the site."""
+    readme, home = ROOT / "README.md", ROOT / "docs" / "README.md"
+    assert len(readme.read_text().splitlines()) < 150
+    assert home in linked(readme)
+    others = {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")} - {readme, home}
+    assert {path for path in others if path.parent.name != "decisions"} <= linked(readme) | linked(home)
+
+
+def test_the_site_has_every_document() -> None:
+    """mkdocs says so too, but needs packages that the tests do not."""
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    named = set(re.findall(r"[\w/.-]+\.md\b", nav))
+    documents = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    elsewhere = {f"project/{name}" for name in docs_site.ELSEWHERE}
+    assert named == documents | elsewhere | {"reference/command-line.md", "reference/python.md"}
+    assert all((ROOT / name).is_file() for name in docs_site.ELSEWHERE)
+
+
+def test_links_of_the_site_lead_to_pages() -> None:
+    text = "[a](../formats.md#int4) ![b](../results.png) [c](../../README.md#more) [d](../../tests/conftest.py)"
+    text += " [e](https://x.y/z.md) [f](#here)\n```\n[g](../formats.md)\n```\n[h](../decisions)"
+    assert docs_site.rewrite(text, "how-to/serve.md") == (
+        "[a](../formats.md#int4) ![b](../results.png) [c](../project/README.md#more) d"
+        " [e](https://x.y/z.md) [f](#here)\n```\n[g](../formats.md)\n```\n[h](../decisions/README.md)"
+    )
+    text = "[a](docs/fit.md) [b](benchmarks/README.md)"
+    assert docs_site.rewrite(text, "project/README.md") == "[a](../fit.md) [b](benchmarks/README.md)"
 
 
 def test_the_architecture_names_every_room() -> None:

@@ -1,0 +1,210 @@
+"""Tutorials and how-to pages: their commands run, the table of cards is that of the kernels, all messages are listed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import messages
+from conftest import EXAMPLE, ROOT
+from openquant.cli.arguments import verb_parser
+from openquant.cli.commands import main
+from openquant.formats.gpus import find_gpu
+from openquant.formats.hardware import find_kernel
+from openquant.formats.names import SCHEME_NAMES
+from support.loopback_hub import LoopbackHub
+
+PAGES = sorted([*ROOT.glob("docs/how-to/*.md"), *ROOT.glob("docs/tutorials/*.md"), ROOT / "docs" / "README.md"])
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+# What openquant's commands stand beside.
+OTHERS = ("vllm serve ", "python -m sglang.launch_server ", "pip install ", "hf auth login")
+HOW_TO = ROOT / "docs" / "how-to"
+FEW = ("--samples", "4", "--length", "128")
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command of openquant on a page, after `openquant`; fails at a line that is no command."""
+    found = []
+    # Blocks of output are marked as text.
+    for line in "".join(text for language, text in BLOCK.findall(page.read_text()) if not language).splitlines():
+        words = shlex.split(line)
+        starts = [at for at, word in enumerate(words) if word == "openquant"]
+        if starts:
+            assert re.fullmatch(r"((OPENQUANT_VLLM=\S+|torchrun .* -m) )?openquant .+", line.strip()), line
+            found.append(words[starts[0] + 1 :])
+        else:
+            assert line.strip().startswith(OTHERS), line
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_commands_of_a_page_are_accepted(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All options parse. What plans by headers alone plans the example instead of the model on the page."""
+    monkeypatch.chdir(tmp_path)
+    for words in commands(page):
+        parsed = verb_parser().parse_args(words)
+        given = {word for word in words if word.startswith("--")}
+        # The example is on this disk, and has nothing to stream, no layer 63 and no codes to keep.
+        if parsed.verb == "compress" and not given & {"--stream", "--fit"} and "keep" not in words:
+            words[words.index("-m") + 1] = str(EXAMPLE)
+            words = [word.replace("layers.63.", "layers.3.") for word in words]
+            words = ["2" if word == "4" and "--tp" in words else word for word in words]
+            for text in {*words} & {"mine.jsonl", "chats.jsonl", "code.txt"}:
+                (tmp_path / text).write_text("")
+            assert main([*words, *({"--dry-run", "-q"} - {*words})]) == 0, words
+        elif parsed.verb in ("fit", "explain") and "--search" not in given:
+            words[1] = str(EXAMPLE)
+            assert main([word.replace("32k", "2k").replace("8k", "2k") for word in words]) == 0, words
+
+
+def tutorial(name: str, directory: Path, **instead: str) -> list[list[str]]:
+    """The commands of a tutorial, in a directory with the example and texts, with other words for some."""
+    (directory / "examples").mkdir()
+    shutil.copytree(EXAMPLE, directory / "examples" / "tiny-qwen3")
+    write_texts(directory / "mine.jsonl")
+    return [
+        [instead.get(word, word) for word in words] for words in commands(ROOT / "docs" / "tutorials" / f"{name}.md")
+    ]
+
+
+def write_texts(path: Path) -> None:
+    source = (ROOT / "openquant" / "options.py").read_text()
+    path.write_text("".join(json.dumps({"text": source[at : at + 4000]}) + "\n" for at in range(0, 40000, 4000)))
+
+
+def test_the_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command that needs no other model, with fewer texts, and what the page says that they print."""
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for words in tutorial("first-checkpoint", tmp_path):
+        if any("tiny-qwen3" in word for word in words):
+            assert main([*words, *(FEW if words[0] == "eval" else [])]) == 0, words
+            said.append(capsys.readouterr().out)
+    plan, _, verified, evaluated, *_ = said
+    assert "weights:  8.39 MB -> 5.25 MB" in plan
+    assert verified.splitlines()[-1].startswith("no problems")
+    row = next(line for line in evaluated.splitlines() if line.startswith("tiny-qwen3-FP8 "))
+    assert row.endswith("close")
+    kl = {
+        path.parent.name.removeprefix("tiny-qwen3-"): json.loads(path.read_text())["kl"]["mean"]
+        for path in tmp_path.glob("*/eval.json")
+    }
+    assert kl["FP8"] == pytest.approx(0.0018, rel=0.25)
+    assert kl["FP8"] < kl["INT4-GPTQ"] < kl["INT4"]
+
+
+def test_a_model_that_fits_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second tutorial, with the words that it names for trying it, and fewer texts."""
+    monkeypatch.chdir(tmp_path)
+    *made, push = tutorial("32b-on-24-gb", tmp_path, **{"Qwen/Qwen3-32B": "examples/tiny-qwen3"})
+    for words in made:
+        if "--fit" in words:
+            words[words.index("--fit") + 1] = "5.0bits"
+        assert main([*words, *(FEW if words[0] == "eval" or "--gptq" in words else [])]) == 0, words
+        out = capsys.readouterr().out
+        assert words[0] != "verify" or "no problems" in out
+    with LoopbackHub(tmp_path / "hub", token="hf_x") as hub:
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "openquant", *push],
+            env={**os.environ, **settings, "HF_TOKEN": "hf_x", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        published = hub.files("you/Qwen3-32B-4090", "refs/pr/1")
+        card = published["README.md"].read_text()
+    assert {"eval.json", "eval.png", "config.json"} <= published.keys()
+    # The page says that the card has the figures.
+    assert str(json.loads((tmp_path / "Qwen3-32B-4090" / "eval.json").read_text())["kl"]["mean"])[:5] in card
+
+
+def test_python_on_the_pages_compiles_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").mkdir()
+    shutil.copytree(EXAMPLE, tmp_path / "examples" / "tiny-qwen3")
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for page in PAGES:
+        for language, block in BLOCK.findall(page.read_text()):
+            code = compile(block if language == "python" else "", page.name, "exec")
+            if language == "python" and "tiny-qwen3" in block:
+                exec(code, {})
+                ran += 1
+    assert ran == 1
+
+
+def test_a_card_gets_schemes_that_engines_compute_there() -> None:
+    rows = re.findall(r"^\| ([^|-][^|]*) \| (.*) \|$", (HOW_TO / "which-scheme.md").read_text(), re.MULTILINE)
+    assert rows[0][0] == "card"
+    table = {cards: [cell.strip() for cell in rest.split("|")] for cards, rest in rows[1:]}
+    assert {"RTX 4090, L40S", "RTX 3090", "A100", "H100, H200", "MI300X", "L4", "T4", "CPU"} <= table.keys()
+    assert table.pop("a Mac") == ["", "", "", "none"]
+    for cards, (eight, arithmetic, four, sglang) in table.items():
+        for card in cards.split(", "):
+            gpu = find_gpu(card) or find_gpu(f"{card}-80")
+            assert gpu is not None, card
+            schemes = [eight.strip("`"), four.strip("`")]
+            kernels = [find_kernel("vLLM", scheme, gpu.hardware) for scheme in schemes]
+            assert {*schemes} <= {*SCHEME_NAMES} and all(kernels), card
+            assert kernels[0].arithmetic == arithmetic and kernels[0].in_hardware, card
+            also = [f"`{scheme}`" for scheme in schemes if find_kernel("SGLang", scheme, gpu.hardware)]
+            assert sglang == (", ".join(also) or "none"), card
+
+
+def test_every_message_is_listed() -> None:
+    text = (HOW_TO / "troubleshooting.md").read_text()
+    assert text.partition(f"{messages.HEADING}\n\n")[2] == messages.listed(), "run python tools/messages.py"
+
+
+def test_messages_are_found_in_the_code(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.py").write_text(
+        "MEND = 'do it again'\nclass Gone(SourceError): ...\nclass SourceError(OpenQuantError): ...\n"
+    )
+    (tmp_path / "a" / "two.py").write_text(
+        "from .one import MEND, Gone\n"
+        "def f(name, why, left):\n"
+        "    raise Gone(f'{name}: no {left!r} here{why}', MEND)\n"
+        "    raise OpenQuantError('one way ' + ('or' if left else 'another'), hint=f'see {why}' if why else '')\n"
+        "    raise Gone(f'{name}: {why}', MEND)\n"
+        "    raise ValueError('is no message')\n"
+        "    raise OpenQuantError(str(why), '')\n"
+    )
+    assert list(messages.messages(tmp_path)) == [
+        ("a", "...: no ... here...", "do it again"),
+        ("a", "one way or", "see ..."),
+        ("a", "one way another", "see ..."),
+    ]
+
+
+def test_errors_on_the_pages_are_messages_of_the_code() -> None:
+    known = [
+        (re.sub(r"(\\\.){3}", ".*", re.escape(text)), re.sub(r"(\\\.){3}", ".*", re.escape(hint)))
+        for _, text, hint in messages.messages()
+        # Those with many words: others fit anything.
+        if len(re.findall(r"[\w-]{2,}", text)) > 2
+    ]
+    shown = [
+        (page.name, *pair)
+        for page in PAGES
+        for pair in re.findall(r"^error: (.+)\nhint: (.+)$", page.read_text(), re.MULTILINE)
+    ]
+    assert len(shown) > 5
+    for page, error, hint in shown:
+        assert any(re.fullmatch(text, error) and (not tip or re.fullmatch(tip, hint)) for text, tip in known), (
+            page,
+            error,
+        )

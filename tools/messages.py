@@ -1,0 +1,186 @@
+"""Write the list of all error messages into docs/how-to/troubleshooting.md, from the code that raises them.
+
+    python tools/messages.py
+
+tests/test_documents.py requires that the page has the list as it is written here. A value that a message gets as it is
+raised is shown as "...". A message is not listed if it is hardly more than such values, because its words come from
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from openquant.version import install_hint
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "openquant"
+PAGE = ROOT / "docs" / "how-to" / "troubleshooting.md"
+HEADING = "## All messages"
+ANY = "..."
+# The headings of the list, and the rooms below each.
+ROOMS = {
+    ("cli", "options", "keywords", "recipes", "api", "job", "run"): "Commands and options",
+    ("machine", "threads"): "The machine",
+    ("hub",): "The Hub",
+    ("files",): "Files: checkpoints, outputs, journals",
+    ("models", "registry", "patterns"): "Architectures and patterns",
+    ("plan", "vllm_probe"): "The plan",
+    ("formats",): "Formats and schemes",
+    ("weights", "packed"): "Weights and calibration files",
+    ("gguf",): "GGUF files",
+    ("convert", "distributed"): "Converting, and several processes",
+    ("data",): "Texts, tokenizers and tasks",
+    ("streaming",): "Running a model layer by layer",
+    ("calibration",): "Calibration",
+    ("diagnosis",): "Diagnosis",
+    ("evaluation",): "Evaluation",
+    ("fit",): "Fitting a size",
+    ("verification", "report", "reporter", "result"): "Verification and reports",
+}
+
+
+class Message(NamedTuple):
+    """An error: where it is raised, what it says, and what to do."""
+
+    room: str
+    text: str
+    hint: str
+
+
+class Module:
+    """A parsed module, which finds the texts that its names stand for.
+
+    Args:
+        path: its file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tree = ast.parse(path.read_text())
+        self.constants = {
+            target.id: node.value
+            for node in self.tree.body
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        self.imports = {
+            alias.asname or alias.name: (self._file(node), alias.name)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.ImportFrom) and node.level and node.module
+            for alias in node.names
+        }
+
+    def _file(self, node: ast.ImportFrom) -> Path:
+        return self.path.parents[node.level - 1].joinpath(*(node.module or "").split(".")).with_suffix(".py")
+
+    def texts(self, node: ast.expr) -> list[str]:
+        """All texts that an expression may be, with "..." for what is not known."""
+        if isinstance(node, ast.Constant):
+            return [str(node.value)]
+        if isinstance(node, ast.JoinedStr):
+            return ["".join(map(self._part, node.values))]
+        if isinstance(node, ast.IfExp):
+            return [*self.texts(node.body), *self.texts(node.orelse)]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return [left + right for left in self.texts(node.left) for right in self.texts(node.right)]
+        if isinstance(node, ast.Name) and node.id in self.constants:
+            return self.texts(self.constants[node.id])
+        if isinstance(node, ast.Name) and node.id in self.imports:
+            path, name = self.imports[node.id]
+            if path.is_file():
+                return parsed(path).texts(ast.Name(name))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "install_hint":
+            return [install_hint(argument.value) for argument in node.args if isinstance(argument, ast.Constant)]
+        return [ANY]
+
+    def _part(self, node: ast.expr) -> str:
+        if isinstance(node, ast.FormattedValue):
+            found = self.texts(node.value)
+            return found[0] if len(found) == 1 else ANY
+        return str(node.value) if isinstance(node, ast.Constant) else ANY
+
+
+@functools.cache
+def parsed(path: Path) -> Module:
+    """A module, parsed once."""
+    return Module(path)
+
+
+def error_classes(modules: list[Module]) -> set[str]:
+    """The names of OpenQuantError and of all classes that are made from it."""
+    names = {"OpenQuantError"}
+    classes = [node for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    while True:
+        more = {node.name for node in classes if {ast.unparse(base) for base in node.bases} & names} - names
+        if not more:
+            return names
+        names |= more
+
+
+def messages(package: Path = PACKAGE) -> Iterator[Message]:
+    """Every message in a package that has words of its own.
+
+    Args:
+        package: its directory.
+    """
+    modules = [parsed(path) for path in sorted(package.rglob("*.py"))]
+    classes = error_classes(modules)
+    for module in modules:
+        room = module.path.relative_to(package).with_suffix("").parts[0]
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes:
+                arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+                if not arguments or isinstance(arguments[0], ast.Starred):
+                    continue
+                hints = module.texts(arguments[1]) if len(arguments) > 1 else [ANY]
+                hint = ", or: ".join(dict.fromkeys(text for text in hints if re.search("[a-z]", text)))
+                for text in module.texts(arguments[0]):
+                    if len(re.findall(r"[\w-]{2,}", text)) > (0 if hint else 1):
+                        yield Message(room, re.sub(r"(\.\.\.){2,}", ANY, text), hint)
+
+
+def listed() -> str:
+    """The list, by rooms, as Markdown."""
+    found = sorted({*messages()}, key=lambda message: (message.text.lower().lstrip("."), *message))
+    titles = {room: title for rooms, title in ROOMS.items() for room in rooms}
+    if others := {message.room for message in found} - titles.keys():
+        raise SystemExit(f"ROOMS has no {', '.join(sorted(others))}")
+    lines = []
+    for title in ROOMS.values():
+        rows = dict.fromkeys((text, hint) for room, text, hint in found if titles[room] == title)
+        if rows:
+            lines += ["", f"### {title}", ""]
+            lines += [f"- {code(text)}" + (f": {plain(hint)}" if hint else "") for text, hint in rows]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def code(text: str) -> str:
+    """A text as code, whatever it holds."""
+    text = " ".join(text.split())
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def plain(text: str) -> str:
+    """A text in which no character has a meaning to Markdown, but for code in backticks."""
+    parts = re.split("(`[^`]*`)", " ".join(text.split()))
+    return "".join(part if part.startswith("`") else re.sub(r"([*_\[\]<|])", r"\\\1", part) for part in parts)
+
+
+def main() -> None:
+    """Replace the list in the page."""
+    head = PAGE.read_text().partition(f"{HEADING}\n")[0]
+    PAGE.write_text(f"{head}{HEADING}\n\n{listed()}")
+
+
+if __name__ == "__main__":
+    main()
