@@ -151,7 +151,7 @@ def test_a_card_gets_schemes_that_engines_compute_there() -> None:
     assert rows[0][0] == "card"
     table = {cards: [cell.strip() for cell in rest.split("|")] for cards, rest in rows[1:]}
     assert {"RTX 4090, L40S", "RTX 3090", "A100", "H100, H200", "MI300X", "L4", "T4", "CPU"} <= table.keys()
-    assert table.pop("a Mac") == ["", "", "", "none"]
+    assert table.pop("a Mac")[1:] == ["", "", "none"]
     for cards, (eight, arithmetic, four, sglang) in table.items():
         for card in cards.split(", "):
             gpu = find_gpu(card) or find_gpu(f"{card}-80")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints, is_typeddict
 
+import jsonschema
 import pytest
 
 from conftest import EXAMPLE, ROOT, run_openquant
@@ -40,6 +41,25 @@ def documented(verb: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+def schema(verb: str) -> dict[str, Any]:
+    """The published schema of what a verb prints."""
+    name = {"dequantize": "compress"}.get(verb, verb).replace(" --", "-")
+    return json.loads((ROOT / "docs" / "schema" / f"{name}.json").read_text())
+
+
+def in_schema(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, bool]]:
+    """The paths of the keys of a schema, as the document has them, and whether each is always there."""
+    for key, inner in node.get("properties", {}).items():
+        here = f"{path}.{key}" if path else key
+        yield here, key in node["required"]
+        yield from in_schema(inner, here)
+    for key, here in (("additionalProperties", f"{path}.*"), ("items", f"{path}[]")):
+        if key in node:
+            if key == "additionalProperties":
+                yield here, True
+            yield from in_schema(node[key], here)
+
+
 def printed(value: Any, known: dict[str, str], path: str = "") -> Iterator[str]:
     """The paths of keys in an object, with `*` for those that are data to the document."""
     if isinstance(value, dict):
@@ -56,6 +76,8 @@ def printed(value: Any, known: dict[str, str], path: str = "") -> Iterator[str]:
 def require(verb: str, *objects: Any) -> None:
     """What is printed is what is documented, but for keys that are there only in some cases."""
     known = documented(verb)
+    for each in objects:
+        jsonschema.validate(each, schema(verb))
     found = {path for each in objects for path in printed(each, known)}
     assert found - known.keys() == set()
     assert {path for path, about in known.items() if not about.startswith("only ")} - found == set()
@@ -117,6 +139,26 @@ def typed(kind: Any, path: str) -> Iterator[tuple[str, bool]]:
         yield f"{path}.*", True
     elif get_origin(kind) is list:
         yield from typed(get_args(kind)[0], f"{path}[]")
+
+
+SCHEMAS = sorted(path.stem for path in (ROOT / "docs" / "schema").glob("*.json"))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_schema_has_the_keys_that_are_documented(name: str) -> None:
+    verb = name.replace("fit-", "fit --")
+    jsonschema.Draft202012Validator.check_schema(schema(verb))
+    # What is data to the document is there only if there is something to say.
+    always = {path: path.endswith(".*") or not about.startswith("only ") for path, about in documented(verb).items()}
+    assert dict(in_schema(schema(verb))) == always
+    # An object without its keys, and a text for an object, are refused.
+    for wrong in ({}, "text"):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, schema(verb))
+
+
+def test_every_verb_has_a_schema() -> None:
+    assert {*SCHEMAS} == {*VERBS} - {"dequantize"} | {"error", "fit-search"}
 
 
 def test_the_types_of_an_evaluation_are_those_that_are_documented() -> None:
