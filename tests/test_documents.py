@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import docs_site
+import openquant
 from conftest import ROOT
+from openquant.cli.arguments import verb_parser
 from openquant.formats.names import SCHEME_NAMES
 
 DOCUMENTS = sorted(
@@ -68,6 +70,21 @@ def test_links_of_the_site_lead_to_pages() -> None:
     )
     text = "[a](docs/fit.md) [b](benchmarks/README.md)"
     assert docs_site.rewrite(text, "project/README.md") == "[a](../fit.md) [b](benchmarks/README.md)"
+
+
+def test_the_reference_of_the_site_has_every_option_and_name() -> None:
+    text = docs_site.command_line()
+    (verbs,) = (action for action in verb_parser()._actions if action.dest == "verb")
+    sections = dict(zip(*[iter(re.split(r"^## (\w+)$", text, flags=re.MULTILINE)[1:])] * 2, strict=True))
+    assert sections.keys() == verbs.choices.keys()
+    for name, parser in verbs.choices.items():
+        assert [flag for flag in parser._option_string_actions if f"`{flag}" not in sections[name]] == []
+    # All of the help, and the default, which --help shows after the first sentence.
+    assert re.search(r"^\| `--length N` \| .*\(default: 512\) \|$", text, re.MULTILINE)
+    assert "Each file is one domain." in sections["eval"]
+    assert set(re.findall(r"^::: openquant\.(\w+)$", docs_site.python(), re.MULTILINE)) == {
+        name for name in openquant.__all__ if not name.startswith("__")
+    }
 
 
 def test_the_architecture_names_every_room() -> None:

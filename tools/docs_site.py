@@ -6,9 +6,11 @@ files. A link to a document becomes one to its page; a link to code or tests bec
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import re
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,6 @@ def command_line() -> str:
     lines = ["# Command line", "", "Every command and option. [Commands and options](../options.md) explains them.", ""]
     (verbs,) = (action for action in verb_parser()._actions if isinstance(action, argparse._SubParsersAction))
     for name, parser in verbs.choices.items():
-        # usage and epilog are texts of ours, in which argparse wants a doubled percent sign.
         lines += [f"## {name}", "", parser.description or "", "", "```"]
         lines += [parser.format_usage().removeprefix("usage: ").strip(), "```", ""]
         for group in parser._action_groups:
@@ -104,8 +105,24 @@ def option_row(action: Any) -> str:
     """A row of a table: the names and value of an option, and its help."""
     value = f" {action.metavar}" if action.metavar and action.nargs != 0 else ""
     names = ", ".join(f"`{flag}{value}`" for flag in action.option_strings) or f"`{value.strip()}`"
-    text = (action.help or "").replace("%%", "%").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    text = whole_helps().get(action.help, action.help)
+    parts = re.split("(`[^`]*`)", text)
+    text = "".join(part if part.startswith("`") else re.sub(r"([*_\[<|])", r"\\\1", part) for part in parts)
     return f"| {names} | {text} |"
+
+
+@functools.cache
+def whole_helps() -> dict[str, str]:
+    """The whole text of each option, by the sentence that --help shows."""
+    from openquant import options
+
+    kinds = [kind for kind in vars(options).values() if isinstance(kind, type) and is_dataclass(kind)]
+    return {
+        option.summary: option.help + (default and f" (default: {default}")
+        for kind in kinds
+        for option in options.options_of(kind).values()
+        for default in [option.summary.partition(" (default: ")[2] if "default" not in option.help else ""]
+    }
 
 
 def python() -> str:
