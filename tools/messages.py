@@ -100,7 +100,7 @@ class Module:
             if path.is_file():
                 return parsed(path).texts(ast.Name(name))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "install_hint":
-            return [install_hint(argument.value) for argument in node.args if isinstance(argument, ast.Constant)]
+            return [install_hint(str(argument.value)) for argument in node.args if isinstance(argument, ast.Constant)]
         return [ANY]
 
     def _part(self, node: ast.expr) -> str:
