@@ -1135,6 +1135,23 @@ class WithSearch:
 
 
 @dataclass(frozen=True)
+class WebPage:
+    """Where `openquant web` serves its page, and what that may read and write."""
+
+    port: int = option(7860, "Port on 127.0.0.1; 0 for a free one", EXECUTION, "N", read=int)
+    root: Sequence[str] = option(
+        (),
+        "Directory it may read and write (repeatable). Runs and outputs go into the first. Default: the working "
+        "directory.",
+        FILES,
+        "DIR",
+        read=filled,
+        repeated=True,
+        completes="directory",
+    )
+
+
+@dataclass(frozen=True)
 class Command(ReportFigure, ReportPage, ProgressLines, JsonOutput, Verbosity, RendezvousOptions, BlockSize):
     """Options that the command line handles itself, not the functions of api.py."""
 

@@ -35,6 +35,7 @@ from ..options import (
     Search,
     Texts,
     Verbosity,
+    WebPage,
     WithSearch,
     flags_of,
     options_of,
@@ -396,6 +397,13 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         "Qwen3-32B-FP8 --source Qwen3-32B --full",
         "RedHatAI/Qwen3-32B-FP8-dynamic --source Qwen/Qwen3-32B",
     ).add_options(Check, JsonOutput, ProgressLines, ReportPage, positional=("directory",))
+    add(
+        "web",
+        "Serve a page on this machine that plans, converts and publishes.",
+        "[--root DIR] [--port N]",
+        "",
+        "--root /data/models --port 8000",
+    ).add_options(WebPage, JsonOutput)
     add("env", "Show the versions and hardware that a bug report needs.", "[--json]").add_options(JsonOutput)
     completion = add("completion", "Let a shell complete these commands.", "install | SHELL")
     completion.epilog = COMPLETION

@@ -28,6 +28,7 @@ from ..options import (
     Run,
     Search,
     Texts,
+    WebPage,
     files_read,
     flags_of,
     options_of,
@@ -549,6 +550,26 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
     return EXIT_PROBLEMS if report.problems else 0
 
 
+def _web(given: Given, interrupts: Interrupts) -> int:
+    from ..web.server import find_roots, require_gradio, serve
+
+    require_gradio()
+    options = WebPage(**values_for(WebPage, given))
+    if not 0 <= options.port < 1 << 16:
+        raise UsageError(f"{options.port} is no port", "give --port from 0 to 65,535")
+    roots = find_roots(tuple(options.root))
+
+    def ready(address: str) -> None:
+        if _command(given).json:
+            print_json({"address": address, "roots": list(map(str, roots.paths))}, interrupts)
+        else:
+            lines = [f"open {address}", *(f"it may read and write {path}" for path in roots.paths), "Ctrl-C ends it"]
+            require_printed(say_lines(lines, sys.stdout))
+
+    serve(roots, options.port, ready)
+    return 0
+
+
 def _completion(given: Given, interrupts: Interrupts) -> int:
     from .completion import completion_script, install_completion
 
@@ -590,6 +611,7 @@ VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
     "calibrate": _calibrate,
     "eval": _eval,
     "verify": _verify,
+    "web": _web,
     "env": _env,
     "completion": _completion,
 }
