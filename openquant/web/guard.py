@@ -36,7 +36,7 @@ _AGE = 30 * 24 * 3600
 # Gradio's page has inline scripts and styles, and compiles templates.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; object-src 'none'; base-uri 'none'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; worker-src 'self' blob:; object-src 'none'; base-uri 'self'; "
     "form-action 'none'; frame-ancestors 'self'"
 )
 _REPORT_POLICY = (

@@ -130,18 +130,19 @@ class Page:
             gr.update(visible=ended and not done) if buttons or not seen else gr.skip(),
             parts.get("result", "") if changed("result") else gr.skip(),
             gr.update(visible=output) if buttons or changed("result") or not seen else gr.skip(),
+            parts["selected"],
             new,
         )
 
-    def remove(self, selected: str | None, request: gr.Request) -> None:
+    def remove(self, displayed: str | None, request: gr.Request) -> None:
         """Cancel a run, or take it off the list."""
-        run = self.runs.find(owner_of(request), selected)
+        run = self.runs.find(owner_of(request), displayed)
         if run is not None:
             self.runs.remove(run)
 
-    def proceed(self, selected: str | None, request: gr.Request) -> str:
+    def proceed(self, displayed: str | None, request: gr.Request) -> str:
         """Continue a run that was stopped."""
-        run = self.runs.find(owner_of(request), selected)
+        run = self.runs.find(owner_of(request), displayed)
         try:
             if run is not None:
                 self.runs.proceed(run, self._token(request))
@@ -150,11 +151,11 @@ class Page:
         return ""
 
     def publish(
-        self, selected: str | None, name: str, private: bool, create_pr: bool, request: gr.Request
+        self, displayed: str | None, name: str, private: bool, create_pr: bool, request: gr.Request
     ) -> tuple[Any, ...]:
         """Put a run into the queue that publishes a finished output."""
         owner = owner_of(request)
-        run = self.runs.find(owner, selected)
+        run = self.runs.find(owner, displayed)
         if run is None or not run.output:
             return problem_html(UsageError("there is no output to publish", "convert a model first")), gr.skip()
         try:
@@ -310,7 +311,7 @@ def build(page: Page) -> gr.Blocks:
     shown: dict[str, Any] = {"api_visibility": "private", "show_progress": "minimal"}
     with gr.Blocks(title="openquant", analytics_enabled=False) as blocks:
         gr.HTML(INTRODUCTION)
-        seen = gr.State({})
+        seen, selected, displayed = gr.State({}), gr.State(), gr.State()
         with gr.Column(elem_id="model-section"):
             gr.HTML("<h2>1. Model</h2>")
             model = gr.Textbox(
@@ -395,13 +396,13 @@ def build(page: Page) -> gr.Blocks:
         plans = {"fn": page.plan, "inputs": form, "outputs": [sections, time]}
         chosen.then(**plans, concurrency_limit=2, **shown)
         gr.on([model.submit, gpu.submit, context.submit, plan.click], **plans, concurrency_limit=2, **shown)
-        refreshed = [runs, status, log, remove, proceed, result, publishing, seen]
-        refresh = {"fn": page.refresh, "inputs": [runs, seen], "outputs": refreshed}
-        convert.click(page.convert, form, [problem, runs], concurrency_limit=2, **shown).then(**refresh, **hidden)
-        publish.click(page.publish, [runs, to, to_private, to_request], [problem, runs], **hidden)
-        remove.click(page.remove, [runs], None, **hidden).then(**refresh, **hidden)
-        proceed.click(page.proceed, [runs], [problem], **hidden)
-        runs.select(**refresh, **hidden)
+        refreshed = [runs, status, log, remove, proceed, result, publishing, displayed, seen]
+        refresh = {"fn": page.refresh, "inputs": [selected, seen], "outputs": refreshed}
+        convert.click(page.convert, form, [problem, selected], concurrency_limit=2, **shown).then(**refresh, **hidden)
+        publish.click(page.publish, [displayed, to, to_private, to_request], [problem, selected], **hidden)
+        remove.click(page.remove, [displayed], None, **hidden).then(**refresh, **hidden)
+        proceed.click(page.proceed, [displayed], [problem], **hidden)
+        runs.select(lambda found: found, [runs], [selected], **hidden).then(**refresh, **hidden)
         timer.tick(**refresh, concurrency_limit=4, **hidden)
         blocks.load(**refresh, **hidden)
     blocks.queue(max_size=100)

@@ -26,6 +26,17 @@ _LOOK = """
 footer { display: none !important; }
 """
 
+# Gradio's own are too faint to read: labels, hints and the main button.
+_COLOURS = {
+    **dict.fromkeys(("body_text_color_subdued", "block_info_text_color", "block_label_text_color"), "*neutral_700"),
+    **dict.fromkeys(
+        ("body_text_color_subdued_dark", "block_info_text_color_dark", "block_label_text_color_dark"), "*neutral_300"
+    ),
+    **dict.fromkeys(("block_title_text_color", "input_placeholder_color"), "*neutral_700"),
+    **dict.fromkeys(("block_title_text_color_dark", "input_placeholder_color_dark"), "*neutral_300"),
+    **dict.fromkeys(("button_primary_background_fill", "button_primary_background_fill_dark"), "*primary_700"),
+}
+
 
 def require_gradio() -> None:
     """Require the extra `web`.
@@ -86,8 +97,10 @@ def serve(roots: Roots, port: int, ready: Callable[[str], None]) -> None:
 def _serve(runs: Runs, roots: Roots, listener: socket.socket, ready: Callable[[str], None]) -> None:
     import gradio
     import uvicorn
-    from fastapi import FastAPI, Request
-    from fastapi.responses import FileResponse, Response
+    from fastapi import FastAPI
+    from starlette.requests import Request
+    from starlette.responses import FileResponse, Response
+    from starlette.routing import Route
 
     from .guard import OWNER, Guard
     from .page import Page, build
@@ -95,14 +108,14 @@ def _serve(runs: Runs, roots: Roots, listener: socket.socket, ready: Callable[[s
     port = listener.getsockname()[1]
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-    def report(request: Request, name: str) -> Response:
-        run = runs.find(request.headers[OWNER], name)
+    def report(request: Request) -> Response:
+        run = runs.find(request.headers[OWNER], request.path_params["name"])
         path = None if run is None else runs.report(run)
         return Response("there is no such report", 404) if path is None else FileResponse(path, media_type="text/html")
 
-    app.add_api_route("/report/{name}", report, response_model=None)
+    app.router.routes.append(Route("/report/{name}", report))
     fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
-    theme = gradio.themes.Base(font=fonts[0], font_mono=fonts[1])
+    theme = gradio.themes.Base(font=fonts[0], font_mono=fonts[1]).set(**_COLOURS)
     page = build(Page(runs, roots))
     gradio.mount_gradio_app(
         app,
@@ -121,7 +134,9 @@ def _serve(runs: Runs, roots: Roots, listener: socket.socket, ready: Callable[[s
         theme=theme,
         css=style() + _LOOK,
     )
-    settings = uvicorn.Config(Guard(app, port), log_level="warning", access_log=False, server_header=False)
+    settings = uvicorn.Config(
+        Guard(app, port), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(settings)
     started = server.startup
 

@@ -484,6 +484,15 @@ class Handler(BaseHTTPRequestHandler):
         private = self.hub.stored.get(repo, {}).get("private", False)
         self.say({"id": repo, "sha": sha, "private": private, "siblings": siblings})
 
+    def search(self) -> None:
+        """The repositories whose names have a text in them, private ones only for who has the token."""
+        known = {**dict.fromkeys(self.hub.repositories, False)}
+        known |= {repo: bool(stored["private"]) for repo, stored in self.hub.stored.items()}
+        allowed = not self.hub.token or self.headers.get("Authorization") == f"Bearer {self.hub.token}"
+        text, most = self.query.get("search", [""])[0], int(self.query.get("limit", ["20"])[0])
+        found = [name for name in sorted(known) if text in name and (allowed or not known[name])]
+        self.say([{"id": name, "private": known[name]} for name in found[:most]])
+
     def refs(self, repo: str) -> None:
         self.hub.snapshot(repo, "main")
         refs = {"main": COMMIT} if repo in self.hub.repositories else self.hub.stored[repo]["refs"]
@@ -724,6 +733,7 @@ REVISION = r"(?P<revision>refs/pr/\d+|[^/]+)"
 # Methods, path, whether it writes (and so needs the token), and what answers it.
 ROUTES: list[tuple[tuple[str, ...], str, bool, Callable[..., None]]] = [
     (("GET",), "/api/whoami-v2", False, Handler.whoami),
+    (("GET",), "/api/models", False, Handler.search),
     (("GET",), f"/api/models/{REPO}", False, Handler.info),
     (("GET",), f"/api/models/{REPO}/revision/{REVISION}", False, Handler.info),
     (("GET",), f"/api/models/{REPO}/auth-check", False, Handler.allow),

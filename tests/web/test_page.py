@@ -1,0 +1,443 @@
+"""The page in a real browser, against a Hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import EXAMPLE, ROOT
+from openquant.files.checkpoint import open_checkpoint
+from support.browser import CHROMIUM
+from support.loopback_hub import LoopbackHub
+
+api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+pytest.importorskip("gradio", reason="pip install -e '.[web]'")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+
+TOKEN = "hf_visitorSecretOfTheFirstPage"
+HOSTILE = "<img src=x onerror=window.hit=1>${window.hit=1}{{window.hit=1}}"
+AXE = os.environ.get("OPENQUANT_AXE")
+
+
+class Outside:
+    """A proxy that only counts: whoever asks for something beyond this machine comes here."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self) -> None:
+        while True:
+            try:
+                connection = self.listener.accept()[0]
+            except OSError:
+                return
+            with connection:
+                self.asked.append(connection.recv(200))
+
+
+class Server:
+    """`openquant web` in a directory of its own."""
+
+    def __init__(self, directory: Path, hub: LoopbackHub, outside: Outside) -> None:
+        self.root, self.hub, self.log = directory / "root", hub, directory / "server.log"
+        self.root.mkdir()
+        self.environment = {
+            **{name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")},
+            **{"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(directory / "hf"), "HF_HUB_DISABLE_XET": "1"},
+            **{"http_proxy": outside.address, "https_proxy": outside.address, "no_proxy": "127.0.0.1"},
+            **{"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "PYTHONUNBUFFERED": "1"},
+        }
+        self.environment.pop("HF_TOKEN", None)
+        self.start()
+
+    def start(self, port: int = 0) -> None:
+        words = ["web", "--json", "--port", str(port), "--root", str(self.root), "--root", str(EXAMPLE)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "openquant", *words],
+                cwd=self.root,
+                env=self.environment,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        ready = json.loads(self.process.stdout.readline())
+        assert ready["roots"] == [str(self.root), str(EXAMPLE)]
+        self.address = ready["address"]
+        self.port = int(self.address.rpartition(":")[2])
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+        self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def journals(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted(self.root.glob(".openquant-web/*/run.json"))]
+
+
+@pytest.fixture(scope="module")
+def outside() -> Iterator[Outside]:
+    counted = Outside()
+    yield counted
+    counted.listener.close()
+    # Neither the server nor the browser asked anybody but the Hub.
+    assert counted.asked == []
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
+    with LoopbackHub(tmp_path_factory.mktemp("hub"), token=TOKEN) as served:
+        served.repositories["org/tiny-qwen3"] = EXAMPLE
+        served.create("user/hidden-model", private=True)
+        for path in sorted(EXAMPLE.iterdir()):
+            served.commit("user/hidden-model", "main", "add", {path.name: served.store(path.read_bytes())}, [])
+        yield served
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, hub: LoopbackHub, outside: Outside) -> Iterator[Server]:
+    served = Server(tmp_path_factory.mktemp("web"), hub, outside)
+    yield served
+    served.stop()
+    # No token in any file or log.
+    for path in served.root.parent.rglob("*"):
+        assert not path.is_file() or b"SecretOf" not in path.read_bytes(), path
+    assert "Traceback" not in served.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def chromium(outside: Outside) -> Iterator[Any]:
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], proxy={"server": outside.address, "bypass": "127.0.0.1"}
+        )
+        yield browser
+        browser.close()
+
+
+class Visitor:
+    """A browser of somebody, with one page.
+
+    Attributes:
+        requests: addresses that the page asked for.
+    """
+
+    def __init__(self, browser: Any, server: Server, **settings: Any) -> None:
+        self.server, self.requests = server, []
+        self.context = browser.new_context(**settings)
+        self.context.set_default_timeout(60_000)
+        self.context.on("request", lambda request: self.requests.append(request.url))
+        self.open()
+
+    def open(self) -> None:
+        self.page = self.context.new_page()
+        self.page.goto(self.server.address)
+        self.page.wait_for_selector("#status p")
+
+    def write(self, field: str, text: str) -> None:
+        self.page.locator(f"#{field} :is(input, textarea)").first.fill(text)
+
+    def tick(self, label: str) -> None:
+        self.page.get_by_label(label, exact=False).first.check()
+
+    def sign_in(self, token: str) -> None:
+        if not self.page.locator("#token").is_visible():
+            self.page.get_by_text("Token of the Hub").click()
+        self.write("token", token)
+        self.page.get_by_text("Use this token").click()
+        self.page.get_by_text("Your token is used").wait_for()
+        assert self.page.locator("#token input").input_value() == ""
+
+    def plan(self, model: str, found: str = "#plan-sections table") -> str:
+        self.write("model", model)
+        self.page.locator("#plan").click()
+        self.page.wait_for_selector(found)
+        return self.text("plan-sections")
+
+    def straight_to(self, name: str) -> None:
+        self.page.get_by_label("Straight into a repository", exact=False).check()
+        self.write("name", name)
+
+    def convert(self, until: str) -> None:
+        self.page.locator("#convert").click()
+        self.wait(until)
+
+    def wait(self, text: str, section: str = "status") -> None:
+        self.page.locator(f"#{section}").get_by_text(text).first.wait_for()
+
+    def text(self, section: str) -> str:
+        return str(self.page.locator(f"#{section}").inner_text())
+
+
+@pytest.fixture
+def visitor(chromium: Any, server: Server) -> Iterator[Visitor]:
+    found = Visitor(chromium, server)
+    yield found
+    # Whatever a test leaves, the next one finds no run.
+    while found.page.locator("#remove").is_visible():
+        before = found.text("runs")
+        found.page.locator("#remove").click()
+        found.page.wait_for_function("before => document.querySelector('#runs')?.innerText !== before", arg=before)
+    found.context.close()
+    assert {
+        request.split("?")[0] for request in found.requests if not request.startswith(server.address + "/")
+    } == set()
+    assert not any("SecretOf" in request for request in found.requests)
+
+
+@pytest.fixture
+def slow(hub: LoopbackHub) -> Iterator[None]:
+    """The Hub sends weights so slowly that a run can be watched."""
+    hub.rate = 400_000
+    yield
+    hub.rate = None
+
+
+def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, server: Server, slow: None) -> None:
+    visitor.sign_in(TOKEN)
+    visitor.page.locator("#model :is(input, textarea)").first.press_sequentially("tiny-q")
+    visitor.page.locator("#matches").get_by_text("org/tiny-qwen3").click()
+    visitor.page.wait_for_selector("#plan-sections table")
+    for text in ("Qwen3ForCausalLM", "8.39 MB before, 5.25 MB after", "vLLM and SGLang", "GPUs before and after"):
+        assert text in visitor.text("plan-sections")
+    assert "CPUs of this machine, and the time to download 8.39 MB" in visitor.text("forecast")
+    visitor.straight_to("user/made")
+    visitor.convert("compressing")
+    visitor.wait("of 8.39 MB")
+    for text in ("Shard", "Memory", "Free disk", "openquant compress -m org/tiny-qwen3 --scheme tensor --stream"):
+        assert text in visitor.text("status")
+    # A page that is closed and opened again finds the run.
+    visitor.page.close()
+    visitor.open()
+    visitor.wait("compressing")
+    hub.rate = None
+    visitor.wait("The run is done.")
+    assert f"Published: {hub.endpoint}/user/made/commit/" in visitor.text("result")
+    assert "model.safetensors.index.json" in hub.files("user/made")
+    assert [path.name for path in server.root.iterdir()] == [".openquant-web"]
+    assert TOKEN not in visitor.page.content()
+    visitor.page.locator("#remove").click()
+    visitor.wait("No run yet.")
+    assert server.journals() == []
+
+
+def test_an_output_that_is_kept_is_measured_and_published(visitor: Visitor, hub: LoopbackHub, server: Server) -> None:
+    visitor.write("gpu", "4090")
+    text = visitor.plan(str(EXAMPLE))
+    assert "The best scheme that fits is int8-weights" in text
+    visitor.tick("Measure what is lost")
+    visitor.convert("The run is done.")
+    output = server.root / "tiny-qwen3-INT8-W8A16"
+    assert open_checkpoint(output).config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert json.loads((output / "eval.json").read_text())["verdict"]
+    report = visitor.page.frame_locator("#result iframe").locator("body")
+    report.get_by_text("mean KL").first.wait_for()
+    assert "Texts side by side" in report.inner_text()
+    visitor.page.get_by_text("The model card as it will be published").click()
+    assert "library_name: vllm" in visitor.text("result")
+    visitor.sign_in(TOKEN)
+    visitor.write("publish-name", "user/kept")
+    visitor.page.locator("#publish").click()
+    visitor.wait("openquant push")
+    visitor.wait("The run is done.")
+    assert f"Published: {hub.endpoint}/user/kept/commit/" in visitor.text("result")
+    assert (
+        "mean KL" in hub.files("user/kept")["README.md"].read_text()
+        or "KL to the source" in hub.files("user/kept")["README.md"].read_text()
+    )
+    shutil.rmtree(output)
+
+
+def test_a_cancelled_run_leaves_nothing(visitor: Visitor, server: Server, hub: LoopbackHub, slow: None) -> None:
+    before = {path for path in server.root.parent.rglob("*") if "hf" not in path.parts}
+    visitor.plan("org/tiny-qwen3")
+    visitor.convert("compressing")
+    [run] = server.journals()
+    visitor.page.locator("#remove").click()
+    visitor.wait("No run yet.")
+    assert {path for path in server.root.parent.rglob("*") if "hf" not in path.parts} == before
+    assert not list((server.root.parent / "hf").rglob("*.safetensors"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(run["process"], 0)
+
+
+def test_a_misfit_says_what_the_command_line_says(visitor: Visitor, server: Server, tmp_path: Path) -> None:
+    model = server.root / "misfit"
+    shutil.copytree(EXAMPLE, model)
+    (model / "model-00002-of-00003.safetensors").unlink()
+    command = [sys.executable, "-m", "openquant", "compress", "-m", str(model), "--json", "--dry-run"]
+    said = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout)
+    try:
+        text = visitor.plan("./misfit", "#plan-sections [role=alert]")
+        assert f"error: {said['error']}" in text and f"hint: {said['hint']}" in text
+        # It does not become a run either.
+        visitor.page.locator("#convert").click()
+        visitor.wait(said["error"], "problem")
+        assert server.journals() == []
+    finally:
+        shutil.rmtree(model)
+    assert "is outside of the directories" in visitor.plan(
+        str(tmp_path), "#plan-sections [role=alert] :text('outside')"
+    )
+
+
+def test_neither_of_two_pages_sees_the_other(chromium: Any, visitor: Visitor, server: Server, hub: LoopbackHub) -> None:
+    other = Visitor(chromium, server)
+    visitor.sign_in(TOKEN)
+    for page, shown in ((visitor, True), (other, False)):
+        page.page.locator("#model :is(input, textarea)").first.press_sequentially("hidden")
+        if shown:
+            page.page.locator("#matches").get_by_text("user/hidden-model").wait_for()
+    assert "user/hidden-model" in visitor.plan("user/hidden-model")
+    assert "user/hidden-model" in other.plan("user/hidden-model", "#plan-sections [role=alert]")
+    assert "8.39 MB" not in other.text("plan-sections")
+    # A token that may only read ends a run at once.
+    hub.role = "read"
+    try:
+        visitor.straight_to("user/copy")
+        visitor.convert("error:")
+    finally:
+        hub.role = "write"
+    assert "write" in visitor.text("status") and TOKEN not in visitor.text("status") + visitor.page.content()
+    other.page.reload()
+    other.page.wait_for_selector("#status p")
+    other.page.wait_for_timeout(1500)
+    assert "No run yet." in other.text("status") and "hidden" not in other.text("run-section")
+    [run] = server.journals()
+    theirs = other.page.request.get(f"{server.address}/report/{run['id']}")
+    assert theirs.status == 404
+    other.context.close()
+
+
+def test_a_run_that_was_killed_continues(visitor: Visitor, server: Server, hub: LoopbackHub, slow: None) -> None:
+    visitor.sign_in(TOKEN)
+    visitor.plan("org/tiny-qwen3")
+    visitor.straight_to("user/continued")
+    visitor.convert("compressing")
+    [run] = server.journals()
+    server.stop(signal.SIGKILL)
+    os.killpg(run["process"], signal.SIGKILL)
+    hub.rate = None
+    server.start(server.port)
+    visitor.page.close()
+    visitor.open()
+    visitor.wait("The run was stopped.")
+    # The token was in memory alone.
+    visitor.page.locator("#proceed").click()
+    visitor.wait("type it once more", "problem")
+    visitor.sign_in(TOKEN)
+    visitor.page.locator("#proceed").click()
+    visitor.wait("The run is done.")
+    assert "model.safetensors.index.json" in hub.files("user/continued")
+
+
+def test_what_a_model_says_is_text(visitor: Visitor, server: Server) -> None:
+    model = server.root / re.sub("/", "_", HOSTILE)
+    shutil.copytree(EXAMPLE, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": [HOSTILE]}))
+    (model / "README.md").write_text(f"---\nlicense: mit\n---\n\n# {HOSTILE}\n")
+    try:
+        assert HOSTILE in visitor.plan(f"./{model.name}", "#plan-sections section, #plan-sections [role=alert]")
+        (model / "config.json").write_text(json.dumps(config))
+        visitor.plan(f"./{model.name}")
+        visitor.convert("The run is done.")
+        visitor.page.get_by_text("The model card as it will be published").click()
+        assert HOSTILE in visitor.text("result") and HOSTILE in visitor.text("runs")
+        assert visitor.page.evaluate("window.hit") is None
+        assert visitor.page.locator("img[src=x]").count() == 0
+    finally:
+        shutil.rmtree(model)
+        for path in server.root.glob("*-FP8*"):
+            shutil.rmtree(path)
+
+
+def answer(server: Server, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> int:
+    request = urllib.request.Request(server.address + path, body, method=method)
+    for name, value in headers.items():
+        request.add_header(name.replace("_", "-"), value)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=20) as found:
+            return int(found.status)
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code
+
+
+def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Server) -> None:
+    [cookie] = visitor.context.cookies(server.address)
+    assert cookie["httpOnly"] and cookie["sameSite"] == "Lax"
+    known = {"Cookie": f"{cookie['name']}={cookie['value']}"}
+    assert answer(server, "/") == answer(server, "/config", **known) == 200
+    for refused in (
+        {"Host": "evil.example"},
+        {"Host": f"evil.example:{server.port}"},
+        {"Host": "127.0.0.1"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": f"http://127.0.0.1:{server.port + 1}"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ):
+        assert answer(server, "/config", **{**known, **refused}) == 403, refused
+    # Without the page's cookie there is nothing but the page.
+    assert answer(server, "/config") == 403
+    join = b'{"data": [], "fn_index": 0, "session_hash": "x"}'
+    assert answer(server, "/gradio_api/queue/join", "POST", join, **{**known, "Origin": "http://evil.example"}) == 403
+    assert answer(server, "/gradio_api/queue/join", "POST", b"x" * (1 << 20) + b"x", **known) == 403
+    for method, path in (
+        ("POST", "/gradio_api/upload"),
+        ("GET", "/gradio_api/file=/etc/passwd"),
+        ("GET", "/gradio_api/info"),
+        ("GET", "/gradio_api/proxy=http://127.0.0.1"),
+        ("GET", "/report/../../etc/passwd"),
+        ("POST", "/gradio_api/run/plan"),
+        ("DELETE", "/config"),
+    ):
+        assert answer(server, path, method, **known) == 403, path
+    # The address of the page alone does not make it slow or large.
+    assert {answer(server, "/config", **known, Origin="http://evil.example") for _ in range(1000)} == {403}
+
+
+@pytest.mark.skipif(AXE is None, reason="OPENQUANT_AXE names axe.min.js of npm's axe-core")
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
+def test_everybody_can_use_it(chromium: Any, server: Server, width: int, theme: str) -> None:
+    assert AXE is not None
+    visitor = Visitor(chromium, server, color_scheme=theme, viewport={"width": width, "height": 900})
+    visitor.write("gpu", "4090")
+    visitor.plan(str(EXAMPLE))
+    visitor.convert("The run is done.")
+    visitor.page.locator("#publish").wait_for()
+    visitor.page.get_by_text("Token of the Hub").click()
+    visitor.page.get_by_text("Advanced options").click()
+    visitor.page.get_by_text("--max-memory").wait_for()
+    found = visitor.page.evaluate(Path(AXE).read_text() + ";axe.run(document)")
+    assert len(found["passes"]) > 20
+    serious = [(one["id"], one["nodes"][0]["html"]) for one in found["violations"] if one["impact"] != "minor"]
+    assert serious == []
+    # A phone shows all of it without scrolling sideways.
+    assert visitor.page.evaluate("document.documentElement.scrollWidth") <= width
+    visitor.page.locator("#remove").click()
+    visitor.wait("No run yet.")
+    visitor.context.close()
+    shutil.rmtree(server.root / "tiny-qwen3-INT8-W8A16")
