@@ -1,4 +1,12 @@
 """`openquant web`: a page in the browser that plans, converts and publishes. It needs the extra `web`.
 
-view     plan, table of schemes and errors as HTML, which the static Space shows too
+view             plan, table of schemes and errors as HTML, without a server
+choices          what a visitor chose, checked, and the commands that do it
+planner          makes plans in a process of its own
+runs             the queue of runs; `running` shows one as HTML
+forecast         about how long a run takes
+page             the page, made with Gradio
+guard, server    who may ask for what; serves the page
+
+serve(find_roots(("models",)), 7860, ready=print)
 """

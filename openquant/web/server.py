@@ -144,5 +144,5 @@ def _serve(runs: Runs, roots: Roots, listener: socket.socket, ready: Callable[[s
         await started(sockets)
         ready(f"http://{HOST}:{port}")
 
-    server.startup = startup  # type: ignore[method-assign]
+    server.startup = startup
     server.run([listener])
