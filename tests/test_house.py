@@ -15,7 +15,7 @@ FLOORS = (
     ("gguf",),
     ("data", "hub", "keywords", "plan", "recipes"),
     ("convert", "distributed", "result", "vllm_probe"),
-    ("environment", "reporter", "streaming"),
+    ("environment", "reporter", "request", "streaming"),
     ("diagnosis", "job"),
     ("calibration", "evaluation"),
     ("fit", "verification"),

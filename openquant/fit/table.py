@@ -20,7 +20,6 @@ from ..files.checkpoint import Checkpoint
 from ..formats.hardware import ENGINES_FOR, Kernel, find_kernel
 from ..formats.names import CacheScheme
 from ..formats.schemes import MIXED, SCHEMES, Scheme
-from ..job import open_model, without_collector
 from ..options import CompareSchemes, documented, flags_of, options_of
 from ..plan import summary
 from ..plan.decisions import PlanOptions
@@ -71,6 +70,9 @@ def fit_table(
         OpenQuantError: no scheme can be used for this model, there is no such GPU, or something else that the caller
             can fix.
     """
+    # It imports the conversion, which a table has no use for.
+    from ..job import open_model, without_collector
+
     request = CompareSchemes.parse(
         model=model,
         gpu=gpu,
@@ -83,10 +85,30 @@ def fit_table(
         architecture=architecture,
         revision=revision,
     )
-    budget = None if request.gpu is None else read_gpus(request.gpu)
+    if request.gpu is not None:
+        read_gpus(request.gpu)
     source, checkpoint = open_model(request.model, request.revision, stream=False)
     with without_collector():
-        return _Table(request, budget, checkpoint, source.identity).made(source.revision)
+        return table_of(request, checkpoint, source.identity, source.revision)
+
+
+def table_of(request: CompareSchemes, checkpoint: Checkpoint, identity: str, revision: str | None) -> FitTable:
+    """Make the table of an opened checkpoint. Nothing else is read.
+
+    Args:
+        request: the options; `model` is the name in the commands of the table.
+        checkpoint: the checkpoint.
+        identity: text that tells this source from another with the same headers.
+        revision: the commit on the Hub; None for a local directory.
+
+    Returns:
+        A row for each scheme, the best first.
+
+    Raises:
+        OpenQuantError: as `fit_table`.
+    """
+    budget = None if request.gpu is None else read_gpus(request.gpu)
+    return _Table(request, budget, checkpoint, identity).made(revision)
 
 
 class _Table:

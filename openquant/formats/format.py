@@ -7,6 +7,7 @@ that grid; only the stored tensor may have fewer axes. Formats are values: two t
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -276,7 +277,7 @@ class Format:
         """
         if not self.shape:
             return ()
-        return ((TensorInfo(f"{module}.weight_shape", "I64", (2,)), np.array(shape, "<i8").tobytes()),)
+        return ((TensorInfo(f"{module}.weight_shape", "I64", (2,)), struct.pack("<2q", *shape)),)
 
     def scale_of(self, weight: str) -> str:
         """Return the name of a weight's scales: "X.weight_scale_inv" for "X.weight", "X_scale_inv" for a stack "X";

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import readable
@@ -32,7 +30,7 @@ SUFFIX = ".calibration.safetensors"
 # Largest calibration file in bytes. DeepSeek-V3's has 40 MB.
 MAX_CALIBRATION = 1 << 30
 _KIND = "openquant calibration"
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 _AGAIN = "make it again: openquant calibrate MODEL -o FILE"
 
 
@@ -124,6 +122,9 @@ class Calibration:
             ],
             "cached": {str(number): list(magnitudes) for number, magnitudes in self.cached.items()},
         }
+        # A plan without a calibration needs no safetensors, and the static Space has none.
+        from safetensors.numpy import save
+
         # One entry, because safetensors does not keep the order of several: the bytes would vary.
         return save(tensors, {_KIND: json.dumps(facts, sort_keys=True)})
 
@@ -194,6 +195,9 @@ def read_calibration(path: Path) -> Calibration:
     Raises:
         SourceError: it cannot be read, is another kind of file, or has impossible values.
     """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
     with readable():
         data = read_small(path, str(path), MAX_CALIBRATION)
     try:
