@@ -6,7 +6,6 @@ import errno
 import math
 import mmap
 import os
-import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -146,6 +145,8 @@ def peak_rss() -> int:
     # Unlike VmHWM, ru_maxrss starts at the parent's size.
     if (peak := _status("VmHWM")) is not None:
         return peak
+    import resource  # a browser's Python, which plans, has none
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -250,6 +251,8 @@ def _limit_behind(error: BaseException) -> tuple[str, str] | None:
 
 def _limits(files: bool = False, processes: bool = False, memory: bool = False) -> str:
     """Return the limits that are set, as a shell names them: 'ulimit -v is 500000'."""
+    import resource
+
     kinds = [
         (files, "RLIMIT_NOFILE", "-n", 1),
         (processes, "RLIMIT_NPROC", "-u", 1),

@@ -340,6 +340,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None: ...
 
+    def end_headers(self) -> None:
+        """Let pages of other origins read the answer, as huggingface.co does; they send no cookies along."""
+        self.send_header("Access-Control-Allow-Origin", "*")
+        self.send_header("Access-Control-Expose-Headers", "*")
+        super().end_headers()
+
+    def do_OPTIONS(self) -> None:
+        """Answer what a browser asks before a request of another origin."""
+        self.send_response(204)
+        self.send_header("Access-Control-Allow-Methods", "GET, POST")
+        self.send_header("Access-Control-Allow-Headers", "Authorization, Content-Type, Range, Accept")
+        self.send_header("Access-Control-Max-Age", "600")
+        self.end_headers()
+
     def answer(self) -> None:
         """Carry out the request, or what the fault it meets says."""
         self.hub = hub = self.server.hub

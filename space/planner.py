@@ -1,0 +1,285 @@
+"""The planner in a web page: a plan and the table of schemes of a repository, from headers that JavaScript fetched.
+
+worker.js runs it in Pyodide, which has neither torch, safetensors, huggingface_hub nor numpy. A plan reads no weights
+and computes no codes, so nothing of them is called. Modules that the planner imports name numpy's types; `_without_numpy`
+stands for these.
+
+    open_repository({"repo": "org/name", "commit": "89ab..", "files": {..}, "heads": {..}}, Path("/model"), read)
+    planned({"gpu": "4090", "context": "8k", "scheme": "", "options": {}})
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class _Type(type):
+    """A type of numpy: it can be subscripted and joined with | in annotations."""
+
+    def __getitem__(cls, _: object) -> type:
+        return cls
+
+    def __or__(cls, _: object) -> type:  # type: ignore[override]
+        return cls
+
+    def __call__(cls, *_: object) -> object:
+        return cls
+
+
+_TYPES = ("NDArray", "dtype", "float32", "generic", "uint8", "uint16", "uint32", "unsignedinteger")
+
+
+def _without_numpy() -> None:
+    """Let modules import numpy, which then has nothing but names of types."""
+
+    def missing(name: str) -> object:
+        raise AttributeError(f"numpy.{name} is not in the browser, where plans are made and nothing is computed")
+
+    numpy, typing = ModuleType("numpy"), ModuleType("numpy.typing")
+    for name in _TYPES:
+        kind = _Type(name, (), {})
+        setattr(numpy, name, kind)
+        setattr(typing, name, kind)
+    numpy.typing = typing  # type: ignore[attr-defined]
+    numpy.__getattr__ = missing  # type: ignore[method-assign]
+    sys.modules |= {"numpy": numpy, "numpy.typing": typing}
+
+
+if "numpy" not in sys.modules:
+    _without_numpy()
+
+from openquant.errors import OpenQuantError, UsageError  # noqa: E402
+from openquant.files.checkpoint import Checkpoint, open_checkpoint, refuse_without_weights  # noqa: E402
+from openquant.files.names import INDEX_FILE, SINGLE_FILE  # noqa: E402
+from openquant.fit.table import table_of  # noqa: E402
+from openquant.formats.gpus import GPUS  # noqa: E402
+from openquant.formats.names import SCHEME_NAMES  # noqa: E402
+from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of, options_of  # noqa: E402
+from openquant.plan import summary  # noqa: E402
+from openquant.plan.plan import Plan, make_plan  # noqa: E402
+from openquant.plan.serving import serving_to_json  # noqa: E402
+from openquant.request import check_recipe  # noqa: E402
+from openquant.version import __version__  # noqa: E402
+from openquant.web.view import fit_html, plan_html, problem_html, style  # noqa: E402
+
+# Options of `compress` that the page offers: those that read no file and need no calibration.
+OFFERED = ("quantize_lm_head", "quantize_embeddings", "group_size", "asymmetric", "no_search", "ignore", "tp")
+# Those of them that the table of schemes has too.
+_OF_TABLE = ("quantize_lm_head", "quantize_embeddings", "ignore")
+
+# A machine of 2 CPUs converts 3.4 GB to int4 in 34 processor seconds, three times as long if it is busy
+# (benchmarks/README.md): 70 MB of source a second. The Hub's speed is assumed.
+CONVERTED, DOWNLOADED, UPLOADED = 70e6, 50e6, 25e6
+# Seconds until uv has installed openquant, with torch for CPUs.
+STARTED = 180
+# Source shards that are on disk at a time while the next ones arrive (hub/fetch.py), and outputs (hub/publish.py).
+SHARDS_IN, SHARDS_OUT = 5, 3
+# Bytes of disk for Python and the packages.
+PACKAGES = 4e9
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A shard on the Hub, whose header is here.
+
+    Attributes:
+        name: the file name.
+        size: size in bytes.
+        digest: SHA-256 or git object id, hexadecimal.
+        head: its first bytes: the whole header.
+        more: reads bytes after them: called with name, offset and length.
+    """
+
+    name: str
+    size: int
+    digest: str
+    head: bytes
+    more: Callable[[str, int, int], bytes]
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return `length` bytes from `offset` on."""
+        end = offset + length
+        return self.head[offset:end] if end <= len(self.head) else self.more(self.name, offset, length)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    repo: str
+    commit: str
+    checkpoint: Checkpoint
+
+
+_opened: list[_Opened] = []
+
+
+def choices() -> str:
+    """Return what the page offers, as JSON: GPUs, schemes, options with their help, the version and a style sheet."""
+    options = options_of(Recipe)
+    offered = [
+        {
+            "name": name,
+            "flag": flags_of(name, options[name])[0],
+            "help": options[name].help,
+            "value": options[name].value,
+            "choices": options[name].choices,
+            "repeated": options[name].repeated,
+        }
+        for name in OFFERED
+    ]
+    schemes = [{"name": name, "about": named.stored} for name, named in SCHEME_NAMES.items()]
+    return json.dumps(
+        {"gpus": [gpu.name for gpu in GPUS], "schemes": schemes, "options": offered, "version": __version__, "style": style()}
+    )
+
+
+def needed_shards(names: list[str], index: bytes | None) -> str:
+    """Return the names of the shards to fetch headers of, as JSON; [] if the index is not one.
+
+    Args:
+        names: paths of all files of the repository.
+        index: content of its index; None if it has none.
+
+    Raises:
+        SourceError: the repository has no safetensors weights.
+    """
+    if index is None:
+        if SINGLE_FILE not in names and "config.json" in names:
+            refuse_without_weights("the repository", [name for name in names if "/" not in name])
+        return json.dumps([SINGLE_FILE] if SINGLE_FILE in names else [])
+    try:
+        shards = sorted(set(json.loads(bytes(index))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "[]"
+    return json.dumps([shard for shard in shards if shard in names])
+
+
+def open_repository(
+    found: Mapping[str, Any], root: Path, heads: Mapping[str, bytes], more: Callable[[str, int, int], bytes]
+) -> None:
+    """Open a repository, which `planned` then plans.
+
+    Args:
+        found: "repo" (org/name), "commit", and "files": size in bytes and digest of each file by its path.
+        root: a directory with config.json, the index and the configs of other tools.
+        heads: first bytes of each shard, with the whole header, by file name.
+        more: returns bytes of a shard: called with name, offset and length.
+
+    Raises:
+        SourceError: something is missing, damaged or contradictory.
+    """
+    files = found["files"]
+    remote = {name: _Shard(name, *files[name], head, more) for name, head in heads.items()}
+    absent = {name: size for name, (size, _) in files.items() if name not in remote and not (root / name).exists()}
+    _opened[:] = []
+    _opened.append(_Opened(found["repo"], found["commit"], open_checkpoint(root, remote, absent)))
+
+
+def planned(asked: Mapping[str, Any]) -> str:
+    """Make the plan and the table of schemes of the opened repository.
+
+    Args:
+        asked: "gpu" ("" for common sizes), "context" ("8k"), "scheme" ("" for the best of the table), "options" (values
+            of OFFERED by name), "target" (the repository to push to; "" for the model's name with the scheme's suffix).
+
+    Returns:
+        JSON: the table and the plan as HTML, and what a conversion needs: the words of the command, the target, and
+        forecasts of seconds and of bytes on disk. `plan` has figures as `compress --json` prints them.
+
+    Raises:
+        OpenQuantError: the model does not suit the request.
+    """
+    opened = _opened[0]
+    options = {name: value for name, value in asked["options"].items() if name in OFFERED and value not in ("", False)}
+    if "ignore" in options:
+        options["ignore"] = tuple(word for word in options["ignore"].split() if word)
+    identity = f"{opened.repo}@{opened.commit}"
+    gc.disable()
+    try:
+        compared = {name: options[name] for name in _OF_TABLE if name in options}
+        request = CompareSchemes.parse(
+            model=opened.repo, gpu=asked["gpu"] or None, context=asked["context"] or "8k", **compared
+        )
+        table = table_of(request, opened.checkpoint, identity, opened.commit)
+        scheme = asked["scheme"] or table.best or "int4"
+        recipe = Recipe.parse(scheme=scheme, **options)
+        checked = check_recipe(recipe, CalibrationTexts())
+        if checked.scheme is None:
+            raise UsageError(f"--scheme {scheme} is for the command line", "choose another scheme")
+        plan = make_plan(opened.checkpoint, checked.scheme, checked.options, identity)
+        if plan.lacks:
+            raise UsageError(
+                f"--scheme {scheme} needs a calibration, which runs the model",
+                "choose another scheme here, or run openquant compress at home",
+            )
+        return json.dumps(
+            {
+                "table": fit_html(table),
+                "html": plan_html(plan, identity),
+                "scheme": scheme,
+                "plan": _figures(plan, opened),
+                **_conversion(plan, opened, scheme, options, asked["target"]),
+            }
+        )
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def _figures(plan: Plan, opened: _Opened) -> dict[str, Any]:
+    served = summary.serving(plan)
+    return {
+        "model": opened.repo,
+        "revision": opened.commit,
+        "architecture": plan.model.name,
+        "scheme": summary.scheme_name(plan),
+        "schemes": summary.scheme_names(plan),
+        "source_bytes": summary.source_bytes(plan),
+        "output_bytes": summary.output_bytes(plan),
+        "quantized_tensors": summary.quantized_tensors(plan),
+        "decoded_tensors": summary.decoded_tensors(plan),
+        "shards": len(plan.layout.shards),
+        "tensor_parallel": summary.parallel_sizes(plan),
+        "serving": serving_to_json(*served) if served else None,
+        "digest": plan.digest,
+    }
+
+
+def _conversion(
+    plan: Plan, opened: _Opened, scheme: str, options: Mapping[str, Any], target: str
+) -> dict[str, Any]:
+    target = target or opened.repo.rpartition("/")[2] + summary.suffix(plan)
+    words = ["compress", "-m", opened.repo, "--revision", opened.commit, "--scheme", scheme]
+    known = options_of(Recipe)
+    for name, value in options.items():
+        flag = flags_of(name, known[name])[0]
+        for one in value if known[name].repeated else [value]:
+            # Joined, a value cannot be taken for an option.
+            words.append(flag if known[name].value is None else f"{flag}={one}")
+    words += ["--stream", "--push-only", f"--push-to-hub={target}"]
+    before, after = summary.source_bytes(plan), summary.output_bytes(plan)
+    largest = sorted(plan.source.shards.values(), reverse=True)[:SHARDS_IN]
+    outputs = sorted((shard.nbytes for shard in plan.layout.shards), reverse=True)[:SHARDS_OUT]
+    return {
+        "words": words,
+        "command": shlex.join(["openquant", *words]),
+        "target": target,
+        "seconds": round(STARTED + max(before / CONVERTED, before / DOWNLOADED, after / UPLOADED)),
+        "disk": sum(largest) + sum(outputs) + round(PACKAGES),
+    }
+
+
+def problem(error: BaseException) -> str:
+    """Return an error as HTML; that of a bug of ours says no more than its kind."""
+    if not isinstance(error, OpenQuantError):
+        error = UsageError(
+            f"the planner failed with {type(error).__name__}", "try openquant compress --dry-run, and report it"
+        )
+    return problem_html(error)
