@@ -189,9 +189,15 @@ def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
         OutputError: the directory is no output of a run, or cannot be written to.
     """
     ranks = writing.ranks
-    work, error = attempt(
-        lambda: _unfinished_work(writing, stack.enter_context(writing.claim)) if ranks.first else None
-    )
+
+    def find() -> _Work | None:
+        if not ranks.first:
+            return None
+        if writing.publisher is not None:
+            writing.publisher.recall()
+        return _unfinished_work(writing, stack.enter_context(writing.claim))
+
+    work, error = attempt(find)
     return _Work(*ranks.agree(error, work)[0])
 
 

@@ -321,7 +321,7 @@ function showStage({ status, durations }) {
   const stages = { SCHEDULING: "waiting for a machine", RUNNING: "running", COMPLETED: "finished", CANCELED: "cancelled", ERROR: "failed", DELETED: "deleted" };
   const seconds = durations?.runningSecs;
   const reason = typeof status?.message === "string" && status.message ? `: ${status.message}` : "";
-  byId("stage").textContent = `The job is ${stages[status?.stage] ?? "in an unknown state"}${reason}${seconds ? `, for ${spoken(seconds)}` : ""}.`;
+  byId("stage").textContent = `The job is ${stages[status?.stage] ?? "in an unknown state"}${reason}.${seconds ? ` It has run ${spoken(seconds)}.` : ""}`;
 }
 
 async function readLog(job, lines, signal) {

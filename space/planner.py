@@ -58,7 +58,7 @@ if "numpy" not in sys.modules:
 
 from openquant.errors import OpenQuantError, UsageError  # noqa: E402
 from openquant.files.checkpoint import Checkpoint, open_checkpoint, refuse_without_weights  # noqa: E402
-from openquant.files.names import INDEX_FILE, SINGLE_FILE  # noqa: E402
+from openquant.files.names import SINGLE_FILE  # noqa: E402
 from openquant.fit.table import table_of  # noqa: E402
 from openquant.formats.gpus import GPUS  # noqa: E402
 from openquant.formats.names import SCHEME_NAMES  # noqa: E402
@@ -136,7 +136,13 @@ def choices() -> str:
     ]
     schemes = [{"name": name, "about": named.stored} for name, named in SCHEME_NAMES.items()]
     return json.dumps(
-        {"gpus": [gpu.name for gpu in GPUS], "schemes": schemes, "options": offered, "version": __version__, "style": style()}
+        {
+            "gpus": [gpu.name for gpu in GPUS],
+            "schemes": schemes,
+            "options": offered,
+            "version": __version__,
+            "style": style(),
+        }
     )
 
 
@@ -252,9 +258,7 @@ def _figures(plan: Plan, opened: _Opened) -> dict[str, Any]:
     }
 
 
-def _conversion(
-    plan: Plan, opened: _Opened, scheme: str, options: Mapping[str, Any], target: str
-) -> dict[str, Any]:
+def _conversion(plan: Plan, opened: _Opened, scheme: str, options: Mapping[str, Any], target: str) -> dict[str, Any]:
     target = target or opened.repo.rpartition("/")[2] + summary.suffix(plan)
     words = ["compress", "-m", opened.repo, "--revision", opened.commit, "--scheme", scheme]
     known = options_of(Recipe)

@@ -185,7 +185,7 @@ class Claim:
                 _discard(directory.folder, journal)
                 self._elsewhere = frozenset()
                 journal = None
-            self.resumed = journal is not None
+            self.resumed = journal is not None or bool(self._elsewhere)
             if journal is None:
                 self._write_journal(done=False)
         except BaseException:
@@ -292,6 +292,8 @@ class Claim:
         """
         journal, modes = _earlier_files(self.directory.folder, self.contents.files, self._overwrite)
         if journal is None:
+            # Another machine may have uploaded shards.
+            self._elsewhere = frozenset() if self._overwrite else self._find_elsewhere()
             return None
         if not self._overwrite:
             recorded = journal.get("sources", {})

@@ -2,7 +2,8 @@
 
 Until that commit the repository shows none of them, so it never holds half a model. Each upload is recorded in a file
 in the output's work directory, so a push that was killed continues without uploading, hashing or converting anything
-again.
+again. With --push-only the records lie in a branch of the repository too (`_save`), so that it continues on another
+machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import os
 import queue
 import re
 import shutil
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,6 +49,11 @@ if TYPE_CHECKING:
 
 # With --push-only, the number of output shards that are on disk at a time, being made or uploaded.
 AT_ONCE = 3
+# Seconds between commits to the branch that keeps the progress. The Hub limits how many there may be in an hour.
+SAVE_EVERY = 60.0
+# The file there with the record of each uploaded shard, and the most bytes that are read of it.
+PROGRESS, MAX_PROGRESS = "openquant-progress.json", 64 << 20
+_SHA256 = re.compile("[0-9a-f]{64}")
 # "Your push was rejected because an LFS pointer pointed to a file that does not exist. Offending file: - NAME"
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
 # Characters that the title of a pull request may have.
@@ -95,6 +103,10 @@ class Publisher:
         self._pending: set[str] = set()
         self._changed = threading.Condition()
         self._failure = FirstFailure(self._wake)
+        # Records of uploads that another machine made, and the shards of those in the branch.
+        self._earlier: dict[str, dict[str, Any]] = {}
+        self._saved: set[str] = set()
+        self._next_save = time.monotonic() + SAVE_EVERY
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
     def prepare(self, card: bytes, downloaded: str | None = None) -> None:
@@ -153,6 +165,18 @@ class Publisher:
     def elsewhere(self) -> set[str]:
         """Return the shards that are uploaded and need not be on disk; none without --push-only."""
         return {name for name in self.shards if self._record(name)} if self.push.only else set()
+
+    def recall(self) -> None:
+        """Find out what another machine uploaded of this plan; those shards are then `elsewhere`.
+
+        Raises:
+            PushError: the Hub cannot be reached, or refuses.
+            UsageError: the repository's name is not valid.
+        """
+        if self._branch is not None:
+            with push_errors(self.repo):
+                self._earlier = self._find_earlier()
+            self._saved = set(self._earlier)
 
     def finished(self, name: str) -> None:
         """Upload a shard in the background. It must be complete and have its final name, unless it is uploaded already.
@@ -227,6 +251,8 @@ class Publisher:
                 published = Published(self.repo, self._commit(names, title, None), None)
         if not self.push.only:
             self.forget()
+        elif self._saved:
+            self._remove_branch()
         return published
 
     def _commit(self, others: list[str], title: str, revision: str | None) -> str:
@@ -253,6 +279,8 @@ class Publisher:
                 raise
             for name in lost:
                 self._record_path(name).unlink(missing_ok=True)
+            if self._saved:
+                self._remove_branch()
             raise PushError(
                 f"{self.repo} no longer has the upload of {lost[0]}: {error_reason(error)}",
                 "run the same command again: what the Hub lost is made and uploaded again",
@@ -359,6 +387,7 @@ class Publisher:
                     return  # The Hub wants a small file to be part of the commit.
             info = operation.upload_info
             self._write_record(name, {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()})
+            self._save()
         if self.push.only:
             with output_errors(path, "removed"):
                 path.unlink(missing_ok=True)
@@ -371,7 +400,7 @@ class Publisher:
         try:
             record = parse_json(read_small(self._record_path(name), name), name)
         except (FileNotFoundError, SourceError):
-            return None
+            return self._earlier.get(name)
         return record if isinstance(record, dict) else None
 
     def _write_record(self, name: str, record: dict[str, Any]) -> None:
@@ -382,14 +411,89 @@ class Publisher:
             partial.write_text(json.dumps(record))
             os.replace(partial, path)
 
+    @property
+    def _branch(self) -> str | None:
+        """The branch that keeps the progress; None if there is none: a pull request needs no right to write.
+
+        The plan's digest is in its name, so that nothing of another source, version or choice of options is taken.
+        """
+        return f"openquant-{self.digest[:32]}" if self.push.only and not self.push.create_pr else None
+
+    def _save(self) -> None:
+        """Commit the uploaded shards and their records to the branch, at most once in SAVE_EVERY seconds.
+
+        The Hub then keeps the uploads, and another machine can continue. If the Hub refuses that, the push goes on.
+        """
+        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        branch, api = self._branch, HfApi()
+        if branch is None or time.monotonic() < self._next_save:
+            return
+        records = {name: record for name in self.shards if (record := self._record(name))}
+        operations = [_uploaded_operation(name, record) for name, record in records.items() if name not in self._saved]
+        operations.append(CommitOperationAdd(PROGRESS, json.dumps(records).encode()))
+
+        def commit() -> None:
+            if not self._saved:
+                api.create_branch(self.repo, branch=branch, exist_ok=True)
+            api.create_commit(self.repo, operations, commit_message="Shards so far", revision=branch)
+
+        with suppress(HfHubHTTPError):
+            with_retries(commit, is_retryable=_is_retryable)
+            self._saved = set(records)
+        self._next_save = time.monotonic() + SAVE_EVERY
+
+    def _find_earlier(self) -> dict[str, dict[str, Any]]:
+        """The records of uploads in the branch; none if there is no such branch."""
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+        name = self.repo if "/" in self.repo else f"{user_name(self.repo)}/{self.repo}"
+
+        def read() -> bytes:
+            with tempfile.TemporaryDirectory() as folder:
+                path = hf_hub_download(name, PROGRESS, revision=self._branch, local_dir=folder)
+                return read_small(Path(path), PROGRESS, MAX_PROGRESS)
+
+        try:
+            records = parse_json(with_retries(read), PROGRESS)
+        except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, SourceError):
+            return {}
+        known = records if isinstance(records, dict) else {}
+        return {name: record for name in self.shards if _is_record(record := known.get(name))}
+
+    def _remove_branch(self) -> None:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        # If it stays, the next run of this plan finds all shards there.
+        with suppress(HfHubHTTPError):
+            HfApi().delete_branch(self.repo, branch=str(self._branch))
+        self._saved, self._earlier = set(), {}
+
     def forget(self) -> None:
         """Remove all records of uploads, so that every shard counts as not uploaded."""
+        self._earlier = {}
         if self.records.exists():
             with output_errors(self.records, "removed"):
                 shutil.rmtree(self.records)
             with suppress(OSError):
                 # It is not empty if a run still uses it.
                 self.records.parent.rmdir()
+
+
+def _is_record(record: object) -> bool:
+    """Whether a record of the branch, which others may have written, can be that of an upload."""
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("size"), int)
+        and isinstance(record.get("sha256"), str)
+        and _SHA256.fullmatch(record["sha256"]) is not None
+        and isinstance(record.get("sample"), str)
+        and len(record["sample"]) <= 1024
+        and re.fullmatch("([0-9a-f]{2})*", record["sample"]) is not None
+    )
 
 
 def _is_retryable(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from support.browser import CHROMIUM
 from support.loopback_hub import LoopbackHub
 from support.loopback_jobs import TOKEN, LoopbackJobs, SpaceServer

@@ -695,6 +695,13 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.save()
         self.say({})
 
+    def remove_branch(self, repo: str, branch: str) -> None:
+        with self.hub.lock:
+            if self.hub.stored[repo]["refs"].pop(branch, None) is None:
+                raise Refused(404, "RevisionNotFound")
+            self.hub.save()
+        self.say({})
+
     def discuss(self, repo: str) -> None:
         """Open a pull request that has no commit yet."""
         asked = json.loads(self.body())
@@ -766,9 +773,10 @@ ROUTES: list[tuple[tuple[str, ...], str, bool, Callable[..., None]]] = [
     (("POST",), rf"/{REPO}\.git/info/lfs/objects/verify", True, Handler.verify),
     (("POST",), f"/api/models/{REPO}/commit/{REVISION}", True, Handler.commit),
     (("POST",), f"/api/models/{REPO}/branch/(?P<branch>[^/]+)", True, Handler.branch),
+    (("DELETE",), f"/api/models/{REPO}/branch/(?P<branch>[^/]+)", True, Handler.remove_branch),
     (("GET",), f"/api/models/{REPO}/discussions", False, Handler.discussions),
     (("POST",), f"/api/models/{REPO}/discussions", True, Handler.discuss),
     (("GET",), f"/api/models/{REPO}/discussions/(?P<number>\\d+)", False, Handler.discussion),
 ]
-for method in ("GET", "HEAD", "POST", "PUT"):
+for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
     setattr(Handler, f"do_{method}", Handler.answer)
