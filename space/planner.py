@@ -1,8 +1,8 @@
 """The planner in a web page: a plan and the table of schemes of a repository, from headers that JavaScript fetched.
 
 worker.js runs it in Pyodide, which has neither torch, safetensors, huggingface_hub nor numpy. A plan reads no weights
-and computes no codes, so nothing of them is called. Modules that the planner imports name numpy's types; `_without_numpy`
-stands for these.
+and computes no codes, so nothing of them is called. Modules that the planner imports name numpy's types, for which
+`_without_numpy` stands.
 
     open_repository({"repo": "org/name", "commit": "89ab..", "files": {..}, "heads": {..}}, Path("/model"), read)
     planned({"gpu": "4090", "context": "8k", "scheme": "", "options": {}})
@@ -220,11 +220,6 @@ def planned(asked: Mapping[str, Any]) -> str:
         if checked.scheme is None:
             raise UsageError(f"--scheme {scheme} is for the command line", "choose another scheme")
         plan = make_plan(opened.checkpoint, checked.scheme, checked.options, identity)
-        if plan.lacks:
-            raise UsageError(
-                f"--scheme {scheme} needs a calibration, which runs the model",
-                "choose another scheme here, or run openquant compress at home",
-            )
         return json.dumps(
             {
                 "table": fit_html(table),

@@ -91,7 +91,7 @@ def browser(site):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        arguments = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        arguments = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost"]
         with playwright.chromium.launch(executable_path=CHROMIUM, args=arguments) as launched:
             yield launched
 
@@ -116,6 +116,6 @@ def visit(browser, site) -> Callable[..., Visit]:
     yield begin
     for made, context in visits:
         context.close()
-        hosts = {url.split("/")[2] for _, url, _, _ in made.requests if not url.startswith(("data:", "blob:"))}
-        assert hosts <= {site.address.split("/")[2], site.hub.endpoint.split("/")[2]}
+        hosts = {url.split("/")[2] for _, url, _, _ in made.requests if not url.startswith("data:")}
+        assert hosts <= {site.address.split("/")[2], site.hub.endpoint.split("/")[2], f"localhost:{site.hub.port}"}
         assert [text for text in made.said if "Failed to load resource" not in text] == []
