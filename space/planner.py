@@ -78,12 +78,12 @@ _OF_TABLE = ("quantize_lm_head", "quantize_embeddings", "ignore")
 # A machine of 2 CPUs converts 3.4 GB to int4 in 34 processor seconds, three times as long if it is busy
 # (benchmarks/README.md): 70 MB of source a second. The Hub's speed is assumed.
 CONVERTED, DOWNLOADED, UPLOADED = 70e6, 50e6, 25e6
-# Seconds until uv has installed openquant, with torch for CPUs.
-STARTED = 180
+# Seconds until a machine has started and uv has installed openquant. The second alone took 9.
+STARTED = 60
 # Source shards that are on disk at a time while the next ones arrive (hub/fetch.py), and outputs (hub/publish.py).
 SHARDS_IN, SHARDS_OUT = 5, 3
-# Bytes of disk for Python and the packages.
-PACKAGES = 4e9
+# Bytes of disk for the packages, which are 290 MB.
+PACKAGES = 1e9
 
 
 @dataclass(frozen=True)

@@ -181,12 +181,19 @@ def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("command", ["openquant", "compress-fp8", "-m openquant", "-m compress_fp8"])
+@pytest.mark.parametrize("command", ["openquant", "hf-openquant", "compress-fp8", "-m openquant", "-m compress_fp8"])
 def test_every_command_knows_its_version_and_helps(command: str, scripts: Path, tmp_path: Path) -> None:
     words = command.split()
     start = [scripts / "python", *words] if words[0] == "-m" else [scripts / words[0]]
     assert call([*start, "--version"], cwd=tmp_path).split()[1] == __version__
     assert call([*start, "--help"], cwd=tmp_path).startswith("usage: ")
+
+
+def test_hf_finds_its_extension(scripts: Path) -> None:
+    """`hf extensions install OWNER/hf-openquant` runs the script of the name that huggingface_hub expects."""
+    from huggingface_hub.cli.extensions import _get_executable_name
+
+    assert (scripts / _get_executable_name("openquant")).is_file()
 
 
 def test_every_verb_works_from_the_wheel(scripts: Path, tmp_path: Path) -> None:

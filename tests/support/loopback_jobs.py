@@ -87,7 +87,7 @@ class Job:
             "HF_ENDPOINT": self.hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HOME": f"{folder}/hf", "OMP_NUM_THREADS": "1", **self.payload["secrets"],
         }  # fmt: skip
-        self.paused.wait(30)
+        self.paused.wait(600)
         if self.stage == "SCHEDULING":
             command = [sys.executable, "-m", "openquant", *words[words.index("openquant") + 1 :]]
             self.process = subprocess.Popen(
