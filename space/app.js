@@ -2,7 +2,7 @@
 // of plans and problems comes from openquant/web/view.py, which escapes them.
 
 import { Hub, path } from "./hub.js";
-import { ENDED, Jobs, jobCommand, limit, machineFor, targetOf } from "./job.js";
+import { ENDED, Jobs, jobCommand, limit, machineFor, secondsOf, targetOf } from "./job.js";
 import { SignInError, canSignIn, signIn, signedIn } from "./signin.js";
 
 const MOST_LINES = 2000;
@@ -330,10 +330,10 @@ async function readLog(job, lines, signal) {
     // The stream begins anew with the first line.
     let number = 0;
     try {
-      await jobs().log(job.id, (line) => {
+      await jobs().log(job.id, (line, time) => {
         if (signal.aborted || ++number <= heard) return;
         heard = number;
-        tell(lines, line);
+        tell(lines, line, time);
       }, signal);
     } catch {
       // A log that does not come is no reason to stop watching.
@@ -342,7 +342,7 @@ async function readLog(job, lines, signal) {
   }
 }
 
-function tell(lines, line) {
+function tell(lines, line, time) {
   lines.push(line);
   if (lines.length > MOST_LINES) lines.shift();
   const log = byId("log");
@@ -351,7 +351,18 @@ function tell(lines, line) {
   if (log.childNodes.length > MOST_LINES) log.firstChild.remove();
   if (atEnd) log.scrollTop = log.scrollHeight;
   const share = /(\d+) % (is already )?converted/.exec(line);
-  if (share) byId("bar").value = Number(share[1]);
+  if (share) advance(Number(share[1]), time);
+}
+
+// Show how much is converted, and how long the rest takes at the speed so far.
+function advance(share, time) {
+  byId("bar").value = share;
+  const { began } = followed;
+  if (!began) followed.began = { share, time };
+  else if (share > began.share && time > began.time) {
+    const left = ((time - began.time) / 1000 / (share - began.share)) * (100 - share);
+    byId("done").textContent = `${share} % converted, about ${spoken(left)} left.`;
+  }
 }
 
 async function watch(job, lines, signal) {
@@ -409,9 +420,7 @@ byId("again").addEventListener("click", async () => {
   const { job } = followed;
   byId("again").disabled = true;
   try {
-    const seconds = (shown?.seconds ?? 0) || (job.timeoutSeconds ?? 0) / 3;
-    const machine = shown?.machine ?? { name: job.flavor };
-    follow(await jobs().start(job.command, machine, seconds, targetOf(job)));
+    follow(await jobs().start(job.command, { name: job.flavor }, secondsOf(job), targetOf(job)));
   } catch (error) {
     complain(error.message);
   } finally {

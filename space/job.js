@@ -40,7 +40,7 @@ export class Jobs {
     await this.hub.request(`${this.address}/${encodeURIComponent(id)}/cancel`, { method: "POST" });
   }
 
-  // Call `tell` with each line of the log from its beginning, until the stream ends.
+  // Call `tell` with each line of the log from its beginning, and its time in milliseconds, until the stream ends.
   async log(id, tell, signal) {
     const answer = await this.hub.request(`${this.address}/${encodeURIComponent(id)}/logs`, { headers: { Accept: "text/event-stream" }, signal });
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -50,7 +50,9 @@ export class Jobs {
       const lines = (rest + (value ?? "")).split("\n");
       rest = done ? "" : lines.pop();
       for (const line of lines) {
-        if (line.startsWith("data:")) tell(logged(line.slice(5)).split(this.hub.token).join("(your token)"));
+        if (!line.startsWith("data:")) continue;
+        const { text, time } = logged(line.slice(5));
+        tell(text.split(this.hub.token).join("(your token)"), time);
       }
       if (done) return;
     }
@@ -59,10 +61,10 @@ export class Jobs {
 
 function logged(data) {
   try {
-    const line = JSON.parse(data).data;
-    return typeof line === "string" ? line : "";
+    const { data: text, timestamp } = JSON.parse(data);
+    return { text: typeof text === "string" ? text : "", time: Date.parse(timestamp) };
   } catch {
-    return "";
+    return { text: "", time: NaN };
   }
 }
 
@@ -75,7 +77,7 @@ export function spec(command, machine, seconds, target, token) {
     flavor: machine.name,
     timeoutSeconds: limit(seconds),
     attempts: ATTEMPTS,
-    labels: { name: `openquant-${target.replace(/[^A-Za-z0-9_-]/g, "-")}`.slice(0, 100), [LABEL[0]]: LABEL[1] },
+    labels: { name: `openquant-${target.replace(/[^A-Za-z0-9_-]/g, "-")}`.slice(0, 100), [LABEL[0]]: LABEL[1], seconds: String(seconds) },
     dockerImage: IMAGE,
   };
 }
@@ -107,6 +109,11 @@ function bytes(text) {
 // The words of a job: openquant from the wheel of this page, without the packages that only calibrations need.
 export function jobCommand(page, wheel, words) {
   return ["uvx", "--from", new URL(wheel, page).href, "--with", "numba", "--overrides", new URL("overrides.txt", page).href, "openquant", ...words];
+}
+
+// How long a job was expected to take, by its label.
+export function secondsOf(job) {
+  return Number(job.labels?.seconds) || 0;
 }
 
 // The repository that a job writes, from its command.

@@ -53,8 +53,13 @@ export async function signIn(hub, form) {
 // Finish a sign-in, if the visitor comes back from one: {token, expires (ms), form}; null if this is another visit.
 export async function signedIn(hub) {
   const given = new URLSearchParams(location.search);
-  const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "null");
-  sessionStorage.removeItem(KEPT);
+  let kept = null;
+  try {
+    kept = JSON.parse(sessionStorage.getItem(KEPT));
+    sessionStorage.removeItem(KEPT);
+  } catch {
+    // In a frame a browser may allow no storage. No sign-in begins there.
+  }
   if (!given.has("state")) return null;
   // The code is good for one use, and needs the verifier. Still, it is nothing to bookmark.
   history.replaceState(null, "", here());

@@ -86,7 +86,7 @@ function call(python, name, ...given) {
 
 // The text of a Python error says nothing to a visitor; problem() makes HTML of the exception itself.
 function problem(python, error) {
-  if (error?.constructor?.name !== "PythonError") return null;
+  if (!(error instanceof python.ffi.PythonError)) return null;
   return python.runPython("problem(sys.last_exc if hasattr(sys, 'last_exc') else sys.last_value)");
 }
 

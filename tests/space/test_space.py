@@ -170,7 +170,7 @@ def test_a_job_from_sign_in_to_the_model(visit, site, example, tmp_path):
         "flavor": "cpu-basic",
         "timeoutSeconds": 1800,
         "attempts": 2,
-        "labels": {"name": "openquant-secret-small", "openquant": "convert"},
+        "labels": {"name": "openquant-secret-small", "openquant": "convert", "seconds": "60"},
         "dockerImage": "ghcr.io/astral-sh/uv:python3.12-bookworm",
     }
     assert page.get_attribute("#done a", "href") == f"{site.hub.endpoint}/user/secret-small"
@@ -217,6 +217,12 @@ def test_cancel_come_back_and_continue(visit, site):
     page.wait_for_selector("#job:not([hidden])")
     assert page.inner_text("#job-title") == "Job for tiny-FP8"
     assert "waiting for a machine" in page.inner_text("#stage")
+    for line in ("20 % converted", HOSTILE, "40 % converted"):
+        site.jobs.jobs[0].add(line)
+    page.wait_for_function("document.getElementById('done').textContent !== ''")
+    assert page.inner_text("#done") == "40 % converted, about 6 seconds left."
+    assert page.get_attribute("#bar", "value") == "40"
+    assert HOSTILE in page.inner_text("#log")
     picture(page, "waiting-dark-1280")
     page.click("#cancel")
     page.wait_for_selector("#again:not([hidden])")
@@ -226,7 +232,7 @@ def test_cancel_come_back_and_continue(visit, site):
     page.click("#again")
     page.wait_for_selector("#done a", timeout=60_000)
     assert [job.stage for job in site.jobs.jobs] == ["CANCELED", "COMPLETED"]
-    assert site.jobs.jobs[0].payload["command"] == site.jobs.jobs[1].payload["command"]
+    assert site.jobs.jobs[0].payload == site.jobs.jobs[1].payload
     # A sign-in that ends before the job would is said; so are refusals.
     page.evaluate("Date.now = () => 8.64e15 / 2")
     page.fill("#repo", "org/tiny")
@@ -249,7 +255,7 @@ def test_cancel_come_back_and_continue(visit, site):
 def test_a_sign_in_that_was_not_asked_for(visit, site, way):
     visitor = visit()
     # The planner is not needed here, and never starts.
-    visitor.page.route("**/pyodide/**", lambda route: None)
+    visitor.page.route("**/pyodide/**", lambda _: None)
     site.jobs.denied = way == "declined"
     if way == "forged":
         visitor.page.goto(f"{site.address}?code=stolen&state=forged")

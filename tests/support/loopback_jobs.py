@@ -203,10 +203,11 @@ def _logs(handler, number: str) -> None:
             lines, stage = job.lines[sent:], job.stage
             if not lines and stage in ("SCHEDULING", "RUNNING"):
                 job.changed.wait(0.5)
-        sent += len(lines)
         for line in lines:
-            event = json.dumps({"data": line, "timestamp": DATE})
-            handler.wfile.write(f"data: {event}\n\n".encode())
+            # A line each second.
+            time = f"2026-01-01T00:{sent // 60 % 60:02}:{sent % 60:02}.000Z"
+            handler.wfile.write(f"data: {json.dumps({'data': line, 'timestamp': time})}\n\n".encode())
+            sent += 1
         if not lines:
             handler.wfile.write(b": keep-alive\n\n")
             if stage not in ("SCHEDULING", "RUNNING"):
