@@ -33,7 +33,7 @@ PYODIDE = (
 # Those of its files that a page needs.
 PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
 _PAGE = ("README.md", "index.html", "style.css", "app.js", "hub.js", "job.js", "signin.js", "worker.js")
-FILES = (*_PAGE, "planner.py", "overrides.txt")
+FILES = (*_PAGE, "planner.py", "without_numpy.py", "overrides.txt")
 
 
 def npm_archive(package: tuple[str, str], cache: Path) -> Path:

@@ -2,7 +2,7 @@
 
 worker.js runs it in Pyodide, which has neither torch, safetensors, huggingface_hub nor numpy. A plan reads no weights
 and computes no codes, so nothing of them is called. Modules that the planner imports name numpy's types, for which
-`_without_numpy` stands.
+without_numpy.py stands.
 
     open_repository({"repo": "org/name", "commit": "89ab..", "files": {..}, "heads": {..}}, Path("/model"), read)
     planned({"gpu": "4090", "context": "8k", "scheme": "", "options": {}})
@@ -13,62 +13,29 @@ from __future__ import annotations
 import gc
 import json
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-
-class _Type(type):
-    """A type of numpy: it can be subscripted and joined with | in annotations."""
-
-    def __getitem__(cls, _: object) -> type:
-        return cls
-
-    def __or__(cls, _: object) -> type:  # type: ignore[override]
-        return cls
-
-    def __call__(cls, *_: object) -> object:
-        return cls
-
-
-_TYPES = ("NDArray", "dtype", "float32", "generic", "uint8", "uint16", "uint32", "unsignedinteger")
-
-
-def _without_numpy() -> None:
-    """Let modules import numpy, which then has nothing but names of types."""
-
-    def missing(name: str) -> object:
-        raise AttributeError(f"numpy.{name} is not in the browser, where plans are made and nothing is computed")
-
-    numpy, typing = ModuleType("numpy"), ModuleType("numpy.typing")
-    for name in _TYPES:
-        kind = _Type(name, (), {})
-        setattr(numpy, name, kind)
-        setattr(typing, name, kind)
-    numpy.typing = typing  # type: ignore[attr-defined]
-    numpy.__getattr__ = missing  # type: ignore[method-assign]
-    sys.modules |= {"numpy": numpy, "numpy.typing": typing}
-
-
-if "numpy" not in sys.modules:
-    _without_numpy()
-
-from openquant.errors import OpenQuantError, UsageError  # noqa: E402
-from openquant.files.checkpoint import Checkpoint, open_checkpoint, refuse_without_weights  # noqa: E402
-from openquant.files.names import SINGLE_FILE  # noqa: E402
-from openquant.fit.table import table_of  # noqa: E402
-from openquant.formats.gpus import GPUS  # noqa: E402
-from openquant.formats.names import SCHEME_NAMES  # noqa: E402
-from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of, options_of  # noqa: E402
-from openquant.plan import summary  # noqa: E402
-from openquant.plan.plan import Plan, make_plan  # noqa: E402
-from openquant.plan.serving import serving_to_json  # noqa: E402
-from openquant.request import check_recipe  # noqa: E402
-from openquant.version import __version__  # noqa: E402
-from openquant.web.view import fit_html, plan_html, problem_html, style  # noqa: E402
+from openquant.errors import OpenQuantError, UsageError
+from openquant.files.checkpoint import (
+    Checkpoint,
+    RemoteFile,
+    open_checkpoint,
+    refuse_without_weights,
+)
+from openquant.files.names import SINGLE_FILE
+from openquant.fit.table import table_of
+from openquant.formats.gpus import GPUS
+from openquant.formats.names import SCHEME_NAMES
+from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of, options_of
+from openquant.plan import summary
+from openquant.plan.plan import Plan, make_plan
+from openquant.plan.serving import serving_to_json
+from openquant.request import check_recipe
+from openquant.version import __version__
+from openquant.web.view import fit_html, plan_html, problem_html, style
 
 # Options of `compress` that the page offers: those that read no file and need no calibration.
 OFFERED = ("quantize_lm_head", "quantize_embeddings", "group_size", "asymmetric", "no_search", "ignore", "tp")
@@ -86,7 +53,7 @@ SHARDS_IN, SHARDS_OUT = 5, 3
 PACKAGES = 1e9
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Shard:
     """A shard on the Hub, whose header is here.
 
@@ -182,7 +149,10 @@ def open_repository(
         SourceError: something is missing, damaged or contradictory.
     """
     files = found["files"]
-    remote = {name: _Shard(name, *files[name], head, more) for name, head in heads.items()}
+    remote: dict[str, RemoteFile] = {}
+    for name, head in heads.items():
+        size, digest = files[name]
+        remote[name] = _Shard(name, size, digest, head, more)
     absent = {name: size for name, (size, _) in files.items() if name not in remote and not (root / name).exists()}
     _opened[:] = []
     _opened.append(_Opened(found["repo"], found["commit"], open_checkpoint(root, remote, absent)))

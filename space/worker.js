@@ -12,19 +12,21 @@ const MOST_HEADER = 100e6;
 const SMALL = ["config.json", "model.safetensors.index.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"];
 const MOST_SMALL = { "model.safetensors.index.json": 256e6 };
 
+const MODULES = ["planner.py", "without_numpy.py"];
+
 const started = start();
 
 async function start() {
   const { wheel } = await (await fetch("./build.json")).json();
-  const [python, archive, planner] = await Promise.all([
+  const [python, archive, ...modules] = await Promise.all([
     loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href }),
     bytes(`./${wheel}`),
-    bytes("./planner.py"),
+    ...MODULES.map((name) => bytes(`./${name}`)),
   ]);
   python.FS.writeFile("/openquant.whl", archive);
   python.FS.mkdir("/page");
-  python.FS.writeFile("/page/planner.py", planner);
-  python.runPython("import sys; sys.path[:0] = ['/page', '/openquant.whl']; from planner import *; from pathlib import Path");
+  MODULES.forEach((name, number) => python.FS.writeFile(`/page/${name}`, modules[number]));
+  python.runPython("import sys; sys.path[:0] = ['/page', '/openquant.whl']; import without_numpy; from planner import *; from pathlib import Path");
   return { python, choices: JSON.parse(python.globals.get("choices")()) };
 }
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import SourceError
 from ..files.atomic import make_directory
@@ -483,7 +483,7 @@ class Publisher:
                 self.records.parent.rmdir()
 
 
-def _is_record(record: object) -> bool:
+def _is_record(record: object) -> TypeGuard[dict[str, Any]]:
     """Whether a record of the branch, which others may have written, can be that of an upload."""
     return (
         isinstance(record, dict)

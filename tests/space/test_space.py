@@ -79,6 +79,9 @@ def test_plans_problems_and_hostile_names(visit, site, example):
     visitor.open()
     page, identity = visitor.page, f"org/tiny@{COMMIT}"
     picture(page, "start-light-1280")
+    page.type("#repo", "org/ti")
+    page.wait_for_selector("#repos option", state="attached")
+    assert page.eval_on_selector_all("#repos option", "all => all.map(one => one.value)") == ["org/tiny"]
     visitor.plan("org/tiny", scheme="int4")
     plan = make_plan(open_checkpoint(example), SCHEMES["int4"])
     assert same(page, "#plan", plan_html(plan, identity))

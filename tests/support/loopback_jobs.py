@@ -158,11 +158,6 @@ def _token(handler) -> None:
     handler.say({"access_token": TOKEN, "token_type": "bearer", "expires_in": handler.hub.jobs.lasts})
 
 
-def _search(handler) -> None:
-    names = [*handler.hub.repositories, *handler.hub.stored]
-    handler.say([{"id": name} for name in names if handler.query["search"][0] in name])
-
-
 def _hardware(handler) -> None:
     handler.say(HARDWARE)
 
@@ -218,7 +213,6 @@ JOB = f"/api/jobs/{USER}/(?P<number>[0-9a-f]{{24}})"
 ROUTES[:0] = [
     (("GET",), "/oauth/authorize", False, _authorize),
     (("POST",), "/oauth/token", False, _token),
-    (("GET",), "/api/models", False, _search),
     (("GET",), "/api/jobs/hardware", False, _hardware),
     (("GET",), f"/api/jobs/{USER}", False, _list),
     (("POST",), f"/api/jobs/{USER}", False, _start),
