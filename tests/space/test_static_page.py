@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import tarfile
 from pathlib import Path
 
@@ -16,6 +15,9 @@ from openquant.plan.plan import make_plan
 from openquant.web.view import fit_html, plan_html
 from support.loopback_hub import COMMIT, Fault
 from support.loopback_jobs import TOKEN
+from support.space_site import browser, module, site, visit
+
+__all__ = ["browser", "site", "visit"]  # fixtures
 
 AXE = (
     "axe-core-4.14.1",
@@ -60,7 +62,7 @@ def same(page, selector, html):
 
 def accessible(page):
     """Refuse serious findings of axe-core."""
-    archive = sys.modules["space_build"].npm_archive(AXE, Path.home() / ".cache" / "openquant" / "npm")
+    archive = module("build").npm_archive(AXE, Path.home() / ".cache" / "openquant" / "npm")
     with tarfile.open(archive) as packed:
         page.evaluate(packed.extractfile("package/axe.min.js").read().decode())
     found = page.evaluate("axe.run()")["violations"]

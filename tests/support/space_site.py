@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from support.browser import CHROMIUM
-from support.loopback_hub import LoopbackHub
-from support.loopback_jobs import TOKEN, LoopbackJobs, SpaceServer
+from .browser import CHROMIUM
+from .loopback_hub import LoopbackHub
+from .loopback_jobs import TOKEN, LoopbackJobs, SpaceServer
 
 SPACE = Path(__file__).parents[2] / "space"
 
