@@ -46,41 +46,7 @@ def planned_page(plan: Plan, result: Result) -> PageContent:
     )
 
 
-<<<<<<< HEAD
-def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
-    """Make the lines of a page's table of weights. Many norms and biases that stay as they are become one line.
-
-    Args:
-        lines: the lines of a plan.
-
-    Returns:
-        For each line the keys that `PageContent.lines` has.
-    """
-    small = [line for line in lines if len(line.shape) < 2 and not line.quantized and not line.decoded]
-    small = [line for line in small if line.why != CACHED]
-    count = sum(len(line.names) for line in small)
-    if count > MOST_NORMS:
-        before, after = (sum(getattr(line, name) for line in small) for name in ("bytes_before", "bytes_after"))
-        together = PlanLine((f"{count} norms and biases",), (), None, False, small[0].why, before, after)
-        lines = [*(line for line in lines if line not in small), together]
-    return [
-        {
-            "names": line.names,
-            "scheme": line.scheme.name if line.scheme else None,
-            "decoded": line.decoded,
-            "shape": line.shape,
-            "bytes_before": line.bytes_before,
-            "bytes_after": line.bytes_after,
-            "why": line.why,
-        }
-        for line in lines
-    ]
-
-
 def verified_page(report: Report, directory: Path, source: Path | None) -> PageContent:
-=======
-def verified_page(report: Report, directory: Path) -> PageContent:
->>>>>>> 521e117 (Plan, table of schemes and errors are HTML sections; figures of reports are in cells.py)
     """Make the page of verify: the problems of a directory, and its evaluation if it has one.
 
     Args:
