@@ -34,7 +34,8 @@ def commands(page: Path) -> list[list[str]]:
     """The words of each command of openquant on a page, after `openquant`; fails at a line that is no command."""
     found = []
     # Blocks of output are marked as text.
-    for line in "".join(text for language, text in BLOCK.findall(page.read_text()) if not language).splitlines():
+    blocks = "".join(text for language, text in BLOCK.findall(page.read_text()) if not language)
+    for line in re.sub(r"\\\n *", "", blocks).splitlines():
         words = shlex.split(line)
         starts = [at for at, word in enumerate(words) if word == "openquant"]
         if starts:
@@ -50,7 +51,7 @@ def test_the_commands_of_a_page_are_accepted(page: Path, tmp_path: Path, monkeyp
     """All options parse. What plans by headers alone plans the example instead of the model on the page."""
     monkeypatch.chdir(tmp_path)
     for words in commands(page):
-        parsed = verb_parser().parse_args(words)
+        parsed = verb_parser(words).parse_args(words)
         given = {word for word in words if word.startswith("--")}
         # The example is on this disk, and has nothing to stream, no layer 63 and no codes to keep.
         if parsed.verb == "compress" and not given & {"--stream", "--fit"} and "keep" not in words:

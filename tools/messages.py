@@ -28,7 +28,7 @@ HEADING = "## All messages"
 ANY = "..."
 # The headings of the list, and the rooms below each.
 ROOMS = {
-    ("cli", "options", "keywords", "recipes", "api", "job", "run"): "Commands and options",
+    ("cli", "options", "keywords", "recipes", "request", "api", "job", "run"): "Commands and options",
     ("machine", "threads"): "The machine",
     ("hub",): "The Hub",
     ("files",): "Files: checkpoints, outputs, journals",
@@ -37,6 +37,7 @@ ROOMS = {
     ("formats",): "Formats and schemes",
     ("weights", "packed"): "Weights and calibration files",
     ("gguf",): "GGUF files",
+    ("web",): "The page of openquant web",
     ("convert", "distributed"): "Converting, and several processes",
     ("data",): "Texts, tokenizers and tasks",
     ("streaming",): "Running a model layer by layer",
