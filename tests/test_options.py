@@ -201,6 +201,7 @@ def test_openquant_alone_prints_its_help() -> None:
         "calibrate",
         "eval",
         "verify",
+        "web",
         "env",
         "completion",
     ]

@@ -551,7 +551,7 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
 
 
 def _web(given: Given, interrupts: Interrupts) -> int:
-    from ..web.server import find_roots, require_gradio, serve
+    from ..web.server import find_roots, require_gradio, serve_page
 
     require_gradio()
     options = WebPage(**values_for(WebPage, given))
@@ -566,7 +566,7 @@ def _web(given: Given, interrupts: Interrupts) -> int:
             lines = [f"open {address}", *(f"it may read and write {path}" for path in roots.paths), "Ctrl-C ends it"]
             require_printed(say_lines(lines, sys.stdout))
 
-    serve(roots, options.port, ready)
+    serve_page(roots, options.port, ready)
     return 0
 
 

@@ -8,5 +8,5 @@ forecast         about how long a run takes
 page             the page, made with Gradio
 guard, server    who may ask for what; serves the page
 
-serve(find_roots(("models",)), 7860, ready=print)
+serve_page(find_roots(("models",)), 7860, ready=print)
 """

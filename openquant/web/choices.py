@@ -2,7 +2,7 @@
 
 Only options of an allow list go into a command, and none that names a file.
 
-    choice = Choice(model="Qwen/Qwen3-8B", scheme="int4", gptq=True)
+    choice = Chosen(model="Qwen/Qwen3-8B", scheme="int4", gptq=True)
     choice.compress(Roots((Path.cwd(),)))       # ["compress", "-m", "Qwen/Qwen3-8B", "--scheme", "int4", "--gptq", ..]
 """
 
@@ -110,7 +110,7 @@ def checked_model(model: str, roots: Roots) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Chosen:
     """What a visitor chose.
 
     Attributes:

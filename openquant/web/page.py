@@ -17,11 +17,11 @@ from ..fit.budget import read_budget
 from ..formats.names import SCHEME_NAMES
 from ..machine import available_cpus
 from ..options import FitOptions, Option, flags_of
-from .choices import ADVANCED, Choice, Roots, is_local, push_words
+from .choices import ADVANCED, Chosen, Roots, is_local, push_words
 from .forecast import forecast
 from .guard import OWNER
-from .running import result_html, status_html, title
-from .runs import DONE, FAILED, STOPPED, Run, Runs, environment, without_tokens
+from .running import result_html, run_title, status_html
+from .runs import DONE, FAILED, STOPPED, PageRun, Runs, environment, without_tokens
 from .view import problem_html, text_html
 
 # Names that the search shows, and characters from which on it searches.
@@ -106,7 +106,7 @@ class Page:
         """Show the runs of this browser, and the selected one. Parts that are as they were are left alone."""
         owned = self.runs.of(owner_of(request))
         run = next((run for run in owned if run.id == selected), owned[0] if owned else None)
-        parts: dict[str, Any] = {"runs": [(title(one), one.id) for one in owned], "selected": run and run.id}
+        parts: dict[str, Any] = {"runs": [(run_title(one), one.id) for one in owned], "selected": run and run.id}
         if run is not None:
             status = self.runs.status(run)
             parts |= {"status": status_html(status), "log": status.log, "state": run.state}
@@ -168,7 +168,7 @@ class Page:
     def _token(self, request: gr.Request) -> str | None:
         return self.tokens.get(owner_of(request))
 
-    def _planned(self, choice: Choice, gpu: str, token: str | None) -> dict[str, Any]:
+    def _planned(self, choice: Chosen, gpu: str, token: str | None) -> dict[str, Any]:
         """Plan in a process of its own, which has the token."""
         given = choice.keywords(self.roots)
         shared = ("model", "kv_cache", "quantize_lm_head", "quantize_embeddings", "ignore", "revision")
@@ -196,7 +196,7 @@ class Page:
             raise SourceError(f"the plan failed: {last}", "this is a mistake of openquant; please report it") from None
         return found
 
-    def _forecast(self, choice: Choice, found: Mapping[str, Any]) -> str:
+    def _forecast(self, choice: Chosen, found: Mapping[str, Any]) -> str:
         if found["refused"]:
             return ""
         calibrated = choice.gptq or any(name in choice.advanced for name in ("awq", "smooth", "calibrate"))
@@ -205,7 +205,7 @@ class Page:
         text = forecast(size, scheme, calibrated, choice.evaluate, cpus, not is_local(choice.model))
         return f"<p>{text_html(text)}</p>"
 
-    def _result(self, run: Run) -> str:
+    def _result(self, run: PageRun) -> str:
         found = self.runs.result(run, 0)
         card = ""
         if run.output:
@@ -249,8 +249,8 @@ def find_names(text: str, token: str | None) -> list[str]:
 MODEL, KIND, SCHEME, SIZE, GPU, CONTEXT, GPTQ, EVALUATE, WHERE, NAME, PRIVATE, REQUEST = range(12)
 
 
-def choice_of(*values: Any, scheme: str | None = None) -> Choice:
-    """Make a Choice of the values of the form.
+def choice_of(*values: Any, scheme: str | None = None) -> Chosen:
+    """Make a Chosen of the values of the form.
 
     Args:
         values: by the constants above, then those of ADVANCED in its order.
@@ -269,7 +269,7 @@ def choice_of(*values: Any, scheme: str | None = None) -> Choice:
         raise UsageError("no size is named", "name a GPU, or a size such as size=20GB, 5.0bits or kl=0.02")
     if there and not texts[NAME]:
         raise UsageError("no repository is named", "name the repository that the output goes to")
-    return Choice(
+    return Chosen(
         model=texts[MODEL] or "",
         scheme=scheme if scheme is not None else texts[SCHEME] or "",
         fit=(texts[SIZE] or texts[GPU]) if mixed else "",

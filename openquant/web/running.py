@@ -10,7 +10,7 @@ from typing import Any
 from ..report.cells import gigabytes
 from ..streaming.forecast import spoken
 from .choices import shown
-from .runs import DONE, FAILED, RUNNING, STOPPED, WAITING, Run, Status
+from .runs import DONE, FAILED, RUNNING, STOPPED, WAITING, PageRun, Status
 from .view import command_html, text_html
 
 _STATES = {
@@ -22,7 +22,7 @@ _STATES = {
 }
 
 
-def title(run: Run) -> str:
+def run_title(run: PageRun) -> str:
     """Say in a line which run it is: "org/name: int4 (is done)"."""
     words = run.steps[0]
     what = next((word for flag, word in pairwise(words) if flag in ("--scheme", "--fit")), words[0])
@@ -81,7 +81,7 @@ def _progress(status: Status) -> str:
     return f"{bar}<dl>{rows}</dl>"
 
 
-def result_html(run: Run, compressed: Mapping[str, Any], card: str, pushed: str, report: bool) -> str:
+def result_html(run: PageRun, compressed: Mapping[str, Any], card: str, pushed: str, report: bool) -> str:
     """Show where the output is, its evaluation and its card.
 
     Args:

@@ -50,7 +50,7 @@ _TOKEN = re.compile(r"hf_[A-Za-z0-9]{8,}")
 
 
 @dataclass(frozen=True)
-class Run:
+class PageRun:
     """A run, as its journal has it.
 
     Attributes:
@@ -95,7 +95,7 @@ class Status:
         log: what its commands said.
     """
 
-    run: Run
+    run: PageRun
     place: int
     progress: dict[str, Any] = field(default_factory=dict)
     memory: int = 0
@@ -116,7 +116,7 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root, self.folder = root, root / FOLDER
         self._changed = threading.Condition()
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, PageRun] = {}
         self._tokens: dict[str, str] = {}
         self._cancelled: set[str] = set()
         self._closing = False
@@ -134,7 +134,7 @@ class Runs:
 
     def add(
         self, owner: str, model: str, steps: Sequence[Sequence[str]], token: str | None = None, shards: int = 0
-    ) -> Run:
+    ) -> PageRun:
         """Put a run at the end of the queue.
 
         Args:
@@ -148,7 +148,7 @@ class Runs:
             UsageError: there are too many runs.
         """
         commands = tuple(tuple(words) for words in steps)
-        run = Run(secrets.token_hex(8), owner, model, commands, own_token=token is not None, created=time.time())
+        run = PageRun(secrets.token_hex(8), owner, model, commands, own_token=token is not None, created=time.time())
         run = replace(run, shards=shards)
         with self._changed:
             if len(self._runs) >= MOST_RUNS:
@@ -160,16 +160,16 @@ class Runs:
             self._changed.notify_all()
         return run
 
-    def of(self, owner: str) -> list[Run]:
+    def of(self, owner: str) -> list[PageRun]:
         """Return the runs of a browser, the newest first."""
         with self._changed:
             return sorted((run for run in self._runs.values() if run.owner == owner), key=lambda run: -run.created)
 
-    def find(self, owner: str, name: str | None) -> Run | None:
+    def find(self, owner: str, name: str | None) -> PageRun | None:
         """Return a run of a browser by its id; None if it has none of that id."""
         return next((run for run in self.of(owner) if run.id == name), None)
 
-    def proceed(self, run: Run, token: str | None) -> None:
+    def proceed(self, run: PageRun, token: str | None) -> None:
         """Continue a run that was stopped or failed, at the end of the queue.
 
         Args:
@@ -191,7 +191,7 @@ class Runs:
             self._keep(run)
             self._changed.notify_all()
 
-    def remove(self, run: Run) -> None:
+    def remove(self, run: PageRun) -> None:
         """Cancel a run, and remove all that it wrote; of one that is done, everything but the finished output."""
         with self._changed:
             self._cancelled.add(run.id)
@@ -210,7 +210,7 @@ class Runs:
         self._worker.join(2 * GRACE)
         self._lock.close()
 
-    def status(self, run: Run) -> Status:
+    def status(self, run: PageRun) -> Status:
         """Return what the page shows of a run."""
         with self._changed:
             waiting = [
@@ -230,11 +230,11 @@ class Runs:
         memory = _memory(run.process) if run.state == RUNNING else 0
         return Status(run, len(waiting), progress, memory, shutil.disk_usage(self.root).free, without_tokens(text))
 
-    def result(self, run: Run, step: int) -> dict[str, Any]:
+    def result(self, run: PageRun, step: int) -> dict[str, Any]:
         """Return what a command of a run printed as JSON; empty if there is nothing yet."""
         return _result(self.folder / run.id, step)
 
-    def report(self, run: Run) -> Path | None:
+    def report(self, run: PageRun) -> Path | None:
         """Return the page of a run's evaluation; None if there is none."""
         path = self.folder / run.id / REPORT
         return path if path.is_file() else None
@@ -245,7 +245,7 @@ class Runs:
             try:
                 known = json.loads(path.read_text())
                 known |= {"steps": tuple(map(tuple, known["steps"])), "error": tuple(known["error"])}
-                run = Run(**known)
+                run = PageRun(**known)
             except (OSError, ValueError, TypeError, KeyError):
                 continue
             if run.id != path.parent.name:
@@ -254,7 +254,7 @@ class Runs:
             if run.state == WAITING or (run.state == RUNNING and not _held(path.parent)):
                 self._keep(replace(run, state=STOPPED))
 
-    def _keep(self, run: Run) -> None:
+    def _keep(self, run: PageRun) -> None:
         self._runs[run.id] = run
         write_atomic(self.folder / run.id / JOURNAL, json.dumps(asdict(run)).encode())
 
@@ -265,7 +265,7 @@ class Runs:
         self._cancelled.discard(name)
         self._changed.notify_all()
 
-    def _next(self) -> Run | None:
+    def _next(self) -> PageRun | None:
         running = [run for run in self._runs.values() if run.state == RUNNING]
         waiting = sorted((run for run in self._runs.values() if run.state == WAITING), key=lambda run: run.created)
         return next(iter([*running, *waiting]), None)
@@ -293,7 +293,7 @@ class Runs:
                     self._runs[run.id] = run
                 self._changed.notify_all()
 
-    def _run(self, run: Run) -> Run:
+    def _run(self, run: PageRun) -> PageRun:
         directory = self.folder / run.id
         for step in range(run.step, len(run.steps)):
             run = replace(run, step=step)
@@ -315,7 +315,7 @@ class Runs:
                 return replace(run, state=STOPPED, process=0, error=(text, "its log may say why; the run can continue"))
         return self._finish(replace(run, state=DONE, process=0), directory)
 
-    def _start(self, run: Run, directory: Path) -> subprocess.Popen[bytes]:
+    def _start(self, run: PageRun, directory: Path) -> subprocess.Popen[bytes]:
         words = [self._output(run) if word == OUTPUT else word for word in run.steps[run.step]]
         words += ["--json"] if words[0] == "push" else ["--json", "--progress", "json"]
         if words[0] == "eval" and find_spec("matplotlib"):
@@ -340,7 +340,7 @@ class Runs:
                 start_new_session=True,
             )
 
-    def _wait(self, run: Run, directory: Path, process: subprocess.Popen[bytes] | None) -> None:
+    def _wait(self, run: PageRun, directory: Path, process: subprocess.Popen[bytes] | None) -> None:
         """Wait until the command of a run ends, which this server need not have started."""
         until = None
         while (process.poll() is None) if process else _held(directory):
@@ -351,7 +351,7 @@ class Runs:
                     os.killpg(run.process, signal.SIGTERM if time.monotonic() < until else signal.SIGKILL)
             time.sleep(PAUSE)
 
-    def _output(self, run: Run) -> str:
+    def _output(self, run: PageRun) -> str:
         """What the first command wrote: a directory beside the journal, or a repository."""
         found = _result(self.folder / run.id, 0)
         if found.get("repository"):
@@ -359,7 +359,7 @@ class Runs:
             return f"{found['repository']}@{revision}" if revision else str(found["repository"])
         return str(found["output"])
 
-    def _finish(self, run: Run, directory: Path) -> Run:
+    def _finish(self, run: PageRun, directory: Path) -> PageRun:
         """Move the finished output out of the run's directory."""
         found = _result(directory, 0)
         made = directory / Path(str(found.get("output", ""))).name

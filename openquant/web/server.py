@@ -1,6 +1,6 @@
 """`openquant web`: serves the page on this machine.
 
-serve(Roots((Path.cwd(),)), 7860, ready=print)
+serve_page(Roots((Path.cwd(),)), 7860, ready=print)
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def find_roots(names: tuple[str, ...]) -> Roots:
     return Roots(tuple(paths))
 
 
-def serve(roots: Roots, port: int, ready: Callable[[str], None]) -> None:
+def serve_page(roots: Roots, port: int, ready: Callable[[str], None]) -> None:
     """Serve the page until the process is interrupted.
 
     Args:

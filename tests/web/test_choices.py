@@ -1,0 +1,66 @@
+"""What a visitor may ask for: options of an allow list, and paths below the directories that are named."""
+
+import pytest
+
+from openquant.cli.arguments import verb_parser
+from openquant.errors import UsageError
+from openquant.web.choices import ADVANCED, Chosen, Roots, push_words
+
+
+def test_no_option_of_the_page_names_a_file():
+    assert [name for name, option in ADVANCED.items() if option.completes] == []
+    with pytest.raises(UsageError, match="'text' is no option of this page"):
+        Chosen("org/name", advanced={"text": "/etc/passwd"})
+
+
+def test_values_stay_values(tmp_path):
+    """The command line reads each word as it was meant, whatever a visitor writes."""
+    chosen = Chosen(
+        "org/name@v1",
+        "int4",
+        gptq=True,
+        push="you/made",
+        private=True,
+        create_pr=True,
+        advanced={"ignore": "--overwrite\n**.up_proj", "kv_cache": "fp8", "awq": "1", "max_memory": "--help"},
+    )
+    words = chosen.compress(Roots((tmp_path,)))
+    words[words.index("--max-memory=--help")] = "--max-memory=2GB"
+    given = vars(verb_parser().parse_args(words))
+    assert given["ignore"] == ["--overwrite", "**.up_proj"]
+    assert (given["model"], given["scheme"], given["name"]) == ("org/name@v1", "int4", "you/made")
+    assert (
+        given["gptq"] and given["awq"] and given["stream"] and given["only"] and given["private"] and given["create_pr"]
+    )
+    assert "overwrite" not in given
+
+
+@pytest.mark.parametrize(
+    "model", ["", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"]
+)
+def test_other_names_are_no_models(tmp_path, model):
+    with pytest.raises(UsageError):
+        Chosen(model).compress(Roots((tmp_path,)))
+
+
+@pytest.mark.parametrize("name", ["", "-x", "--private", "a/b/c", "a b"])
+def test_other_names_are_no_repositories(tmp_path, name):
+    with pytest.raises(UsageError):
+        push_words(tmp_path, name, False, False)
+
+
+def test_paths_stay_below_the_roots(tmp_path):
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for path in (root / "model", outside):
+        path.mkdir(parents=True)
+    (outside / "secret.json").write_text("{}")
+    roots = Roots((root,))
+    assert Chosen("./model").compress(roots)[2] == str(root / "model")
+    (root / "link").symlink_to(outside)
+    for path in (str(outside), "../outside", "./link", "./model/../../outside", "/", "./nothing"):
+        with pytest.raises(UsageError):
+            Chosen(path).compress(roots)
+    # A file of the model that is a link to elsewhere would be copied into the output.
+    (root / "model" / "config.json").symlink_to(outside / "secret.json")
+    with pytest.raises(UsageError, match="outside of the directories"):
+        Chosen("./model").compress(roots)
