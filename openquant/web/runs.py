@@ -127,6 +127,7 @@ class Runs:
         except OSError as error:
             raise UsageError(f"{self.folder} cannot be written: {error.strerror}", "give another --root") from None
         if not _take(self._lock):
+            self._lock.close()
             raise UsageError(f"another openquant web serves {root}", "use that one, or give another --root")
         self._read()
         self._worker = threading.Thread(target=self._work, name="openquant-runs", daemon=True)
