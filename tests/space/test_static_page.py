@@ -90,7 +90,7 @@ def test_plans_problems_and_hostile_names(visit, site, example):
     assert same(page, "#table", fit_html(fit_table(example, "4090", context="8k")).replace(str(example), "org/tiny"))
     command = f"openquant compress -m org/tiny --revision {COMMIT} --scheme int4 --stream --push-only"
     assert page.inner_text("#command") == f"{command} --push-to-hub=tiny-INT4"
-    page.wait_for_function("document.getElementById('forecast').textContent !== ''")
+    page.wait_for_selector("#forecast:not(:empty)", state="attached")
     assert "CPU Basic (2 vCPU, 16 GB). About 60 seconds and less than $0.01; it is stopped after" in page.inner_text(
         "#forecast"
     )
@@ -146,7 +146,7 @@ def test_a_job_from_sign_in_to_the_model(visit, site, example, tmp_path):
     assert page.is_visible("#convert"), page.inner_text("#problem")
     page.check("#private")
     page.fill("#target", "secret-small")
-    page.wait_for_function("document.getElementById('forecast').textContent !== ''")
+    page.wait_for_selector("#forecast:not(:empty)", state="attached")
     page.click("#start")
     page.wait_for_selector("#done a", timeout=60_000)
     (job,) = jobs.jobs
@@ -210,7 +210,7 @@ def test_cancel_come_back_and_continue(visit, site):
     first.page.click("#start")
     first.page.wait_for_selector("#sign-in:has-text('Sign out')", timeout=60_000)
     first.page.wait_for_selector("#convert:not([hidden])", timeout=60_000)
-    first.page.wait_for_function("document.getElementById('forecast').textContent !== ''")
+    first.page.wait_for_selector("#forecast:not(:empty)", state="attached")
     assert first.page.input_value("#scheme") == "tensor"
     first.page.click("#start")
     first.page.wait_for_selector("#job:not([hidden])")
@@ -224,7 +224,7 @@ def test_cancel_come_back_and_continue(visit, site):
     assert "waiting for a machine" in page.inner_text("#stage")
     for line in ("20 % converted", HOSTILE, "40 % converted"):
         site.jobs.jobs[0].add(line)
-    page.wait_for_function("document.getElementById('done').textContent !== ''")
+    page.wait_for_selector("#done:not(:empty)", state="attached")
     assert page.inner_text("#done") == "40 % converted, about 6 seconds left."
     assert page.get_attribute("#bar", "value") == "40"
     assert HOSTILE in page.inner_text("#log")
