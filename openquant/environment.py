@@ -25,7 +25,7 @@ _INSTRUCTIONS = ("avx2", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_b
 _SETTINGS = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "WORLD_SIZE")
 
 
-def environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Return what matters of this machine, as `openquant env --json` prints it (docs/json.md).
 
     Returns:

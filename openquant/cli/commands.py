@@ -589,9 +589,9 @@ def _completion(given: Given, interrupts: Interrupts) -> int:
 
 
 def _env(given: Given, interrupts: Interrupts) -> int:
-    from ..environment import environment
+    from ..environment import describe_environment
 
-    found = environment()
+    found = describe_environment()
     if _command(given).json:
         print_json(found, interrupts)
     else:

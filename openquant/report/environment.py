@@ -10,7 +10,7 @@ from .escape import join_lines
 
 
 def environment_text(found: Mapping[str, Any]) -> str:
-    """Format what `environment()` returns: a line for each fact.
+    """Format what `describe_environment()` returns: a line for each fact.
 
     Args:
         found: its result.
