@@ -33,8 +33,8 @@ KEYS = [
 ]  # fmt: skip
 
 SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
-# What the README shows is what the command prints.
-PLAN = (ROOT / "README.md").read_text().split(SHOWN)[1].split("```")[0]
+# What the documentation shows is what the command prints.
+PLAN = (ROOT / "docs" / "explanation" / "how-it-works.md").read_text().split(SHOWN)[1].split("```")[0]
 
 
 def test_an_error_says_what_it_quotes_and_a_terminal_obeys_none_of_it(run: Run, tmp_path: Path) -> None:
