@@ -76,7 +76,7 @@ def build_wheel(out: Path) -> Path:
             shutil.copy(ROOT / name, tree)
         command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
         subprocess.run(command, cwd=tree, check=True)
-    (wheel,) = out.glob("openquant-*.whl")
+    (wheel,) = out.glob("*.whl")
     return wheel
 
 

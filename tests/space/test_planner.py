@@ -108,7 +108,7 @@ def test_the_command_writes_what_was_planned(example):
     words += ["--quantize-lm-head", "--ignore=**.o_proj", "--ignore=**.q_proj", "--tp=2"]
     assert answer["words"] == [*words, "--stream", "--push-only", f"--push-to-hub={answer['target']}"]
     # It is one that openquant takes.
-    given = openquant.cli.arguments.verb_parser().parse_args(answer["words"])
+    given = openquant.cli.arguments.verb_parser(answer["words"]).parse_args(answer["words"])
     assert (given.ignore, given.tp) == (["**.o_proj", "**.q_proj"], 2)
 
 

@@ -26,7 +26,7 @@ def test_values_stay_values(tmp_path):
     )
     words = chosen.compress(Roots((tmp_path,)))
     words[words.index("--max-memory=--help")] = "--max-memory=2GB"
-    given = vars(verb_parser().parse_args(words))
+    given = vars(verb_parser(words).parse_args(words))
     assert given["ignore"] == ["--overwrite", "**.up_proj"]
     assert (given["model"], given["scheme"], given["name"]) == ("org/name@v1", "int4", "you/made")
     assert (
