@@ -65,6 +65,12 @@ def install_commit() -> str | None:
 
 
 def _version(distribution: str) -> str | None:
+    if distribution == "torch":
+        # The package's own version tells the build, such as 2.13.0+cu130.
+        with suppress(ImportError, OSError):
+            import torch
+
+            return str(torch.__version__)
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(distribution)
     return None
