@@ -116,6 +116,7 @@ class LoopbackHub:
         storage: when set, where LFS files lie (another origin that leads here): their addresses are redirected there.
         signature: what makes such an address good; setting another one lets all given out before expire.
         leaked: requests to the storage that brought a token along.
+        kept_bytes: how much of an LFS upload is stored, the rest being zeros that take no disk; None for all.
         ignores_range: sends all of a file whatever part is asked for.
         latency: seconds before each answer.
         rate: bytes of files a second on each connection, None for as fast as it goes.
@@ -135,6 +136,7 @@ class LoopbackHub:
         self.storage: str | None = None
         self.signature = "first"
         self.leaked: list[str] = []
+        self.kept_bytes: int | None = None
         self.ignores_range = False
         self.latency = 0.0
         self.rate: float | None = None
@@ -637,7 +639,9 @@ class Handler(BaseHTTPRequestHandler):
             with beside.open("wb") as file:
                 for piece in self.received():
                     digest.update(piece)
-                    file.write(piece)
+                    if self.hub.kept_bytes is None or file.tell() < self.hub.kept_bytes:
+                        file.write(piece)
+                file.truncate(self.length)
             if [str(self.length)] != self.query["size"] or digest.hexdigest() != oid:
                 raise Refused(400, message=f"{oid} was announced, {digest.hexdigest()} of {self.length} bytes came")
             os.replace(beside, self.hub.blobs / oid)
