@@ -136,11 +136,12 @@ def main() -> None:
     hub = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert hub.stdin is not None
     assert hub.stdout is not None
-    endpoint = hub.stdout.readline().strip()
+    asks, answers = hub.stdin, hub.stdout
+    endpoint = answers.readline().strip()
 
     def uploads() -> int:
-        print(file=hub.stdin, flush=True)
-        return int(hub.stdout.readline())  # type: ignore[union-attr]
+        print(file=asks, flush=True)
+        return int(answers.readline())
 
     image, place = options.directory.absolute() / "disk.img", options.directory.absolute() / "disk"
     ours = [
