@@ -430,9 +430,10 @@ byId("again").addEventListener("click", async () => {
 
 byId("copy-log").addEventListener("click", () => copy(followed.log(), byId("copy-log")));
 
-// The beginning
+// The beginning: until now nothing listened to the buttons, so index.html offers none.
 
 async function greet() {
+  byId("show").disabled = false;
   let back = null;
   try {
     back = await signedIn(built.hub);

@@ -148,7 +148,7 @@ def test_a_job_from_sign_in_to_the_model(visit, site, example, tmp_path):
     page.fill("#target", "secret-small")
     page.wait_for_selector("#forecast:not(:empty)", state="attached")
     page.click("#start")
-    page.wait_for_selector("#done a", timeout=60_000)
+    page.wait_for_selector("#done a")
     (job,) = jobs.jobs
     built = json.loads((site.directory / "build.json").read_text())
     commit = site.hub.snapshot("user/secret", "main")[0]
@@ -208,8 +208,8 @@ def test_cancel_come_back_and_continue(visit, site):
     first.plan("org/tiny", scheme="tensor")
     # Signing in keeps what was typed, and makes the plan again.
     first.page.click("#start")
-    first.page.wait_for_selector("#sign-in:has-text('Sign out')", timeout=60_000)
-    first.page.wait_for_selector("#convert:not([hidden])", timeout=60_000)
+    first.page.wait_for_selector("#sign-in:has-text('Sign out')")
+    first.page.wait_for_selector("#convert:not([hidden])")
     first.page.wait_for_selector("#forecast:not(:empty)", state="attached")
     assert first.page.input_value("#scheme") == "tensor"
     first.page.click("#start")
@@ -235,7 +235,7 @@ def test_cancel_come_back_and_continue(visit, site):
     assert "user/tiny-FP8" not in site.hub.stored
     site.jobs.paused.set()
     page.click("#again")
-    page.wait_for_selector("#done a", timeout=60_000)
+    page.wait_for_selector("#done a")
     assert [job.stage for job in site.jobs.jobs] == ["CANCELED", "COMPLETED"]
     assert site.jobs.jobs[0].payload == site.jobs.jobs[1].payload
     # A sign-in that ends before the job would is said; so are refusals.
@@ -273,3 +273,17 @@ def test_a_sign_in_that_was_not_asked_for(visit, site, way):
     assert visitor.page.url == site.address
     assert not [url for _, url, _, _ in visitor.requests if "/oauth/token" in url]
     assert visitor.page.inner_text("#sign-in") == "Sign in with Hugging Face"
+
+
+def test_no_button_is_offered_before_it_works(visit, site):
+    page, held = visit().page, []
+    page.route("**/pyodide/**", lambda _: None)
+    page.route("**/build.json", lambda route: held.append(route))
+    with page.expect_request("**/build.json"):
+        page.goto(site.address)
+    assert page.is_hidden("#sign-in")
+    assert page.is_disabled("#show")
+    (request,) = held
+    request.continue_()
+    page.wait_for_selector("#sign-in")
+    assert page.is_enabled("#show")

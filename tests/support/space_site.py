@@ -56,18 +56,18 @@ class Visit:
 
     def ready(self) -> None:
         """Wait for the planner."""
-        self.page.wait_for_selector("#options label", state="attached", timeout=90_000)
+        self.page.wait_for_selector("#options label", state="attached")
 
     def plan(self, repo: str, **given: str) -> None:
         for name, value in {"repo": repo, "gpu": "4090", **given}.items():
             fill = self.page.select_option if name == "scheme" else self.page.fill
             fill(f"#{name}", value)
         self.page.click("#show")
-        self.page.wait_for_selector("#result:not([hidden]), #problem > *", timeout=60_000)
+        self.page.wait_for_selector("#result:not([hidden]), #problem > *")
 
     def sign_in(self) -> None:
         self.page.click("#sign-in")
-        self.page.wait_for_selector("#sign-in:has-text('Sign out')", timeout=60_000)
+        self.page.wait_for_selector("#sign-in:has-text('Sign out')")
         self.ready()
 
 
@@ -103,6 +103,8 @@ def visit(browser, site) -> Callable[..., Visit]:
 
     def begin(**settings) -> Visit:
         context = browser.new_context(reduced_motion="reduce", **settings)
+        # A busy machine is slow, not wrong.
+        context.set_default_timeout(120_000)
         page = context.new_page()
         made = Visit(page, site)
         variables = '{"OAUTH_CLIENT_ID": "client", "OAUTH_SCOPES": "openid profile contribute-repos write-repos jobs"}'
