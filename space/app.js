@@ -263,7 +263,7 @@ byId("start").addEventListener("click", async () => {
   try {
     const asked = words();
     const target = byId("target").value.trim() || shown.target;
-    const job = await jobs().start(jobCommand(location.href, built.wheel, asked), shown.machine, shown.seconds, target);
+    const job = await jobs().start(jobCommand(location.href, built.wheel, asked, shown.runs_model), shown.machine, shown.seconds, target);
     follow(job);
     byId("job").focus();
   } catch (error) {

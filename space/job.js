@@ -106,9 +106,10 @@ function bytes(text) {
   return found ? Number(found[1]) * (found[2] === "TB" ? 1e12 : 1e9) : 0;
 }
 
-// The words of a job: openquant from the wheel of this page, without the packages that only calibrations need.
-export function jobCommand(page, wheel, words) {
-  return ["uvx", "--from", new URL(wheel, page).href, "--with", "numba", "--overrides", new URL("overrides.txt", page).href, "openquant", ...words];
+// The words of a job: openquant from the wheel of this page. Only what runs the model needs torch.
+export function jobCommand(page, wheel, words, runsModel) {
+  const packages = runsModel ? ["--torch-backend", "cpu"] : ["--overrides", new URL("overrides.txt", page).href];
+  return ["uvx", "--from", new URL(wheel, page).href, "--with", "numba", ...packages, "openquant", ...words];
 }
 
 // How long a job was expected to take, by its label.

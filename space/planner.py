@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openquant.errors import OpenQuantError, UsageError
+from openquant.distributed import Ranks
+from openquant.errors import OpenQuantError, PlanError, UsageError
 from openquant.files.checkpoint import (
     Checkpoint,
     RemoteFile,
@@ -26,6 +27,7 @@ from openquant.files.checkpoint import (
     refuse_without_weights,
 )
 from openquant.files.names import SINGLE_FILE
+from openquant.fit.budget import read_budget, refuse_options, weights_on_gpus
 from openquant.fit.table import table_of
 from openquant.formats.gpus import GPUS
 from openquant.formats.names import SCHEME_NAMES
@@ -33,12 +35,29 @@ from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of
 from openquant.plan import summary
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.serving import serving_to_json
+from openquant.plan.tensor_parallel import text_config
 from openquant.request import check_recipe
 from openquant.version import __version__
+from openquant.web.forecast import processor_seconds
 from openquant.web.view import fit_html, plan_html, problem_html, style
 
-# Options of `compress` that the page offers: those that read no file and need no calibration.
-OFFERED = ("quantize_lm_head", "quantize_embeddings", "group_size", "asymmetric", "no_search", "ignore", "tp")
+# Options of `compress` that the page offers: those that read no file.
+OFFERED = (
+    "gptq",
+    "awq",
+    "quantize_lm_head",
+    "quantize_embeddings",
+    "group_size",
+    "asymmetric",
+    "no_search",
+    "ignore",
+    "tp",
+)
+# Those of them that run texts through the model, for which a job needs torch.
+_CALIBRATED = ("gptq", "awq")
+# What the page offers in place of a scheme: `--fit` with the GPU that is named.
+MIXTURE = "mixture"
+_OF_MIXTURE = "<p>Which layer gets which scheme is measured when the job runs. This is the plan of {scheme} alone.</p>"
 # Those of them that the table of schemes has too.
 _OF_TABLE = ("quantize_lm_head", "quantize_embeddings", "ignore")
 
@@ -49,8 +68,12 @@ CONVERTED, DOWNLOADED, UPLOADED = 70e6, 50e6, 25e6
 STARTED = 60
 # Source shards that are on disk at a time while the next ones arrive (hub/fetch.py), and outputs (hub/publish.py).
 SHARDS_IN, SHARDS_OUT = 5, 3
-# Bytes of disk for the packages, which are 290 MB.
-PACKAGES = 1e9
+# Bytes of disk for the packages, which are 290 MB, or 1.6 GB with torch for CPUs; uv keeps archives beside them.
+PACKAGES, PACKAGES_WITH_TORCH = 1e9, 4e9
+# Seconds that installing torch takes longer.
+TORCH = 60
+# CPUs of the cheapest machine.
+CPUS = 2
 
 
 @dataclass
@@ -162,12 +185,14 @@ def planned(asked: Mapping[str, Any]) -> str:
     """Make the plan and the table of schemes of the opened repository.
 
     Args:
-        asked: "gpu" ("" for common sizes), "context" ("8k"), "scheme" ("" for the best of the table), "options" (values
-            of OFFERED by name), "target" (the repository to push to; "" for the model's name with the scheme's suffix).
+        asked: "gpu" ("" for common sizes), "context" ("8k"), "scheme" ("" for the best of the table, MIXTURE for
+            --fit), "options" (values of OFFERED by name), "target" (the repository to push to; "" for the model's name
+            with the scheme's suffix).
 
     Returns:
-        JSON: the table and the plan as HTML, and what a conversion needs: the words of the command, the target, and
-        forecasts of seconds and of bytes on disk. `plan` has figures as `compress --json` prints them.
+        JSON: the table and the plan as HTML, and what a conversion needs: the words of the command, the target,
+        whether it runs the model, and forecasts of seconds and of bytes on disk. `plan` has figures as `compress
+        --json` prints them. The plan of a mixture is that of the best scheme: which layers get which is not known yet.
 
     Raises:
         OpenQuantError: the model does not suit the request.
@@ -184,19 +209,24 @@ def planned(asked: Mapping[str, Any]) -> str:
             model=opened.repo, gpu=asked["gpu"] or None, context=asked["context"] or "8k", **compared
         )
         table = table_of(request, opened.checkpoint, identity, opened.commit)
-        scheme = asked["scheme"] or table.best or "int4"
+        mixture = asked["scheme"] == MIXTURE
+        if mixture:
+            _check_mixture(asked["gpu"], options)
+        scheme = table.best or "int4" if mixture else asked["scheme"] or table.best or "int4"
         recipe = Recipe.parse(scheme=scheme, **options)
         checked = check_recipe(recipe, CalibrationTexts())
         if checked.scheme is None:
             raise UsageError(f"--scheme {scheme} is for the command line", "choose another scheme")
         plan = make_plan(opened.checkpoint, checked.scheme, checked.options, identity)
+        if mixture:
+            _check_room(asked["gpu"], request.context, plan)
         return json.dumps(
             {
                 "table": fit_html(table),
-                "html": plan_html(plan, identity),
+                "html": (_OF_MIXTURE.format(scheme=scheme) if mixture else "") + plan_html(plan, identity),
                 "scheme": scheme,
                 "plan": _figures(plan, opened),
-                **_conversion(plan, opened, scheme, options, asked["target"]),
+                **_conversion(plan, opened, asked, scheme, options),
             }
         )
     finally:
@@ -223,9 +253,31 @@ def _figures(plan: Plan, opened: _Opened) -> dict[str, Any]:
     }
 
 
-def _conversion(plan: Plan, opened: _Opened, scheme: str, options: Mapping[str, Any], target: str) -> dict[str, Any]:
-    target = target or opened.repo.rpartition("/")[2] + summary.suffix(plan)
-    words = ["compress", "-m", opened.repo, "--revision", opened.commit, "--scheme", scheme]
+def _check_mixture(gpu: str, options: Mapping[str, Any]) -> None:
+    if not gpu:
+        raise UsageError("a mixture needs a GPU to fit", "name one such as 4090 or 2x24GB, or choose a scheme")
+    refuse_options(Recipe.parse(**options), Ranks())
+
+
+def _check_room(gpu: str, context: int, plan: Plan) -> None:
+    """Refuse what a job would refuse only when it runs."""
+    limit = weights_on_gpus(read_budget(gpu), plan, text_config(plan.decoded, plan.model), context, fp8_cache=False)
+    before = summary.source_bytes(plan)
+    if limit >= before:
+        raise PlanError(
+            f"{gpu} leaves {limit / 1e9:.3g} GB for weights, and the unquantized ones take {before / 1e9:.3g} GB",
+            "serve the model as it is, name a smaller GPU, or choose a scheme",
+        )
+
+
+def _conversion(
+    plan: Plan, opened: _Opened, asked: Mapping[str, Any], scheme: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    mixture = asked["scheme"] == MIXTURE
+    chosen = [f"--fit={asked['gpu']}", f"--context={asked['context'] or '8k'}"] if mixture else ["--scheme", scheme]
+    suffix = "-MIXED" if mixture else summary.suffix(plan)
+    target = asked["target"] or opened.repo.rpartition("/")[2] + suffix
+    words = ["compress", "-m", opened.repo, "--revision", opened.commit, *chosen]
     known = options_of(Recipe)
     for name, value in options.items():
         flag = flags_of(name, known[name])[0]
@@ -236,12 +288,20 @@ def _conversion(plan: Plan, opened: _Opened, scheme: str, options: Mapping[str, 
     before, after = summary.source_bytes(plan), summary.output_bytes(plan)
     largest = sorted(plan.source.shards.values(), reverse=True)[:SHARDS_IN]
     outputs = sorted((shard.nbytes for shard in plan.layout.shards), reverse=True)[:SHARDS_OUT]
+    seconds = STARTED + max(before / CONVERTED, before / DOWNLOADED, after / UPLOADED)
+    disk = sum(largest) + sum(outputs)
+    runs_model = mixture or any(name in options for name in _CALIBRATED)
+    if runs_model:
+        seconds += TORCH + processor_seconds(before, "" if mixture else scheme, calibrated=True) / CPUS
+        # Rounded layers wait on the disk until they are in the output.
+        disk += after if "gptq" in options else 0
     return {
         "words": words,
         "command": shlex.join(["openquant", *words]),
         "target": target,
-        "seconds": round(STARTED + max(before / CONVERTED, before / DOWNLOADED, after / UPLOADED)),
-        "disk": sum(largest) + sum(outputs) + round(PACKAGES),
+        "runs_model": runs_model,
+        "seconds": round(seconds),
+        "disk": round(disk + (PACKAGES_WITH_TORCH if runs_model else PACKAGES)),
     }
 
 

@@ -11,16 +11,24 @@ import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import PlanError, UsageError
 from ..files.small_files import short_repr
 from ..formats.gpus import GPU, find_gpu, is_apple, nearest_gpus
-from ..options import nats, size
+from ..options import Recipe, flags_of, nats, options_of, size
 from ..plan.plan import Plan
 from ..plan.serving import FEWEST_TOKENS, OVERHEAD, LoadedWeights, UnknownCache, find_cache, loaded_weights
 from ..registry.architecture import MTP_LAYER
 
+if TYPE_CHECKING:
+    from ..distributed import Ranks
+
+# Options of a recipe that --fit decides.
+CHOSEN = (
+    *("scheme", "scheme_for", "format", "scale_format", "activation_scheme", "group_size", "asymmetric", "no_search"),
+    *("smooth", "awq"),
+)
 FORMS = "give --fit 24GB, 2x24GB or 4090 (GPUs), size=12.5GB (all weights), 5.0bits (a weight), or kl=0.02"
 ON_APPLE = "serve it with mlx-lm or llama.cpp, which have formats of their own"
 
@@ -67,6 +75,24 @@ def read_budget(text: str) -> Budget:
     if not budget.value:
         raise UsageError("how much memory a CPU has for weights is not known", "give --fit size=12.5GB")
     return budget
+
+
+def refuse_options(recipe: Recipe, ranks: Ranks) -> None:
+    """Refuse options that --fit decides.
+
+    Args:
+        recipe: options of the output.
+        ranks: the processes of the run.
+
+    Raises:
+        UsageError: one of CHOSEN is given, or there are several ranks.
+    """
+    if ranks.size > 1:
+        raise UsageError("several ranks cannot share --fit", "run it in one process, and the others with its --recipe")
+    given = [name for name in CHOSEN if getattr(recipe, name) != getattr(Recipe(), name)]
+    flag = next((flags_of(name, options_of(Recipe)[name])[0] for name in given), None)
+    if flag is not None:
+        raise UsageError(f"--fit chooses the schemes, and {flag} is given", "leave one of them out")
 
 
 def read_gpus(text: str) -> Budget:

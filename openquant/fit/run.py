@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..calibration.prepare import texts_steps
 from ..distributed import Ranks
-from ..errors import PlanError, UsageError
+from ..errors import PlanError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..job import open_source, output_directory, prepare
-from ..options import CalibrationTexts, FitOptions, Recipe, Run, flags_of, options_of
+from ..options import CalibrationTexts, FitOptions, Recipe, Run
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
 from ..vllm_probe.choose import ArchitectureChoice
-from .budget import Budget, read_budget, weights_on_gpus
+from .budget import Budget, read_budget, refuse_options, weights_on_gpus
 from .frontier import Asked, Points, mixtures_of_sizes, sorted_points
 from .menu import BestMixtures, Menu, make_menu
 from .result import Point, SearchResult
@@ -35,11 +35,6 @@ from .units import UNQUANTIZED, Mixture, bits_per_weight
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
 
-# Options of a recipe that --fit decides.
-CHOSEN = (
-    *("scheme", "scheme_for", "format", "scale_format", "activation_scheme", "group_size", "asymmetric", "no_search"),
-    *("smooth", "awq"),
-)
 # How often a mixture is chosen anew for a KL divergence.
 ROUNDS = 3
 # A mixture that loses between this share of the allowed KL divergence and all of it is taken.
@@ -232,24 +227,6 @@ class _Choice:
         self.reporter.calibrating(
             f"--fit: {name}: KL {mean_kl(records):.4f}{within} nats, {nbytes / 1e9:.3g} GB, {bits:.2f} bits a weight"
         )
-
-
-def refuse_options(recipe: Recipe, ranks: Ranks) -> None:
-    """Refuse options that --fit decides.
-
-    Args:
-        recipe: options of the output.
-        ranks: the processes of the run.
-
-    Raises:
-        UsageError: one of CHOSEN is given, or there are several ranks.
-    """
-    if ranks.size > 1:
-        raise UsageError("several ranks cannot share --fit", "run it in one process, and the others with its --recipe")
-    given = [name for name in CHOSEN if getattr(recipe, name) != getattr(Recipe(), name)]
-    flag = next((flags_of(name, options_of(Recipe)[name])[0] for name in given), None)
-    if flag is not None:
-        raise UsageError(f"--fit chooses the schemes, and {flag} is given", "leave one of them out")
 
 
 def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) -> int | None:

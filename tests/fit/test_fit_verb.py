@@ -19,9 +19,9 @@ from openquant.distributed import Ranks
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
-from openquant.fit.budget import Budget, read_budget
+from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options
 from openquant.fit.kept_scores import read_scores, scores_json
-from openquant.fit.run import CHOSEN, joined_patterns, refuse_options
+from openquant.fit.run import joined_patterns
 from openquant.fit.scores import _Quantizer, _Run
 from openquant.fit.units import UNQUANTIZED, Scores, Unit, units_of
 from openquant.formats import kernels

@@ -112,6 +112,27 @@ def test_the_command_writes_what_was_planned(example):
     assert (given.ignore, given.tp) == (["**.o_proj", "**.q_proj"], 2)
 
 
+def test_what_runs_the_model_needs_torch_time_and_disk(example):
+    kinds = [
+        {"scheme": "int4"},
+        {"scheme": "int4", "options": {"gptq": True}},
+        # 5 MB for weights beside 2 GB for the engine and a cache of 1,024 tokens.
+        {"scheme": "mixture", "gpu": "2.1816GB", "context": "1k", "options": {"gptq": True}},
+    ]
+    plain, gptq, mixture = planned(*((example, kind) for kind in kinds))
+    assert [answer["runs_model"] for answer in (plain, gptq, mixture)] == [False, True, True]
+    # 180 s a gigabyte on two CPUs, and a minute to install torch.
+    assert gptq["seconds"] - plain["seconds"] == 62
+    assert gptq["disk"] - plain["disk"] == 3e9 + gptq["plan"]["output_bytes"]
+    head = ["compress", "-m", "org/name", "--revision", "1" * 40]
+    assert gptq["words"][:8] == [*head, "--scheme", "int4", "--gptq"]
+    assert mixture["words"] == [
+        *(*head, "--fit=2.1816GB", "--context=1k", "--gptq", "--stream", "--push-only", "--push-to-hub=name-MIXED")
+    ]
+    assert openquant.cli.arguments.verb_parser(mixture["words"]).parse_args(mixture["words"]).fit == "2.1816GB"
+    assert mixture["html"].startswith("<p>Which layer gets which scheme is measured when the job runs.")
+
+
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -123,6 +144,12 @@ HOSTILE = "<img src=x onerror=alert(1)>"
         ({"scheme": "tensor", "options": {"group_size": "32"}}, "group"),
         ({"options": {"tp": "many"}}, "is not a number"),
         ({"options": {"ignore": HOSTILE}}, "&lt;img matches no module"),
+        ({"scheme": "mixture", "gpu": ""}, "a mixture needs a GPU to fit"),
+        (
+            {"scheme": "mixture", "options": {"group_size": "32"}},
+            "--fit chooses the schemes, and --group-size is given",
+        ),
+        ({"scheme": "tensor", "options": {"awq": True}}, "--awq brings --scheme tensor nothing"),
         ({"scheme": HOSTILE}, "&lt;img src=x onerror=alert(1)&gt;"),
     ],
 )

@@ -256,6 +256,46 @@ def test_cancel_come_back_and_continue(visit, site):
     )
 
 
+def test_a_job_that_runs_the_model(visit, site):
+    """GPTQ, and a mixture: the job installs torch, and the forecast has the time of the passes."""
+    site.jobs.paused.clear()
+    visitor = visit(viewport={"width": 1280, "height": 900})
+    visitor.open()
+    page = visitor.page
+    visitor.sign_in()
+    page.evaluate("document.querySelector('details').open = true")
+    page.check("#option-gptq")
+    visitor.plan("org/tiny", scheme="int4")
+    page.wait_for_selector("#forecast:not(:empty)", state="attached")
+    assert "About 2 minutes and" in page.inner_text("#forecast")
+    # 5 MB for weights beside 2 GB for the engine and a cache of 1,024 tokens.
+    visitor.plan("org/tiny", scheme="mixture", gpu="2.1816GB", context="1k")
+    assert "Which layer gets which scheme is measured when the job runs." in page.inner_text("#plan")
+    picture(page, "mixture-light-1280")
+    page.wait_for_selector("#forecast:not(:empty)", state="attached")
+    page.click("#start")
+    page.wait_for_selector("#job:not([hidden])")
+    built = json.loads((site.directory / "build.json").read_text())
+    words = [
+        "-m",
+        "org/tiny",
+        "--revision",
+        COMMIT,
+        "--fit=2.1816GB",
+        "--context=1k",
+        "--gptq",
+        "--stream",
+        "--push-only",
+    ]
+    assert site.jobs.jobs[0].payload["command"] == [
+        *("uvx", "--from", site.address + built["wheel"], "--with", "numba", "--torch-backend", "cpu"),
+        *("openquant", "compress", *words, "--push-to-hub=tiny-MIXED"),
+    ]
+    page.click("#cancel")
+    page.wait_for_selector("#again:not([hidden])")
+    site.jobs.paused.set()
+
+
 @pytest.mark.parametrize("way", ["declined", "forged"])
 def test_a_sign_in_that_was_not_asked_for(visit, site, way):
     visitor = visit()
