@@ -18,7 +18,7 @@ from .errors import OutputError, SourceError
 from .files.checkpoint import open_checkpoint, readable
 from .files.claim import Claim
 from .files.evaluation import find_evaluation
-from .files.names import CARD_FILE, INDEX_FILE
+from .files.names import CARD_FILE, EVAL_PICTURE, INDEX_FILE
 from .files.output import REPLACE
 from .files.small_files import read_small
 from .formats.finite import NonFinite
@@ -335,7 +335,8 @@ def take_evaluation(publisher: Publisher) -> list[str]:
     evaluated = find_evaluation(open_checkpoint(publisher.directory))
     if evaluated is None:
         return []
-    publisher.complete = partial(evaluated_card, evaluation=evaluated.evaluation)
+    picture = EVAL_PICTURE if EVAL_PICTURE in evaluated.files else None
+    publisher.complete = partial(evaluated_card, evaluation=evaluated.evaluation, picture=picture)
     return evaluated.files
 
 

@@ -135,12 +135,12 @@ def heed_ctrl_c() -> None:
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Every file below a directory with its bytes; where its card's commands name the directory, they say DIR here."""
+    """Every file below a directory with its bytes; where its card's title and commands name the directory, it is DIR."""
     found = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*")) if path.is_file()}
     files = {name: path.read_bytes() for name, path in found.items()}
     if "README.md" in files:
-        command = rb"(?m)^(vllm serve|python -m sglang\.launch_server --model-path) "
-        files["README.md"] = re.sub(command + re.escape(root.name.encode()) + b"$", rb"\1 DIR", files["README.md"])
+        before = rb"(?m)^(#|vllm serve|python -m sglang\.launch_server --model-path) "
+        files["README.md"] = re.sub(before + re.escape(root.name.encode()) + b"$", rb"\1 DIR", files["README.md"])
     return files
 
 

@@ -56,7 +56,8 @@ def test_a_recipe_gives_the_same_bytes(run: Run, tmp_path: Path, options: dict[s
         assert done.returncode == 0, done.stderr
         assert tree(tmp_path / "here" / "again") == tree(tmp_path / "first")
     assert verify(tmp_path / "first").problems == ()
-    assert "\n| recipe | &#45;-scheme " in (tmp_path / "first" / "README.md").read_text()
+    command = f"openquant compress -m {EXAMPLE.name} {recipe_command(found['options'])}"
+    assert f"\n```\n{command}\n```\n" in (tmp_path / "first" / "README.md").read_text()
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""Reads model cards (README.md): their YAML metadata, and the section that openquant adds."""
+"""Reads model cards (README.md): their YAML metadata, and the part that openquant writes.
+
+That part stands first, and the source's own text after it, under SOURCE_HEADING. So nothing in the source's text can
+pass for ours or swallow it. Cards of earlier versions have the source's text first.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,24 @@ from .small_files import MAX_SMALL, read_small
 # Metadata that describes the source and would be wrong for the output, or that openquant sets itself.
 REPLACED = ("base_model", "base_model_relation", "library_name", "pipeline_tag", "tags", "model-index", "new_version")
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)(?:^|\n)---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
-# The section that openquant adds to a card.
-SECTION = re.compile(
-    r"^# [^\n]*: ([A-Z0-9]+(?: and [A-Z0-9]+)*) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z",
+# Headings of the part that openquant writes: over what was done, over the evaluation, and over the source's own card.
+MADE_HEADING = "## How it was made"
+EVALUATION_HEADING = "## Measured against the source"
+SOURCE_HEADING = "## Model card of the source"
+# First cell of the table below MADE_HEADING: for an output of compress with quantized weights, and for any other.
+QUANTIZED_FROM, WEIGHTS_OF = "source", "weights of"
+_MADE = re.compile(rf"^{MADE_HEADING}\n\n\| \| \|\n\|---\|---\|\n\| ({QUANTIZED_FROM}|{WEIGHTS_OF}) \|", re.MULTILINE)
+_SOURCE = re.compile(rf"^{SOURCE_HEADING}$", re.MULTILINE)
+# An evaluation ends with the command that repeats it.
+_EVALUATION = re.compile(
+    rf"^{EVALUATION_HEADING}\n(?:(?!#)[^\n]*\n)*?```\nopenquant eval [^\n]*\n```\n(?:\n|\Z)", re.MULTILINE
+)
+# What earlier versions wrote at the end of a card.
+_OLD_PART = re.compile(
+    r"^# [^\n]*: ([A-Z0-9]+(?: and [A-Z0-9]+)*|unchanged) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z",
     re.DOTALL | re.MULTILINE,
 )
-# The commands in that section, and the command that starts each engine.
+# The first commands in that part, and the command that starts each engine.
 _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
 # Flags that may follow a command (formats/kv_cache.py).
 _FLAGS = r"(?: --kv-cache-dtype fp8)?"
@@ -73,10 +89,11 @@ def source_of(card: str) -> str | None:
         A line such as "| source | [org/name](https://..) |"; None if openquant did not write the card, or did not
         quantize the model.
     """
-    section = SECTION.search(card)
-    if section is None or section.group(1) == "BF16":
+    part = _own_part(card)
+    old = _OLD_PART.search(part)
+    if old is not None and old.group(1) in ("BF16", "unchanged"):
         return None
-    return next(line for line in section.group().splitlines() if line.startswith("| source |"))
+    return next((line for line in part.splitlines() if line.startswith(f"| {QUANTIZED_FROM} |")), None)
 
 
 def is_smoothed(card: str) -> bool:
@@ -116,9 +133,63 @@ def keeps_codes(card: str) -> bool:
 
 
 def _has_row(card: str, start: str) -> bool:
-    """Return whether the section that openquant adds to a card has a table row that starts with a text."""
-    section = SECTION.search(card)
-    return section is not None and any(line.startswith(start) for line in section.group().splitlines())
+    """Return whether the part of a card that openquant wrote has a table row that starts with a text."""
+    return any(line.startswith(start) for line in _own_part(card).splitlines())
+
+
+def _own_part(card: str) -> str:
+    """Return the part of a card that openquant wrote; "" if there is none."""
+    span = _own_span(card)
+    return card[slice(*span)] if span else ""
+
+
+def _own_span(card: str) -> tuple[int, int] | None:
+    """Return where the part of a card that openquant wrote begins and ends; None if there is none.
+
+    It ends at the first line that is SOURCE_HEADING. The metadata are skipped, because their comments are the source's.
+    """
+    front_matter = _FRONT_MATTER.match(card)
+    start = front_matter.end() if front_matter else 0
+    heading = _SOURCE.search(card, start)
+    end = heading.start() if heading else len(card)
+    if _MADE.search(card, start, end):
+        return start, end
+    old = _OLD_PART.search(card, start)
+    return old.span() if old else None
+
+
+def source_text(card: str) -> str:
+    """Return the text of a card without metadata and without what openquant wrote: the source's, if it is an output's.
+
+    Args:
+        card: the text of README.md.
+    """
+    span = _own_span(card)
+    text = split_card(card)[2]
+    if span is not None and _MADE.search(card, *span):
+        text = card[span[1] :].removeprefix(SOURCE_HEADING)
+    return _OLD_PART.sub("", text)
+
+
+def with_evaluation(card: str, evaluation: str) -> str:
+    """Put an evaluation into a card, in place of an earlier one.
+
+    Args:
+        card: the text of README.md.
+        evaluation: lines that begin with EVALUATION_HEADING and end with the command of the evaluation and a newline.
+
+    Returns:
+        The text of the new README.md. The evaluation stands before MADE_HEADING; in cards that openquant did not write,
+        or that an earlier version wrote, at the end.
+    """
+    start, end = _own_span(card) or (0, len(card))
+    part = _EVALUATION.sub("", card[start:end])
+    made = _MADE.search(part)
+    if made:
+        part = f"{part[: made.start()]}{evaluation}\n{part[made.start() :]}"
+    else:
+        part = f"{part.rstrip()}\n\n{evaluation}".lstrip("\n")
+    return card[:start] + part + card[end:]
 
 
 # Scalars that YAML reads as null.
@@ -252,13 +323,20 @@ def published_card(card: str, repo: str, revision: str | None) -> str:
     Returns:
         The text of README.md for the repository.
     """
-    section = SECTION.search(card)
-    block = section and _BLOCK.search(card, section.start())
+    start, end = _own_span(card) or (0, 0)
+    block = _BLOCK.search(card, start, end)
     if not block:
         return card
-    pattern = f"(?m)^({'|'.join(map(re.escape, COMMANDS.values()))}) .*?({_FLAGS})$"
-    commands = re.sub(pattern, lambda match: f"{match[1]} {serve_argument(repo, revision)}{match[2]}", block[0])
-    return card[: block.start()] + commands + card[block.end() :]
+    pattern = re.compile(f"(?m)^({'|'.join(map(re.escape, COMMANDS.values()))}) (.*?)({_FLAGS})$")
+    first = pattern.search(block[0])
+    commands = pattern.sub(lambda match: f"{match[1]} {serve_argument(repo, revision)}{match[3]}", block[0])
+    before = card[start : block.start()]
+    if first is not None:
+        # The title is the directory's name, unless somebody changed it.
+        name = first[2].partition(" --revision ")[0].strip("'").rpartition("/")[2]
+        title = rf"\A(\s*# ){re.escape(name)}$"
+        before = re.sub(title, lambda match: f"{match[1]}{repo.rpartition('/')[2]}", before, flags=re.MULTILINE)
+    return card[:start] + before + commands + card[block.end() :]
 
 
 def serve_argument(output: str, revision: str | None) -> str:

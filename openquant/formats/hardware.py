@@ -201,6 +201,35 @@ def find_kernel(engine: str, scheme: str, hardware: str | None, experts: bool = 
     )
 
 
+def arithmetic_on(engine: str, layers: Iterable[tuple[str, bool]]) -> dict[str, list[str]]:
+    """Say in which numbers an engine multiplies layers, and on which hardware.
+
+    Args:
+        engine: one of ENGINES.
+        layers: the scheme of layers by name, and whether they are routed experts.
+
+    Returns:
+        Hardware on which the engine has kernels for all of them, by what they are multiplied in: {"FP8": ["Ada",
+        "Hopper", "Blackwell", "MI300"], "16 bits": ["Turing", "Ampere"], "emulated": ["CPU"]}. What is multiplied in
+        the scheme's own numbers comes first. Keys may have more, such as "16 bits with AMX".
+    """
+    wanted = list(layers)
+    places: dict[str, list[str]] = {}
+    in_hardware: set[str] = set()
+    for hardware in HARDWARE:
+        kernels = [find_kernel(engine, scheme, hardware, experts) for scheme, experts in wanted]
+        present = [kernel for kernel in kernels if kernel is not None]
+        if not present or len(present) < len(kernels):
+            continue
+        numbers = " and ".join(dict.fromkeys(kernel.arithmetic for kernel in present))
+        needs = " and ".join(dict.fromkeys(kernel.needs for kernel in present if kernel.needs))
+        key = f"{numbers} with {needs}" if needs else numbers
+        places.setdefault(key, []).append(hardware)
+        if any(kernel.in_hardware for kernel in present):
+            in_hardware.add(key)
+    return {key: places[key] for key in sorted(places, key=lambda key: key not in in_hardware)}
+
+
 def schemes_on(engines: Iterable[str], hardware: str, experts: bool = False) -> tuple[str, ...]:
     """Return the schemes that engines have kernels for.
 

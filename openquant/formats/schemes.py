@@ -84,7 +84,12 @@ class Scheme:
         """What the model card says of activations: ", dynamic activations"; "" if the scheme's title says it."""
         if self.format.static:
             return ""
-        return ", dynamic activations" if self.group.get("input_activations", True) else ", activations as they are"
+        return ", dynamic activations" if self.rounds_activations else ", activations as they are"
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether engines round activations too, as the config says."""
+        return bool(self.group.get("input_activations", True))
 
     @property
     def scale_format(self) -> str:

@@ -1,4 +1,4 @@
-"""The model card (README.md) of an output: the source's card, corrected, with a section about the quantization.
+"""The model card (README.md) of an output: what it is, how to serve it and how it was made; then the source's card.
 
 It says what changes the output's bytes, and nothing about the machine that made them.
 """
@@ -13,14 +13,21 @@ import yaml
 
 from ..files.cards import (
     COMMANDS,
+    EVALUATION_HEADING,
     KEPT_CODES,
+    MADE_HEADING,
     QUANTIZED,
+    QUANTIZED_FROM,
     ROUNDED_BY_GPTQ,
-    SECTION,
+    SOURCE_HEADING,
+    WEIGHTS_OF,
     serve_argument,
     shell_word,
+    source_text,
     split_card,
+    with_evaluation,
 )
+from ..formats.hardware import GENERATIONS, arithmetic_on
 from ..formats.kv_cache import FLAG
 from ..patterns import collapse
 from ..plan import summary
@@ -30,14 +37,15 @@ from ..plan.gptq import tokens_of
 from ..plan.plan import Plan
 from ..recipes import recipe_command
 from ..registry.rules import is_embedding
-from ..version import SGLANG, __version__
+from ..version import CITED, SGLANG, __version__
 from .cells import gigabytes, shortened
 from .escape import join_lines, markdown
+from .source_card import source_section
 from .tasks import task_summary
 from .words import verdict_meaning
 
-# Repository names that are safe in a Markdown link.
-_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+# Names that are safe in a Markdown link.
+_SAFE = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 # Rows of the card are bytes of an output, which stay as they are.
 WEIGHED = "searched for by what goes into each column of {} layers"
 
@@ -56,8 +64,7 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     Returns:
         The text of README.md, with YAML metadata.
     """
-    kept, metadata, text = split_card(base or "")
-    text = SECTION.sub("", text)
+    kept, metadata, _ = split_card(base or "")
     tags = metadata.get("tags", [])
     entries: dict[str, Any] = {}
     if repo is not None:
@@ -87,30 +94,38 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     entries["tags"] = list(dict.fromkeys([*source_tags, *added]))
     printable = all(value.isprintable() for value in (repo or "", entries["pipeline_tag"], *entries["tags"]))
     front = kept + yaml.safe_dump(entries, sort_keys=False, allow_unicode=printable)
-    section = _section(plan, name, repo, revision, directory)
-    body = f"{text.strip()}\n\n{section}" if text.strip() else section
-    return f"---\n{front}---\n\n{body}"
+    where = repo if repo and _SAFE.fullmatch(repo) else None
+    lines = _own_part(plan, name, where, revision, directory)
+    text = source_section(source_text(base or ""), 3, where, revision, plan.files)
+    # join_lines escapes newlines in values.
+    return f"---\n{front}---\n\n{join_lines(lines)}" + (f"\n{SOURCE_HEADING}\n\n{text}\n" if text else "")
 
 
-def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
-    """Append the figures of an evaluation to a model card.
+def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture: str | None = None) -> str:
+    """Put the figures of an evaluation into a model card, in place of earlier ones.
 
     Args:
         card: the text of README.md.
         repo: the Hub repository that the output is published in, for the command that repeats the evaluation.
         evaluation: the checked content of an eval.json.
+        picture: name of the file with its picture, which is published too; None if there is none.
 
     Returns:
         The text of the new README.md.
     """
     kl, floor, perplexity = evaluation["kl"], evaluation["floor"], evaluation["perplexity"]
     text, source = evaluation["text"], evaluation["source"]["name"]
-    reasons = "; ".join([verdict_meaning(evaluation), *evaluation["reasons"]])
+    suspects = ", ".join(map(markdown, evaluation["suspects"][:_SUSPECTS]))
     rows = [
-        ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(reasons)}"),
-        ("KL to the source, mean", f"{kl['mean']:.3g} nats{_interval(kl['interval'])}"),
-        ("floor, bfloat16's own noise", f"{floor['kl']:.3g} nats"),
-        ("same most probable token", f"{percent(evaluation['top1'])} (floor {percent(floor['top1'])})"),
+        ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(verdict_meaning(evaluation))}"),
+        (
+            "mean KL to the source",
+            f"{kl['mean']:.3g} nats{_interval(kl['interval'])} (bfloat16's own noise {floor['kl']:.3g})",
+        ),
+        (
+            "same most probable token",
+            f"{percent(evaluation['top1'])} (with bfloat16's own noise {percent(floor['top1'])})",
+        ),
         (
             "perplexity",
             f"{perplexity['source']:.4g} -> {perplexity['output']:.4g}, "
@@ -122,24 +137,20 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any]) -> str:
             f"{text['positions']:,} tokens of {text['documents']:,} texts, SHA-256 {markdown(text['sha256'][:12])}",
         ),
     ]
-    lines = ["", "## Measured against the source", "", "| | |", "|---|---|"]
+    shown = [f"![KL divergence of each position from the source]({picture})", ""] if picture else []
+    rows += [("suspect layers", suspects)] if suspects else []
+    lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows]
+    lines += ["", "Intervals are of 95 %, over texts.", ""]
     if evaluation["texts"]:
-        lines += ["", *_answer_table(evaluation["texts"][0])]
-    lines += [
-        "",
-        "Intervals are of 95 %, over texts. Again:",
-        "",
-        "```",
-        _eval_command(repo, source, evaluation),
-        "```",
-        "",
-    ]
-    return card.rstrip("\n") + "\n" + join_lines(lines)
+        lines += ["<details><summary>An answer of each</summary>", "", *_answer_table(evaluation["texts"][0])]
+        lines += ["", "</details>", ""]
+    lines += ["Measured with:", "", "```", _eval_command(repo, source, evaluation), "```", ""]
+    return with_evaluation(card, join_lines(lines))
 
 
-# Characters of each text in a card.
-_TEXT_LENGTH = 400
+# Characters of each text in a card, and suspect layers that it names.
+_TEXT_LENGTH, _SUSPECTS = 400, 5
 
 
 def _answer_table(text: Mapping[str, Any]) -> list[str]:
@@ -231,6 +242,12 @@ def engines_that_read(plan: Plan) -> str:
     unread = sglang_refusal(plan.entry, plan.decisions)
     if unread is not None:
         engines += f" ({SGLANG} does not load it: {unread.why})"
+    loaded, text = _transformers(plan)
+    return f"{engines}; {text}." if loaded else f"{engines}. {text}."
+
+
+def _transformers(plan: Plan) -> tuple[bool, str]:
+    """Return whether transformers loads an output, and say it: "transformers loads it too"."""
     expert_schemes = [scheme for weight, scheme in plan.decisions.kinds if plan.entry.experts(weight.module)]
     problems = [scheme.transformers for scheme in plan.decisions.schemes]
     problems += [scheme.transformers_experts for scheme in expert_schemes]
@@ -241,9 +258,9 @@ def engines_that_read(plan: Plan) -> str:
     if problem is None and plan.scheme and (split or not plan.model.transformers_reads_blocks):
         problem = "does not find all of its weights under these names"
     if problem is not None:
-        return f"{engines}. Do not load it with transformers, which {problem}."
+        return False, f"Do not load it with transformers, which {problem}"
     package = required_package(plan)
-    return f"{engines}; transformers loads it too{f', with {package} installed' if package else ''}."
+    return True, f"transformers loads it too{f', with {package} installed' if package else ''}"
 
 
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
@@ -284,44 +301,118 @@ def _frontier(found: Mapping[str, Any]) -> list[str]:
     return [*lines, "", f'Weights rounded to nearest. "About": estimated from scores of single layers.{on}', ""]
 
 
-def _section(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> str:
-    commands = serve_commands(plan, directory)
-    settings, transforms, recipe = plan.quantization_config, plan.options.transforms, plan.provenance.recipe
+def _computed_on(plan: Plan) -> dict[str, dict[str, list[str]]]:
+    """Return `arithmetic_on` of each engine that loads an output; empty if nothing is quantized."""
+    kinds = [(weight.module, scheme.name) for weight, scheme in plan.decisions.kinds if not is_embedding(weight.module)]
+    layers = dict.fromkeys((name, bool(plan.entry.experts(module))) for module, name in kinds)
+    return {engine: arithmetic_on(engine, layers) for engine in summary.engines(plan)} if layers else {}
+
+
+def _item(line: str) -> str:
+    """Return an item of a list; patterns in it, such as "**.o_proj", are no emphasis."""
+    return f"- {re.sub(r'[*<`[]', lambda match: chr(92) + match[0], line)}"
+
+
+def _title(name: str) -> str:
+    """Return a name as one line of Markdown without HTML."""
+    return name if _SAFE.fullmatch(name) else markdown(" ".join(name.split()))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _range(names: Sequence[str]) -> str:
+    """Name generations of NVIDIA, in their order: "Ada, Hopper and Blackwell", "Turing to Blackwell"."""
+    order = list(GENERATIONS)
+    first, last = order.index(names[0]), order.index(names[-1])
+    return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _listed(names)
+
+
+def _hardware(places: Mapping[str, list[str]]) -> str:
+    """Say where an engine computes: "in FP8 on NVIDIA Ada, Hopper and Blackwell and AMD MI300, emulated on CPUs"."""
+    parts = []
+    for numbers, names in places.items():
+        nvidia = [name for name in names if name in GENERATIONS]
+        others = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
+        on = _listed([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
+        parts.append(f"{'' if numbers.startswith('emulated') else 'in '}{numbers} on {on}")
+    return "; ".join(parts)
+
+
+def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, list[str]]]) -> str:
+    """Say in a sentence what an output is."""
+    if not plan.quantization_config:
+        what = ", its weights decoded to bfloat16"
+    elif plan.scheme is None:
+        what = " with its weights as they are and scales for an FP8 KV cache"
+    else:
+        rounded = {scheme.rounds_activations for scheme in plan.decisions.schemes}
+        others = " and activations" if rounded == {True} else "" if True in rounded else "; activations stay in 16 bits"
+        what = f" with {summary.numbers(plan)} weights{others}"
+    nvidia = [name for name in GENERATIONS if any(name in names for names in computed.get("vLLM", {}).values())]
+    gpus = f" For {_listed(summary.engines(plan))} on NVIDIA {_range(nvidia)}." if nvidia else ""
+    before, after = gigabytes(summary.source_bytes(plan)), gigabytes(summary.output_bytes(plan))
+    return f"{origin}{what}.{gpus} {before if before == after else f'{before} became {after}'}."
+
+
+def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> list[str]:
+    """Return the lines of a card before the source's text."""
+    settings, transforms, computed = plan.quantization_config, plan.options.transforms, _computed_on(plan)
+    origin = commit = _title(name)
+    if repo:
+        origin = commit = f"[{repo}](https://huggingface.co/{repo})"
+        if revision and _SAFE.fullmatch(revision):
+            commit = f"[{repo}](https://huggingface.co/{repo}/tree/{revision}) at `{revision[:12]}`"
+    # If the source is quantized, quantizing the unquantized model does not give the same bytes.
+    commit += QUANTIZED if settings and summary.has_quantized_source(plan) else ""
     activations = plan.scheme.activations if plan.scheme else ""
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
-    unquantized = ["Not quantized: norms and biases, and", "", *[f"- {line}" for line in unquantized_lines(plan)], ""]
-    unquantized = unquantized if plan.scheme else []
-    # No character of the name may break the heading or the table.
-    name = re.sub(r"[<\[]", lambda match: f"&#{ord(match[0])};", " ".join(name.split()).replace("|", "\\|"))
-    origin = f"[{repo}](https://huggingface.co/{repo})" if repo and _REPOSITORY.fullmatch(repo) else name
-    # If the source is quantized, quantizing the unquantized model does not give the same bytes.
-    origin += QUANTIZED if settings and summary.has_quantized_source(plan) else ""
     cache = f"FP8, one scale for keys and one for values in each of {summary.cache_layers(plan)} layers"
-    lines = [
-        f"# {name}: {summary.numbers(plan)} weights",
+    engines = [f"- {engine} {CITED[engine]}: {_hardware(places)}" for engine, places in computed.items() if places]
+    if engines:
+        unread = sglang_refusal(plan.entry, plan.decisions)
+        engines += [f"- {SGLANG} does not load it: {unread.why}"] if unread is not None else []
+        engines = ["Where it runs, by the source code of these versions:", "", *engines, f"- {_transformers(plan)[1]}"]
+    unquantized = ["Not quantized:", "", "- norms and biases", *map(_item, unquantized_lines(plan)), ""]
+    command = _made_with(plan, repo or name, revision if repo else None)
+    return [
+        f"# {_title(directory)}",
+        "",
+        _what_it_is(plan, origin, computed),
+        "",
+        "## Use",
+        "",
+        "```",
+        *serve_commands(plan, directory),
+        "```",
+        "",
+        *(engines or [engines_that_read(plan)]),
+        "",
+        MADE_HEADING,
         "",
         "| | |",
         "|---|---|",
-        f"| source | {origin} |",
-        *([f"| revision | `{revision}` |"] if revision else []),
+        f"| {QUANTIZED_FROM if plan.scheme else WEIGHTS_OF} | {commit} |",
         f"| format | {summary.description(plan)}{serialized} |",
         *([f"| rounded by | {ROUNDED_BY_GPTQ}, {tokens_of(plan.options.gptq)} |"] if plan.options.gptq else []),
         *([f"| codes | {KEPT_CODES} |"] if plan.decisions.keeps else []),
         *([f"| KV cache | {cache} |"] if has_fp8_cache(plan) else []),
         *([f"| folded | {transforms.title} |"] if transforms and transforms.title else []),
         *([f"| scales | {WEIGHED.format(transforms.weighed)} |"] if transforms and transforms.weighed else []),
-        f"| size | {gigabytes(summary.source_bytes(plan))} -> {gigabytes(summary.output_bytes(plan))} |",
-        f"| made with | openquant {__version__} |",
-        *([f"| recipe | {markdown(recipe_command(recipe['options']))} |"] if recipe else []),
         "",
-        *unquantized,
-        engines_that_read(plan),
+        *(unquantized if plan.scheme else []),
+        f"Made with openquant {__version__}{':' if command else '.'}",
         "",
-        "```",
-        *commands,
-        "```",
-        "",
+        *(["```", command, "```", ""] if command else []),
         *(_frontier(plan.provenance.frontier) if plan.provenance.frontier else []),
     ]
-    # join_lines escapes newlines in values.
-    return join_lines(lines)
+
+
+def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
+    """Return the command that made an output, without paths of the machine; None if the plan has no recipe."""
+    at = f" --revision {shell_word(revision)}" if revision else ""
+    if not plan.quantization_config:
+        return f"openquant dequantize {shell_word(model)}{at}"
+    recipe = plan.provenance.recipe
+    return f"openquant compress -m {shell_word(model)}{at} {recipe_command(recipe['options'])}" if recipe else None

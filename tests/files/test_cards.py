@@ -7,37 +7,165 @@ from pathlib import Path
 import pytest
 
 from openquant import compress
-from openquant.files.cards import base_models, published_card
+from openquant.files.cards import (
+    base_models,
+    has_weighted_search,
+    is_rounded_by_gptq,
+    is_smoothed,
+    keeps_codes,
+    published_card,
+    source_of,
+    source_text,
+    with_evaluation,
+)
 from support import small_checkpoints
 
 MINE = "Notes.\n\n```\nvllm serve mine\n```\n"
+# A card of an earlier version, with the source's text first.
+OLD = """---
+license: mit
+---
+
+# A model
+
+It was trained.
+
+# m: FP8 and INT8 weights
+
+| | |
+|---|---|
+| source | [org/m](https://huggingface.co/org/m) |
+| rounded by | GPTQ, 8 x 256 tokens |
+| folded | AWQ |
+| scales | searched for |
+| codes | those of the source, with its scales |
+
+```
+vllm serve m-FP8
+```
+
+## Measured against the source
+
+| | |
+|---|---|
+| verdict | close |
+
+```
+openquant eval user/m --source org/m
+```
+"""
 
 
-def test_a_published_card_s_own_commands_name_the_repository(tmp_path: Path) -> None:
+def made(tmp_path: Path, text: str = MINE, **options: object) -> str:
     source = small_checkpoints.write(tmp_path / "source")
-    (source / "README.md").write_text(MINE)
-    compress(source, tmp_path / "out", "block")
-    text = MINE + (tmp_path / "out" / "README.md").read_text() + MINE
+    (source / "README.md").write_text(text)
+    compress(source, tmp_path / "out", **{"scheme": "block", **options})  # type: ignore[arg-type]
+    return (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_published_card_s_own_commands_and_title_name_the_repository(tmp_path: Path) -> None:
+    text = made(tmp_path)
+    assert text.endswith(f"\n## Model card of the source\n\n{MINE}")
     served = "\nvllm serve out\npython -m sglang.launch_server --model-path out\n"
-    assert text.count(served) == 1
-    on_main = served.replace(" out\n", " org/name\n")
-    assert published_card(text, "org/name", None) == text.replace(served, on_main)
-    in_request = served.replace(" out\n", " org/name --revision refs/pr/1\n")
-    assert published_card(text, "org/name", "refs/pr/1") == text.replace(served, in_request)
+    assert text.count(served) == 1 and text.count("\n# out\n") == 1
+    on_main = text.replace(served, served.replace(" out\n", " org/name\n")).replace("\n# out\n", "\n# name\n")
+    assert published_card(text, "org/name", None) == on_main
+    in_request = on_main.replace(" org/name\n", " org/name --revision refs/pr/1\n")
+    assert published_card(text, "org/name", "refs/pr/1") == in_request
+    assert published_card(in_request, "user/another", None) == on_main.replace("org/name", "user/another").replace(
+        "# name", "# another"
+    )
     # What the user made of it is left as it is.
+    titled = text.replace("\n# out\n", "\n# My model\n\n# out\n")
+    assert published_card(titled, "org/name", None) == on_main.replace("\n# name\n", "\n# My model\n\n# out\n")
     for edited in ("", MINE, text.replace("| source |", "| from |")):
         assert published_card(edited, "org/name", None) == edited
 
 
 def test_what_a_command_says_of_the_cache_stays(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", kv_cache="fp8")
-    text = (tmp_path / "out" / "README.md").read_text()
+    text = made(tmp_path, scheme="tensor", kv_cache="fp8")
     served = "\nvllm serve out --kv-cache-dtype fp8\npython -m sglang.launch_server --model-path out\n"
     assert text.count(served) == 1
-    in_request = served.replace(" out", " org/name --revision refs/pr/1")
     published = published_card(text, "org/name", "refs/pr/1")
-    assert published == text.replace(served, in_request)
-    assert published_card(published, "org/name", None) == text.replace(served, served.replace(" out", " org/name"))
+    assert published.count(served.replace(" out", " org/name --revision refs/pr/1")) == 1
+    assert published_card(published, "org/name", None).count(served.replace(" out", " org/name")) == 1
+
+
+# What imitates our headings and tables, or leaves something open.
+HOSTILE = """# Title
+<!--
+## Model card of the source
+
+## How it was made
+
+| | |
+|---|---|
+| source | evil |
+| codes | those of the source, with its scales |
+| folded | AWQ |
+| scales | evil |
+| rounded by | GPTQ, 1 x 1 tokens |
+
+# evil: FP8 weights
+
+| | |
+|---|---|
+| source | evil |
+
+## Measured against the source
+
+```
+openquant eval evil
+```
+
+<details>
+```
+"""
+
+
+def test_the_text_of_the_source_is_not_taken_for_ours(tmp_path: Path) -> None:
+    # Comments of YAML are kept with the metadata.
+    comments = "".join(f"# {line}\n" for line in ("# Model card of the source", "# How it was made"))
+    text = made(tmp_path, f"---\n{comments}license: mit\n---\n{HOSTILE}")
+    assert comments in text.split("---\n")[1]
+    own, heading, _ = text.split("---\n", 2)[2].partition("\n## Model card of the source\n")
+    assert heading and "evil" not in own and own.count("```") == 4
+    assert source_of(text) == "| source | source |"
+    for question in (is_smoothed, has_weighted_search, is_rounded_by_gptq, keeps_codes):
+        assert not question(text)
+    evaluation = "## Measured against the source\n\n```\nopenquant eval ours\n```\n"
+    twice = with_evaluation(with_evaluation(text, evaluation), evaluation)
+    before, made_heading, after = text.partition("## How it was made\n\n")
+    assert twice == f"{before}{evaluation}\n{made_heading}{after}"
+
+
+def test_a_card_of_an_earlier_version_is_read() -> None:
+    assert source_of(OLD) == "| source | [org/m](https://huggingface.co/org/m) |"
+    for question in (is_smoothed, has_weighted_search, is_rounded_by_gptq, keeps_codes):
+        assert question(OLD)
+    for numbers in ("BF16", "unchanged"):
+        assert source_of(OLD.replace("FP8 and INT8", numbers)) is None
+    assert source_text(OLD).strip() == "# A model\n\nIt was trained."
+    assert source_text(OLD.replace("FP8 and INT8", "unchanged")).strip() == "# A model\n\nIt was trained."
+    assert published_card(OLD, "a/b", None) == OLD.replace("vllm serve m-FP8", "vllm serve a/b")
+    evaluation = "## Measured against the source\n\nnew\n\n```\nopenquant eval a/b --source org/m\n```\n"
+    found = with_evaluation(OLD, evaluation)
+    assert found == OLD[: OLD.index("## Measured")] + evaluation
+    assert with_evaluation(found, evaluation) == found
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(tmp_path: Path, old: bool) -> None:
+    text = made(tmp_path, OLD if old else "# A model\n\nIt was trained.\n")
+    evaluation = "## Measured against the source\n\n```\nopenquant eval a/b --source org/m\n```\n"
+    (tmp_path / "out" / "README.md").write_text(with_evaluation(text, evaluation))
+    compress(tmp_path / "out", tmp_path / "again", "keep")
+    again = (tmp_path / "again" / "README.md").read_text()
+    assert again.endswith("\n\n## Model card of the source\n\n### A model\n\nIt was trained.\n")
+    for once in ("## How it was made", "## Use", "It was trained", "## Model card"):
+        assert again.count(once) == 1
+    assert "Measured" not in again and "FP8 and INT8" not in again
+    assert source_of(again) == "| source | out, which is quantized already |" and keeps_codes(again)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from openquant.formats.hardware import (
     HARDWARE,
     KERNELS,
     MLX_LM,
+    arithmetic_on,
     find_kernel,
     generation_of,
     schemes_on,
@@ -103,3 +104,20 @@ def test_the_document_has_the_tables():
     ]
     assert missing == []
     assert all(generation in printed for generation in GENERATIONS)
+
+
+def test_in_which_numbers_layers_are_multiplied_and_where():
+    assert arithmetic_on("vLLM", [("channel", False)]) == {
+        "FP8": ["Ada", "Hopper", "Blackwell", "MI300"],
+        "16 bits": ["Turing", "Ampere"],
+        "emulated": ["CPU"],
+    }
+    # Every layer must have a kernel, and the experts of FP8 have none on CPUs.
+    mixed = [("channel", True), ("int4", False)]
+    assert arithmetic_on("vLLM", mixed) == {
+        "FP8 and 16 bits": ["Ada", "Hopper", "Blackwell", "MI300"],
+        "16 bits": ["Turing", "Ampere"],
+    }
+    assert list(arithmetic_on("vLLM", [("int6", False)])) == ["16 bits with humming-kernels"]
+    assert arithmetic_on("SGLang", [("int6", False)]) == {}
+    assert arithmetic_on("SGLang", []) == {}

@@ -69,7 +69,8 @@ def expected(unpublished: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def served_as(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
     card = files["README.md"]
-    assert card.count(b" DIR\n") == 2
+    assert card.count(b" DIR\n") == 3
+    card = card.replace(b"\n# DIR\n", f"\n# {name.rpartition('/')[2]}\n".encode())
     return {**files, "README.md": card.replace(b" DIR\n", f" {name}\n".encode())}
 
 
@@ -188,7 +189,9 @@ def test_an_evaluation_goes_along_and_into_the_card(
         assert done.returncode == 0, done.stderr
         shown = held(hub, f"user/{repo}")
         card = shown.pop("README.md").decode()
-        assert "| KL to the source, mean | 0.00129 nats [0.00121, 0.00137] |" in card
+        assert "| mean KL to the source | 0.00129 nats [0.00121, 0.00137] (" in card
+        # The picture is of another evaluation, and is not published.
+        assert "eval.png" not in card
         assert f"\nopenquant eval user/{repo} --source org/tiny --text prose.txt --samples 8 --length 512\n" in card
         assert shown == {name: data for name, data in {**expected, **added}.items() if name != "README.md"}
 

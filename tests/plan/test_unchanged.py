@@ -66,7 +66,8 @@ def test_what_config_card_and_plan_say(tmp_path: Path) -> None:
         "kv_cache_scheme": cache,
     }
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "# source: unchanged weights" in card and "| KV cache | FP8, one scale for keys" in card
+    assert "\nsource with its weights as they are and scales for an FP8 KV cache. " in card
+    assert "| KV cache | FP8, one scale for keys" in card
     assert "with compressed-tensors installed" in card and "Not quantized" not in card
 
 

@@ -19,6 +19,7 @@ from openquant.files.small_files import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.plan.plan import make_plan
 from openquant.report.card import engines_that_read, evaluated_card, model_card
+from openquant.report.source_card import source_section
 from openquant.version import SGLANG
 from support import small_checkpoints
 from support.evaluation_files import evaluation
@@ -70,8 +71,10 @@ def test_base_text_and_metadata_are_kept(tmp_path: Path) -> None:
     assert text.startswith(
         "---\nlicense: llama3.1\nlicense_link: https://example.org/terms   # as is\nlanguage:\n- en\n- no\n"
         "datasets:\n    - a/b\ninference: false\nlibrary_name: vllm\npipeline_tag: text-generation\n"
-        "tags:\n- chat\n- fp8\n- vllm\n- quantized\n- fp8-block\n---\n\n# A model\n\n"
-        "Some *text* with --- in it.\n\n---\n\nMore.\n\n# mymodel: FP8 weights\n"
+        "tags:\n- chat\n- fp8\n- vllm\n- quantized\n- fp8-block\n---\n\n# out\n\nmymodel with FP8 weights and activations. "
+    )
+    assert text.endswith(
+        "\n```\n\n## Model card of the source\n\n### A model\n\nSome *text* with --- in it.\n\n---\n\nMore.\n"
     )
     # The folder's own repository is unknown, so the base's base is not claimed for it.
     assert "base_model" not in metadata(text)
@@ -87,10 +90,12 @@ def test_section_says_what_was_done_and_nothing_of_this_machine(tmp_path: Path) 
     assert "license" not in text
     assert str(tmp_path) not in text
     assert "| source | mymodel |" in text
-    assert f"| made with | openquant {__version__} |" in text
+    command = "openquant compress -m mymodel --scheme block"
+    assert f"\nMade with openquant {__version__}:\n\n```\n{command}\n```\n" in text
+    assert "Model card of the source" not in text
     assert "one scale per 128x128 block" in text
     assert "- model.layers.1.mlp.gate (router)" in text
-    assert "transformers loads it too" in text
+    assert "\n- transformers loads it too\n" in text
     assert "\nvllm serve out\n" in text
 
 
@@ -104,17 +109,14 @@ def test_channel_card_names_the_package_and_the_engines_it_is_for(tmp_path: Path
     text = (tmp_path / "out" / "README.md").read_text()
     assert metadata(text)["tags"] == ["fp8", "vllm", "quantized", "compressed-tensors", "fp8-channel"]
     assert "one scale per output row, dynamic activations (`quant_method: compressed-tensors`)" in text
-    assert "This output is for vLLM and SGLang; transformers loads it too, with compressed-tensors installed." in text
+    assert "\n- transformers loads it too, with compressed-tensors installed\n" in text
     assert "\nvllm serve out\npython -m sglang.launch_server --model-path out\n" in text
 
 
 def test_the_card_says_what_sglang_does_not_load(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "m", "LlamaForCausalLM"), tmp_path / "out", "block")
     text = (tmp_path / "out" / "README.md").read_text()
-    assert (
-        f"This output is for vLLM ({SGLANG} does not load it: it silently drops the scales of blocks); "
-        "transformers loads it too." in text
-    )
+    assert f"\n- {SGLANG} does not load it: it silently drops the scales of blocks\n- transformers loads it too\n" in text
     assert "\nvllm serve out\n" in text
     assert "sglang.launch_server" not in text
 
@@ -123,20 +125,20 @@ def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Pat
     source = small_checkpoints.write(tmp_path / "m", "Qwen3MoeForCausalLM")
     compress(source, tmp_path / "out", "block", format="compressed-tensors")
     text = (tmp_path / "out" / "README.md").read_text()
-    assert "transformers, which does not multiply experts by the scales of blocks." in text
+    assert "transformers, which does not multiply experts by the scales of blocks\n" in text
     assert "\nvllm serve out\n" in text
 
 
 def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
     text = card(tmp_path, None, architecture="Llama4ForCausalLM")
-    assert "Do not load it with transformers, which does not find all of its weights under these names." in text
+    assert "Do not load it with transformers, which does not find all of its weights under these names\n" in text
 
 
 def test_a_quantized_embedding_is_for_vllm_alone(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out", "channel", quantize_embeddings=True)
     assert (
-        f"This output is for vLLM ({SGLANG} does not load it: it loads no quantized embedding). Do not load it with "
-        "transformers, which does not read its quantized embedding." in (tmp_path / "out" / "README.md").read_text()
+        f"\n- {SGLANG} does not load it: it loads no quantized embedding\n- Do not load it with transformers, which "
+        "does not read its quantized embedding\n" in (tmp_path / "out" / "README.md").read_text()
     )
 
 
@@ -159,7 +161,10 @@ def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
     assert found["base_model"] == "org/my--model"
     assert found["base_model_relation"] == "quantized"
     assert text.count("base_model:") == 1
-    assert f"| revision | `{commit}` |" in text
+    address = "https://huggingface.co/org/my--model"
+    assert f"\n[org/my--model]({address}) with FP8 weights" in text
+    assert f"| source | [org/my--model]({address}/tree/{commit}) at `{commit[:12]}` |" in text
+    assert f"\nopenquant compress -m org/my--model --revision {commit} --scheme tensor\n" in text
     assert "\nvllm serve out\n" in text
 
 
@@ -173,7 +178,7 @@ def test_metadata_that_is_none_stays_text(tmp_path: Path, base: str) -> None:
         "pipeline_tag": "text-generation",
         "tags": ["fp8", "vllm", "quantized", "fp8-block"],
     }
-    assert base.strip() in text
+    assert source_section(base, 3, None, None, ()) in text
 
 
 @pytest.mark.parametrize("base", ["---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n"])
@@ -262,7 +267,7 @@ def test_hostile_metadata_is_text(monkeypatch: pytest.MonkeyPatch, example: Path
         "pipeline_tag": "text-generation",
         "tags": ["fp8", "vllm", "quantized", "fp8-tensor"],
     }
-    assert base.strip() in found
+    assert source_section(base, 3, None, None, ()) in found
 
 
 @pytest.mark.parametrize("loader", ["libyaml", "pure"])
@@ -314,7 +319,8 @@ def test_a_name_that_a_shell_would_take_apart_is_quoted(tmp_path: Path) -> None:
     compress(source, out)
     text = (out / "README.md").read_text()
     assert "\nvllm serve './-my `model` | x-FP8'\n" in text
-    assert "| source | -my `model` \\| x |" in text
+    assert "| source | &#45;my &#96;model&#96; &#124; x |" in text
+    assert "\n# &#45;my &#96;model&#96; &#124; x-FP8\n" in text
 
 
 def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,18 +336,21 @@ def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.Mo
         assert f"\nvllm serve {name}\npython -m sglang.launch_server --model-path {name}\n" in text
 
 
-EVALUATED = """# A model
+EVALUATED = """## Measured against the source
 
-## Measured against the source
+![KL divergence of each position from the source](eval.png)
 
 | | |
 |---|---|
-| verdict | close: one token in 47 differs; the KL is 18 times the floor, and below 0.01 nats |
-| KL to the source, mean | 0.00129 nats [0.00121, 0.00137] |
-| floor, bfloat16's own noise | 7e-05 nats |
-| same most probable token | 97.86 % (floor 99.61 %) |
+| verdict | close: one token in 47 differs |
+| mean KL to the source | 0.00129 nats [0.00121, 0.00137] (bfloat16's own noise 7e-05) |
+| same most probable token | 97.86 % (with bfloat16's own noise 99.61 %) |
 | perplexity | 12.31 -> 12.34, times 1.0021 [1.0008, 1.0035] |
 | measured on | 1,500 tokens of 8 texts, SHA-256 abababababab |
+
+Intervals are of 95 %, over texts.
+
+<details><summary>An answer of each</summary>
 
 | | |
 |---|---|
@@ -351,7 +360,9 @@ EVALUATED = """# A model
 
 They differ from token 7 on.
 
-Intervals are of 95 %, over texts. Again:
+</details>
+
+Measured with:
 
 ```
 openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length 512
@@ -359,8 +370,23 @@ openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length
 """
 
 
-def test_a_card_with_the_figures_of_an_evaluation() -> None:
-    assert evaluated_card("# A model\n", "user/name", evaluation()) == EVALUATED
+def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
+    """They stand before the part on how the output was made, and replace those of an earlier evaluation."""
+    text = card(tmp_path, "# A model\n\n## Measured against the source\n\n## How it was made\n")
+    before, heading, after = text.partition("## How it was made\n")
+    expected = f"{before}{EVALUATED}\n{heading}{after}"
+    assert evaluated_card(text, "user/name", evaluation(), "eval.png") == expected
+    earlier = evaluated_card(text, "user/other", {**evaluation(), "texts": [], "suspects": ["layer.1"]})
+    assert "| suspect layers | layer.1 |" in earlier and "eval.png" not in earlier
+    assert evaluated_card(earlier, "user/name", evaluation(), "eval.png") == expected
+    assert evaluated_card(expected, "user/name", evaluation(), "eval.png") == expected
+
+
+@pytest.mark.parametrize("text", ["# A model\n", "# m: FP8 weights\n\n| | |\n|---|---|\n| source | m |\n"])
+def test_in_a_card_of_another_form_an_evaluation_stands_at_the_end(text: str) -> None:
+    found = evaluated_card(text, "user/name", evaluation(), "eval.png")
+    assert found == f"{text}\n{EVALUATED}"
+    assert evaluated_card(found, "user/name", evaluation(), "eval.png") == found
 
 
 def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
@@ -372,7 +398,7 @@ def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
     found["reasons"] = found["text"]["files"] = [evil]
     found["text"]["dataset"] = evil
     added = evaluated_card("", "user/name", found)
-    ours = EVALUATED.removeprefix("# A model")
+    ours = evaluated_card("", "user/name", evaluation())
     assert added.count("\n") == ours.count("\n")
     assert [line[:2] for line in added.splitlines()] == [line[:2] for line in ours.splitlines()]
     assert added.count("```") == 2 + 3, "inside of the command, where it closes nothing"

@@ -1117,8 +1117,9 @@ def test_the_card_forgets_what_was_true_of_the_quantized_source(tmp_path: Path) 
     compress(source, tmp_path / "fp8")
     dequantize(tmp_path / "fp8", tmp_path / "plain")
     card = (tmp_path / "plain" / "README.md").read_text()
-    assert card.count("made with") == 1
-    assert "# fp8: BF16 weights" in card
+    assert card.count("## How it was made\n") == 1
+    assert "\n# plain\n\nfp8, its weights decoded to bfloat16. " in card
+    assert "\nopenquant dequantize fp8\n" in card
     assert "library_name: transformers\npipeline_tag: text-generation\ntags:\n- fish\n- vllm\n---" in card
     assert "A model." in card
     assert "quantized" not in card
