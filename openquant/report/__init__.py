@@ -2,7 +2,7 @@
 
 text                 plan and summary of a run, and what verify found; `evaluation`, `diagnosis`, `explained` and `fit`
                      for those verbs
-card                 README.md of an output
+card, source_card    README.md of an output; the text of the source's card in it
 html, pages, charts  an HTML page, what it shows for each verb, and its charts
 comparison           the picture of several outputs: size against KL
 recovery             the pictures of tasks: recovery of each output and each task

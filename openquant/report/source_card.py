@@ -16,8 +16,16 @@ _MARKERS = r"(?:(?: {0,3}>)|(?: {0,3}(?:[-*+]|\d{1,9}[.)])[ \t]))* {0,3}"
 _HEADING = re.compile(rf"^({_MARKERS})(#{{1,6}})(?=[ \t]|$)")
 _FENCE = re.compile(r" {0,3}(`{3,}(?=[^`]*$)|~{3,})")
 _UNDERLINE = re.compile(r" {0,3}(=+|-+)[ \t]*$")
-# Lines that are no paragraph, so that an underline below them makes no heading.
-_NO_PARAGRAPH = re.compile(r" {0,3}(?:[>|<#]|[-*+][ \t]|\d{1,9}[.)][ \t])| {4}|\t")
+_RULE = re.compile(r" {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$")
+# Lines that are no paragraph, so that an underline below them makes no heading: quotes, rows of tables, items of lists,
+# and indented code.
+_NO_PARAGRAPH = re.compile(r" {0,3}(?:[>|]|[-*+][ \t]|\d{1,9}[.)][ \t])| {4}|\t")
+# HTML that runs to the next empty line: tags of blocks, and any tag alone on a line.
+_HTML = re.compile(
+    r" {0,3}</?(?:(?:article|aside|blockquote|center|dd|details|div|dl|dt|figcaption|figure|footer|form|h[1-6]|header|hr"
+    r"|iframe|li|main|nav|ol|p|section|source|summary|table|tbody|td|tfoot|th|thead|tr|ul)(?=[ \t/>]|$)|[^<>]*>[ \t]*$)",
+    re.IGNORECASE,
+)
 # HTML blocks in which a line of text begins nothing: how they begin and end.
 _RAW = (
     (
@@ -72,10 +80,10 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
     raw: re.Pattern[str] | None = None
     paragraph: list[str] = []
     # Whether an underline of dashes below the paragraph makes a heading, and not the end of a list.
-    top = True
+    top, html = True, False
     for line in text.split("\n"):
-        opening = None if fence or raw else _FENCE.match(line)
-        if fence is None and raw is None:
+        opening = None if fence or raw or html else _FENCE.match(line)
+        if not (fence or raw or html):
             raw = next((end for start, end in _RAW if start.match(line)), None)
         underline = None if fence or raw or opening else _UNDERLINE.match(line)
         if underline and paragraph and (top or "=" in underline[1]):
@@ -83,8 +91,9 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
             paragraph, top = [], True
             continue
         is_code, heading = bool(fence or raw or opening), _HEADING.match(line)
-        ends = is_code or heading or not line.strip()
-        if not ends and (paragraph or not _NO_PARAGRAPH.match(line)):
+        html = not is_code and bool(line.strip()) and (html or (not paragraph and bool(_HTML.match(line))))
+        ends = is_code or heading or not line.strip() or _RULE.match(line)
+        if not ends and not html and (paragraph or not _NO_PARAGRAPH.match(line)):
             top = top and (bool(paragraph) or not line.startswith(" "))
             paragraph.append(line)
             continue

@@ -34,6 +34,8 @@ def lowered(text: str) -> str:
         # No heading: the ends of a list, of a quote, of HTML, of a table, and a rule.
         ("- a\n---\n> b\n---\n<i>\nc\n---\n| d |\n---\n\n---", "- a\n---\n> b\n---\n<i>\nc\n---\n| d |\n---\n\n---"),
         ("- a\nb\n---\n- c\n\n  d\n---", "- a\nb\n---\n- c\n\n  d\n---"),
+        ("# A\n***\nb\n---\n<a href='x'>c</a>\n---\n---", "### A\n***\n#### b\n#### <a href='x'>c</a>\n---"),
+        ("# A\n<div>\nb\n---\n```\n# c\n</div>\n\n# D", "### A\n<div>\nb\n---\n```\n### c\n</div>\n\n### D"),
         ("text only", "text only"),
         ("", ""),
         ("\n\n", ""),
@@ -82,7 +84,7 @@ def test_other_links_stay(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["[", "](", "`", "``", "# ", "<h1", "src='", "> ", "- ", "===\n", "a\n", "<!--", "```\n", "[x]: a\n", "<pre>\n", "\r"]
+    "piece", ["[", "](", "- - ", "> x\n", "<", "<p", "\n---", "`", "``", "# ", "<h1", "src='", "> ", "- ", "===\n", "a\n", "<!--", "```\n", "[x]: a\n", "<pre>\n", "\r"]
 )  # fmt: skip
 def test_a_text_of_any_size_takes_no_longer_than_its_size(piece: str) -> None:
     """Quadratic time would take minutes here."""
