@@ -70,7 +70,8 @@ def expected(unpublished: Mapping[str, bytes]) -> dict[str, bytes]:
 def served_as(files: Mapping[str, bytes], name: str) -> dict[str, bytes]:
     card = files["README.md"]
     assert card.count(b" DIR\n") == 3
-    card = card.replace(b"\n# DIR\n", f"\n# {name.rpartition('/')[2]}\n".encode())
+    title = name.partition(" ")[0].rpartition("/")[2]
+    card = card.replace(b"\n# DIR\n", f"\n# {title}\n".encode())
     return {**files, "README.md": card.replace(b" DIR\n", f" {name}\n".encode())}
 
 
