@@ -131,6 +131,7 @@ def test_a_model_that_fits_is_published(
     assert {"eval.json", "eval.png", "config.json"} <= published.keys()
     # The page says that the card has the figures.
     assert str(json.loads((tmp_path / "Qwen3-32B-4090" / "eval.json").read_text())["kl"]["mean"])[:5] in card
+    assert "](eval.png)\n" in card
 
 
 def test_python_on_the_pages_compiles_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

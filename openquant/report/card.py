@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import yaml
@@ -220,13 +221,33 @@ def unquantized_lines(plan: Plan) -> list[str]:
         plan: the plan that makes the output.
 
     Returns:
-        One line for each reason, with the tensors' names; those of equal layers as one name with ranges.
+        One line for each reason, with the tensors' names; those of equal layers as one name with ranges. Of more than
+        three names it has what they are below, or the first three: "layers of model.vision_tower (vision tower)".
     """
     reasons: dict[str, list[str]] = {}
     for line in plan.lines:
         if not line.quantized and len(line.shape) >= 2:
             reasons.setdefault(line.why, []).extend(line.names)
-    return [f"{', '.join(collapse(names))} ({why})" for why, names in reasons.items()]
+    quantized = [weight.module for weight, _ in plan.decisions.kinds]
+    return [f"{_shortened(collapse(names), quantized)} ({why})" for why, names in reasons.items()]
+
+
+# Names of layers, or of what they are below, that a line of the card has.
+_NAMES = 3
+
+
+def _shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
+    """Join names, or what many names are below if no quantized layer is below that."""
+    if len(names) <= _NAMES:
+        return ", ".join(names)
+    parts = [re.findall(r"(?:\{[^}]*\}|[^.{])+", name) for name in names]
+    common = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*parts, strict=False))]
+    towers = dict.fromkeys(re.findall(r"^(?:model\.)?[^.]+", name)[0] for name in names)
+    for above in ([".".join(common)] if common else [], list(towers)):
+        below = tuple(f"{name}." for name in above)
+        if 0 < len(above) <= _NAMES and not any(module.startswith(below) for module in quantized):
+            return f"layers of {_listed(above)}"
+    return f"{', '.join(names[:_NAMES])} and {len(names) - _NAMES} more"
 
 
 def engines_that_read(plan: Plan) -> str:

@@ -22,8 +22,9 @@ _RULE = re.compile(r" {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$")
 _NO_PARAGRAPH = re.compile(r" {0,3}(?:[>|]|[-*+][ \t]|\d{1,9}[.)][ \t])| {4}|\t")
 # HTML that runs to the next empty line: tags of blocks, and any tag alone on a line.
 _HTML = re.compile(
-    r" {0,3}</?(?:(?:article|aside|blockquote|center|dd|details|div|dl|dt|figcaption|figure|footer|form|h[1-6]|header|hr"
-    r"|iframe|li|main|nav|ol|p|section|source|summary|table|tbody|td|tfoot|th|thead|tr|ul)(?=[ \t/>]|$)|[^<>]*>[ \t]*$)",
+    r" {0,3}</?(?:(?:article|aside|blockquote|center|dd|details|div|dl|dt|figcaption|figure|footer|form|h[1-6]"
+    r"|header|hr|iframe|li|main|nav|ol|p|section|source|summary|table|tbody|td|tfoot|th|thead|tr|ul)(?=[ \t/>]|$)"
+    r"|[^<>]*>[ \t]*$)",
     re.IGNORECASE,
 )
 # HTML blocks in which a line of text begins nothing: how they begin and end.

@@ -249,7 +249,7 @@ def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path
     card = (tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "README.md").read_text()
     assert title.strip().removeprefix("float8_e4m3fn, ") in card
     assert "- fp8-block\n- fp8-channel\n- fp8-tensor\n" in card
-    assert "transformers loads it too, with compressed-tensors installed." in card
+    assert "transformers loads it too, with compressed-tensors installed\n" in card
 
 
 def test_ue8m0_names_the_directory_and_is_in_plan_and_config(run: Run, tmp_path: Path) -> None:

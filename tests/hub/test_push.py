@@ -195,6 +195,10 @@ def test_an_evaluation_goes_along_and_into_the_card(
         assert "eval.png" not in card
         assert f"\nopenquant eval user/{repo} --source org/tiny --text prose.txt --samples 8 --length 512\n" in card
         assert shown == {name: data for name, data in {**expected, **added}.items() if name != "README.md"}
+    (tmp_path / "out" / "eval.png").write_text(f"drawn of {evaluation_digest(found)}")
+    done = ask(hub, tmp_path, "push", tmp_path / "out", "third")
+    assert done.returncode == 0, done.stderr
+    assert b"](eval.png)\n" in held(hub, "user/third")["README.md"] and "eval.png" in held(hub, "user/third")
 
 
 def test_an_evaluation_of_another_model_is_not_pushed(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:

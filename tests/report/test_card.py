@@ -116,7 +116,9 @@ def test_channel_card_names_the_package_and_the_engines_it_is_for(tmp_path: Path
 def test_the_card_says_what_sglang_does_not_load(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "m", "LlamaForCausalLM"), tmp_path / "out", "block")
     text = (tmp_path / "out" / "README.md").read_text()
-    assert f"\n- {SGLANG} does not load it: it silently drops the scales of blocks\n- transformers loads it too\n" in text
+    assert (
+        f"\n- {SGLANG} does not load it: it silently drops the scales of blocks\n- transformers loads it too\n" in text
+    )
     assert "\nvllm serve out\n" in text
     assert "sglang.launch_server" not in text
 
@@ -149,6 +151,18 @@ def test_transformers_reads_what_has_no_experts_to_split() -> None:
     # Whose experts are too narrow for blocks.
     assert engines_that_read(make_plan(sparse, BLOCK)).endswith("transformers loads it too.")
     assert "does not find all of its weights" in engines_that_read(make_plan(sparse, CHANNEL))
+
+
+def test_many_layers_that_stay_are_named_by_what_they_are_below(tmp_path: Path) -> None:
+    def listed(name: str) -> list[str]:
+        text = model_card(None, make_plan(published(name), TENSOR), "m", None, None, "out")
+        return [line for line in text.splitlines() if line.startswith("- ")]
+
+    assert "- layers of model.vision_tower and model.embed_vision (vision or audio)" in listed(
+        "Gemma4ForConditionalGeneration"
+    )
+    assert "- layers of model.layers.61 (MTP layer)" in listed("DeepseekV3ForCausalLM")
+    assert all(len(line) < 240 for line in listed("Qwen3NextForCausalLM"))
 
 
 def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
