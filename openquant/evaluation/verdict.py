@@ -22,10 +22,12 @@ CLOSE, SIMILAR, CHANGED = 0.01, 0.1, 0.5
 
 # Limit of a layer's error relative to its format's rounding error, and relative to the median layer's ratio of the two.
 ERROR = 1.5
-# GPTQ moves weights farther than rounding to nearest does. Layers have the limit ERROR_MOVED if the median layer's
+# GPTQ moves weights farther than rounding to nearest does, where inputs are alike by up to 5 times (the first layer of
+# SmolLM2-135M). Layers have the limit ERROR_MOVED, and at most OTHER_WEIGHTS of relative error, if the median layer's
 # ratio is above MOVED, or if the model card says GPTQ.
 MOVED = 1.1
-ERROR_MOVED = 2.0
+ERROR_MOVED = 8.0
+OTHER_WEIGHTS = 0.9
 # A layer is suspect if it adds JUMP times the median layer's distance and more than LEAST_JUMP, unless the floor grows
 # there as suddenly.
 JUMP = 8.0
@@ -106,14 +108,16 @@ def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str],
     ranked = []
     for change in quantized:
         ratio = _error_ratio(change)
-        if ratio > limit:
+        if ratio > limit or (compensated and change.error > OTHER_WEIGHTS):
             why = (
                 f"relative error of its weights is {change.error:.3g}, its format explains {change.rounding_error:.3g}"
             )
         elif change.wrong_scales and compensated:
-            why = f"{change.wrong_scales:.2g} of its scales or their weights are not those of the source"
+            why = f"in {_per_cent(change.wrong_scales)} of its groups weights or scales are not those of the source"
         elif change.bad_groups and not compensated:
-            why = f"{change.bad_groups:.2g} of its scales or their weights are off by more than its format explains"
+            why = (
+                f"in {_per_cent(change.bad_groups)} of its groups the weights are off by more than its format explains"
+            )
         else:
             continue
         ranked.append((ratio, Suspect(change.name, why)))
@@ -129,6 +133,10 @@ def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str],
         Suspect(name, "it is a router and must not be quantized") for name in routers if name in quantized_names
     ]
     return [*quantized_routers, *(suspect for _, suspect in sorted(ranked, key=lambda pair: -pair[0]))]
+
+
+def _per_cent(share: float) -> str:
+    return f"{100 * share:.2g} %"
 
 
 def _error_ratio(change: WeightChange) -> float:

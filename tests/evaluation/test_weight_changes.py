@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openquant.evaluation import weight_changes
-from openquant.evaluation.weight_changes import WeightChange, compare_weights
+from openquant.evaluation.weight_changes import MOST_MOVED, WeightChange, compare_weights
 from openquant.formats.format import Format
 from openquant.formats.numbers import E2M1, INT4
 from openquant.formats.reference import decode, encode, group_absmax, group_ranges, group_scale
@@ -62,16 +62,22 @@ def test_one_scale_too_large_is_off(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("scheme", [CHANNEL, BLOCK, INT4_W4A16, NVFP4], ids=lambda scheme: scheme.name)
-def test_a_scale_is_wrong_from_half_way_to_two_on(scheme: Scheme) -> None:
+def test_a_scale_is_wrong_where_it_is_twice_or_half_as_large(scheme: Scheme) -> None:
     weight = weights()
     codes, scale = stored(weight, scheme.format)
     sound = decode(codes, scale, scheme.format).bfloat16()
     assert compare_weights("up", weight, sound, scheme.format).wrong_scales == 0
-    for factor, wrong in ((1.3, 0), (1 / 1.3, 0), (2, 1), (0.5, 1), (0, 1), (-1, 1)):
+    # Of groups of 16 weights GPTQ turns some round, so it takes more of them.
+    few = scheme is NVFP4
+    for factor, wrong in ((1.6, 0), (1 / 1.6, 0), (2.2, 1), (0.45, 1), (0, 1), (-1, 1)):
         other = scale.clone()
         other[-1, -1] *= factor
         made = decode(codes, other, scheme.format).bfloat16()
-        assert compare_weights("up", weight, made, scheme.format).wrong_scales == wrong / scale.numel()
+        found = compare_weights("up", weight, made, scheme.format).wrong_scales
+        assert found == (0 if few else wrong / scale.numel())
+        other[: len(other) // 8] *= factor
+        made = decode(codes, other, scheme.format).bfloat16()
+        assert (compare_weights("up", weight, made, scheme.format).wrong_scales > MOST_MOVED) == bool(wrong)
 
 
 def test_rounding_with_zero_points_is_explained() -> None:
