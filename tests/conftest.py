@@ -81,6 +81,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"most: {told or 'none takes ten'}")
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let results be as wide as they are, so that a test finds a sentence in one line; test_widths.py wraps them."""
+    monkeypatch.setenv("COLUMNS", "500")
+
+
 @pytest.fixture
 def example() -> Path:
     """The trained model that ships with the repository."""

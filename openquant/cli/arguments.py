@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+import textwrap
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -50,6 +51,11 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap lines of text; those of examples, which are indented, are commands to copy."""
+        lines = (line if line.startswith(" ") else textwrap.fill(line, width) for line in text.splitlines())
+        return "\n".join(indent + line for line in lines)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:

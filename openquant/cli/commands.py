@@ -39,6 +39,7 @@ from .console import (
     Interrupts,
     Progress,
     Terminal,
+    columns,
     escaped_libraries,
     fail,
     mend_streams,
@@ -337,7 +338,7 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     else:
         from ..report.diagnosis import diagnosis_text
 
-        require_printed(say(diagnosis_text(diagnosis, command.verbose), sys.stdout))
+        require_printed(say(diagnosis_text(diagnosis, command.verbose, columns()), sys.stdout))
     return 0
 
 
@@ -350,7 +351,7 @@ def _explain(given: Given, interrupts: Interrupts) -> int:
     else:
         from ..report.explained import explanation_text
 
-        require_printed(say(explanation_text(explanation), sys.stdout))
+        require_printed(say(explanation_text(explanation, columns()), sys.stdout))
     return 0
 
 
@@ -370,7 +371,7 @@ def _fit(given: Given, interrupts: Interrupts) -> int:
     else:
         from ..report.fit import fit_text
 
-        require_printed(say(fit_text(found), sys.stdout))
+        require_printed(say(fit_text(found, columns()), sys.stdout))
     return 0
 
 
@@ -396,7 +397,7 @@ def _search(given: Given, interrupts: Interrupts) -> int:
     elif not command.quiet:
         from ..report.fit import frontier_text
 
-        require_printed(say(frontier_text(found), sys.stdout))
+        require_printed(say(frontier_text(found, columns()), sys.stdout))
     return 0
 
 
@@ -434,7 +435,7 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
     else:
         from ..report.evaluation import evaluation_text
 
-        require_printed(say(evaluation_text(evaluation.to_json(), evaluation.notes), sys.stdout))
+        require_printed(say(evaluation_text(evaluation.to_json(), evaluation.notes, columns()), sys.stdout))
     # The files come last, so that hours of work are printed even if a disk is full.
     if page is not None or figure is not None:
         from ..report.pages import write_evaluated
@@ -546,7 +547,7 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
     else:
         from ..report.text import verification_text
 
-        require_printed(say(verification_text(report), sys.stdout))
+        require_printed(say(verification_text(report, columns()), sys.stdout))
     return EXIT_PROBLEMS if report.problems else 0
 
 
@@ -597,7 +598,7 @@ def _env(given: Given, interrupts: Interrupts) -> int:
     else:
         from ..report.environment import environment_text
 
-        require_printed(say(environment_text(found), sys.stdout))
+        require_printed(say(environment_text(found, columns()), sys.stdout))
     return 0
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -225,6 +226,11 @@ def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
     return None
 
 
+def columns() -> int:
+    """The most characters of a line of a result: those of the terminal or of COLUMNS, and 80 where there is neither."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
 def require_printed(failure: OSError | None) -> None:
     """Check that text was printed on stdout. It is no error if nobody reads it (`| head`, `>&-`).
 
@@ -349,16 +355,20 @@ class Terminal(Reporter):
                     say_lines([f"note: {note}"], sys.stderr)
             return
         from ..job import expected_download
+        from ..report.cells import paragraphs
         from ..report.text import details_text, plan_text
 
         printed_lines = self.planned_lines
-        text = plan_text(plan, source.place, output, expected_download(source, plan), source.notes)
-        if self.verbose:
-            text += f"\n{details_text(plan)}"
-        lines, self.planned_lines = text.split("\n"), frozenset(text.split("\n"))
+
+        def planned_text(width: int | None) -> str:
+            text = plan_text(plan, source.place, output, expected_download(source, plan), source.notes, width)
+            return f"{text}\n{details_text(plan, width)}" if self.verbose else text
+
+        lines = planned_text(None).split("\n")
+        self.planned_lines = frozenset(lines)
         new_lines = [line for line in lines if line not in printed_lines]
         if new_lines:
-            self._print("\n".join(new_lines if printed_lines else lines))
+            self._print("\n".join(paragraphs(new_lines, columns())) if printed_lines else planned_text(columns()))
 
     def calibrating(self, about: str) -> None:
         """Print the line that describes the calibration."""
@@ -410,7 +420,7 @@ class Terminal(Reporter):
         if not self.quiet and self.plan is not None:
             from ..report.text import summary_text
 
-            self._print("\n" + summary_text(self.plan, result, already_complete))
+            self._print("\n" + summary_text(self.plan, result, already_complete, columns()))
 
     def close(self) -> None:
         """Remove the progress bar."""

@@ -1,8 +1,14 @@
-"""Figures and tables as text: what cells of reports say. It imports nothing of other rooms."""
+"""Figures and tables as text: what cells of reports say, and how lines fit a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import textwrap
+from collections.abc import Container, Iterable, Sequence
+
+from .escape import terminal
+
+# Columns below a row that is too long for one line begin so far to the right.
+_BENEATH = 6
 
 
 def gigabytes(nbytes: int) -> str:
@@ -49,21 +55,148 @@ def short(count: int) -> str:
     return str(count)
 
 
-def table(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
-    """Align the columns of a table.
+def paragraphs(lines: Iterable[str], width: int | None = None) -> list[str]:
+    """Wrap lines at spaces, and escape what a terminal obeys. Words are never cut, such as a path.
 
     Args:
-        rows: the cells of each row, all rows of equally many.
-        left: indices of the columns that are aligned to the left; the others are to the right.
+        lines: lines of prose. What begins a line with spaces is indented by two more where it goes on.
+        width: the most characters of a line; None for any number.
 
     Returns:
-        A line for each row, without spaces at its end.
+        The lines; one with a longer word is longer.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [part for line in lines for part in _wrapped(terminal(line), width)]
+
+
+def table(
+    rows: Sequence[Sequence[str]], left: Container[int] = (0,), width: int | None = None, keys: int = 1
+) -> list[str]:
+    """Align the columns of a table, and escape what a terminal obeys. No word and no figure is cut.
+
+    A table that is too wide is made narrower, by the first of these that is enough: the cells of a last column
+    without a heading go beneath their rows; headings and columns of text but the first ones are wrapped; columns
+    go beneath the first ones, in several tables if they must.
+
+    Args:
+        rows: the cells of each row, all rows of equally many. The first row has the headings.
+        left: indices of the columns of text, which are aligned to the left; the others are to the right.
+        width: the most characters of a line; None for any number.
+        keys: the number of first columns that say what a row is about.
+
+    Returns:
+        The lines, without spaces at their ends; one with a longer word is longer.
+    """
+    rows = [[terminal(cell) for cell in row] for row in rows]
+    remarks = [""] * len(rows)
+    last = len(rows[0]) - 1
+    if width is not None and _span(_longest(rows)) > width and last > keys and last in left and not rows[0][last]:
+        remarks = [row[last] for row in rows]
+        rows = [row[:last] for row in rows]
+    blocks = _blocks(rows, left, width, keys)
+    for lines, remark in zip(blocks[-1], remarks, strict=True):
+        lines += _wrapped(" " * _BENEATH + remark, width, 0) if remark else []
+    parted = [[line for lines in block for line in lines] for block in blocks]
+    return [line for number, block in enumerate(parted) for line in ([""] if number else []) + block]
+
+
+def _wrapped(text: str, width: int | None, hang: int = 2) -> list[str]:
+    if width is None or len(text) <= width:
+        return [text]
+    indent = " " * (len(text) - len(text.lstrip(" ")) + hang)
+    return textwrap.wrap(
+        text,
+        max(width, len(indent) + 1),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        expand_tabs=False,
+    )
+
+
+def _longest(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _span(widths: Sequence[int]) -> int:
+    """The length of a line of these columns."""
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | None, keys: int) -> list[list[list[str]]]:
+    """Lay a table out as one block or more, below each other: the lines of each row, for each block."""
+    longest = _longest(rows)
+    if width is None:
+        return [[_row(row, longest, left) for row in rows]]
+    least = [
+        max(map(_longest_word, column))
+        if number in left and number >= keys
+        else max(_longest_word(column[0]), *map(len, column[1:]), 0)
+        for number, column in enumerate(zip(*rows, strict=True))
+    ]
+    if len(least) - 1 in left:
+        # Behind a long word of the last column there is nothing to align.
+        least[-1] = min(least[-1], width // 3)
+    narrowed = _narrowed(longest, least, width)
+    if _span(narrowed) <= width:
+        return [[_row(row, narrowed, left) for row in rows]]
+    key = range(keys)
+    beneath = _span(narrowed[:keys]) > width // 2
+    room = width - (_BENEATH if beneath else _span(narrowed[:keys]) + 2)
+    parts: list[list[int]] = [[]]
+    for column in range(keys, len(longest)):
+        if parts[-1] and _span([least[other] for other in (*parts[-1], column)]) > room:
+            parts.append([])
+        parts[-1].append(column)
+    blocks = []
+    for part in parts:
+        widths = _narrowed([longest[column] for column in part], [least[column] for column in part], room)
+        in_part = {number for number, column in enumerate(part) if column in left}
+        if beneath:
+            heads = _narrowed(longest[:keys], least[:keys], width)
+            block = [
+                [
+                    *_row(row[:keys], heads, left),
+                    *(
+                        " " * _BENEATH + line
+                        for line in _row([row[column] for column in part], widths, in_part)
+                        if line
+                    ),
+                ]
+                for row in rows
+            ]
+        else:
+            shown = {*(column for column in key if column in left), *(number + keys for number in in_part)}
+            block = [
+                _row([row[column] for column in (*key, *part)], [*narrowed[:keys], *widths], shown) for row in rows
+            ]
+        blocks.append(block)
+    return blocks
+
+
+def _longest_word(text: str) -> int:
+    indent = len(text) - len(text.lstrip(" "))
+    return indent + max(map(len, text.split(" ")))
+
+
+def _narrowed(longest: Sequence[int], least: Sequence[int], width: int) -> list[int]:
+    """Take from the widest columns until all fit, or none can be narrower."""
+    widths = list(longest)
+    while _span(widths) > width:
+        free = [column for column, each in enumerate(widths) if each > least[column]]
+        if not free:
+            break
+        widths[max(free, key=lambda column: widths[column])] -= 1
+    return widths
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], left: Container[int]) -> list[str]:
+    parts = [_wrapped(cell, width, 0) for cell, width in zip(cells, widths, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            (part[line] if line < len(part) else "").ljust(width)
+            if column in left
+            else (part[line] if line < len(part) else "").rjust(width)
+            for column, (part, width) in enumerate(zip(parts, widths, strict=True))
         ).rstrip()
-        for row in rows
+        for line in range(max(map(len, parts)))
     ]

@@ -6,7 +6,7 @@ from ..diagnosis.measured import MODEL, activations, measured_kl
 from ..diagnosis.result import Diagnosis
 from ..formats.schemes import SCHEMES
 from ..patterns import collapse
-from .cells import gigabytes, table
+from .cells import gigabytes, paragraphs, table
 from .escape import join_lines, terminal
 from .text import not_finite_notes
 
@@ -14,12 +14,13 @@ from .text import not_finite_notes
 WORST = 10
 
 
-def diagnosis_text(diagnosis: Diagnosis, every: bool) -> str:
+def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) -> str:
     """Format a diagnosis for a terminal: the errors of layers, and what was measured to lose less.
 
     Args:
         diagnosis: the result of diagnose.
         every: whether to list every layer in the order of the checkpoint; else only the worst.
+        width: the most characters of a line; None for any number.
 
     Returns:
         The text, lines separated by newlines.
@@ -36,16 +37,22 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool) -> str:
     schemes = [name for name in SCHEMES if name == diagnosis.scheme or measured_kl(SCHEMES[name]) is not None]
     errors = [(terminal(layer.module), *(_percent(layer.row_errors[scheme]) for scheme in schemes)) for layer in layers]
     normal = ("normally distributed weights", *(_percent(diagnosis.normal[scheme]) for scheme in schemes))
-    lines = [
-        terminal(f"{name}: {diagnosis.architecture}, --scheme {diagnosis.scheme}"),
+    heading = [
+        f"{name}: {diagnosis.architecture}, --scheme {diagnosis.scheme}",
         f"{len(diagnosis.layers)} layers, measured on {rows}",
-        "",
-        *table([(shown, *schemes), *errors, normal]),
-        "",
+    ]
+    said = [
         "activations, which most schemes round too, are not counted",
         *not_finite_notes(diagnosis.not_finite),
         *_conspicuous(diagnosis),
-        *_choices(diagnosis),
+    ]
+    lines = [
+        *paragraphs(heading, width),
+        "",
+        *table([(shown, *schemes), *errors, normal], width=width),
+        "",
+        *paragraphs(said, width),
+        *_choices(diagnosis, width),
     ]
     return join_lines(lines)
 
@@ -70,11 +77,11 @@ def _conspicuous(diagnosis: Diagnosis) -> list[str]:
     ]
 
 
-def _choices(diagnosis: Diagnosis) -> list[str]:
+def _choices(diagnosis: Diagnosis, width: int | None) -> list[str]:
     if diagnosis.kl is None:
-        return [f"--scheme {diagnosis.scheme} was not measured on {MODEL}"]
+        return paragraphs([f"--scheme {diagnosis.scheme} was not measured on {MODEL}"], width)
     if not diagnosis.choices:
-        return [f"nothing of about this size lost a tenth less on {MODEL}"]
+        return paragraphs([f"nothing of about this size lost a tenth less on {MODEL}"], width)
     rows = [
         (
             choice.options,
@@ -90,7 +97,7 @@ def _choices(diagnosis: Diagnosis) -> list[str]:
     first = (f"--scheme {requested.name}", f"{diagnosis.kl:.3g}", "", size, activations(requested), "no")
     return [
         "",
-        f"what lost less on {MODEL} at about the same size, and the size of this model:",
+        *paragraphs([f"what lost less on {MODEL} at about the same size, and the size of this model:"], width),
         "",
-        *table([("openquant compress", "KL, nats", "", "size", "activations", "texts run"), first, *rows]),
+        *table([("openquant compress", "KL, nats", "", "size", "activations", "texts run"), first, *rows], width=width),
     ]

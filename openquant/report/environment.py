@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .cells import gigabytes
+from .cells import gigabytes, table
 from .escape import join_lines
 
 
-def environment_text(found: Mapping[str, Any]) -> str:
+def environment_text(found: Mapping[str, Any], width: int | None = None) -> str:
     """Format what `describe_environment()` returns: a line for each fact.
 
     Args:
         found: its result.
+        width: the most characters of a line; None for any number.
     """
     gpus = found["gpus"]
     if not isinstance(gpus, str):
@@ -30,5 +31,4 @@ def environment_text(found: Mapping[str, Any]) -> str:
         *((name, version or "not installed") for name, version in {**found["libraries"], **found["engines"]}.items()),
         *found["settings"].items(),
     ]
-    width = max(len(name) for name, _ in rows)
-    return join_lines(f"{name:{width}}  {value}" for name, value in rows)
+    return join_lines(table(rows, left=(0, 1), width=width))

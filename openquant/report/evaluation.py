@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .card import SIDES, difference_text, percent
-from .cells import gigabytes, table
+from .cells import gigabytes, paragraphs, table
 from .escape import join_lines, terminal
 from .tasks import task_rows
 from .words import verdict_meaning
@@ -15,13 +15,14 @@ from .words import verdict_meaning
 SHOWN_PROMPTS, SHOWN_CHARACTERS = 2, 300
 
 
-def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str]) -> str:
+def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: int | None = None) -> str:
     """Format an evaluation for a terminal: a table of all outputs, then the verdict on each with reasons and answers.
 
     Args:
         evaluation: what `eval --json` prints: `source`, `floor`, and `outputs`, the eval.json of one output or
             more.
         notes: remarks for the user.
+        width: the most characters of a line; None for any number.
 
     Returns:
         The text, lines separated by newlines.
@@ -41,21 +42,22 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str]) -> str:
         if weights_only["kl"] != output["kl"]["mean"]:
             cells = percent(weights_only["top1"]), _number(weights_only["perplexity"])
             rows.append(("  its weights alone", "", *_kl(weights_only), *cells, ""))
-    lines = table(rows)
+    lines = table(rows, width=width)
     for output in outputs:
-        lines += ["", f"{terminal(output['output']['name'])}: {output['verdict']}: {verdict_meaning(output)}"]
-        lines += [f"  {terminal(reason)}" for reason in output["reasons"]]
+        said = ["", f"{output['output']['name']}: {output['verdict']}: {verdict_meaning(output)}"]
+        said += [f"  {reason}" for reason in output["reasons"]]
         if output["verdict"] == "same":
-            lines.append("  so near the floor, KL does not predict which output does better in benchmarks")
-        lines += [f"  {line}" for line in _layer_lines(output)]
+            said.append("  so near the floor, KL does not predict which output does better in benchmarks")
+        lines += paragraphs([*said, *(f"  {line}" for line in _layer_lines(output))], width)
         if "tasks" in output:
-            lines += ["", *(f"  {line}" for line in table(task_rows(output["tasks"])))]
-            lines.append(f"  {terminal(output['tasks']['reading'])}")
+            figures = table(task_rows(output["tasks"]), width=None if width is None else width - 2)
+            lines += ["", *(f"  {line}".rstrip() for line in figures)]
+            lines += paragraphs([f"  {output['tasks']['reading']}"], width)
         for text in output["texts"][:SHOWN_PROMPTS]:
-            lines += ["", *_answers(text)]
+            lines += ["", *_answers(text, width)]
     text = outputs[0]["text"]
-    lines += ["", f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 {text['sha256'][:16]}"]
-    lines += [f"note: {terminal(note)}" for note in notes]
+    last = [f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 {text['sha256'][:16]}"]
+    lines += ["", *paragraphs([*last, *(f"note: {note}" for note in notes)], width)]
     return join_lines(lines)
 
 
@@ -75,10 +77,10 @@ def _layer_lines(output: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _answers(text: Mapping[str, Any]) -> list[str]:
-    """Return a prompt and both answers, a line each, and a line that says where they differ."""
-    rows = [(name, terminal(str(text[name])[:SHOWN_CHARACTERS])) for name in SIDES if name in text]
-    return [*(f"  {name:<7} {line}" for name, line in rows), f"  {difference_text(text)}"]
+def _answers(text: Mapping[str, Any], width: int | None) -> list[str]:
+    """Return a prompt and both answers, and a line that says where they differ."""
+    rows = [(f"  {name}", str(text[name])[:SHOWN_CHARACTERS]) for name in SIDES if name in text]
+    return [*table(rows, left=(0, 1), width=width), *paragraphs([f"  {difference_text(text)}"], width)]
 
 
 def _kl(figures: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -6,24 +6,26 @@ from collections.abc import Iterable
 
 from ..patterns import collapse
 from ..plan.explain import Explanation, ModuleExplanation, RankSplit, Tensor
+from .cells import paragraphs, table
 from .escape import join_lines
 
 _AXES = {"out": "rows (column parallel)", "in": "columns (row parallel)"}
 
 
-def explanation_text(explanation: Explanation) -> str:
+def explanation_text(explanation: Explanation, width: int | None = None) -> str:
     """Format an explanation for a terminal.
 
     Args:
         explanation: the result of explain.
+        width: the most characters of a line; None for any number.
 
     Returns:
         The text: for each group of layers that are alike a heading and a line for each fact.
     """
-    return "\n\n".join(_paragraph(layer, explanation.architecture) for layer in explanation.layers)
+    return "\n\n".join(_paragraph(layer, explanation.architecture, width) for layer in explanation.layers)
 
 
-def _paragraph(layer: ModuleExplanation, architecture: str) -> str:
+def _paragraph(layer: ModuleExplanation, architecture: str, width: int | None) -> str:
     becomes = "stays as it is" if layer.scheme is None else f"quantized, --scheme {layer.scheme}"
     rule = "no rule: it has fewer than two axes, or --ignore names it"
     if layer.rule is not None:
@@ -42,7 +44,8 @@ def _paragraph(layer: ModuleExplanation, architecture: str) -> str:
     ]
     heading = ", ".join(collapse(layer.modules))
     more = f" ({len(layer.modules)} alike; below {layer.module})" if len(layer.modules) > 1 else ""
-    return join_lines([f"{heading}{more}", *(f"  {name:<12} {value}" for name, value in rows if value)])
+    lines = table([row for row in rows if row[1]], (0, 1), None if width is None else width - 2)
+    return join_lines([*paragraphs([f"{heading}{more}"], width), *(f"  {line}".rstrip() for line in lines)])
 
 
 def _tensors(tensors: Iterable[Tensor]) -> str:

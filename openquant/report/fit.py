@@ -7,33 +7,37 @@ from collections.abc import Iterable
 from ..diagnosis.measured import activations
 from ..fit.result import FitTable, Held, Point, SchemeFit, SearchResult, Target
 from ..formats.schemes import SCHEMES
-from .cells import gigabytes, short, table
+from .cells import gigabytes, paragraphs, short, table
 from .escape import join_lines, terminal
 
 # What a cell says where nothing is known or nothing fits.
 NOTHING = "-"
 
 
-def fit_text(found: FitTable) -> str:
+def fit_text(found: FitTable, width: int | None = None) -> str:
     """Format the table of schemes for a terminal.
 
     Args:
         found: the result of fit_table().
+        width: the most characters of a line; None for any number.
 
     Returns:
         The text: what the table is for, a row for each scheme, notes, and the command for the best.
     """
     name = f"{found.model}@{found.revision}" if found.revision else found.model
     cache = "an FP8" if found.kv_cache == "fp8" else "a bfloat16"
-    lines = [
-        terminal(f"{name}: {found.architecture}"),
+    heading = [
+        f"{name}: {found.architecture}",
         f"{fit_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache",
+    ]
+    lines = [
+        *paragraphs(heading, width),
         "",
-        *table(fit_rows(found), left=(0,)),
+        *table(fit_rows(found), width=width),
         "",
-        *fit_notes(found),
+        *paragraphs(fit_notes(found), width),
         "",
-        *_advice(found),
+        *_advice(found, width),
     ]
     return join_lines(lines)
 
@@ -150,10 +154,10 @@ def _refused(found: FitTable) -> list[str]:
     return [terminal(f"not {', '.join(schemes)}: {reason}") for reason, schemes in by_reason.items()]
 
 
-def _advice(found: FitTable) -> list[str]:
+def _advice(found: FitTable, width: int | None) -> list[str]:
     """Say what to type."""
     if len(found.targets) != 1:
-        return ["name your GPU with --gpu, such as --gpu 4090, to get the command for it"]
+        return paragraphs(["name your GPU with --gpu, such as --gpu 4090, to get the command for it"], width)
     [target] = found.targets
     source = found.schemes[0]
     lines = []
@@ -161,15 +165,15 @@ def _advice(found: FitTable) -> list[str]:
         lines.append("the model fits as it is; a scheme leaves room for longer or more sequences")
     if found.command is None:
         lines.append(nothing_fits(found, target))
-    else:
+    lines = paragraphs(lines, width)
+    if found.command is not None:
         lines.append(f"  {terminal(found.command)}")
     if found.calibrated is not None:
-        lines.append(f"with {found.calibrated.options} {found.measured_on} lost {found.calibrated.kl:.4f}")
+        calibrated = f"with {found.calibrated.options} {found.measured_on} lost {found.calibrated.kl:.4f}"
+        lines += paragraphs([calibrated], width)
     if found.mixture is not None:
-        lines += [
-            "a mixture of schemes fills the memory, and may lose less (docs/fit.md):",
-            f"  {terminal(found.mixture)}",
-        ]
+        mixture = "a mixture of schemes fills the memory, and may lose less (docs/fit.md):"
+        lines += [*paragraphs([mixture], width), f"  {terminal(found.mixture)}"]
     return lines
 
 
@@ -190,11 +194,12 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     return f"no scheme with a known KL fits {gpus}{left}{needs}: {advice}"
 
 
-def frontier_text(found: SearchResult) -> str:
+def frontier_text(found: SearchResult, width: int | None = None) -> str:
     """Format what a search measured for a terminal.
 
     Args:
         found: the result of search_mixtures().
+        width: the most characters of a line; None for any number.
 
     Returns:
         The text: a row for each mixture and scheme, the smallest first, and the commands that make them.
@@ -208,14 +213,18 @@ def frontier_text(found: SearchResult) -> str:
         cells = [point.name, f"{point.bits:.2f}", gigabytes(point.bytes), f"{point.kl:.4f}", interval]
         fits = [] if point.fits is None else ["yes" if point.fits else "no"]
         rows.append([*cells, f"{point.predicted:.4f}", *fits])
-    lines = [
-        terminal(f"{name}: {found.architecture}"),
-        terminal(f"weights rounded to nearest, on {found.texts}"),
+    heading = [
+        f"{name}: {found.architecture}",
+        f"weights rounded to nearest, on {found.texts}",
         *([_room(found)] if found.gpu else []),
+    ]
+    predicted = "predicted: the sum of the scores, on other texts; it ranks mixtures, and is usually too large"
+    lines = [
+        *paragraphs(heading, width),
         "",
-        *table(rows),
+        *table(rows, width=width),
         "",
-        "predicted: the sum of the scores, on other texts; it ranks mixtures, and is usually too large",
+        *paragraphs([predicted], width),
         *_most(found.points),
     ]
     return join_lines(lines)

@@ -17,14 +17,16 @@ from ..plan.serving import GPU_GB, Serving
 from ..result import Result
 from ..verification.outcome import Report
 from .card import engines_that_read, serve_commands
-from .cells import gigabytes, short, shortened, table
+from .cells import gigabytes, paragraphs, short, shortened, table
 from .escape import join_lines, terminal
 
 # Characters of a reason in the plan's table: a pattern may name a hundred layers, which the line names too.
 _LONGEST_REASON = 80
 
 
-def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str]) -> str:
+def plan_text(
+    plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str], width: int | None = None
+) -> str:
     """Format a plan for a terminal: a table with a line for each group of layers that are alike, then sizes and notes.
 
     Args:
@@ -33,6 +35,7 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
         output: the output directory.
         download: sizes of the files that are fetched from the Hub.
         notes: notes on the download.
+        width: the most characters of a line; None for any number.
 
     Returns:
         The text, lines separated by newlines.
@@ -49,7 +52,8 @@ def plan_text(plan: Plan, model: str, output: Path, download: Download, notes: S
         size = gigabytes(sum(line.bytes_before for line in small))
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
     heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
-    return join_lines([*heading, *table(rows, left=(0, 1, 5)), "", *_facts(plan, download, notes)])
+    lines = table(rows, left=(0, 1, 5), width=width, keys=2)
+    return join_lines([*paragraphs(heading, width), *lines, "", *_facts(plan, download, notes, width)])
 
 
 def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
@@ -63,7 +67,7 @@ def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
     )
 
 
-def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
+def _facts(plan: Plan, download: Download, notes: Sequence[str], width: int | None) -> list[str]:
     unchanged = plan.scheme is None and plan.quantization_config
     layers = "" if unchanged else f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
     before, after = summary.source_bytes(plan), summary.output_bytes(plan)
@@ -88,20 +92,19 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str]) -> list[str]:
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")
     lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
     serving = summary.serving(plan)
-    if serving:
-        lines += serving_lines(*serving)
-    if plan.decoded.left_out:
-        lines.append(f"left out: {', '.join(plan.decoded.left_out)}")
-    lines += [f"note: {note}" for note in (*plan.notes, *notes)]
-    return lines
+    table_lines = serving_lines(*serving, width) if serving else []
+    last = [f"left out: {', '.join(plan.decoded.left_out)}"] if plan.decoded.left_out else []
+    last += [f"note: {note}" for note in (*plan.notes, *notes)]
+    return [*paragraphs(lines, width), *table_lines, *paragraphs(last, width)]
 
 
-def serving_lines(source: Serving, output: Serving) -> list[str]:
+def serving_lines(source: Serving, output: Serving, width: int | None = None) -> list[str]:
     """Make a table of the fewest GPUs that serve source and output, and of the tokens that they then hold.
 
     Args:
         source: the source's size and the GPUs that serve it, for each GPU size.
         output: the output's size and the GPUs that serve it, for each GPU size.
+        width: the most characters of a line; None for any number.
 
     Returns:
         The lines of the table, for a terminal.
@@ -119,7 +122,8 @@ def serving_lines(source: Serving, output: Serving) -> list[str]:
         for fit in serving.fits:
             tokens = [short(count) for count in (fit.tokens_bf16, fit.tokens_fp8) if count is not None]
             rows[-1].append("-" if fit.gpus is None else ": ".join(filter(None, (str(fit.gpus), ", ".join(tokens)))))
-    return [f"serving:  {legend}", *(f"  {line}" for line in table(rows, left=range(len(rows[0]))))]
+    lines = table(rows, width=None if width is None else width - 2)
+    return [*paragraphs([f"serving:  {legend}"], width), *(f"  {line}".rstrip() for line in lines)]
 
 
 def _share(plan: Plan) -> str:
@@ -129,26 +133,28 @@ def _share(plan: Plan) -> str:
     return f"{100 * summary.quantized_bytes(plan) / summary.source_bytes(plan):.1f} % of the bytes quantized"
 
 
-def details_text(plan: Plan) -> str:
+def details_text(plan: Plan, width: int | None = None) -> str:
     """List the ignore list and every copied file, for -v.
 
     Args:
         plan: the plan.
+        width: the most characters of a line; None for any number.
 
     Returns:
         A text with a line for each file, and for each unquantized layer under every name that engines look up.
     """
     lines = [f"not quantized: {name}" for name in ignored_layers(plan)]
-    return join_lines(lines + [f"copied: {name}" for name in plan.files])
+    return join_lines(paragraphs(lines + [f"copied: {name}" for name in plan.files], width))
 
 
-def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
+def summary_text(plan: Plan, result: Result, already_complete: bool, width: int | None = None) -> str:
     """Summarize a finished run, with the commands that serve its output.
 
     Args:
         plan: the plan of the run.
         result: what the run did.
         already_complete: whether an earlier run had left nothing to do.
+        width: the most characters of a line; None for any number.
 
     Returns:
         The text for a terminal, lines separated by newlines.
@@ -162,16 +168,13 @@ def summary_text(plan: Plan, result: Result, already_complete: bool) -> str:
     )
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
-    return join_lines(
-        [
-            headline,
-            *published,
-            *not_finite_notes(result.not_finite, result.unread_shards),
-            engines_that_read(plan),
-            "",
-            *[f"  {command}" for command in commands],
-        ]
-    )
+    said = [
+        headline,
+        *published,
+        *not_finite_notes(result.not_finite, result.unread_shards),
+        engines_that_read(plan),
+    ]
+    return join_lines([*paragraphs(said, width), "", *[f"  {command}" for command in commands]])
 
 
 # Most tensors that a note names.
@@ -203,11 +206,12 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
     return [terminal(note) for note in notes]
 
 
-def verification_text(report: Report) -> str:
+def verification_text(report: Report, width: int | None = None) -> str:
     """Format the result of verify for a terminal.
 
     Args:
         report: the result of verify.
+        width: the most characters of a line; None for any number.
 
     Returns:
         The text, lines separated by newlines.
@@ -223,16 +227,15 @@ def verification_text(report: Report) -> str:
                 f"equal to {report.source}: {_count(report.equal_tensors, 'tensor')}, "
                 f"{_count(report.equal_files, 'other file')}"
             )
-    if report.errors:
-        lines += ["", *_errors_table(report), ""]
-    lines += [f"note: {note}" for note in report.notes]
-    lines += [f"problem: {problem}" for problem in report.problems]
+    errors = ["", *_errors_table(report, width), ""] if report.errors else []
+    last = [f"note: {note}" for note in report.notes]
+    last += [f"problem: {problem}" for problem in report.problems]
     problems = _count(len(report.problems), "problem") if report.problems else "no problems"
-    lines.append(f"{problems}, {report.seconds:.1f} s")
-    return join_lines(lines)
+    last.append(f"{problems}, {report.seconds:.1f} s")
+    return join_lines([*paragraphs(lines, width), *errors, *paragraphs(last, width)])
 
 
-def _errors_table(report: Report) -> list[str]:
+def _errors_table(report: Report, width: int | None) -> list[str]:
     rows = [("worst layers", "shape", "relative error", "SQNR", "largest error")]
     rows += [
         (
@@ -244,17 +247,14 @@ def _errors_table(report: Report) -> list[str]:
         )
         for error in report.worst
     ]
-    lines = table(rows)
     mean = sum(error.relative for error in report.errors) / len(report.errors)
-    lines.append(f"{_count(len(report.errors), 'layer')} decoded: relative error {100 * mean:.3f} % on average")
+    said = [f"{_count(len(report.errors), 'layer')} decoded: relative error {100 * mean:.3f} % on average"]
     share = report.equal_share
-    if share is None:
-        return lines
-    if report.recomputed:
-        lines.append(f"quantizing the source again gives {_percent(share)} of the codes")
-    else:
-        lines.append(f"{_percent(share)} of the codes are the nearest to the source under their scales")
-    return lines
+    if share is not None and report.recomputed:
+        said.append(f"quantizing the source again gives {_percent(share)} of the codes")
+    elif share is not None:
+        said.append(f"{_percent(share)} of the codes are the nearest to the source under their scales")
+    return [*table(rows, width=width), *paragraphs(said, width)]
 
 
 def _percent(share: float) -> str:

@@ -16,9 +16,9 @@ def test_gpus_and_tokens_as_a_table() -> None:
     known = Serving(10**9, cache, None, FITS)
     assert serving_lines(known, known) == [
         "serving:  KV cache 2.05 kB a token and 1.05 MB a sequence; fewest GPUs: tokens of all sequences in a bfloat16 cache, in an FP8 cache",
-        "          24 GB  48 GB         80 GB         96 GB         141 GB        192 GB",
-        "  source  -      2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M",
-        "  output  -      2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M",
+        "          24 GB         48 GB         80 GB         96 GB        141 GB        192 GB",
+        "  source      -  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M",
+        "  output      -  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M  2: 16k, 1.2M",
     ]
 
 
@@ -27,8 +27,8 @@ def test_what_is_not_known_is_said() -> None:
     assert serving_lines(unknown, unknown) == [
         "serving:  the fewest GPUs; how many tokens they hold is not known: the size of a state",
         "          24 GB  48 GB  80 GB  96 GB  141 GB  192 GB",
-        "  source  -      2      2      2      2       2",
-        "  output  -      2      2      2      2       2",
+        "  source      -      2      2      2       2       2",
+        "  output      -      2      2      2       2       2",
     ]
 
 

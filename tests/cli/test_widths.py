@@ -1,0 +1,187 @@
+"""Results fit a terminal of 80 columns, and can be read in one of 60: `COLUMNS` says how wide it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from conftest import EXAMPLE
+from openquant import compress
+from openquant.cli.arguments import Parser, verb_parser
+from openquant.cli.commands import VERBS, main
+from openquant.evaluation import answers
+from openquant.report.cells import paragraphs, table
+from support import small_checkpoints
+
+WIDTHS = (80, 60)
+# Commands to copy, which stay in one line.
+COMMANDS = re.compile(r"  +(openquant|vllm|python|eval|sglang) |usage: ")
+
+
+def too_long(text: str, width: int) -> list[str]:
+    """Lines that are longer, but for commands to copy and lines of one word."""
+    lines = [line for line in text.splitlines() if len(line) > width and not COMMANDS.match(line)]
+    return [line for line in lines if " " in line.strip()]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a source and its output lie, under short names."""
+    place = tmp_path_factory.mktemp("widths")
+    compress(EXAMPLE, place / "FP8")
+    small_checkpoints.write(place / "moe", "Qwen3MoeForCausalLM")
+    return place
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("compress", "MODEL", "--dry-run", "-v"),
+        ("compress", "moe", "--dry-run", "--scheme", "int4"),
+        ("compress", "MODEL", "-o", "again", "--overwrite"),
+        ("dequantize", "FP8", "--dry-run"),
+        ("fit", "MODEL"),
+        ("fit", "MODEL", "--gpu", "2x4090", "--context", "2k"),
+        ("diagnose", "MODEL"),
+        ("diagnose", "moe", "--scheme", "int4", "-v"),
+        ("explain", "MODEL", "**.q_proj"),
+        ("explain", "moe", "**.down_proj"),
+        ("verify", "FP8", "--source", "MODEL", "--full"),
+        ("env",),
+    ],
+    ids=" ".join,
+)
+def test_no_line_is_longer_than_the_terminal(
+    words: Sequence[str],
+    width: int,
+    converted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(converted)
+    if not Path("MODEL").exists():
+        Path("MODEL").symlink_to(EXAMPLE)
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(list(words)) == 0
+    printed = capsys.readouterr().out
+    assert printed and not too_long(printed, width)
+    monkeypatch.setenv("COLUMNS", "1000")
+    assert main(list(words)) == 0
+    wide = capsys.readouterr().out
+    # What is said is the same. Headings and names may stand twice, seconds and memory are of each run.
+    assert set(re.findall(r"[\w.{}*-]*[a-z][\w.{}*-]*", wide)) == set(re.findall(r"[\w.{}*-]*[a-z][\w.{}*-]*", printed))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_an_evaluation_fits(
+    width: int, converted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.chdir(converted)
+    questions = [{"question": f"{number} and 1 make", "choices": ["many", "few"], "answer": 0} for number in range(4)]
+    Path("sums.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    words = ["eval", "FP8", "--source", str(EXAMPLE), "--samples", "2", "--length", "32", "--tasks", "sums.jsonl"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "recovery" in printed and "same token" in printed.replace("\n", " ") and not too_long(printed, width)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_fits(verb: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    parser = verb_parser()
+    if verb:
+        [verbs] = [action for action in parser._actions if action.dest == "verb"]
+        assert verbs.choices is not None
+        parser = verbs.choices[verb]  # type: ignore[call-overload]
+    assert isinstance(parser, Parser)
+    for shows_all in (False, True):
+        parser.shows_all = shows_all
+        assert not too_long(parser.format_help(), width)
+
+
+def test_a_result_has_80_columns_where_no_terminal_is(
+    converted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.chdir(converted)
+    assert main(["compress", "moe", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["compress", "moe", "--dry-run"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+ROWS = [
+    ("", "layers", "shape", "size", ""),
+    ("FP8", "model.q_proj", "192 x 576", "3.32 MB", ""),
+    ("keep", "model.embed_tokens", "64 x 576", "37 kB", "embedding"),
+]
+
+
+def test_a_remark_goes_beneath_its_row_where_the_line_is_too_long() -> None:
+    assert table(ROWS, left=(0, 1, 4), width=60, keys=2) == table(ROWS, left=(0, 1, 4), keys=2)
+    assert table(ROWS, left=(0, 1, 4), width=50, keys=2) == [
+        "      layers                  shape     size",
+        "FP8   model.q_proj        192 x 576  3.32 MB",
+        "keep  model.embed_tokens   64 x 576    37 kB",
+        "      embedding",
+    ]
+
+
+def test_columns_go_beneath_their_rows_and_no_name_is_cut() -> None:
+    assert table(ROWS, left=(0, 1, 4), width=30, keys=2) == [
+        "      layers",
+        "          shape     size",
+        "FP8   model.q_proj",
+        "      192 x 576  3.32 MB",
+        "keep  model.embed_tokens",
+        "       64 x 576    37 kB",
+        "      embedding",
+    ]
+
+
+def test_a_wide_table_becomes_several() -> None:
+    rows = [("layer", "tensor", "channel", "largest error"), ("q_proj", "2.68 %", "2.65 %", "1 %")]
+    assert table(rows, width=32) == [
+        "layer   tensor  channel  largest",
+        "                           error",
+        "q_proj  2.68 %   2.65 %      1 %",
+    ]
+    assert table(rows, width=24) == [
+        "layer   tensor  channel",
+        "q_proj  2.68 %   2.65 %",
+        "",
+        "layer   largest error",
+        "q_proj            1 %",
+    ]
+
+
+def test_text_is_wrapped_in_a_last_column_and_words_stay_whole() -> None:
+    rows = [("rule", "compress: model.layers.*.self_attn.q_proj (Llama)"), ("ranks", "each has a part of its rows")]
+    assert table(rows, left=(0, 1), width=24) == [
+        "rule   compress:",
+        "       model.layers.*.self_attn.q_proj",
+        "       (Llama)",
+        "ranks  each has a part",
+        "       of its rows",
+    ]
+    assert paragraphs(["  not 2: 3 heads do not divide"], 20) == ["  not 2: 3 heads do", "    not divide"]
+    assert paragraphs(["problem: /a/path/that/is/long", "", "  "], 12) == [
+        "problem:",
+        "  /a/path/that/is/long",
+        "",
+        "  ",
+    ]
+
+
+def test_what_a_terminal_obeys_is_escaped_before_lines_are_parted() -> None:
+    assert table([("a\nb", "\x1b[2J")]) == ["a\\nb  \\x1b[2J"]
+    assert paragraphs(["note: a\nb\x1b[2J"], 80) == ["note: a\\nb\\x1b[2J"]
