@@ -65,7 +65,7 @@ from .recipes import recipe_of
 from .report.escape import terminal
 from .reporter import Reporter
 from .request import Request, check_recipe
-from .result import Result
+from .result import Place, Preview, Result
 from .run import Outcome, carry_out, take_evaluation
 from .verification.finished import require_sound
 from .vllm_probe.choose import ArchitectureChoice
@@ -475,13 +475,54 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
         OpenQuantError: the directory is unfinished or damaged, or cannot be published.
     """
     path = Path(directory)
+    publisher, others = _publisher(path, target)
+    with silent():
+        publisher.prepare(_published_card(path))
+        with publisher:
+            return publisher.finish(others, terminal(path.resolve().name)).address
+
+
+def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
+    """Check what push() checks first, and say what it would do. Nothing is written, here or on the Hub.
+
+    Args:
+        directory: a finished output directory.
+        target: repository and other options of publishing.
+
+    Returns:
+        What would be read, done and written.
+
+    Raises:
+        OpenQuantError: push() would refuse it.
+    """
+    path = Path(directory)
+    publisher, others = _publisher(path, target)
+    with silent():
+        exists = publisher.prepare(_published_card(path), creates=False)
+    with output_errors(path, "read"):
+        reads = tuple(
+            Place(str((path / name).absolute()), "a shard" if name in publisher.shards else "a file", size)
+            for name in sorted([*publisher.shards, *others])
+            for size in [(path / name).stat().st_size]
+        )
+    commit = "a pull request is opened" if target.create_pr else "one commit to main"
+    created = f"is created{', private' if target.private else ''}"
+    return Preview(
+        reads=reads,
+        does=(f"{len(reads)} files are uploaded, those that are not there yet; {commit}",),
+        writes=(Place(publisher.repo, f"a repository that {'exists' if exists else created}"),),
+    )
+
+
+def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:
+    """Check a finished directory; what publishes it, and the files beside its shards."""
     digest, files = finished_files(path)
     require_sound(path, files)
     shards = [name for name in files if name.endswith(".safetensors")]
     publisher = Publisher(target, path, digest, shards)
-    others = [*files.difference(shards), *take_evaluation(publisher)]
-    with silent():
-        with output_errors(path, "read"):
-            publisher.prepare(read_small(path / "README.md", f"{path}/README.md"))
-        with publisher:
-            return publisher.finish(sorted(others), terminal(path.resolve().name)).address
+    return publisher, sorted([*files.difference(shards), *take_evaluation(publisher)])
+
+
+def _published_card(path: Path) -> bytes:
+    with output_errors(path, "read"):
+        return read_small(path / "README.md", f"{path}/README.md")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .distributed import RERUN_CONTINUES, Ranks, attempt
@@ -25,10 +25,11 @@ from .hub.fetch import Download, memory_needed, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Source, find_source
 from .machine import available_cpus, find_device
-from .options import Run
+from .options import Run, files_read
 from .plan import summary
 from .plan.gptq import rounded_bytes
 from .plan.plan import Plan
+from .result import Place
 from .streaming.memory import MemoryStep, memory_left
 
 T = TypeVar("T")
@@ -206,6 +207,31 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
         raise UsageError(f"{name} is a local {kind}, nothing of it can be streamed", "leave --stream out")
     with without_collector():
         return source, source.open()
+
+
+def model_place(source: Source, checkpoint: Checkpoint) -> Place:
+    """Return a model as something that a dry run would read.
+
+    Args:
+        source: where the model comes from.
+        checkpoint: its config, files and headers.
+    """
+    path = source.place if source.repo else str(Path(source.place).absolute())
+    return Place(path, checkpoint.architecture, sum(checkpoint.shards.values()))
+
+
+def file_places(values: Mapping[str, Any]) -> list[Place]:
+    """Return the files and datasets that options name, as something that a dry run would read.
+
+    Args:
+        values: values of options, by the names of their fields.
+    """
+    return [
+        Place(
+            str(path.absolute()) if path.exists() else str(path), what, path.stat().st_size if path.is_file() else None
+        )
+        for path, what in files_read(values)
+    ]
 
 
 def output_directory(run: Run, source: Source, suffix: str) -> Path:

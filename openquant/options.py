@@ -1071,6 +1071,13 @@ class RendezvousOptions:
 
 
 @dataclass(frozen=True)
+class DryRun:
+    """Whether a verb without a plan only says what it would do."""
+
+    dry_run: bool = option(False, "Say what would be done and write nothing.", EXECUTION)
+
+
+@dataclass(frozen=True)
 class Verbosity:
     """How much is printed."""
 
@@ -1152,7 +1159,7 @@ class WebPage:
 
 
 @dataclass(frozen=True)
-class Command(ReportFigure, ReportPage, ProgressLines, JsonOutput, Verbosity, RendezvousOptions, BlockSize):
+class Command(ReportFigure, ReportPage, ProgressLines, JsonOutput, Verbosity, DryRun, RendezvousOptions, BlockSize):
     """Options that the command line handles itself, not the functions of api.py."""
 
 

@@ -1,4 +1,4 @@
-"""The result of compress() and dequantize(), which is also what `--json` prints."""
+"""The result of compress() and dequantize(), and what a dry run of other verbs says; `--json` prints both."""
 
 from __future__ import annotations
 
@@ -76,3 +76,41 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, as `--json` prints them."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Something that a command would read or write.
+
+    Attributes:
+        path: the full path, or the name or address of something on a server.
+        what: what it is, such as "a calibration".
+        bytes: its size in bytes; None if it is not known.
+    """
+
+    path: str
+    what: str
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What push, calibrate, eval or completion would do, as --dry-run says. All that can be checked quickly was.
+
+    Attributes:
+        reads: what is read.
+        does: what is done, a sentence each.
+        writes: what is written.
+        download_bytes: bytes of `reads` that are still to be downloaded.
+        notes: notes for the user.
+    """
+
+    reads: tuple[Place, ...]
+    does: tuple[str, ...]
+    writes: tuple[Place, ...]
+    download_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the dictionary that `--json` prints."""
+        return {"dry_run": True, **asdict(self)}

@@ -313,9 +313,16 @@ def test_completion_is_installed_once(
     monkeypatch.delenv("ZDOTDIR", raising=False)
     if start:
         (tmp_path / start).write_text("echo mine")
-    for _ in range(2):
-        assert main(["completion", "install"]) == 0
-        assert capsys.readouterr().out == f"wrote {tmp_path / script}\na new {shell} completes openquant\n"
+    more = tmp_path / (start or script.replace("openquant.fish", "compress-fp8.fish"))
+    assert main(["completion", "install", "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert f"writes  {tmp_path / script} (a script)\nwrites  {more} (" in planned
+    assert not (tmp_path / script).exists() and (not start or more.read_text() == "echo mine")
+    assert main(["completion", "install"]) == 0
+    end = f"a new {shell} completes openquant\n"
+    assert capsys.readouterr().out == f"wrote {tmp_path / script}\nwrote {more}\n{end}"
+    assert main(["completion", "install"]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / script}\n{'' if start else f'wrote {more}{chr(10)}'}{end}"
     assert (tmp_path / script).read_text().rstrip() == openquant_prints("completion", shell).rstrip()
     if start is None:
         assert (tmp_path / script).with_name("compress-fp8.fish").exists()

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..distributed import Ranks
 from ..errors import UsageError
@@ -22,10 +22,11 @@ from ..files.destination import Destination, ProtectedPaths
 from ..files.fingerprint import Fingerprint
 from ..hub.shards import supply_shards
 from ..hub.source import Source, model_folder
-from ..job import in_all_ranks, open_model
+from ..job import file_places, in_all_ranks, model_place, open_model
 from ..machine import find_device
 from ..options import Calibrate, CalibrationTexts, documented, files_read
 from ..reporter import Reporter
+from ..result import Place, Preview
 from ..streaming.memory import calibration_steps, memory_left
 from ..streaming.session import (
     BUDGET,
@@ -105,15 +106,52 @@ def _calibrated(
 ) -> Path:
     """Calibrate with parsed options; the path of the file that the first rank has written."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
+    opened = _checked(options, texts, ranks)
+    _run(*opened, options, ranks, begun, progress, remaining)
+    return opened.target.path
+
+
+class _Opened(NamedTuple):
+    source: Source
+    checkpoint: Checkpoint
+    corpus: Corpus
+    target: Destination
+
+
+def _checked(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> _Opened:
+    """Open the model, read the texts, and refuse what cannot be done, before anything is computed or written."""
     source, checkpoint = open_model(options.model, options.revision, options.stream)
     path = Path(options.out) if options.out is not None else source.default_path(f"{source.name}{SUFFIX}")
     option = "-o" if options.out is not None else ""
     target = calibration_destination(path, option, "name another file with -o", source, checkpoint, options, texts)
     target.require()
     memory_left(options.max_memory, calibration_steps(checkpoint, texts.length))
-    corpus = read_texts(source, checkpoint, texts, ranks)
-    _run(source, checkpoint, corpus, target, options, ranks, begun, progress, remaining)
-    return path
+    return _Opened(source, checkpoint, read_texts(source, checkpoint, texts, ranks), target)
+
+
+def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
+    """Check what calibrate() checks first, and say what it would do. Nothing is written.
+
+    Args:
+        options: options of the calibration.
+        texts: options that say which texts.
+
+    Returns:
+        What would be read, done and written.
+
+    Raises:
+        OpenQuantError: calibrate() would refuse it.
+    """
+    device = find_device(options.device, 0)
+    source, checkpoint, corpus, target = _checked(options, texts, Ranks())
+    replaced = ", which is replaced" if target.path.exists() else ""
+    return Preview(
+        reads=(model_place(source, checkpoint), *file_places(vars(texts))),
+        does=(f"{corpus.described} run through the model on {device}",),
+        writes=(Place(str(target.path.absolute()), f"a calibration{replaced}"),),
+        download_bytes=source.remote_bytes(checkpoint.shards),
+        notes=corpus.notes,
+    )
 
 
 def calibration_destination(

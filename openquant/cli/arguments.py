@@ -18,6 +18,7 @@ from ..options import (
     CalibrationTexts,
     Check,
     Diagnose,
+    DryRun,
     Evaluate,
     Explain,
     FitOptions,
@@ -355,7 +356,7 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         "DIR NAME [options]",
         "Qwen3-32B-FP8 you/Qwen3-32B-FP8",
         "Qwen3-32B-FP8 you/Qwen3-32B-FP8 --private --create-pr",
-    ).add_options(ModelDirectory, Push, JsonOutput, positional=("directory", "name"), without=("only",))
+    ).add_options(ModelDirectory, Push, DryRun, JsonOutput, positional=("directory", "name"), without=("only",))
     add(
         "diagnose",
         "Estimate the quantization error of each layer from its weights.",
@@ -382,7 +383,9 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         "MODEL [-o FILE] [options]",
         "Qwen/Qwen3-8B --stream",
         "Qwen3-8B --text mine.jsonl --samples 64",
-    ).add_options(Calibrate, CalibrationTexts, RendezvousOptions, JsonOutput, ProgressLines, positional=("model",))
+    ).add_options(
+        *(Calibrate, CalibrationTexts, DryRun, RendezvousOptions, JsonOutput, ProgressLines), positional=("model",)
+    )
     add(
         "eval",
         "Compare quantized checkpoints with their source on texts.",
@@ -393,7 +396,8 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         "Qwen3-8B-FP8 --source Qwen3-8B --tasks gsm8k --server http://host:8000 --server http://host:8001",
         "you/Qwen3-8B-FP8 --source Qwen/Qwen3-8B --stream",
     ).add_options(
-        Evaluate, Texts, RendezvousOptions, JsonOutput, ProgressLines, ReportPage, ReportFigure, positional=("outputs",)
+        *(Evaluate, Texts, DryRun, RendezvousOptions, JsonOutput, ProgressLines, ReportPage, ReportFigure),
+        positional=("outputs",),
     )
     add(
         "verify",
@@ -420,6 +424,6 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         choices=("install", *SHELLS),
         help="install, for the shell of $SHELL, or print the script of bash, zsh or fish",
     )
-    completion.add_options(JsonOutput)
+    completion.add_options(DryRun, JsonOutput)
     parser.add_information(parser.add_argument_group("options"))
     return parser

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ from .interrupts import MESSAGE, hint
 if TYPE_CHECKING:
     from ..distributed import Ranks
     from ..hub.source import Source
-    from ..result import Result
+    from ..result import Preview, Result
 
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
@@ -225,16 +226,30 @@ def _find_push(given: Given) -> Push | None:
 
 
 def _push(given: Given, interrupts: Interrupts) -> int:
-    from ..api import push
+    from ..api import preview_push, push
 
     target = _find_push(given)
     assert target is not None
+    if _command(given).dry_run:
+        return _print_preview(preview_push(given["directory"], target), given, interrupts)
     address = push(given["directory"], target)
     interrupts.check()
     if _command(given).json:
         print_json({"output": given["directory"], "pushed_to": address}, interrupts)
     else:
         require_printed(say_lines([f"pushed to {address}"], sys.stdout))
+    return 0
+
+
+def _print_preview(preview: Preview, given: Given, interrupts: Interrupts) -> int:
+    """Print what a verb would do."""
+    interrupts.check()
+    if _command(given).json:
+        print_json(preview.to_json(), interrupts)
+    else:
+        from ..report.text import preview_text
+
+        require_printed(say(preview_text(preview, columns()), sys.stdout))
     return 0
 
 
@@ -402,12 +417,16 @@ def _search(given: Given, interrupts: Interrupts) -> int:
 
 
 def _calibrate(given: Given, interrupts: Interrupts) -> int:
-    from ..calibration.run import calibrate
+    from ..calibration.run import calibrate, preview_calibration
 
     command = _command(given)
     ranks = _ranks(given, command)
+    options, texts = values_for(Calibrate, given), values_for(CalibrationTexts, given)
+    if command.dry_run:
+        preview = preview_calibration(Calibrate(**options), CalibrationTexts(**texts))
+        return _print_preview(preview, given, interrupts) if ranks.first else 0
     with closing(_Bar(interrupts, command, "calibrating", "calibrated", ranks.first, "tokens")) as bar:
-        values = {**values_for(Calibrate, given), **values_for(CalibrationTexts, given)}
+        values = {**options, **texts}
         written = calibrate(**values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
     if ranks.first and command.json:
         print_json({"calibration": str(written)}, interrupts)
@@ -417,11 +436,16 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
 
 
 def _eval(given: Given, interrupts: Interrupts) -> int:
-    from ..evaluation.run import evaluate
+    from ..evaluation.run import evaluate, preview_evaluation
+    from ..result import Place
 
     command, options = _command(given), Evaluate(**values_for(Evaluate, given))
     ranks = _ranks(given, command)
     page, figure = _find_page_and_figure(given, options)
+    if command.dry_run:
+        preview = preview_evaluation(options, Texts(**values_for(Texts, given)))
+        files = tuple(Place(str(file.path.absolute()), file.kind.title) for file in (page, figure) if file is not None)
+        return _print_preview(replace(preview, writes=preview.writes + files), given, interrupts) if ranks.first else 0
     with closing(_Bar(interrupts, command, "evaluating", "evaluated", ranks.first, "tokens")) as bar:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}
         evaluation = evaluate(**values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
@@ -572,20 +596,27 @@ def _web(given: Given, interrupts: Interrupts) -> int:
 
 
 def _completion(given: Given, interrupts: Interrupts) -> int:
+    from ..result import Place, Preview
     from .completion import completion_script, install_completion
 
-    installed: Path | None = None
+    installed: list[Path] | None = None
     shell = given["shell"]
     if shell == "install":
-        shell, installed = install_completion(os.environ)
+        shell, installed = install_completion(os.environ, _command(given).dry_run)
+    elif _command(given).dry_run:
+        raise UsageError("--dry-run is for install: a script is only printed", "leave --dry-run out")
     interrupts.check()
+    if installed is not None and _command(given).dry_run:
+        writes = tuple(Place(str(path), "a script" if path is installed[0] else "a start file") for path in installed)
+        return _print_preview(Preview((), (f"{shell} is to complete openquant",), writes), given, interrupts)
     if _command(given).json:
-        printed = {"script": completion_script(shell)} if installed is None else {"installed": str(installed)}
+        printed = {"script": completion_script(shell)} if installed is None else {"installed": str(installed[0])}
         print_json({"shell": shell, **printed}, interrupts)
     elif installed is None:
         require_printed(say(completion_script(shell), sys.stdout))
     else:
-        require_printed(say_lines([f"wrote {installed}", f"a new {shell} completes openquant"], sys.stdout))
+        lines = [*(f"wrote {path}" for path in installed), f"a new {shell} completes openquant"]
+        require_printed(say_lines(lines, sys.stdout))
     return 0
 
 

@@ -24,16 +24,17 @@ def completion_script(shell: str) -> str:
     return "\n".join(shtab.complete(parser, shell) for parser in (verb_parser(), compress_parser("compress-fp8")))
 
 
-def install_completion(environment: Mapping[str, str]) -> tuple[str, Path]:
+def install_completion(environment: Mapping[str, str], dry_run: bool = False) -> tuple[str, list[Path]]:
     """Write the script where the user's shell reads it; bash and zsh get a line in their start file.
 
     A second call writes the script again and leaves the start file as it is.
 
     Args:
         environment: SHELL, HOME, and XDG_DATA_HOME, XDG_CONFIG_HOME and ZDOTDIR where they are set.
+        dry_run: write nothing.
 
     Returns:
-        The shell, and the path of the script.
+        The shell, and the files that are written, the script first. A start file that has the line is not among them.
 
     Raises:
         UsageError: the shell is none of these, or there is no home directory.
@@ -51,12 +52,13 @@ def install_completion(environment: Mapping[str, str]) -> tuple[str, Path]:
     if shell == "fish":
         # fish reads only the file of the command that is completed, so both have one.
         folder = Path(environment.get("XDG_CONFIG_HOME") or home / ".config") / "fish" / "completions"
-        for name in ("compress-fp8", "openquant"):
-            script = folder / f"{name}.fish"
+        scripts = [folder / f"{name}.fish" for name in ("openquant", "compress-fp8")]
+        for script in () if dry_run else scripts:
             write_atomic(script, completion_script(shell).encode())
-        return shell, script
+        return shell, scripts
     script = Path(environment.get("XDG_DATA_HOME") or home / ".local" / "share") / "openquant" / f"completion.{shell}"
-    write_atomic(script, completion_script(shell).encode())
+    if not dry_run:
+        write_atomic(script, completion_script(shell).encode())
     start = home / ".bashrc" if shell == "bash" else Path(environment.get("ZDOTDIR") or home) / ".zshrc"
     quoted = shlex.quote(str(script))
     line = f"[ -r {quoted} ] && . {quoted}"
@@ -66,7 +68,9 @@ def install_completion(environment: Mapping[str, str]) -> tuple[str, Path]:
         line = f'{compinit}; [ -r {quoted} ] && eval "$(<{quoted})"'
     with output_errors(start):
         text = start.read_bytes() if start.exists() else b""
-        if os.fsencode(line) not in text.splitlines():
+        if os.fsencode(line) in text.splitlines():
+            return shell, [script]
+        if not dry_run:
             with open(start, "ab") as file:
                 file.write(os.fsencode(f"{line}\n" if not text or text.endswith(b"\n") else f"\n{line}\n"))
-    return shell, script
+    return shell, [script, start]

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..distributed import Ranks
 from ..errors import UsageError
@@ -24,10 +24,11 @@ from ..files.names import EVAL_FILE, JOURNAL_FILE
 from ..formats.names import CacheScheme
 from ..hub.shards import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
-from ..job import in_all_ranks
+from ..job import file_places, in_all_ranks, model_place
 from ..machine import find_device
 from ..models import MODELS
 from ..options import Evaluate, Texts, documented, files_read
+from ..result import Place, Preview
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import (
     BUDGET,
@@ -38,11 +39,15 @@ from ..streaming.session import (
     scratch_for,
     vocabulary_of,
 )
+from .task_types import counted_questions
 
 if TYPE_CHECKING:
+    from ..data.corpus import Corpus
+    from ..data.tokenizer import Tokenizer
     from ..streaming.pass_checkpoint import PassCheckpoint
     from ..streaming.shard_provider import ShardProvider
     from .results import Evaluation
+    from .task_requests import TaskRequests
 
 
 @documented(Evaluate, Texts)
@@ -124,22 +129,10 @@ def _evaluate(
 ) -> Evaluation:
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
     device = find_device(options.device, ranks.local_rank)
-    if options.server and ranks.size > 1:
-        raise UsageError("several ranks cannot share --server", "run one process, without torchrun")
-    models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
-    if options.stream and all(model.repo is None for model in models):
-        raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
-    checkpoints = [model.open() for model in models]
-    destinations = _destinations(options, texts, models[1:]) if ranks.first else None
-    named = [(model.repo or model.name, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
-    memory_left(options.max_memory, evaluation_steps(named, texts.length))
+    models, checkpoints, named, files, tokenizers, corpus, tasks = _checked(options, texts, ranks)
     # These import transformers.
-    from ..data.corpus import read_corpus
-    from ..data.tasks import read_tasks
     from .compare import compare_outputs
     from .results import versions
-    from .task_requests import TaskRequests, encode_requests, longest_sequence
-    from .task_servers import find_servers
     from .under_test import EvaluationSettings, ModelUnderTest
 
     def advanced(done: int, total: int) -> None:
@@ -147,23 +140,8 @@ def _evaluate(
         if progress is not None:
             progress(done, total)
 
-    servers = find_servers(options.server, models) if options.server else []
-    read = None
-    if options.tasks:
-        read = read_tasks(options.tasks, options.limit, bool(servers), options.apply_chat_template)
     with ExitStack() as stack:
-        tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
-        source_tokenizer = tokenizers[0]
-        corpus = read_corpus(texts, source_tokenizer, vocabulary=vocabulary_of(checkpoints[0]))
-        tasks = None
-        if read is not None:
-            longest = longest_sequence(checkpoints[0].config, source_tokenizer)
-            requests = encode_requests(read.requests, source_tokenizer, longest, vocabulary_of(checkpoints[0]))
-            # Private directories are not published.
-            given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
-            tasks = TaskRequests(read, requests, given, options.limit, texts.length, tuple(servers))
-        shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
-        require_same(ranks, [corpus.sha256, tasks and tasks.sha256, shards])
+        source_tokenizer, servers = tokenizers[0], tasks.servers if tasks is not None else ()
         subjects = [
             ModelUnderTest(
                 name,
@@ -205,7 +183,7 @@ def _evaluate(
             "outputs": _sha256(of_models[1:]),
             "texts": corpus.sha256,
             "tasks": tasks.sha256 if tasks is not None else "",
-            "options": _sha256([options.seed, options.kv_cache, device, texts.length, [vars(one) for one in servers]]),
+            "options": _sha256([options.seed, options.kv_cache, device, texts.length, list(map(vars, servers))]),
             "number of ranks": str(ranks.size),
             "versions of libraries": ", ".join(f"{name} {value}" for name, value in versions().items()),
         }
@@ -227,13 +205,98 @@ def _evaluate(
         evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
-    for destination, value in destinations(evaluation) if destinations is not None else ():
-        destination.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
+    for file, value in zip(files, _results(options, evaluation), strict=True) if ranks.first else ():
+        if file is not None:
+            file.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
     # The other ranks keep their checkpoints until the results are written.
     ranks.agree(None)
     if pass_checkpoint is not None:
         pass_checkpoint.remove()
     return evaluation
+
+
+class _Inputs(NamedTuple):
+    """What an evaluation reads, opened and checked; `files` are where its results go, as `_destinations` says."""
+
+    models: list[Source]
+    checkpoints: list[Checkpoint]
+    named: list[tuple[str, Checkpoint]]
+    files: list[Destination | None]
+    tokenizers: list[Tokenizer]
+    corpus: Corpus
+    tasks: TaskRequests | None
+
+
+def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
+    """Open all models, read texts and tasks, and refuse what cannot be done, before anything is computed or written."""
+    if options.server and ranks.size > 1:
+        raise UsageError("several ranks cannot share --server", "run one process, without torchrun")
+    models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
+    if options.stream and all(model.repo is None for model in models):
+        raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
+    checkpoints = [model.open() for model in models]
+    files = _destinations(options, texts, models[1:]) if ranks.first else []
+    named = [(model.repo or model.name, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
+    memory_left(options.max_memory, evaluation_steps(named, texts.length))
+    # These import transformers.
+    from ..data.corpus import read_corpus
+    from ..data.tasks import read_tasks
+    from .task_requests import TaskRequests, encode_requests, longest_sequence
+    from .task_servers import find_servers
+
+    servers = find_servers(options.server, models) if options.server else []
+    read = None
+    if options.tasks:
+        read = read_tasks(options.tasks, options.limit, bool(servers), options.apply_chat_template)
+    tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
+    corpus = read_corpus(texts, tokenizers[0], vocabulary=vocabulary_of(checkpoints[0]))
+    tasks = None
+    if read is not None:
+        longest = longest_sequence(checkpoints[0].config, tokenizers[0])
+        requests = encode_requests(read.requests, tokenizers[0], longest, vocabulary_of(checkpoints[0]))
+        # Private directories are not published.
+        given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
+        tasks = TaskRequests(read, requests, given, options.limit, texts.length, tuple(servers))
+    shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
+    require_same(ranks, [corpus.sha256, tasks and tasks.sha256, shards])
+    return _Inputs(models, checkpoints, named, files, tokenizers, corpus, tasks)
+
+
+def preview_evaluation(options: Evaluate, texts: Texts) -> Preview:
+    """Check what evaluate() checks first, and say what it would do. Nothing is written.
+
+    Args:
+        options: options of the evaluation.
+        texts: options that say which texts.
+
+    Returns:
+        What would be read, done and written.
+
+    Raises:
+        OpenQuantError: evaluate() would refuse it.
+    """
+    device = find_device(options.device, 0)
+    inputs = _checked(options, texts, Ranks())
+    does = [f"{inputs.corpus.described} run through {len(inputs.models)} models on {device}"]
+    if inputs.tasks is not None:
+        does.append(f"{counted_questions(inputs.tasks.tasks.questions)} of tasks")
+    written = [file.path for file in inputs.files if file is not None]
+    return Preview(
+        reads=(
+            *map(model_place, inputs.models, inputs.checkpoints),
+            *file_places({**vars(options), **vars(texts)}),
+            *(Place(url, "a server") for url in options.server),
+        ),
+        does=tuple(does),
+        writes=tuple(
+            Place(str(path.absolute()), f"results{', which are replaced' if path.exists() else ''}") for path in written
+        ),
+        download_bytes=sum(
+            model.remote_bytes(checkpoint.shards)
+            for model, checkpoint in zip(inputs.models, inputs.checkpoints, strict=True)
+        ),
+        notes=inputs.corpus.notes,
+    )
 
 
 def _pass_checkpoint(
@@ -287,10 +350,8 @@ def _scratch_directory(options: Evaluate, models: Sequence[Source]) -> Path:
     return directory
 
 
-def _destinations(
-    options: Evaluate, texts: Texts, outputs: Sequence[Source]
-) -> Callable[[Evaluation], Iterator[tuple[Destination, Mapping[str, object]]]]:
-    """Return a function that pairs an evaluation's results with the files that they go to.
+def _destinations(options: Evaluate, texts: Texts, outputs: Sequence[Source]) -> list[Destination | None]:
+    """Return where the results go: --out, or for each output its eval.json, or None if it is no directory of ours.
 
     The files are checked here, before anything is computed.
 
@@ -307,16 +368,15 @@ def _destinations(
         return destination
 
     if options.out is not None:
-        file = checked(Path(options.out), "--out", local_output(options))
-        return lambda evaluation: iter(
-            [(file, evaluation.outputs[0] if len(evaluation.outputs) == 1 else evaluation.to_json())]
-        )
-    files = [
-        checked(output.root / EVAL_FILE, "", output.root) if output.root in written else None for output in outputs
-    ]
-    return lambda evaluation: (
-        (file, value) for file, value in zip(files, evaluation.outputs, strict=True) if file is not None
-    )
+        return [checked(Path(options.out), "--out", local_output(options))]
+    return [checked(output.root / EVAL_FILE, "", output.root) if output.root in written else None for output in outputs]
+
+
+def _results(options: Evaluate, evaluation: Evaluation) -> Sequence[Mapping[str, object]]:
+    """Return what goes into each file of `_destinations`."""
+    if options.out is None or len(evaluation.outputs) == 1:
+        return evaluation.outputs
+    return [evaluation.to_json()]
 
 
 def protected_by(options: Evaluate, texts: Texts) -> ProtectedPaths:

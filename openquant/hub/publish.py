@@ -109,12 +109,16 @@ class Publisher:
         self._next_save = time.monotonic() + SAVE_EVERY
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
-    def prepare(self, card: bytes, downloaded: str | None = None) -> None:
+    def prepare(self, card: bytes, downloaded: str | None = None, creates: bool = True) -> bool:
         """Run the preflight checks, and create the repository if there is none. `repo` is then its current full name.
 
         Args:
             card: the output's README.md.
             downloaded: the commit at which the source was downloaded, if its repository is not known; else None.
+            creates: False to change nothing on the Hub. Of a repository that is missing, permissions are not checked.
+
+        Returns:
+            Whether there was a repository.
 
         Raises:
             PushError: the user may not write there, the Hub refuses the card, or the repository holds weights that
@@ -132,6 +136,8 @@ class Publisher:
         with push_errors(self.repo):
             require_valid_card(self.repo, published_card(text, self.repo, None))
             if repository is None:
+                if not creates:
+                    return False
                 self.repo = make_repository(self.repo, self.push.private)
             require_permission(self.repo, write=not self.push.create_pr)
             if self.push.create_pr:
@@ -142,6 +148,7 @@ class Publisher:
                 if not (self.push.create_pr or self.push.replace_weights):
                     refuse_source(repository, base_models(text), downloaded)
                     refuse_unquantized(repository, self.shards, self._is_ours)
+        return repository is not None
 
     def _is_ours(self, name: str, sha256: str) -> bool:
         """Whether a shard on the Hub with this digest is the one to push."""

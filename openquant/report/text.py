@@ -14,7 +14,7 @@ from ..plan.kv_cache import CACHED
 from ..plan.plan import Plan
 from ..plan.printed import PlanLine
 from ..plan.serving import GPU_GB, Serving
-from ..result import Result
+from ..result import Place, Preview, Result
 from ..verification.outcome import Report
 from .card import engines_that_read, serve_commands
 from .cells import gigabytes, paragraphs, short, shortened, table
@@ -204,6 +204,31 @@ def not_finite_notes(not_finite: Mapping[str, str], unread: int = 0) -> list[str
             f"note: {_count(unread, 'shard')} of an earlier run, on the Hub already, not looked at for NaN and infinity"
         )
     return [terminal(note) for note in notes]
+
+
+def preview_text(preview: Preview, width: int | None = None) -> str:
+    """Format what a dry run says for a terminal.
+
+    Args:
+        preview: what would be read, done and written.
+        width: the most characters of a line; None for any number.
+
+    Returns:
+        The text, lines separated by newlines.
+    """
+    rows = [
+        *(("reads", _place_text(place)) for place in preview.reads),
+        *([("downloads", gigabytes(preview.download_bytes))] if preview.download_bytes else []),
+        *(("does", text) for text in preview.does),
+        *(("writes", _place_text(place)) for place in preview.writes),
+        *(("note", note) for note in preview.notes),
+    ]
+    return join_lines([*table(rows, left=(0, 1), width=width), "nothing was written"])
+
+
+def _place_text(place: Place) -> str:
+    size = "" if place.bytes is None else f", {gigabytes(place.bytes)}"
+    return f"{place.path} ({place.what}{size})"
 
 
 def verification_text(report: Report, width: int | None = None) -> str:

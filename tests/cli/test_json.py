@@ -110,6 +110,12 @@ def test_every_key_is_documented(
     require("verify", say("verify", out, "--source", EXAMPLE, "--full"))
     require("diagnose", say("diagnose", EXAMPLE))
     tasks = write_lines(tmp_path / "tasks.jsonl", 3)
+    texts = ("--samples", 2, "--length", 16)
+    require(
+        "dry-run",
+        say("calibrate", EXAMPLE, "-o", tmp_path / "c", *texts, "--dry-run"),
+        say("eval", out, "--source", EXAMPLE, *texts, "--tasks", tasks, "--dry-run"),
+    )
     require("calibrate", say("calibrate", EXAMPLE, "-o", tmp_path / "c", "--samples", 2, "--length", 16))
     require("eval", say("eval", out, "--source", EXAMPLE, "--samples", 2, "--length", 16, "--tasks", tasks))
     require("completion", say("completion", "bash"))
@@ -158,7 +164,7 @@ def test_a_schema_has_the_keys_that_are_documented(name: str) -> None:
 
 
 def test_every_verb_has_a_schema() -> None:
-    assert {*SCHEMAS} == {*VERBS} - {"dequantize"} | {"error", "fit-search"}
+    assert {*SCHEMAS} == {*VERBS} - {"dequantize"} | {"error", "fit-search", "dry-run"}
 
 
 def test_the_types_of_an_evaluation_are_those_that_are_documented() -> None:

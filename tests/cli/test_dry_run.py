@@ -1,0 +1,153 @@
+"""`--dry-run` of verbs that have no plan: what would be read, done and written, refusals, and that nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import EXAMPLE, ROOT, change_json, tree
+from openquant import compress
+from openquant.cli.arguments import verb_parser
+from openquant.cli.commands import main
+from support.loopback_hub import LoopbackHub
+
+TEXTS = ("--samples", "2", "--length", "16")
+TOKEN = "hf_secretsecret"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    compress(EXAMPLE, tmp_path / "FP8")
+    (tmp_path / "mine.txt").write_text("Some words of a text. " * 200)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
+    with LoopbackHub(tmp_path_factory.mktemp("hub"), token=TOKEN) as server:
+        yield server
+
+
+def test_every_verb_that_writes_has_it() -> None:
+    [verbs] = [action for action in verb_parser()._actions if action.dest == "verb"]
+    assert verbs.choices is not None
+    having = {name for name, parser in dict(verbs.choices).items() if "--dry-run" in parser._option_string_actions}  # type: ignore[call-overload]
+    # The others write only what --report names; `fit --search` keeps its scores too, and `web` runs other verbs.
+    assert having == {"compress", "dequantize", "push", "calibrate", "eval", "completion"}
+
+
+def test_a_calibration_is_described(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(here)
+    assert main(["calibrate", str(EXAMPLE), "--text", "mine.txt", *TEXTS, "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert told.out == (
+        f"reads   {EXAMPLE} (Qwen3ForCausalLM, 8.4 MB)\n"
+        f"reads   {here}/mine.txt (a text, 4.4 kB)\n"
+        "does    2 documents of 16 tokens: mine.txt (2) run through the model on cpu\n"
+        f"writes  {here}/tiny-qwen3.calibration.safetensors (a calibration)\n"
+        "nothing was written\n"
+    )
+    assert tree(here) == before
+    assert main(["calibrate", str(EXAMPLE), "--text", "mine.txt", *TEXTS]) == 0
+    capsys.readouterr()
+    assert main(["calibrate", str(EXAMPLE), "--text", "mine.txt", *TEXTS, "--dry-run"]) == 0
+    assert "(a calibration, which is replaced)\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--text", "nothing.txt"), "error: nothing.txt"),
+        (("-o", f"{EXAMPLE}/config.json"), f"error: -o {EXAMPLE}/config.json lies in the model {EXAMPLE}\n"),
+        (("--max-memory", "1MB"), "error: "),
+    ],
+)
+def test_a_calibration_is_refused_as_without_it(
+    words: tuple[str, ...], error: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for more in (["--dry-run"], []):
+        assert main(["calibrate", str(EXAMPLE), *TEXTS, *words, *more]) == 2
+        said.append(capsys.readouterr().err)
+    # Memory that is in use differs by a little.
+    said = [re.sub(r"\d+,\d+,\d+", "N", text) for text in said]
+    assert said[0] == said[1] and said[0].startswith(error)
+
+
+def test_an_evaluation_is_described(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(here)
+    words = ["eval", "FP8", "--source", str(EXAMPLE), "--text", "mine.txt", *TEXTS, "--report", "page.html"]
+    assert main([*words, "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert told.out == (
+        f"reads   {EXAMPLE} (Qwen3ForCausalLM, 8.4 MB)\n"
+        f"reads   {here}/FP8 (Qwen3ForCausalLM, 5.26 MB)\n"
+        f"reads   {here}/mine.txt (a text, 4.4 kB)\n"
+        "does    2 documents of 16 tokens: mine.txt (2) run through 2 models on cpu\n"
+        f"writes  {here}/FP8/eval.json (results)\n"
+        f"writes  {here}/page.html (a page)\n"
+        "nothing was written\n"
+    )
+    assert main([*words, "--out", "mine.json", "--dry-run", "--json"]) == 0
+    assert [place["path"] for place in json.loads(capsys.readouterr().out)["writes"]] == [
+        f"{here}/mine.json",
+        f"{here}/page.html",
+    ]
+    assert tree(here) == before
+    assert main([*words, "--out", "mine.txt", "--dry-run"]) == 2
+    assert "mine.txt is a text that this run reads" in capsys.readouterr().err
+
+
+def ask(hub: LoopbackHub, here: Path, *words: object, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
+    settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(here / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
+    command = [sys.executable, "-m", "openquant", *map(str, words)]
+    environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_push_is_described_and_makes_no_repository(hub: LoopbackHub, here: Path) -> None:
+    before = tree(here / "FP8")
+    done = ask(hub, here, "push", "FP8", "name", "--private", "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    files = sorted(name for name in before if name != ".openquant.json")
+    reads = [f"reads   {here}/FP8/{name} (a {'shard' if name.endswith('.safetensors') else 'file'}, " for name in files]
+    lines = done.stdout.splitlines()
+    assert [line[: len(read)] for line, read in zip(lines, reads, strict=False)] == reads
+    assert lines[len(reads) :] == [
+        f"does    {len(files)} files are uploaded, those that are not there yet; one commit to main",
+        "writes  user/name (a repository that is created, private)",
+        "nothing was written",
+    ]
+    assert not hub.stored and tree(here / "FP8") == before
+    assert ask(hub, here, "push", "FP8", "name").returncode == 0
+    commits = hub.commits("user/name")
+    done = ask(hub, here, "push", "FP8", "name", "--create-pr", "--dry-run")
+    assert "a pull request is opened\nwrites  user/name (a repository that exists)\n" in done.stdout
+    assert hub.commits("user/name") == commits
+
+
+def test_a_push_is_refused_as_without_it(hub: LoopbackHub, here: Path) -> None:
+    done = ask(hub, here, "push", "FP8", "name", "--dry-run", token="hf_wrong")
+    assert done.returncode == 2 and "the Hub does not let you write to name" in done.stderr
+    hub.create("user/name", private=False)
+    hub.commit("user/name", "main", "other", {"other.safetensors": hub.store(b"x")}, [])
+    done = ask(hub, here, "push", "FP8", "name", "--dry-run")
+    assert done.returncode == 2 and "user/name already holds other.safetensors" in done.stderr
+    change_json(here / "FP8" / ".openquant.json", lambda journal: journal.update(done=False))
+    done = ask(hub, here, "push", "FP8", "name", "--dry-run")
+    assert done.returncode == 2 and "is not finished" in done.stderr
+
+
+def test_a_script_that_is_printed_needs_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash", "--dry-run"]) == 2
+    assert "--dry-run is for install" in capsys.readouterr().err
