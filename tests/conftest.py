@@ -83,7 +83,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let results be as wide as they are, so that a test finds a sentence in one line; test_widths.py wraps them."""
+    """Let results be as wide as they are, so that a test finds a sentence in one line; test_columns.py wraps them."""
     monkeypatch.setenv("COLUMNS", "500")
 
 

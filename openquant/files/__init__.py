@@ -13,6 +13,7 @@ layer_store                 layers that GPTQ has quantized, stored beside the ou
 destination, atomic, space  where other files may go and what they must not replace; whole or not at all; room on disk
 fingerprint                 what identifies a checkpoint: a digest of all bytes, and a stamp that is cheap to compare
 evaluation, cards           eval.json and README.md, read with distrust
+siblings                    a name like one that does not exist
 folder, small_files, names  a directory that is reached through no link; configs and indexes; names of files in a
                             model
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from ..errors import OutputError, SourceError
 from .folder import Folder, is_plain
 from .names import JOURNAL_FILE as JOURNAL
+from .siblings import similar_path
 from .small_files import parse_json, read_small
 
 WORK = ".openquant"
@@ -143,7 +144,9 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         OutputError: the directory was not made by openquant, is not finished, or a file is missing or a link.
     """
     if not directory.is_dir():
-        raise OutputError(f"{directory} is not a directory", "check the path")
+        sibling = None if directory.exists() else similar_path(directory)
+        near = f"did you mean {sibling}? " if sibling else ""
+        raise OutputError(f"{directory} is not a directory", f"{near}check the path")
     with output_errors(directory, "read"):
         folder = Folder(directory)
     with folder:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from urllib.parse import unquote
 
 from ..errors import OpenQuantError, OutputError, SourceError, UsageError
+from .similar import similar_repositories
 
 # A URL with a query, which may contain a signature.
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]*")
@@ -54,6 +55,10 @@ _ADVICE = tuple(
 
 class Unreachable(SourceError):
     """The Hub could not be reached or was too busy. A retry may help."""
+
+
+class NotFound(SourceError):
+    """There is no such directory or repository."""
 
 
 class PushError(OutputError):
@@ -188,6 +193,7 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
 
     Raises:
         Unreachable: a retry may help.
+        NotFound: there is no such repository; the hint names similar ones.
         SourceError: all other failures.
         OpenQuantError: one that is raised in the block stays as it is.
     """
@@ -206,7 +212,7 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
     except OpenQuantError:
         raise
     except HFValidationError:
-        raise SourceError(f"{repo} does not exist, and is no Hub repository id either", "check the path") from None
+        raise NotFound(f"{repo} does not exist, and is no Hub repository id either", "check the path") from None
     except GatedRepoError:
         raise SourceError(
             f"{repo} is gated", f"accept its licence at https://huggingface.co/{repo}, then run: hf auth login"
@@ -214,9 +220,11 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
     except RevisionNotFoundError:
         raise SourceError(f"{repo} has no revision {revision}", "check the branch, tag or commit") from None
     except RepositoryNotFoundError:
-        raise SourceError(
+        near = similar_repositories(repo)
+        similar = f"similar repositories: {', '.join(near)}; " if near else ""
+        raise NotFound(
             f"{repo} is neither a local directory nor a repository on the Hub",
-            "check the name; for a private repository run: hf auth login",
+            f"{similar}check the name; for a private repository run: hf auth login",
         ) from None
     except Exception as error:
         cause = root_cause(error)

@@ -27,11 +27,12 @@ from ..errors import SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_json, readable, refuse_without_weights
 from ..files.fingerprint import Stamp, stamps_of
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
+from ..files.siblings import similar_path
 from ..files.small_files import file_sha256, read_small
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import in_thread
 from ..weights.find import TOOL_CONFIG_FILES
-from .error_mapping import Unreachable, is_offline, is_transient, source_errors, without_queries
+from .error_mapping import NotFound, Unreachable, is_offline, is_transient, source_errors, without_queries
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -239,7 +240,13 @@ def find_source(model: str, revision: str | None = None) -> Source:
         raise UsageError(f"{model} and --revision {revision} name two revisions", "give one of them")
     if at_sign and not pinned:
         raise UsageError(f"{model} names no revision after the @", "write org/name@revision")
-    return _download(repo, pinned or revision)
+    try:
+        return _download(repo, pinned or revision)
+    except NotFound as error:
+        sibling = similar_path(path)
+        if sibling is None:
+            raise
+        raise NotFound(error.message, f"did you mean {sibling}? {error.hint}") from None
 
 
 def local_source(path: Path) -> Source:

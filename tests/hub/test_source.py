@@ -12,6 +12,7 @@ import pytest
 
 from conftest import ROOT, tree
 from openquant import compress
+from openquant.hub.similar import similar_repositories
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import COMMANDS, finish, forked
 from support.loopback_hub import COMMIT, LoopbackHub
@@ -103,6 +104,63 @@ def test_what_the_hub_refuses(
     assert done.returncode == 2
     assert done.stderr.splitlines()[-2:] == [f"error: {message}", f"hint: {hint}"]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "similar"),
+    [
+        ("Qwen/Qwen3-8b-x", "Qwen/Qwen3-8B, Qwen/Qwen3-1.8B, Qwen/Qwen3-4B"),
+        ("qwen/qwen3-32b", "Qwen/Qwen3-32B"),
+        ("Qwem/Qwen3-32B", "Qwen/Qwen3-32B"),
+        ("Qwen/Gemma", None),
+    ],
+)
+def test_similar_repositories_are_named(ask: Hub, hub: LoopbackHub, repository: Path, asked: str, similar: str) -> None:
+    names = ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-1.8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B-Base", "a/\x1b"]
+    hub.repositories.update(dict.fromkeys(names, repository))
+    done = ask("-m", asked)
+    hint = done.stderr.splitlines()[-1]
+    if similar is None:
+        assert hint == "hint: check the name; for a private repository run: hf auth login"
+    else:
+        named = hint.removeprefix("hint: similar repositories: ").partition(";")[0]
+        assert set(similar.split(", ")) <= set(named.split(", ")) and named.count(", ") <= 2
+        assert named.startswith(similar.partition(",")[0])
+    assert done.returncode == 2
+
+
+@pytest.mark.parametrize("answer", ["error", "text", "object", "silence"])
+def test_similar_repositories_are_not_named_if_the_hub_does_not_list_them(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    class Answer:
+        status_code = 503 if answer == "error" else 200
+
+        def json(self) -> object:
+            if answer == "text":
+                raise ValueError("no JSON")
+            return {"id": "Qwen/Qwen3-8B"} if answer == "object" else [{"id": "Qwen/Qwen3-8B"}]
+
+    class Session:
+        def get(self, *_: object, timeout: float, **__: object) -> Answer:
+            assert timeout <= 3
+            if answer == "silence":
+                raise TimeoutError
+            return Answer()
+
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    assert similar_repositories("Qwen/Qwen3-8b") == []
+
+
+def test_a_directory_beside_the_one_that_is_missing_is_named(ask: Hub, tmp_path: Path) -> None:
+    (tmp_path / "here" / "models" / "Qwen3-8B").mkdir(parents=True)
+    for asked, named in (("models/Qwen3-8b", "models/Qwen3-8B"), ("./models/Qwen-8B", "models/Qwen3-8B")):
+        done = ask("-m", asked)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith(f"hint: did you mean {named}? check the ")
+    assert "did you mean" not in ask("-m", "models/Llama").stderr
 
 
 def test_the_hub_cannot_be_reached(ask: Hub, repository: Path) -> None:

@@ -501,12 +501,14 @@ class Handler(BaseHTTPRequestHandler):
         self.say({"id": repo, "sha": sha, "private": private, "siblings": siblings})
 
     def search(self) -> None:
-        """The repositories whose names have a text in them, private ones only for who has the token."""
+        """The repositories of an author, or of any, whose names have a text in them in any case, private ones only for who has the token."""
         known = {**dict.fromkeys(self.hub.repositories, False)}
         known |= {repo: bool(stored["private"]) for repo, stored in self.hub.stored.items()}
         allowed = not self.hub.token or self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         text, most = self.query.get("search", [""])[0], int(self.query.get("limit", ["20"])[0])
-        found = [name for name in sorted(known) if text in name and (allowed or not known[name])]
+        author = self.query.get("author", [""])[0]
+        mine = (name for name in sorted(known) if name.startswith(f"{author}/" if author else ""))
+        found = [name for name in mine if text.lower() in name.lower() and (allowed or not known[name])]
         self.say([{"id": name, "private": known[name]} for name in found[:most]])
 
     def refs(self, repo: str) -> None:
