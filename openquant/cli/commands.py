@@ -195,6 +195,14 @@ def _page(
     return page
 
 
+def _say_written(given: Given, *files: Path | Destination | None) -> None:
+    """Say which files were written, after the result; with --json or --quiet nothing is said."""
+    command = _command(given)
+    paths = [file.path if isinstance(file, Destination) else file for file in files if file is not None]
+    if paths and not command.json and not command.quiet:
+        require_printed(say_lines([f"wrote {path}" for path in paths], sys.stdout))
+
+
 def _scheme(given: Given) -> dict[str, str]:
     """Return the scheme of -w or --scheme as a keyword; empty if neither is given."""
     size, scheme = _command(given).block_size, given.get("scheme")
@@ -331,6 +339,7 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
 
         assert reporter.plan is not None
         report.write(render_page(planned_page(reporter.plan, result)).encode())
+        _say_written(given, report)
     if command.json and ranks.first:
         print_json(result.to_json(), interrupts)
     return 0
@@ -354,6 +363,7 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
         from ..report.diagnosis import diagnosis_text
 
         require_printed(say(diagnosis_text(diagnosis, command.verbose, columns()), sys.stdout))
+    _say_written(given, page)
     return 0
 
 
@@ -413,6 +423,7 @@ def _search(given: Given, interrupts: Interrupts) -> int:
         from ..report.fit import frontier_text
 
         require_printed(say(frontier_text(found, columns()), sys.stdout))
+    _say_written(given, page)
     return 0
 
 
@@ -431,7 +442,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
     if ranks.first and command.json:
         print_json({"calibration": str(written)}, interrupts)
     elif ranks.first:
-        require_printed(say_lines([f"wrote {written}"], sys.stdout))
+        _say_written(given, written)
     return 0
 
 
@@ -465,6 +476,7 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
         from ..report.pages import write_evaluated
 
         write_evaluated(evaluation.outputs, (options.source, *options.outputs), page, figure)
+    _say_written(given, *evaluation.written, page, figure)
     return code
 
 
@@ -572,6 +584,7 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
         from ..report.text import verification_text
 
         require_printed(say(verification_text(report, columns()), sys.stdout))
+    _say_written(given, page)
     return EXIT_PROBLEMS if report.problems else 0
 
 

@@ -9,6 +9,7 @@ import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -49,12 +50,14 @@ class Evaluation:
         floor: figures of the noise floor: the source compared with itself plus rounding noise.
         outputs: the eval.json of each output.
         notes: remarks for the user, such as that prompts were not answered.
+        written: the files that hold the results; none in ranks other than the first.
     """
 
     source: NamedModel
     floor: Brief
     outputs: list[OutputEvaluation]
     notes: tuple[str, ...] = ()
+    written: tuple[Path, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the dictionary that `--json` prints."""

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -212,7 +213,7 @@ def _evaluate(
     ranks.agree(None)
     if pass_checkpoint is not None:
         pass_checkpoint.remove()
-    return evaluation
+    return replace(evaluation, written=tuple(file.path for file in files if file is not None))
 
 
 class _Inputs(NamedTuple):

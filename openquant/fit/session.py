@@ -192,6 +192,7 @@ class Session:
             )
         scores = scores_of(self.menu.units, mixtures, changes, measured)
         target.write(scores_json(scores, self.menu.units, self._conditions))
+        self.reporter.calibrating(f"--fit: wrote {target.path}")
         if checkpoint is not None:
             checkpoint.remove()
         return scores

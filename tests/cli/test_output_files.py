@@ -214,3 +214,32 @@ def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.
     with pytest.raises(UsageError, match=r"c\.safetensors\" exists and is not a calibration"):
         calibrate("source", "c.safetensors", samples=2, length=16, begun=begun)
     assert (place / "c.safetensors").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        (("compress", EXAMPLE, "-o", "again", "--report", "page.html"), ["page.html"]),
+        (("diagnose", EXAMPLE, "--report", "page.html"), ["page.html"]),
+        (("verify", "FP8", "--report", "page.html"), ["page.html"]),
+        (("calibrate", EXAMPLE, "-o", "c.safetensors", "--samples", "2", "--length", "16"), ["c.safetensors"]),
+        (
+            ("eval", "FP8", "--source", EXAMPLE, "--samples", "2", "--length", "16", "--report", "page.html"),
+            ["FP8/eval.json", "page.html"],
+        ),
+        (("eval", "FP8", "--source", EXAMPLE, "--samples", "2", "--length", "16", "--out", "r.json"), ["r.json"]),
+    ],
+    ids=lambda words: " ".join(map(str, words[:1])),
+)
+def test_a_command_ends_with_the_files_that_it_wrote(
+    words: tuple[object, ...],
+    written: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compress(EXAMPLE, tmp_path / "FP8")
+    monkeypatch.chdir(tmp_path)
+    assert main([str(word) for word in words]) == 0
+    assert capsys.readouterr().out.splitlines()[-len(written) :] == [f"wrote {name}" for name in written]
+    assert all((tmp_path / name).stat().st_size for name in written)
