@@ -83,8 +83,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let results be as wide as they are, so that a test finds a sentence in one line; test_columns.py wraps them."""
+    """Let results be as wide as they are, so that a test finds a sentence in one line (test_columns.py wraps them), and bars be drawn."""
     monkeypatch.setenv("COLUMNS", "500")
+    for name in ("CI", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
 
 
 @pytest.fixture

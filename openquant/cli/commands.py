@@ -128,7 +128,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
 
     def explain() -> None:
         if ranks.speaks:
-            fail(MESSAGE, hint(given["verb"]), as_json and not interrupts.result_printed)
+            fail(MESSAGE, hint(given["verb"], given.get("search", False)), as_json and not interrupts.result_printed)
 
     with escaped_libraries(), Interrupts(explain) as interrupts:
         try:

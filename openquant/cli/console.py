@@ -429,8 +429,19 @@ class Terminal(Reporter):
             self.progress = None
 
 
+# Whoever sets one of these has a log and no eyes on the terminal.
+_NO_BAR = ("CI", "NO_COLOR")
+
+
+def _draws(stream: TextIO) -> bool:
+    """Return whether a bar may be drawn: on a terminal, unless CI or NO_COLOR is set or TERM is dumb."""
+    return stream.isatty() and not any(map(os.environ.get, _NO_BAR)) and os.environ.get("TERM", "").lower() != "dumb"
+
+
 class Progress:
-    """Progress on stderr: a bar on a terminal, elsewhere a line now and then ("42 % converted"), or lines of JSON:
+    """Progress on stderr: a bar on a terminal (see `_draws`), elsewhere a line now and then ("42 % converted").
+
+    On request it is lines of JSON:
     {"stage": "compressing", "done": 42, "total": 100, "unit": "bytes", "seconds": 1.5, "seconds_left": 2.1}.
 
     Args:
@@ -470,7 +481,7 @@ class Progress:
         self.next_line = self.start + self.between
         if lines:
             self._object()
-        elif self.stream.isatty():
+        elif _draws(self.stream):
             from tqdm import tqdm
 
             settings: dict[str, Any] = {"unit": "B", "unit_scale": True}

@@ -9,17 +9,18 @@ import sys
 
 INTERRUPTED = 130
 MESSAGE = "interrupted"
-# Verbs that keep nothing of what they have computed.
+# Verbs that keep nothing of what they have computed; but `fit --search` keeps scores.
 _FROM_THE_BEGINNING = ("diagnose", "explain", "fit", "verify")
 
 
-def hint(verb: str = "") -> str:
+def hint(verb: str = "", searches: bool = False) -> str:
     """Return the hint for a user who interrupted a command, such as "run the same command again to continue".
 
     Args:
         verb: the verb of the command, such as "verify"; "" for a command without verbs.
+        searches: whether it has --search.
     """
-    effect = " to continue" if verb not in _FROM_THE_BEGINNING else ": it starts from the beginning"
+    effect = " to continue" if verb not in _FROM_THE_BEGINNING or searches else ": it starts from the beginning"
     return f"run the same command again{effect}"
 
 
@@ -34,7 +35,7 @@ def leave(*_: object) -> None:
     try:
         # Only the first of several ranks prints.
         if os.environ.get("RANK", "0") == "0" or not os.environ.get("WORLD_SIZE"):
-            hint_text = hint(*sys.argv[1:2])
+            hint_text = hint(*sys.argv[1:2], searches="--search" in sys.argv)
             if "--json" in sys.argv:
                 os.write(1, f'{{"error": "{MESSAGE}", "hint": "{hint_text}"}}\n'.encode())
             os.write(2, f"error: {MESSAGE}\nhint: {hint_text}\n".encode())

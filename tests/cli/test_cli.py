@@ -320,6 +320,19 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, source: Path) -> None:
     assert "compressing" not in done.stdout
 
 
+@pytest.mark.parametrize("settings", [{"CI": "1"}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_bar_is_drawn_where_nobody_watches(tmp_path: Path, source: Path, settings: dict[str, str]) -> None:
+    leader, follower = pty.openpty()
+    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out")]
+    environment = {**os.environ, **settings}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=environment, timeout=60)
+    os.write(follower, b"end")
+    shown = os.read(leader, 1 << 16)
+    os.close(follower)
+    os.close(leader)
+    assert (done.returncode, shown) == (0, b"end")
+
+
 def untold(why: str) -> tuple[int, str]:
     """How a command ends whose result reached nobody."""
     hint = "hint: run the same command again where it can; what is converted is not converted twice\n"

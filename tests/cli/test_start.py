@@ -102,6 +102,11 @@ def test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines(tmp_path: Path
         ("compress-fp8", "--version", " to continue"),
         ("openquant", "eval", " to continue"),
         ("openquant", "verify", ": it starts from the beginning"),
+        ("openquant", "fit", ": it starts from the beginning"),
+        ("openquant", "fit --search", " to continue"),
+        ("openquant", "push", " to continue"),
+        ("openquant", "calibrate", " to continue"),
+        ("openquant", "dequantize", " to continue"),
     ],
 )
 def test_the_installed_commands_listen_first(tmp_path: Path, name: str, word: str, hint: str) -> None:
@@ -115,7 +120,7 @@ def test_the_installed_commands_listen_first(tmp_path: Path, name: str, word: st
     )
     (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     done = subprocess.run(
-        [sys.executable, str(script), word],
+        [sys.executable, str(script), *word.split()],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
