@@ -35,7 +35,7 @@ def leave(*_: object) -> None:
     try:
         # Only the first of several ranks prints.
         if os.environ.get("RANK", "0") == "0" or not os.environ.get("WORLD_SIZE"):
-            hint_text = hint(*sys.argv[1:2], searches="--search" in sys.argv)
+            hint_text = hint("".join(sys.argv[1:2]), "--search" in sys.argv)
             if "--json" in sys.argv:
                 os.write(1, f'{{"error": "{MESSAGE}", "hint": "{hint_text}"}}\n'.encode())
             os.write(2, f"error: {MESSAGE}\nhint: {hint_text}\n".encode())
