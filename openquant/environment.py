@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from contextlib import suppress
 from importlib import metadata
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .machine import available_cpus, available_memory, first_line
-from .version import DISTRIBUTION, __version__
+from .version import BUILT, DISTRIBUTION, __version__
 
 # What openquant computes, reads and writes with.
 LIBRARIES = (
@@ -51,7 +52,11 @@ def describe_environment() -> dict[str, Any]:
 
 
 def install_commit() -> str | None:
-    """Return the commit of an installation from git, with its date in a checkout: "1a2b3c4 2026-11-26"; else None."""
+    """Return the commit that was installed, with its date in a checkout: "1a2b3c4 2026-11-26".
+
+    Returns:
+        None for a release, and where no git was at hand when openquant was built.
+    """
     root = Path(__file__).resolve().parent.parent
     if (root / ".git").exists():
         command = ["git", "-C", str(root), "log", "-1", "--format=%h %cs"]
@@ -61,7 +66,9 @@ def install_commit() -> str | None:
     with suppress(metadata.PackageNotFoundError, ValueError, KeyError, TypeError):
         noted = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
         return str(json.loads(noted or "{}")["vcs_info"]["commit_id"])[:12]
-    return None
+    # What setuptools-scm puts behind the version of a wheel that was built between two tags.
+    built = re.search(r"\+g([0-9a-f]+)", BUILT)
+    return built[1] if built else None
 
 
 def _version(distribution: str) -> str | None:

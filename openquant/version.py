@@ -1,6 +1,29 @@
 """The version of the program and of what it writes, the name under which pip installs it, and the versions it cites."""
 
-__version__ = "0.1.0"
+import re
+
+# The version where nothing was built, such as a directory on PYTHONPATH. pyproject.toml has it too, for builds that see
+# no tag of git, and it is the newest release in CHANGELOG.md.
+NEWEST = "0.1.0"
+try:
+    from ._version import version as BUILT
+except ImportError:
+    BUILT = NEWEST
+
+
+def public_release(version: str) -> str:
+    """Return the release that a version begins with: "1.2.3" of "1.2.3.post1.dev4+g1a2b3c4", and "2.0rc1" of "2.0rc1".
+
+    Args:
+        version: a version as setuptools-scm makes it from a tag and the number of commits since.
+    """
+    found = re.match(r"\d+(\.\d+)*((a|b|rc)\d+)?", version)
+    return found[0] if found else NEWEST
+
+
+# What outputs name, and what a digest has: the same for every commit after a release, since a run continues what
+# another commit began.
+__version__ = public_release(BUILT)
 
 # As in pyproject.toml. On the package index the name `openquant` belongs to another project.
 DISTRIBUTION = "openquant-llm"

@@ -4,7 +4,8 @@
     hf upload you/openquant OUT . --repo-type space
 
 It holds the page, openquant's wheel, which the page's planner and the visitor's job both run, and Pyodide, which npm
-delivers. Nothing is fetched from elsewhere when the page is open.
+delivers. Nothing is fetched from elsewhere when the page is open. It needs an installed openquant, setuptools and
+setuptools-scm.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import argparse
 import base64
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+from openquant.version import __version__
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -67,7 +71,7 @@ def npm_archive(package: tuple[str, str], cache: Path) -> Path:
 
 
 def build_wheel(out: Path) -> Path:
-    """Build openquant's wheel into a directory, and return its path. Nothing is fetched; setuptools must be here."""
+    """Build openquant's wheel into a directory, and return its path. Nothing is fetched."""
     with tempfile.TemporaryDirectory() as folder:
         # A copy, since setuptools writes into the tree that it builds.
         tree = Path(folder) / "tree"
@@ -75,7 +79,9 @@ def build_wheel(out: Path) -> Path:
         for name in ("pyproject.toml", "README.md", "LICENSE", "compress_fp8.py"):
             shutil.copy(ROOT / name, tree)
         command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out), "."]
-        subprocess.run(command, cwd=tree, check=True)
+        # The copy has no git.
+        settings = {**os.environ, "SETUPTOOLS_SCM_PRETEND_VERSION": __version__}
+        subprocess.run(command, cwd=tree, env=settings, check=True)
     (wheel,) = out.glob("*.whl")
     return wheel
 

@@ -416,6 +416,16 @@ def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path, monkeypatch:
     assert re.fullmatch(r"[0-9a-f]{7,} 2026-01-02", install_commit() or "")
 
 
+def test_the_version_names_the_commit_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openquant.environment.__file__", str(tmp_path / "openquant" / "environment.py"))
+    # The tests may run from an installation by `pip install git+URL`, whose note comes first.
+    monkeypatch.setattr("openquant.environment.DISTRIBUTION", "not-installed")
+    monkeypatch.setattr("openquant.environment.BUILT", "1.2.3.post1.dev4+g1a2b3c4.d20261126")
+    assert install_commit() == "1a2b3c4"
+    monkeypatch.setattr("openquant.environment.BUILT", "1.2.3")
+    assert install_commit() is None
+
+
 def test_every_option_is_shown_or_for_python() -> None:
     for kind in (Push, Recipe, Run, Check, Diagnose, Texts):
         for name, option in options_of(kind).items():

@@ -22,12 +22,13 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE, ROOT
-from openquant.version import CITED, DISTRIBUTION, __version__, install_hint
+from openquant.version import CITED, DISTRIBUTION, NEWEST, install_hint, public_release
 from support.loopback_hub import LoopbackHub
 
 BUILD = "import sys; from setuptools import build_meta as b; d = sys.argv[1]; b.build_wheel(d); b.build_sdist(d)"
 TOKEN = "hf_secretsecret"
-NAME = f"{DISTRIBUTION.replace('-', '_')}-{__version__}"
+# The fixture builds what has no git, and so no tag.
+NAME = f"{DISTRIBUTION.replace('-', '_')}-{NEWEST}"
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,47 @@ def test_the_project_has_one_name() -> None:
 
 def test_versions_are_said_alike() -> None:
     written = (ROOT / "pyproject.toml").read_text()
-    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f'\nfallback_version = "{NEWEST}"\n' in written
+    # Before the first release the changelog says which it will be.
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert NEWEST == (re.findall(r"^## \[(\d.*?)\]", changes, re.MULTILINE) or re.findall(r"will be (.+)\.$", changes, re.MULTILINE))[0]
     pythons = re.findall(r"Python :: (3\.\d+)", written)
     assert f'requires-python = ">={pythons[0]}"' in written
     tested = re.search(r"python: \[(.+)\]", (ROOT / ".github" / "workflows" / "tests.yml").read_text())
     assert tested and re.findall(r"3\.\d+", tested[1]) == pythons
     assert f"vllm/vllm-openai:v{CITED['vLLM']}" in (ROOT / "Dockerfile.vllm").read_text()
+
+
+def test_a_tag_is_the_version(built: Built, tmp_path: Path) -> None:
+    """As the workflow that releases has it: the version of a tag, and of the commits after it, is not in any file."""
+    shutil.copy(built.checkout / "pyproject.toml", tmp_path)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def version() -> str:
+        return call([sys.executable, "-m", "setuptools_scm"], cwd=tmp_path).strip()
+
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        call([*git, *command], cwd=tmp_path)
+    assert public_release(version()) == NEWEST
+    call([*git, "tag", "v1.2.3"], cwd=tmp_path)
+    assert version() == "1.2.3"
+    call([*git, "commit", "-q", "--allow-empty", "-m", "two"], cwd=tmp_path)
+    commit = call([*git, "rev-parse", "--short", "HEAD"], cwd=tmp_path).strip()
+    assert version().startswith(f"1.2.3.post1.dev1+g{commit}")
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("1.2.3", "1.2.3"),
+        ("1.2.3.post1.dev4+g1a2b3c4.d20261126", "1.2.3"),
+        ("2.0.0rc1", "2.0.0rc1"),
+        ("2.0.0rc1.post1.dev2+gabc", "2.0.0rc1"),
+        ("main", NEWEST),
+    ],
+)
+def test_outputs_name_the_release_and_no_commit(version: str, release: str) -> None:
+    assert public_release(version) == release
 
 
 def test_the_wheel_holds_every_package_and_no_tests(built: Built) -> None:
@@ -185,7 +221,7 @@ def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) 
 def test_every_command_knows_its_version_and_helps(command: str, scripts: Path, tmp_path: Path) -> None:
     words = command.split()
     start = [scripts / "python", *words] if words[0] == "-m" else [scripts / words[0]]
-    assert call([*start, "--version"], cwd=tmp_path).split()[1] == __version__
+    assert call([*start, "--version"], cwd=tmp_path).split()[1] == NEWEST
     assert call([*start, "--help"], cwd=tmp_path).startswith("usage: ")
 
 
