@@ -26,6 +26,7 @@ from openquant.version import CITED, DISTRIBUTION, NEWEST, install_hint, public_
 from support.loopback_hub import LoopbackHub
 
 BUILD = "import sys; from setuptools import build_meta as b; d = sys.argv[1]; b.build_wheel(d); b.build_sdist(d)"
+REPOSITORY = "https://example.org/owner/name"
 TOKEN = "hf_secretsecret"
 # The fixture builds what has no git, and so no tag.
 NAME = f"{DISTRIBUTION.replace('-', '_')}-{NEWEST}"
@@ -49,6 +50,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
         # 3.11.4 and 3.10.12 are the first that have filters.
         tar.extractall(root / "checkout", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    call([sys.executable, "tools/for_the_index.py", REPOSITORY, "v1.2.3"], cwd=root / "checkout")
     made = root / "made"
     made.mkdir()
     call([sys.executable, "-c", BUILD, made], cwd=root / "checkout")
@@ -163,6 +165,19 @@ def test_the_wheel_holds_every_package_and_no_tests(built: Built) -> None:
     assert found == expected
 
 
+def test_the_index_shows_links_that_lead_somewhere(built: Built) -> None:
+    """The index shows the README, and no file beside it."""
+    with zipfile.ZipFile(built.wheel) as wheel:
+        written = wheel.read(f"{NAME}.dist-info/METADATA").decode()
+    assert f"Project-URL: Source, {REPOSITORY}\n" in written
+    assert f"git clone {REPOSITORY} openquant" in written and "URL openquant" not in written
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", written)
+    assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text()))
+    for picture, link in links:
+        place = f"{REPOSITORY}/{'raw' if picture else 'blob'}/v1.2.3/"
+        assert link.startswith(place) and (ROOT / link.removeprefix(place).partition("#")[0]).is_file(), link
+
+
 def test_the_source_archive_holds_what_it_is_built_and_read_from(built: Built) -> None:
     with tarfile.open(built.archive) as tar:
         found = {name.removeprefix(f"{NAME}/") for name in tar.getnames()}
@@ -239,6 +254,13 @@ def test_every_verb_works_from_the_wheel(scripts: Path, tmp_path: Path) -> None:
     assert report["problems"] == []
     call([openquant, "dequantize", "made", "-o", "plain", "-q"], cwd=tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    call([openquant, "eval", "made", "--source", EXAMPLE, "--samples", "1", "--length", "16", "-q"], cwd=tmp_path)
+    assert json.loads((tmp_path / "made" / "eval.json").read_text())["outputs"]
+    call([openquant, "calibrate", EXAMPLE, "--out", "calibration", "--samples", "1", "--length", "16", "-q"], tmp_path)
+    for words in (["fit", EXAMPLE, "--gpu", "4090"], ["diagnose", EXAMPLE], ["explain", EXAMPLE, "lm_head"]):
+        assert json.loads(call([openquant, *words, "--json"], cwd=tmp_path)), words
+    assert json.loads(call([openquant, "env", "--json"], cwd=tmp_path))["openquant"] == NEWEST
+    call([openquant, "web", "--help"], cwd=tmp_path)
     assert "openquant" in call([openquant, "completion", "bash"], cwd=tmp_path)
     with LoopbackHub(tmp_path / "hub", token=TOKEN) as hub:
         settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
