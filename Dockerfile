@@ -4,7 +4,7 @@ FROM python:3.12-slim
 ARG VERSION
 COPY . /src
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
-    && SETUPTOOLS_SCM_PRETEND_VERSION=$VERSION pip install --no-cache-dir "/src[fast,gguf,report]" \
+    && SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION#v} pip install --no-cache-dir "/src[fast,gguf,report]" \
     && rm -rf /src \
     && useradd --create-home --uid 1000 user \
     && mkdir /work \
