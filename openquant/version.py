@@ -6,7 +6,7 @@ import re
 # no tag of git, and it is the newest release in CHANGELOG.md.
 NEWEST = "0.1.0"
 try:
-    from ._version import version as BUILT
+    from ._version import BUILT
 except ImportError:
     BUILT = NEWEST
 
@@ -44,7 +44,9 @@ SGLANG = f"SGLang {CITED['SGLang']}"
 def install_hint(extra: str) -> str:
     """Return the hint that has the command which installs an extra of pyproject.toml.
 
+    pip finds the installed openquant, a checkout's too, and adds what the extra names.
+
     Args:
         extra: name of the extra, such as "report".
     """
-    return f"in the checkout of openquant: pip install -e '.[{extra}]'"
+    return f"pip install '{DISTRIBUTION}[{extra}]'"

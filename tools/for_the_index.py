@@ -3,7 +3,7 @@
     python tools/for_the_index.py https://github.com/OWNER/NAME v1.2.3
 
 The package index shows README.md, but no file that it links to: links become those of the repository at the tag. The
-metadata gets [project.urls]. .github/workflows/release.yml runs this before it builds, so the checkout needs no address.
+metadata gets [project.urls]. .github/workflows/release.yml runs this before it builds.
 """
 
 from __future__ import annotations

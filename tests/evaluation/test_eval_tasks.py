@@ -257,7 +257,7 @@ def test_a_task_of_lm_eval_asks_for_lm_eval(
     assert code == 2
     assert stderr == (
         "error: arc_easy is not a file, and lm-eval, which has tasks, is not installed\n"
-        "hint: in the checkout of openquant: pip install -e '.[tasks]'\n"
+        "hint: pip install 'openquant-llm[tasks]'\n"
     )
 
 

@@ -190,7 +190,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (
         2,
         "error: GGUF files are read with the package gguf, which is not installed\n"
-        "hint: in the checkout of openquant: pip install -e '.[gguf]'\n",
+        "hint: pip install 'openquant-llm[gguf]'\n",
     )
     assert not (tmp_path / "out").exists()
 

@@ -194,7 +194,7 @@ def test_what_is_not_installed_is_said_before_anything_is_done(tmp_path: Path, m
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"error: --report needs {missing}, which is not installed\nhint: in the checkout of openquant: pip install -e '.[report]'\n"
+        f"error: --report needs {missing}, which is not installed\nhint: pip install 'openquant-llm[report]'\n"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -83,4 +83,4 @@ def test_without_the_extra_the_verb_names_it(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: openquant web needs gradio, which is not installed\nhint: ")
-    assert "pip install -e '.[web]'" in done.stderr
+    assert "pip install 'openquant-llm[web]'" in done.stderr
