@@ -6,7 +6,7 @@ import re
 # no tag of git, and it is the newest release in CHANGELOG.md.
 NEWEST = "0.1.0"
 try:
-    from ._version import BUILT
+    from ._version import BUILT as BUILT
 except ImportError:
     BUILT = NEWEST
 

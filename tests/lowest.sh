@@ -5,13 +5,11 @@ set -euo pipefail
 dir=$(realpath -m "$1")
 shift
 cd "$(dirname "$0")/.."
-lowest() { grep -oE "\"($1)>=[^\",]+" pyproject.toml | tr -d '"' | sort -u; }
+rooms=(cli convert files formats hub plan registry weights)
+tools='compressed-tensors|gguf|hypothesis|jsonschema|matplotlib|numba|pytest|pytest-xdist'
 
 [ -d "$dir" ] || uv venv --python 3.10 "$dir"
-# shellcheck disable=SC2046
-uv pip install --python "$dir" --resolution lowest-direct -e . $(lowest 'gguf|hypothesis|jsonschema|numba|pytest|pytest-xdist')
-# It needs a newer torch than we do, but not for what the tests ask of it.
-uv pip install --python "$dir" --no-deps "$(lowest compressed-tensors | sed 's/>=/==/')" loguru pydantic pydantic-core \
-    annotated-types typing-inspection
-rooms=(cli convert files formats hub plan registry weights)
-"$dir/bin/python" -m pytest -n 2 --dist loadfile "${rooms[@]/#/tests/}" "$@"
+grep -oE "\"($tools)>=[^\",]+" pyproject.toml | tr -d '"' | sort -u |
+    xargs uv pip install --python "$dir" --resolution lowest-direct -e .
+# These models are of classes that only a newer transformers has, or names otherwise.
+"$dir/bin/python" -m pytest -n 2 --dist loadfile "${rooms[@]/#/tests/}" --ignore tests/registry/test_tiny_architectures.py "$@"
