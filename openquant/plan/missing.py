@@ -8,10 +8,64 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..files.small_files import short_repr
-from ..patterns import collapse, compile_any, compile_pattern
+from ..patterns import collapse, compile_any, compile_pattern, template
 from ..registry.architecture import Architecture, absolute_patterns
 from ..weights.weight import Weight
 from .decisions import PassthroughTensor
+
+
+def absent_layers(model: Architecture, modules: Iterable[str], config: dict[str, Any]) -> list[str]:
+    """Find decoder layers that config.json counts and that have no tensors.
+
+    Args:
+        model: the registry's entry of the architecture.
+        modules: full names of modules, of each layer at least one that all layers have.
+        config: the language model's part of config.json, as text_config returns it.
+
+    Returns:
+        One text that names them; empty if none is missing, or if no layer has any of the modules.
+    """
+    count, pattern = config.get("num_hidden_layers"), compile_pattern(f"{model.layers}.**")
+    numbers = {match[1] for module in modules if (match := pattern.fullmatch(module))}
+    # config.json may say any number, so the range is lazy.
+    expected = (str(number) for number in range(count if numbers and isinstance(count, int) else 0))
+    absent = list(itertools.islice((number for number in expected if number not in numbers), 9))
+    if not absent:
+        return []
+    names = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
+    return [f"decoder layers that config.json counts (num_hidden_layers {short_repr(count)}): {names}"]
+
+
+def absent_modules(model: Architecture, modules: Iterable[str]) -> list[str]:
+    """Find modules, such as a norm, that one decoder layer lacks and that all other layers like it have.
+
+    Architectures may have several kinds of layers, so a layer is judged only if it is alone in what it has, and if it
+    would have all that several others have with one module more.
+
+    Args:
+        model: the registry's entry of the architecture.
+        modules: full names of all modules.
+
+    Returns:
+        Full names of the missing modules, by the number of their layers.
+    """
+    pattern = compile_pattern(f"{model.layers}.**")
+    layers: dict[str, set[str]] = {}
+    for module in modules:
+        if match := pattern.fullmatch(module):
+            # The rest of the name, with its layer's number left in place of the first "*".
+            layers.setdefault(match[1], set()).add(f"{module[: match.start(1)]}*{template(module[match.end(1) :])}")
+    kinds = Counter(frozenset(names) for names in layers.values())
+    absent = []
+    for number, names in layers.items():
+        lacking = [kind - names for kind, count in kinds.items() if count > 1 and kind > names]
+        absent += [
+            name.replace("*", number, 1)
+            for missing in lacking
+            if kinds[frozenset(names)] == 1 and len(missing) == 1
+            for name in missing
+        ]
+    return absent
 
 
 def missing_notes(
@@ -33,19 +87,14 @@ def missing_notes(
     Returns:
         One sentence for each kind of missing tensors; empty if none are missing.
     """
-    notes = []
-    count, pattern = config.get("num_hidden_layers"), compile_pattern(f"{model.layers}.**")
+    passthrough = list(passthrough)
     # Either every decoder layer has norms, or none has.
-    norms = (kept.tensor.module for kept in passthrough if kept.small)
-    numbers = {match[1] for module in norms if (match := pattern.fullmatch(module))}
-    # config.json may say any number, so the range is lazy.
-    expected = (str(number) for number in range(count if numbers and isinstance(count, int) else 0))
-    absent = list(itertools.islice((number for number in expected if number not in numbers), 9))
-    if absent:
-        names = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
-        notes.append(
-            f"the source lacks decoder layers that config.json counts (num_hidden_layers {short_repr(count)}): {names}"
-        )
+    notes = [
+        f"the source lacks {text}"
+        for text in absent_layers(model, (kept.tensor.module for kept in passthrough if kept.small), config)
+    ]
+    alone_in = absent_modules(model, [*layers, *(kept.tensor.module for kept in passthrough)])
+    notes += [f"the source lacks {module}, which other layers have" for module in alone_in]
     counts = Counter(weight.name_template for weight in layers.values())
     families: dict[str, list[str]] = {}
     for name_template in counts:

@@ -160,7 +160,8 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
         The text for a terminal, lines separated by newlines.
     """
     headline = (
-        f"{result.output} is already complete; nothing was written"
+        f"{result.output} is already complete; nothing was written (sizes were compared, contents were not: openquant "
+        "verify reads them, and --overwrite converts again)"
         if already_complete
         else f"{result.output}: {gigabytes(result.source_bytes)} -> {gigabytes(result.output_bytes)}, "
         f"{_share(plan)}, in {result.seconds:.1f} s, "
@@ -241,7 +242,7 @@ def verification_text(report: Report, width: int | None = None) -> str:
     Returns:
         The text, lines separated by newlines.
     """
-    lines = [f"{report.directory}: {report.architecture or 'a model'}, {report.format}"]
+    lines = [f"{report.directory}: {', '.join(filter(None, [report.architecture, report.format]))}"]
     if report.architecture is not None:
         lines.append(
             f"{gigabytes(report.nbytes)} in {_count(report.shards, 'shard')}: {_count(report.tensors, 'tensor')}, "
@@ -257,6 +258,11 @@ def verification_text(report: Report, width: int | None = None) -> str:
     last += [f"problem: {problem}" for problem in report.problems]
     problems = _count(len(report.problems), "problem") if report.problems else "no problems"
     last.append(f"{problems}, {report.seconds:.1f} s")
+    if report.problems:
+        last.append(
+            "hint: download it again, or convert it again with --overwrite; if only the ignore list is wrong, "
+            "openquant compress --scheme keep writes it anew"
+        )
     return join_lines([*paragraphs(lines, width), *errors, *paragraphs(last, width)])
 
 
@@ -273,7 +279,9 @@ def _errors_table(report: Report, width: int | None) -> list[str]:
         for error in report.worst
     ]
     mean = sum(error.relative for error in report.errors) / len(report.errors)
-    said = [f"{_count(len(report.errors), 'layer')} decoded: relative error {100 * mean:.3f} % on average"]
+    count = len(report.errors)
+    some = f"{count} of " if count < report.quantized else ""
+    said = [f"{some}{_count(report.quantized, 'layer')} decoded: relative error {100 * mean:.3f} % on average"]
     share = report.equal_share
     if share is not None and report.recomputed:
         said.append(f"quantizing the source again gives {_percent(share)} of the codes")

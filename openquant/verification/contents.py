@@ -43,7 +43,7 @@ class TensorTask:
             compared with the source, and any other tensor must equal the source's tensor of the same name.
         scheme: the scheme, if quantizing the source again must give the same scales and codes; None if not.
         weighted_search: whether the scale search weighted errors by input statistics, which are not known here.
-        gptq_rounded: whether GPTQ rounded it, so that its codes cannot be recomputed.
+        gptq_rounded: whether GPTQ rounded it, or may have, so that its codes cannot be recomputed.
         kv_cache_scale: whether it is a KV-cache scale, which belongs to no weight.
         finite_only: whether it is only checked for NaN and infinity, and not compared with the source.
         kept: whether codes and scales must be those of the quantized source.

@@ -34,7 +34,7 @@ from ..formats.finite import can_be_non_finite
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE
 from ..formats.kv_cache import cache_scales
-from ..formats.quantization import read_quantization
+from ..formats.quantization import quantization_places, read_quantization
 from ..formats.scales import choose_shared_scale
 from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
 from ..hub.shards import find_whole
@@ -46,7 +46,9 @@ from ..plan.architecture import find_architecture
 from ..plan.config import ignored_layers
 from ..plan.decisions import PlanOptions, StoredLayout
 from ..plan.gptq import gptq_weights
+from ..plan.missing import absent_layers, absent_modules
 from ..plan.plan import Plan, make_plan
+from ..plan.tensor_parallel import text_config
 from ..plan.unchanged import make_unchanged_plan
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
@@ -104,6 +106,11 @@ def verify(
     root = checked.root
     with readable():
         config = read_config(root)
+        if not quantization_places(config):
+            raise UsageError(
+                f"{root} is not quantized: its config.json has no quantization_config",
+                "give a quantized directory, with this one as --source; openquant diagnose MODEL checks a source",
+            )
         quantization = read_quantization(with_tool_config(config, root))
     journal = read_journal(root, linked=checked.repo is not None)
     if journal is not None and not journal["done"]:
@@ -221,6 +228,7 @@ class _Verification:
         self._open_with_library()
         self._check_extra_files()
         self.problems += missing_keys(self.checkpoint.config, self.required_keys)
+        self._check_layers()
         if self.source is not None:
             self._compare_config(self.source)
             self._compare_files(self.source)
@@ -269,6 +277,23 @@ class _Verification:
             find_evaluation(self.checkpoint)
         except SourceError as error:
             self.notes.append(error.message)
+
+    def _check_layers(self) -> None:
+        """Without a source, report decoder layers that are missing, whole or in part."""
+        entry = self.headers.entry
+        # Of other methods, and of a directory with problems, the modules are not known for sure.
+        if entry is None or self.source is not None or self.problems or not self.as_engines_load:
+            return
+        modules = {weight.module for weight in self.codes.values()}
+        for name, info in self.checkpoint.tensors.items():
+            if name not in self.headers.stored and not self.headers.belongs_to_codes(name):
+                modules.add(info.module)
+        config = text_config(self.checkpoint, entry.model)
+        missing = absent_layers(entry.model, modules, config)
+        self.problems += [f"the shards lack {text}" for text in missing]
+        self.problems += [
+            f"{module} is missing: other layers have it" for module in absent_modules(entry.model, sorted(modules))
+        ]
 
     # Comparison with the source.
 
@@ -456,13 +481,15 @@ class _Verification:
             original = self.originals.get(weight.module) if self.full else None
             original = original if original and original.shape == weight.source.shape else None
             scheme = self._scheme_of(weight) if self.recomputes else None
-            by_gptq = weight.module in gptq_rounded
+            # The source whose codes are kept, or the one that those codes were made from, by any method.
+            kept = self.keeps and original is not None and original.format is not None
+            by_gptq = weight.module in gptq_rounded or (self.keeps and not kept)
             # GPTQ's search is weighted by the Hessian.
             weighted = self.weighted_search or by_gptq
             by_decoding = not self.as_engines_load or (weight.format is not None and weight.format.columns is not None)
             tasks.append(
                 TensorTask(
-                    weight.codes, weight, original, scheme, weighted, by_gptq, kept=self.keeps, by_decoding=by_decoding
+                    weight.codes, weight, original, scheme, weighted, by_gptq, kept=kept, by_decoding=by_decoding
                 )
             )
         tasks += [TensorTask(info, kv_cache_scale=True) for info in self.cache_scales]
@@ -477,8 +504,13 @@ class _Verification:
         self.contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
         self.problems += self.contents.problems
         self._report_non_finite()
-        if self.keeps and self.full:
+        if self.keeps and self.full and self.decoded:
             self.notes.append("codes and scales were compared with those of the source, which the output keeps")
+        elif self.keeps and self.full:
+            self.notes.append(
+                "the output keeps the codes and scales of another checkpoint, and this source has none: errors were "
+                "measured, and no limit is set for them"
+            )
         elif self.codes and self.ours and self.full and not self.recomputes:
             self.notes.append(
                 "codes and scales were not recomputed, since the source was already quantized: errors were compared "

@@ -234,7 +234,10 @@ def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path,
     command = [sys.executable, ROOT / "compress_fp8.py", "-m", source, "-o", out]
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 0
-    assert f"{out} is already complete; nothing was written" in again.stdout
+    assert (
+        f"{out} is already complete; nothing was written (sizes were compared, contents were not: openquant verify "
+        "reads them, and --overwrite converts again)\n"
+    ) in again.stdout
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert tree(out) == whole | {"notes.txt": b"mine"}
 
@@ -273,7 +276,10 @@ def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Pat
         with pytest.raises(OutputError) as caught:
             compress(**({"model": source, "output": tmp_path / "whole"} | arguments))  # type: ignore[arg-type]
         assert caught.value.message == f"{tmp_path / 'whole'} {message}"
-        assert "overwrite=True" in caught.value.hint
+        assert caught.value.hint == (
+            "choose another directory with output, or replace that output with overwrite=True; "
+            f"--recipe {tmp_path / 'whole'}/.openquant.json takes the options that it was begun with"
+        )
     with pytest.raises(SourceError, match=f"in {other} changed since {tmp_path / 'whole'}/model-0000"):
         compress(other, tmp_path / "whole")
     assert tree(tmp_path / "whole") == whole

@@ -349,6 +349,21 @@ def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path, las
     )
 
 
+@pytest.mark.parametrize("scheme", ["block", "int4"])
+def test_the_unquantized_model_is_a_source_without_codes(tmp_path: Path, scheme: str) -> None:
+    """Any method may have made the codes that were kept, so errors are measured, and not judged."""
+    original = small_checkpoints.write(tmp_path / "original")
+    compress(original, tmp_path / "made", scheme)
+    kept(tmp_path / "made", tmp_path / "out")
+    report = verify(tmp_path / "out", original, full=True)
+    assert report.problems == ()
+    assert len(report.errors) == report.quantized == 14
+    assert report.notes[0] == (
+        "the output keeps the codes and scales of another checkpoint, and this source has none: errors were measured, "
+        "and no limit is set for them"
+    )
+
+
 def test_an_output_of_ours_again(tmp_path: Path) -> None:
     """It is what the first run wrote."""
     kept(mixed_precision(tmp_path / "source"), tmp_path / "out")

@@ -341,7 +341,7 @@ def test_a_missing_or_short_shard(tmp_path: Path, full: bool) -> None:
     path.write_bytes(data[:-1])
     report = verify(tmp_path / "out", source if full else None, full)
     assert report.problems == (
-        f"{name} is truncated: its tensors end at byte {len(data)} of {len(data) - 1}",
+        f"{path} is truncated: its tensors end at byte {len(data)} of {len(data) - 1}",
     )  # fmt: skip
     assert report.notes == ("nothing else was checked",)
     path.unlink()
@@ -925,7 +925,8 @@ USAGE = [
     ({}, ["--full"], "--full compares with the source, and none is given", "give --source DIR"),
     ({}, ["--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
     ({}, ["--source", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
-    ({"quantization_config": None}, [], "config.json has no quantization_config", "give a directory of quantized weights"),
+    ({"quantization_config": None}, [], "DIR is not quantized: its config.json has no quantization_config",
+     "give a quantized directory, with this one as --source; openquant diagnose MODEL checks a source"),
     ({"quantization_config": {"quant_method": "bitnet"}}, [], 'config.json has the quant_method "bitnet"',
      "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, torchao, bitsandbytes and fbgemm_fp8"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
@@ -945,6 +946,7 @@ def test_usage_errors(
     _, out = ours
     change_json(out / "config.json", lambda found: found.update(config))
     done = run_openquant("verify", out, *arguments)
+    message = message.replace("DIR", str(out))
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\nhint: {hint}\n")
 
 
@@ -956,7 +958,9 @@ def test_directories_that_cannot_be_checked(ours: tuple[Path, Path], tmp_path: P
         verify(out / "config.json")
     with pytest.raises(OpenQuantError, match="is not a checkpoint: it has no config.json"):
         verify(tmp_path)
-    with pytest.raises(OpenQuantError, match="config.json has no quantization_config"):
+    with pytest.raises(
+        OpenQuantError, match=f"^{source} is not quantized: its config.json has no quantization_config$"
+    ):
         verify(source)
     change_json(out / ".openquant.json", lambda journal: journal.update(done=False))
     with pytest.raises(OpenQuantError, match="is not finished"):
@@ -990,6 +994,58 @@ def test_problems_are_listed_and_the_exit_code_is_1(ours: tuple[Path, Path]) -> 
         f"problem: {ONE}: {DOWN}.weight holds NaN, first at [3, 7]",
     ]
     assert lines[4].startswith("2 problems, ")
+    assert lines[5:] == [
+        "hint: download it again, or convert it again with --overwrite; if only the ignore list is wrong, "
+        "openquant compress --scheme keep writes it anew"
+    ]
+
+
+def test_layers_that_were_not_decoded_are_counted(ours: tuple[Path, Path]) -> None:
+    source, out = ours
+    change_weights(out, nan_code)
+    done = run_openquant("verify", out, "--source", source, "--full")
+    assert done.returncode == 1
+    assert "\n13 of 14 layers decoded: relative error " in done.stdout
+
+
+def test_a_directory_that_cannot_be_opened_has_no_class(ours: tuple[Path, Path]) -> None:
+    _, out = ours
+    (out / ONE).write_bytes(b"12345")
+    done = run_openquant("verify", out)
+    assert done.stdout.splitlines()[:2] == [
+        f"{out}: fp8, one scale per tensor",
+        "note: nothing else was checked",
+    ]
+
+
+@pytest.mark.parametrize("scheme", [TENSOR, SCHEMES["int4"]], ids=["fp8", "int4"])
+@pytest.mark.parametrize("lost", ["input_layernorm", "mlp.up_proj", "self_attn.q_norm"])
+def test_what_one_layer_lacks_is_found_without_a_source(tmp_path: Path, scheme: Scheme, lost: str) -> None:
+    """Layers that quantize other modules, and unquantized ones, are not taken for damaged."""
+    source, out = four_layers(tmp_path / "source"), tmp_path / "out"
+    compress(source, out, scheme.name, ignore=["**.layers.1.mlp.*"])
+    assert verify(out).problems == ()
+    change_weights(out, lambda weights: [weights.pop(name) for name in [*weights] if f"layers.2.{lost}." in name])
+    assert verify(out).problems == (f"model.layers.2.{lost} is missing: other layers have it",)
+
+
+def test_layers_that_the_config_counts_are_found_missing_without_a_source(tmp_path: Path) -> None:
+    source, out = four_layers(tmp_path / "source"), tmp_path / "out"
+    compress(source, out)
+    change_weights(out, lambda weights: [weights.pop(name) for name in [*weights] if ".layers.3." in name])
+    problem = "the shards lack decoder layers that config.json counts (num_hidden_layers 4): 3"
+    assert verify(out).problems == (problem,)
+
+
+def four_layers(root: Path) -> Path:
+    """A Qwen3 of four layers; two of them cannot tell which one lacks something."""
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    for name in [name for name in weights if ".layers.0." in name]:
+        for number in (2, 3):
+            weights[name.replace(".0.", f".{number}.")] = weights[name].clone()
+    small_checkpoints.write(root, weights=weights)
+    change_json(root / "config.json", lambda config: config.update(num_hidden_layers=4))
+    return root
 
 
 def test_json_is_one_object(ours: tuple[Path, Path]) -> None:
