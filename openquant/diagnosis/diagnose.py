@@ -27,7 +27,7 @@ from ..plan.plan import Plan
 from ..streaming.shard_provider import ShardProvider
 from ..threads import in_threads
 from ..weights.quant_error import row_energies
-from ..weights.reading import Reader
+from ..weights.reading import DAMAGED_WEIGHTS, Reader
 from ..weights.weight import Weight
 from .result import LayerDiagnosis
 from .statistics import RowSample, RowSums, SchemeLoss, WeightRanges, layer_diagnosis
@@ -243,7 +243,7 @@ class _FusedLayers:
                 extent = weight.extent(self.reader.where)
                 raise SourceError(
                     f"{extent.label} in {extent.shard} holds NaN or infinity",
-                    "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+                    DAMAGED_WEIGHTS,
                 )
             if not self.run.full:
                 first = (step // 2 - low) % step

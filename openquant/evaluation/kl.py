@@ -135,7 +135,8 @@ def log_probabilities(logits: Tensor, start: int, name: str, model: str) -> Tens
         if bad.any():
             raise SourceError(
                 f"{model} answers with NaN or infinity at position {start + int(bad.int().argmax())} of {name}",
-                "its weights or scales are damaged, or its numbers overflow: openquant verify DIR --full looks at both",
+                "its weights or scales are damaged, or its numbers overflow: openquant verify DIR finds NaN "
+                "in a quantized directory, openquant diagnose MODEL in a source",
             )
     return wide.log_softmax(-1)
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 from ..errors import SourceError
 from ..threads import in_parallel
-from .names import CARD_FILE, INDEX_FILE, SINGLE_FILE, left_out_part
+from .names import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, left_out_part
 from .small_files import MAX_INDEX, MAX_SMALL, open_regular, parse_json, read_small, short_repr
 from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
@@ -184,14 +184,14 @@ def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInf
 def _open_shard(path: Path, name: str) -> tuple[int, str, list[tuple[TensorInfo, int]]]:
     """Return the size in bytes, and what `read_header` returns."""
     try:
-        with open_regular(path, name) as file:
+        with open_regular(path, str(path)) as file:
             size = os.fstat(file.fileno()).st_size
 
             def read(offset: int, length: int) -> bytes:
                 file.seek(offset)
                 return file.read(length)
 
-            return size, *read_header(read, size, name)
+            return size, *read_header(read, size, str(path))
     except FileNotFoundError:
         raise SourceError(f"{name} is missing from {path.parent}", "download or copy it again") from None
 
@@ -231,6 +231,11 @@ def read_config(root: Path) -> dict[str, Any]:
     """
     if not (root / "config.json").exists():
         refuse_other_weights(root, _names(root))
+        if (root / JOURNAL_FILE).exists():
+            raise SourceError(
+                f"{root} is unfinished or damaged: it has a {JOURNAL_FILE} and no config.json",
+                "run the command that makes it again: it continues; or remove the directory",
+            )
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
     config = read_json(root / "config.json", "config.json")
     if not isinstance(config, dict):
@@ -316,7 +321,7 @@ def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
         for name in sorted(fnmatch.filter(names, pattern)):
             raise SourceError(
                 f"{place} holds pickled weights ({name}); only safetensors are read",
-                "convert them first: load with transformers and save_pretrained",
+                "convert them first: load with transformers and save_pretrained, model and tokenizer",
             )
     for name in sorted(fnmatch.filter(names, "*.gguf")):
         raise SourceError(

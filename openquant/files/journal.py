@@ -163,7 +163,7 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         linked = [name for name in missing if stat.S_ISLNK(modes.get(name, 0))]
         if linked:
             raise OutputError(f"{directory / linked[0]} is a link", "put the file itself there")
-        problem = f"lacks {missing[0]}" if missing else "is not finished"
+        problem = f"lacks {missing[0]}" if journal["done"] else "is not finished"
         raise OutputError(f"{directory} {problem}", "run the command that made it again, without --push-only")
     return journal["digest"], set(journal["files"])
 

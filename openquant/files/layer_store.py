@@ -211,4 +211,4 @@ def damaged_file(path: Path) -> SourceError:
     Args:
         path: the file.
     """
-    return SourceError(f"{path} is damaged", "remove it: its layers are quantized again")
+    return SourceError(f"{path} is damaged", "remove it; its layers are then quantized again")

@@ -129,7 +129,8 @@ def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
     named = any(problem.startswith("matches") for problem in shape_errors.values())
     raise PlanError(
         "; ".join(problems),
-        "list it under compress or keep in openquant/registry, or leave it as it is with --ignore"
+        f"it is no part of {model.name}: the checkpoint is damaged, merged wrongly or of another class (if it belongs "
+        "there, leave it as it is with --ignore)"
         if named
         else "save the model again with these weights as other checkpoints of this architecture have them",
     )

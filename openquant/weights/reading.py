@@ -29,6 +29,8 @@ TRANSPOSED_BUFFER = 32 << 20
 SMALLEST_SCALE = 2.0**-127
 # The first float32 that rounds to infinity in bfloat16.
 OVERFLOW = np.float32((2 - 2.0**-8) * 2.0**127)
+# A hint. No option helps against NaN: a layer that holds it makes every answer NaN, quantized or not.
+DAMAGED_WEIGHTS = "the weights are damaged: download or save them again"
 
 
 def rows_at_once(weight: Weight, multiple: int) -> int:
@@ -277,7 +279,7 @@ class Reader:
             extent = weight.extent(self.where)
             raise SourceError(
                 f"{extent.label} in {extent.shard} holds NaN",
-                "the weights are damaged: download or save them again",
+                DAMAGED_WEIGHTS,
             )
 
     def read_bytes(self, info: TensorInfo) -> Bytes:
@@ -586,7 +588,7 @@ def require_finite(weight: Weight, absmax: Floats, where: Mapping[str, Location]
         extent = weight.extent(where)
         raise SourceError(
             f"{extent.label} in {extent.shard} holds NaN or infinity",
-            "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
+            DAMAGED_WEIGHTS,
         )
 
 

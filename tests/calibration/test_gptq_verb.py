@@ -303,7 +303,7 @@ def test_damaged_and_foreign_files_are_named(stopped: Path, tmp_path: Path) -> N
         first.write_bytes(damaged)
         error = refusal()
         assert isinstance(error, SourceError)
-        assert (error.message, error.hint) == (f"{first} is damaged", "remove it: its layers are quantized again")
+        assert (error.message, error.hint) == (f"{first} is damaged", "remove it; its layers are then quantized again")
     first.unlink()
     assert refusal().message.endswith(f".passes continues after layers whose files are gone from {folder}")
     first.symlink_to(EXAMPLE / "config.json")

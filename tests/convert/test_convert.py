@@ -269,7 +269,10 @@ def test_nan_and_infinity_stop_the_run_and_name_the_tensor(tmp_path: Path, schem
     with pytest.raises(SourceError) as caught:
         compress(source, tmp_path / "out", scheme.name)
     expected = "model.layers.1.mlp.up_proj.weight in model.safetensors holds NaN or infinity"
-    assert caught.value.message == expected
+    assert (caught.value.message, caught.value.hint) == (
+        expected,
+        "the weights are damaged: download or save them again",
+    )
     assert not (tmp_path / "out" / "config.json").exists()
     assert not list((tmp_path / "out").glob("*.safetensors"))
     # What stays unquantized is copied byte for byte, whatever it holds.

@@ -240,6 +240,7 @@ def test_nan_or_infinity_among_weights_is_refused(tmp_path: Path, value: float, 
     with pytest.raises(SourceError) as caught:
         diagnose(source)
     assert caught.value.message == f"{DOWN}.weight in model.safetensors holds NaN or infinity"
+    assert caught.value.hint == "the weights are damaged: download or save them again"
     done = run_openquant("diagnose", source)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {caught.value.message}\nhint: the weights are damaged")

@@ -112,6 +112,12 @@ def test_directory_without_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     assert_refused(folder, f"{folder} is not a checkpoint: it has no config.json")
+    (folder / ".openquant.json").write_text("{}")
+    assert_refused(
+        folder,
+        f"{folder} is unfinished or damaged: it has a .openquant.json and no config.json",
+        "run the command that makes it again: it continues; or remove the directory",
+    )
     (folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     assert_refused(folder, f"{folder} is not a checkpoint: it holds no safetensors weights")
 
@@ -219,9 +225,9 @@ def test_tensor_in_two_shards(source: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, 7, 8, 100, -1])
 def test_truncated_shard(source: Path, keep: int) -> None:
-    name = "model-00002-of-00003.safetensors"
-    whole = (source / name).read_bytes()
-    (source / name).write_bytes(whole[:keep])
+    name = source / "model-00002-of-00003.safetensors"
+    whole = name.read_bytes()
+    name.write_bytes(whole[:keep])
     length = int.from_bytes(whole[:8], "little")
     size = len(whole[:keep])
     message = {
@@ -292,7 +298,9 @@ def test_header_that_lies(tmp_path: Path, case: str) -> None:
     source.mkdir()
     (source / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     (source / "model.safetensors").write_bytes(data)
-    expected = f"{source} holds no tensors" if message is None else message.replace("x", "model.safetensors", 1)
+    expected = (
+        f"{source} holds no tensors" if message is None else message.replace("x", f"{source}/model.safetensors", 1)
+    )
     assert_refused(source, expected)
 
 
@@ -316,7 +324,7 @@ def test_a_header_for_more_tensors_than_any_model_has(tmp_path: Path, what: str)
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         2,
-        "error: model.safetensors has a header for more than 1,000,000 tensors",
+        f"error: {source}/model.safetensors has a header for more than 1,000,000 tensors",
     )
 
 

@@ -222,6 +222,7 @@ def test_push_of_what_is_no_finished_output(hub: LoopbackHub, source: Path, tmp_
         (out / ".openquant.json").unlink()
     elif state == "unfinished":
         (out / ".openquant.json").write_text(json.dumps(journal | {"done": False}))
+        (out / "README.md").unlink()
     elif state == "missing":
         shutil.rmtree(out)
     else:

@@ -45,6 +45,7 @@ from openquant.plan.architecture import find_architecture
 from openquant.plan.config import ignored_layers
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.gptq import gptq_weights
+from openquant.plan.missing import absent_modules
 from openquant.plan.plain import make_plain_plan
 from openquant.plan.plan import Plan, make_plan
 from openquant.registry.architecture import Refusal
@@ -144,7 +145,8 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
         "model.extra, model.layers.{0..1}.mlp.router.weight matches no pattern of Qwen3ForCausalLM"
     )
     assert caught.value.hint == (
-        "list it under compress or keep in openquant/registry, or leave it as it is with --ignore"
+        "it is no part of Qwen3ForCausalLM: the checkpoint is damaged, merged wrongly or of another class (if it "
+        "belongs there, leave it as it is with --ignore)"
     )
 
 
@@ -205,6 +207,30 @@ def test_a_count_of_layers_that_no_model_has(source: Path) -> None:
         f"the source lacks decoder layers that config.json counts (num_hidden_layers {10**30}): "
         "2, 3, 4, 5, 6, 7, 8, 9, ..."
     ) in plan_of(source).notes
+
+
+@pytest.mark.parametrize("lost", ["input_layernorm", "mlp.up_proj"])
+def test_what_one_layer_lacks_is_noted(tmp_path: Path, lost: str) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    weights |= {name.replace(".0.", ".2."): tensor.clone() for name, tensor in weights.items() if ".layers.0." in name}
+    assert plan_of(small_checkpoints.write(tmp_path / "whole", weights=weights)).notes == ()
+    del weights[f"model.layers.1.{lost}.weight"]
+    source = small_checkpoints.write(tmp_path / "source", weights=weights)
+    assert f"the source lacks model.layers.1.{lost}, which other layers have" in plan_of(source).notes
+
+
+def test_layers_of_several_kinds_lack_nothing() -> None:
+    """A layer counts as damaged only if it is alone, and lacks one module of what several others have."""
+    model = MODELS["Qwen3ForCausalLM"]
+
+    def modules(*layers: str) -> list[str]:
+        return [f"model.layers.{number}.{part}" for number, parts in enumerate(layers) for part in parts]
+
+    assert absent_modules(model, modules("ab", "ab", "a")) == ["model.layers.2.b"]
+    assert absent_modules(model, modules("ab", "a")) == []
+    assert absent_modules(model, modules("ab", "ab", "a", "a")) == []
+    assert absent_modules(model, modules("abc", "abc", "a")) == []
+    assert absent_modules(model, modules("ab", "ab", "ac")) == []
 
 
 def test_ignore_settles_a_tensor_no_pattern_matches(tmp_path: Path) -> None:
