@@ -101,10 +101,17 @@ class FitTable:
         measured_on: the model on which `kl` was measured.
         schemes: the rows, the best first: those that fit, and of these the least KL.
         refused: schemes that this model or GPU cannot have, with the reason.
-        best: the scheme to take on the named GPU: the first that fits, with a known KL; None if there is none.
+        quantized_source: whether weights of the source are quantized already. KL divergences are then from that source.
+        quantize_lm_head: whether the output head is quantized too. Its loss is in no `kl`.
+        best: the scheme to take on the named GPU: the first that fits, with a known KL; None if there is none, or if a
+            quantized source fits as it is.
         command: the command that makes it.
+        head_schemes: by scheme, the --scheme-for of its row: "lm_head=int8-weights". A quantized output head has eight
+            bits in schemes of fewer, if engines have a kernel for that.
         calibrated: what fits and lost least with a calibration; None if nothing lost less than the best scheme alone.
         mixture: the command for a mixture of schemes, if that fits and fills the GPU better than the best scheme.
+        instead: if nothing fits, the command for the best scheme that does with an FP8 KV cache or a quantized output
+            head too; None if there is none.
     """
 
     model: str
@@ -119,14 +126,18 @@ class FitTable:
     measured_on: str
     schemes: tuple[SchemeFit, ...]
     refused: Mapping[str, str]
+    quantized_source: bool
+    quantize_lm_head: bool
     best: str | None
     command: str | None
+    head_schemes: Mapping[str, str]
     calibrated: Calibrated | None
     mixture: str | None
+    instead: str | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, as `--json` prints them."""
-        return asdict(self) | {"refused": dict(self.refused)}
+        return asdict(self) | {"refused": dict(self.refused), "head_schemes": dict(self.head_schemes)}
 
 
 @dataclass(frozen=True)

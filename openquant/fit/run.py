@@ -256,7 +256,7 @@ def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) ->
         raise PlanError(
             f"--fit {fit.fit} leaves {limit / 1e9:.3g} GB for weights, and the unquantized ones take "
             f"{largest / 1e9:.3g} GB",
-            "serve the model as it is, or give a smaller budget",
+            "serve the model as it is, or give a smaller budget, such as --fit 5.0bits",
         )
     return limit
 
@@ -296,6 +296,6 @@ def joined_patterns(patterns: Iterable[str]) -> list[str]:
         before, number, after = re.fullmatch(r"(?:(.*?\.)(\d+)(?=\.))?(.*)", pattern).groups("")  # type: ignore[union-attr]
         by_rest.setdefault((before, after), []).append(number)
     return [
-        f"{before}{numbers[0] if len(numbers) == 1 else '{' + ','.join(numbers) + '}'}{after}"
+        f"{before}{numbers[0] if len(numbers) == 1 else '{' + ','.join(sorted(numbers, key=int)) + '}'}{after}"
         for (before, after), numbers in by_rest.items()
     ]

@@ -173,7 +173,7 @@ class Session:
         if kept is None and keeps_only:
             raise UsageError(
                 f"--dry-run writes nothing, and there are no scores of this model in {target.path}",
-                "leave --dry-run out once: the scores are kept",
+                "the mixture is not known without them: leave --dry-run out once, and the scores are kept",
             )
         if kept is not None:
             self.reporter.calibrating(f"--fit: scores of {len(kept.kl)} units from {target.path}")

@@ -11,15 +11,16 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ..diagnosis.measured import MEASURED, MODEL, activations, measured_kl
-from ..errors import PlanError, UsageError
+from ..errors import OpenQuantError, PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..formats.hardware import ENGINES_FOR, Kernel, find_kernel
 from ..formats.names import CacheScheme
-from ..formats.schemes import MIXED, SCHEMES, Scheme
+from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
 from ..options import CompareSchemes, documented, flags_of, options_of
 from ..plan import summary
 from ..plan.decisions import PlanOptions
@@ -34,6 +35,7 @@ from ..plan.serving import (
     loaded_weights,
 )
 from ..plan.tensor_parallel import ParallelSize, text_config
+from ..registry.rules import is_head
 from ..vllm_probe.choose import ArchitectureChoice
 from .budget import Budget, allowed_context, read_gpus
 from .result import Calibrated, FitTable, Held, SchemeFit, Target
@@ -132,11 +134,17 @@ class _Table:
             self.targets = (Target(gpu.name if gpu else None, int(budget.value) or None, self.hardware, self.count),)
         self.entry = ArchitectureChoice(request.architecture).entry(checkpoint)
         self.refused: dict[str, str] = {}
+        # By scheme, what --scheme-for says of the output head.
+        self.head_schemes: dict[str, str] = {}
         # Numbers of GPUs that can share the model in some scheme.
         self.able: set[int] = set()
 
-    def made(self, revision: str | None) -> FitTable:
+    def made(self, revision: str | None, instead: bool = True) -> FitTable:
         """Return the table.
+
+        Args:
+            revision: the commit on the Hub; None for a local directory.
+            instead: whether to look for options with which something fits, if nothing does.
 
         Raises:
             PlanError: no scheme can be used, the context is longer than the model allows, or the layers do not divide
@@ -164,9 +172,13 @@ class _Table:
         if not rows:
             name, reason = next(iter(self.refused.items()))
             raise PlanError(f"no scheme is left, such as {name}: {reason}", "name another engine or GPU")
-        rows = sorted([self._source_row(first), *rows], key=self._rank)
+        stored, source = summary.has_quantized_source(first), self._source_row(first)
+        rows = sorted([source, *rows], key=self._rank)
         self._require_shared()
-        best = next((row for row in rows if row.scheme and row.kl is not None and self._fits(row)), None)
+        # What is quantized already and fits is served as it is.
+        ready = stored and self.targets[0].memory_bytes is not None and self._fits(source)
+        fitting = [row for row in rows if row.scheme and row.kl is not None and self._fits(row)]
+        best = fitting[0] if fitting and not ready else None
         return FitTable(
             model=os.fspath(self.request.model),
             revision=revision,
@@ -180,11 +192,33 @@ class _Table:
             measured_on=MODEL,
             schemes=tuple(rows),
             refused=self.refused,
+            quantized_source=stored,
+            quantize_lm_head=self.request.quantize_lm_head,
             best=best.scheme if best else None,
-            command=self._command("--scheme", str(best.scheme)) if best else None,
+            command=self._command(*self._words(str(best.scheme))) if best else None,
+            head_schemes={row.scheme: self.head_schemes[row.scheme] for row in rows if row.scheme in self.head_schemes},
             calibrated=self._calibrated(best, rows, first) if best else None,
             mixture=self._mixture(best) if best and self._wants_mixture(best, rows, first) else None,
+            instead=self._instead() if instead and best is None and not ready else None,
         )
+
+    def _instead(self) -> str | None:
+        """The command for the best scheme that fits with an FP8 KV cache, or with a quantized output head too."""
+        if self.targets[0].memory_bytes is None or len(self.targets) > 1:
+            return None
+        commands: dict[float, str] = {}
+        requests = [replace(self.request, kv_cache="fp8"), replace(self.request, kv_cache="fp8", quantize_lm_head=True)]
+        for request in requests:
+            if request == self.request:
+                continue
+            try:
+                found = _Table(request, read_gpus(str(request.gpu)), self.checkpoint, self.identity).made(None, False)
+            except OpenQuantError:
+                continue
+            best = next((row for row in found.schemes if row.scheme == found.best), None)
+            if best is not None and best.kl is not None and found.command is not None:
+                commands.setdefault(best.kl, found.command)
+        return commands[min(commands)] if commands else None
 
     def _plan(self, scheme: Scheme) -> Plan:
         request = self.request
@@ -196,7 +230,30 @@ class _Table:
             # What compress would calibrate with, which no size depends on.
             texts={"documents": 1, "length": 2},
         )
+        plan = make_plan(self.checkpoint, scheme, options, self.identity, self.entry)
+        head = next((weight.module for weight, kind in plan.decisions.kinds if is_head(weight.module)), None)
+        if head is None or not self._improves(scheme):
+            return plan
+        self.head_schemes[scheme.name] = f"{head}={INT8_W8A16.name}"
+        options = replace(options, scheme_for=((head, INT8_W8A16),))
         return make_plan(self.checkpoint, scheme, options, self.identity, self.entry)
+
+    def _improves(self, scheme: Scheme) -> bool:
+        """Whether a head in INT8 loses less than in the scheme, and engines can have both on the GPU."""
+        if scheme not in MIXED or scheme.format.number.bits >= INT8_W8A16.format.number.bits:
+            return False
+        engines = ENGINES_FOR[self.request.engines] if self.request.engines else scheme.engines
+        hardware = self.hardware
+        return hardware is None or all(
+            find_kernel(engine, INT8_W8A16.name, hardware, False)
+            for engine in engines
+            if find_kernel(engine, scheme.name, hardware, False)
+        )
+
+    def _words(self, scheme: str) -> list[str]:
+        """Options of compress that stand for a row."""
+        head = self.head_schemes.get(scheme)
+        return ["--scheme", scheme, *(["--scheme-for", head] if head else [])]
 
     def _open(self, plan: Plan) -> None:
         """Compute what all plans share: the KV cache, and the length of a sequence."""

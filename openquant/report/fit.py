@@ -52,6 +52,8 @@ def fit_notes(found: FitTable) -> list[str]:
         f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
         *(["-: not measured in this form (docs/formats.md)"] if any(row.kl is None for row in found.schemes) else []),
         *_rounded_less(found.schemes),
+        *_heads(found),
+        *(["the model is quantized already: KL is what is lost on top of that"] if found.quantized_source else []),
         *([f"the KV cache is not counted: it is not known {terminal(found.unknown)}"] if found.unknown else []),
         *_needs(found.schemes),
         *_refused(found),
@@ -115,8 +117,11 @@ def _fewest(held: Held) -> str:
 
 
 def _held(held: Held) -> list[str]:
-    figures = (None if number is None else short(number) for number in (held.longest, held.sequences))
-    return [NOTHING if held.gpus is None else str(held.gpus), *(figure or NOTHING for figure in figures)]
+    return [
+        NOTHING if held.gpus is None else str(held.gpus),
+        NOTHING if held.longest is None else f"{held.longest:,}",
+        NOTHING if held.sequences is None else short(held.sequences),
+    ]
 
 
 def _arithmetic(row: SchemeFit) -> str:
@@ -126,6 +131,17 @@ def _arithmetic(row: SchemeFit) -> str:
 
 def _engines(engines: tuple[str, ...]) -> str:
     return "both" if len(engines) > 1 else engines[0] if engines else NOTHING
+
+
+def _heads(found: FitTable) -> list[str]:
+    """Say what becomes of the output head, and that no figure counts it."""
+    if not found.quantize_lm_head:
+        return []
+    lines = ["KL is without what the quantized output head loses (docs/formats.md)"]
+    names = [row.scheme for row in found.schemes if row.scheme in found.head_schemes]
+    if names:
+        lines.append(f"the output head is int8-weights beside {', '.join(map(str, names))}: fewer bits lose much in it")
+    return lines
 
 
 def _needs(rows: Iterable[SchemeFit]) -> list[str]:
@@ -159,15 +175,18 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
     if len(found.targets) != 1:
         return paragraphs(["name your GPU with --gpu, such as --gpu 4090, to get the command for it"], width)
     [target] = found.targets
-    source = found.schemes[0]
     lines = []
-    if source.scheme is None and target.memory_bytes is not None and source.holds[0].gpus == target.count:
+    if _fits_as_it_is(found, target) and not found.quantized_source:
         lines.append("the model fits as it is; a scheme leaves room for longer or more sequences")
     if found.command is None:
         lines.append(nothing_fits(found, target))
     lines = paragraphs(lines, width)
-    if found.command is not None:
+    if found.command is None:
+        if found.instead is not None:
+            lines += ["this fits:", f"  {terminal(found.instead)}"]
+    else:
         lines.append(f"  {terminal(found.command)}")
+        lines += _served(found)
     if found.calibrated is not None:
         calibrated = f"with {found.calibrated.options} {found.measured_on} lost {found.calibrated.kl:.4f}"
         lines += paragraphs([calibrated], width)
@@ -177,6 +196,22 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
     return lines
 
 
+def _fits_as_it_is(found: FitTable, target: Target) -> bool:
+    """Whether as many GPUs as there are hold the source."""
+    source = next(row for row in found.schemes if row.scheme is None)
+    return target.memory_bytes is not None and source.holds[0].gpus == target.count
+
+
+def _served(found: FitTable) -> list[str]:
+    """Name the option of engines for the context, if the model allows a longer one than fits."""
+    best = next(row for row in found.schemes if row.scheme == found.best)
+    longest = next((held.longest for held in best.holds), None)
+    if longest is None or longest == found.longest_context:
+        return []
+    more = "" if found.mixture is None else f", and the mixture below with {found.context}"
+    return [f"serve it with --max-model-len {longest} (SGLang: --context-length) or less{more}"]
+
+
 def nothing_fits(found: FitTable, target: Target) -> str:
     """Say why there is no command for a GPU.
 
@@ -184,6 +219,8 @@ def nothing_fits(found: FitTable, target: Target) -> str:
         found: the result of fit_table(), whose command is None.
         target: the GPU that the table is for.
     """
+    if found.quantized_source and _fits_as_it_is(found, target):
+        return "the model is quantized already, and fits as it is: serve it"
     gpus = f"{target.count} {target.name or 'GPU'}"
     rows = [row for row in found.schemes if row.scheme is not None and row.kl is not None and row.holds]
     row = next((row for row in rows if row.holds[0].gpus is not None), None)

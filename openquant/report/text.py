@@ -114,7 +114,7 @@ def serving_lines(source: Serving, output: Serving, width: int | None = None) ->
     if cache is not None:
         sequence = f" and {gigabytes(cache.per_sequence(False))} a sequence" if cache.per_sequence(False) else ""
         token = gigabytes(cache.per_token(False))
-        gpus = "fewest GPUs: tokens of all sequences in a bfloat16 cache, in an FP8 cache"
+        gpus = "GPUs that are needed: tokens of all sequences together, cached in bfloat16, in FP8"
         legend = f"KV cache {token} a token{sequence}; {gpus}"
     rows = [["", *(f"{size} GB" for size in GPU_GB)]]
     for name, serving in (("source", source), ("output", output)):
@@ -122,8 +122,9 @@ def serving_lines(source: Serving, output: Serving, width: int | None = None) ->
         for fit in serving.fits:
             tokens = [short(count) for count in (fit.tokens_bf16, fit.tokens_fp8) if count is not None]
             rows[-1].append("-" if fit.gpus is None else ": ".join(filter(None, (str(fit.gpus), ", ".join(tokens)))))
-    lines = table(rows, width=None if width is None else width - 2)
-    return [*paragraphs([f"serving:  {legend}"], width), *(f"  {line}".rstrip() for line in lines)]
+    lines = [f"  {line}".rstrip() for line in table(rows, width=None if width is None else width - 2)]
+    more = "  by a card's exact memory: openquant fit MODEL --gpu 4090"
+    return [*paragraphs([f"serving:  {legend}"], width), *lines, more]
 
 
 def _share(plan: Plan) -> str:

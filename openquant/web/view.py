@@ -129,7 +129,8 @@ def _advice(found: FitTable) -> str:
     if len(found.targets) != 1:
         return "<p>The table is for common sizes. Name your GPU to get the command for it.</p>"
     if found.command is None:
-        return f"<p>{text_html(nothing_fits(found, found.targets[0]))}</p>"
+        reason = f"<p>{text_html(nothing_fits(found, found.targets[0]))}</p>"
+        return reason if found.instead is None else f"{reason}<p>This fits:</p>{command_html(found.instead)}"
     parts = [f"<p>The best scheme that fits is <strong>{text_html(str(found.best))}</strong>:</p>"]
     parts.append(command_html(found.command))
     if found.calibrated is not None:

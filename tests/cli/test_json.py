@@ -104,7 +104,7 @@ def test_every_key_is_documented(
     compressed = say("compress", "-m", EXAMPLE, "-o", out)
     require("compress", compressed, say("dequantize", out, "-o", tmp_path / "plain"))
     require("explain", say("explain", EXAMPLE, "**.{q_proj,down_proj}", "--scheme", "block"))
-    require("fit", say("fit", EXAMPLE, "--gpu", "4090", "--for", "both"), say("fit", EXAMPLE))
+    require("fit", say("fit", EXAMPLE, "--gpu", "4090", "--for", "both", "--quantize-lm-head"), say("fit", EXAMPLE))
     search = ("--search", "--candidates", "int8-weights", "--gpu", "2.18GB", "--context", "1")
     require("fit --search", say("fit", EXAMPLE, *search))
     require("verify", say("verify", out, "--source", EXAMPLE, "--full"))

@@ -111,15 +111,15 @@ def test_the_cells_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
         "1 RTX 4090 of 25.2 GB (Ada), for sequences of 1,024 tokens in a bfloat16 KV cache",
         "",
         "scheme        bits     size  GPUs  longest  at once  computes  engine      KL",
-        "(as it is)       -  8.39 MB     1       2k      10k   16 bits       -       0",
-        f"int8-weights  8.05  5.27 MB     1       2k      10k   16 bits    both  {kl('int8-weights')}",
-        f"channel       8.10  5.29 MB     1       2k      10k       FP8    both  {kl('channel')}",
-        f"tensor        8.00  5.25 MB     1       2k      10k       FP8    both  {kl('tensor')}",
-        f"int8          8.10  5.29 MB     1       2k      10k      INT8    both  {kl('int8')}",
-        f"nvfp4         4.50  3.87 MB     1       2k      10k   16 bits    both  {kl('nvfp4')}",
-        f"nvfp4-w4a4    4.50  3.87 MB     1       2k      10k   16 bits    both  {kl('nvfp4-w4a4')}",
-        f"int4          4.13  3.73 MB     1       2k      10k   16 bits    both  {kl('int4')}",
-        "block         8.00  5.25 MB     1       2k      10k   16 bits    both       -",
+        "(as it is)       -  8.39 MB     1    2,048      10k   16 bits       -       0",
+        f"int8-weights  8.05  5.27 MB     1    2,048      10k   16 bits    both  {kl('int8-weights')}",
+        f"channel       8.10  5.29 MB     1    2,048      10k       FP8    both  {kl('channel')}",
+        f"tensor        8.00  5.25 MB     1    2,048      10k       FP8    both  {kl('tensor')}",
+        f"int8          8.10  5.29 MB     1    2,048      10k      INT8    both  {kl('int8')}",
+        f"nvfp4         4.50  3.87 MB     1    2,048      10k   16 bits    both  {kl('nvfp4')}",
+        f"nvfp4-w4a4    4.50  3.87 MB     1    2,048      10k   16 bits    both  {kl('nvfp4-w4a4')}",
+        f"int4          4.13  3.73 MB     1    2,048      10k   16 bits    both  {kl('int4')}",
+        "block         8.00  5.25 MB     1    2,048      10k   16 bits    both       -",
         "",
         "KL: what SmolLM2-135M-Instruct lost, in nats, without a calibration; other models lose more or less",
         "-: not measured in this form (docs/formats.md)",
@@ -311,9 +311,12 @@ def test_what_to_do_if_nothing_fits(model: Path) -> None:
         - OVERHEAD
         - summary.output_bytes(make_plan(open_checkpoint(model), SCHEMES["int4"]))
     )
-    assert last(gpu="4090", context="16k") == (
-        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2: {advice}"
-    )
+    # An FP8 cache alone does not make room for so much; with eight bits for the head there is.
+    assert fit_text(fit_table(model, "4090", context="16k")).splitlines()[-3:] == [
+        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2: {advice}",
+        "this fits:",
+        f"  openquant compress -m {model} --scheme int4 --scheme-for lm_head=int8-weights --kv-cache fp8 --quantize-lm-head",
+    ]
     assert last(gpu="2GB") == f"no scheme with a known KL fits 1 GPU, nor as many as 8 of them: {advice}"
 
 
@@ -324,6 +327,68 @@ def test_a_quantized_source_needs_no_calibration_and_is_not_called_unquantized(t
     [source] = [row for row in found.schemes if row.scheme is None]
     assert source.arithmetic is None and source.bytes < 6 * 10**6
     assert found.calibrated is None
+    # It is not made larger or worse without need.
+    assert found.quantized_source and (found.best, found.command, found.mixture, found.instead) == (None,) * 4
+    lines = fit_text(found).splitlines()
+    assert lines[-1] == "the model is quantized already, and fits as it is: serve it"
+    assert "the model is quantized already: KL is what is lost on top of that" in lines
+
+
+def test_a_quantized_source_that_does_not_fit_is_made_smaller(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(EXAMPLE, out, "channel")
+    [nvfp4] = [row for row in fit_table(out).schemes if row.scheme == "nvfp4"]
+    # 2 GB are the engine's. What is left holds four bits and the cache, and not the eight of the source.
+    memory = int((OVERHEAD + nvfp4.bytes + 2048 * 2048 + 10_000) / UTILIZATION)
+    assert fit_table(out, f"{memory}B", context=2048).best == "nvfp4"
+    # How much memory a CPU has is not known.
+    assert fit_table(out, "cpu").best == "channel"
+
+
+def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> None:
+    found = fit_table(model, "4090", kv_cache="fp8", quantize_lm_head=True)
+    assert found.best == "nvfp4"
+    more = "--scheme-for lm_head=int8-weights --kv-cache fp8 --quantize-lm-head"
+    assert found.command == f"openquant compress -m {model} --scheme nvfp4 {more}"
+    narrow = {"int7", "int6", "int5", "int4", "int3", "int2", "nvfp4", "nvfp4-w4a4", "mxfp4"}
+    assert found.head_schemes == dict.fromkeys(narrow, "lm_head=int8-weights")
+    head = find_scheme("int8-weights")
+    texts = {"documents": 1, "length": 2}
+    options = PlanOptions(scheme_for=(("lm_head", head),), head=True, fp8_kv_cache=True, texts=texts)
+    plan = make_plan(open_checkpoint(model), SCHEMES["nvfp4"], options)
+    [row] = [row for row in found.schemes if row.scheme == "nvfp4"]
+    assert row.bytes == summary.output_bytes(plan)
+    lines = fit_text(found).splitlines()
+    assert "KL is without what the quantized output head loses (docs/formats.md)" in lines
+    [said] = [line for line in lines if line.startswith("the output head is int8-weights beside nvfp4, ")]
+    assert said.endswith(": fewer bits lose much in it") and "channel" not in said
+    # The context that is left is less than the model allows.
+    assert f"serve it with --max-model-len {row.holds[0].longest} (SGLang: --context-length) or less" in lines
+    assert found.to_json()["head_schemes"]["int4"] == "lm_head=int8-weights"
+
+
+def test_without_a_kernel_for_eight_bits_the_head_has_the_schemes_own(model: Path) -> None:
+    found = fit_table(model, "cpu", quantize_lm_head=True)
+    assert "int4" in rows_of(found) and found.head_schemes == {}
+    assert "KL is without what the quantized output head loses (docs/formats.md)" in fit_text(found)
+    # Without one there is nothing to say.
+    found = fit_table(model, "4090")
+    assert found.head_schemes == {} and "head loses" not in fit_text(found)
+
+
+def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
+    found = fit_table(model, "5090", context="16k")
+    longest = next(row.holds[0].longest for row in found.schemes if row.scheme == "int5")
+    assert longest is not None and 16384 <= longest < 40960
+    text = fit_text(found)
+    served = (
+        f"serve it with --max-model-len {longest} (SGLang: --context-length) or less, and the mixture below with 16384"
+    )
+    assert served in text.splitlines()
+    # Exactly, so that --context and --max-model-len are the same numbers.
+    assert f"  {longest:,}  " in text
+    # Where all that the model allows fits, engines need no option.
+    assert "--max-model-len" not in fit_text(fit_table(model, "H100", context="16k"))
 
 
 @pytest.mark.parametrize(
@@ -465,7 +530,7 @@ def test_json_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_names_are_escaped(tmp_path: Path) -> None:
     root = qwen(tmp_path / "a\x1b[31m b")
     text = fit_text(fit_table(root, "a6000"))
-    assert "\x1b" not in text and "'" in text.splitlines()[-1]
+    assert "\x1b" not in text and "'" in text.splitlines()[-2]
 
 
 @pytest.mark.parametrize("options", [{}, {"fp8_kv_cache": True, "texts": {"documents": 1, "length": 2}}])

@@ -205,7 +205,7 @@ def test_a_dry_run_without_scores_says_how_long_they_take(tmp_path: Path, capsys
     first, error, hint = capsys.readouterr().err.splitlines()
     assert re.match(r"--fit: about .*: scores \d+ .*; the check \d+ .*; GPTQ \d+ ", first)
     assert error.startswith("error: --dry-run writes nothing, and there are no scores of this model in ")
-    assert hint == "hint: leave --dry-run out once: the scores are kept"
+    assert hint == "hint: the mixture is not known without them: leave --dry-run out once, and the scores are kept"
 
 
 def test_card_and_page_show_what_it_chose_from(kept: Path) -> None:
@@ -260,6 +260,12 @@ def test_where_one_scheme_is_as_good_it_is_written(scored: Path, capsys: pytest.
     for file in (scored / "alone").glob("*.safetensors"):
         assert file.read_bytes() == (scored / "out" / file.name).read_bytes()
     assert "| **int8-weights, this output** |" in (scored / "out" / "README.md").read_text()
+
+
+def test_a_budget_that_holds_the_whole_model_is_answered_with_an_example(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        compress(EXAMPLE, tmp_path / "out", fit="4090")
+    assert caught.value.hint == 'serve the model as it is, or give a smaller budget, such as fit="5.0bits"'
 
 
 @pytest.mark.parametrize(
@@ -454,7 +460,7 @@ def test_candidates_that_cannot_be_chosen_are_refused(tmp_path: Path, given: dic
 
 
 def test_layers_with_one_scheme_are_one_pattern() -> None:
-    patterns = ["a.0.{q,k}", "a.2.{q,k}", "a.0.o", "a.11.{q,k}", "head", "b.1.experts.3.up", "b.2.experts.3.up"]
+    patterns = ["a.0.{q,k}", "a.11.{q,k}", "a.0.o", "a.2.{q,k}", "head", "b.1.experts.3.up", "b.2.experts.3.up"]
     assert joined_patterns(patterns) == ["a.{0,2,11}.{q,k}", "a.0.o", "head", "b.{1,2}.experts.3.up"]
 
 

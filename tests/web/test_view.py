@@ -75,7 +75,7 @@ def test_a_table_has_the_command_for_the_best_scheme(example):
     read = Read(fit_html(found))
     assert "1 RTX 4090 of 25.2 GB (Ada), for sequences of 2,048 tokens" in read.text
     assert found.command in read.text
-    assert ["int4", "4.13", "3.73 MB", "1", "2k", "5k", "16 bits", "both", "0.3747"] in read.rows
+    assert ["int4", "4.13", "3.73 MB", "1", "2,048", "5k", "16 bits", "both", "0.3747"] in read.rows
     # Without a GPU there is no best scheme.
     assert "Name your GPU" in Read(fit_html(fit_table(example))).text
 
@@ -83,6 +83,8 @@ def test_a_table_has_the_command_for_the_best_scheme(example):
 def test_a_table_says_why_nothing_fits(example):
     found = replace(fit_table(example, "4090"), best=None, command=None, schemes=())
     assert "no scheme with a known KL fits 1 RTX 4090" in Read(fit_html(found)).text
+    read = Read(fit_html(replace(found, instead="openquant compress -m X --kv-cache fp8")))
+    assert "This fits:" in read.text and "openquant compress -m X --kv-cache fp8" in read.text
 
 
 def test_an_error_is_that_of_the_command_line():
