@@ -21,6 +21,7 @@ from .diagnosis.statistics import normal_row_error
 from .distributed import Ranks
 from .errors import UsageError
 from .files.cards import card_of, is_smoothed
+from .files.checkpoint import readable
 from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors
 from .files.small_files import read_small
@@ -66,7 +67,7 @@ from .report.escape import terminal
 from .reporter import Reporter
 from .request import Request, check_recipe
 from .result import Place, Preview, Result
-from .run import Outcome, carry_out, take_evaluation
+from .run import Outcome, carry_out, evaluation_publisher, take_evaluation
 from .verification.finished import require_sound
 from .vllm_probe.choose import ArchitectureChoice
 from .weights.statistics import read_calibration
@@ -462,19 +463,22 @@ def diagnose(
 
 
 def push(directory: str | os.PathLike[str], target: Push) -> str:
-    """Publish a directory that compress() or dequantize() made.
+    """Publish a directory that compress() or dequantize() made, or the evaluation of one that is published already.
 
     Args:
-        directory: a finished output directory.
+        directory: a finished output directory; or an eval.json, whose figures go into the card of the repository.
         target: repository and other options of publishing.
 
     Returns:
         The address of the commit or pull request.
 
     Raises:
-        OpenQuantError: the directory is unfinished or damaged, or cannot be published.
+        OpenQuantError: the directory is unfinished or damaged, the evaluation is of another model, or the Hub refuses.
     """
     path = Path(directory)
+    if _is_evaluation(path, target):
+        with evaluation_publisher(path, target) as (publisher, names), publisher:
+            return publisher.finish(names, "Evaluation by openquant").address
     publisher, others = _publisher(path, target)
     with silent():
         publisher.prepare(_published_card(path))
@@ -486,7 +490,7 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
     """Check what push() checks first, and say what it would do. Nothing is written, here or on the Hub.
 
     Args:
-        directory: a finished output directory.
+        directory: a finished output directory, or an eval.json.
         target: repository and other options of publishing.
 
     Returns:
@@ -496,6 +500,14 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
         OpenQuantError: push() would refuse it.
     """
     path = Path(directory)
+    commit = "a pull request is opened" if target.create_pr else "one commit to main"
+    if _is_evaluation(path, target):
+        with evaluation_publisher(path, target) as (publisher, names):
+            return Preview(
+                reads=(Place(str(path.absolute()), "an evaluation", path.stat().st_size),),
+                does=(f"{', '.join(names)} are uploaded, the card with the figures of this evaluation; {commit}",),
+                writes=(Place(publisher.repo, "a repository that exists"),),
+            )
     publisher, others = _publisher(path, target)
     with silent():
         exists = publisher.prepare(_published_card(path), creates=False)
@@ -505,13 +517,24 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
             for name in sorted([*publisher.shards, *others])
             for size in [(path / name).stat().st_size]
         )
-    commit = "a pull request is opened" if target.create_pr else "one commit to main"
     created = f"is created{', private' if target.private else ''}"
     return Preview(
         reads=reads,
         does=(f"{len(reads)} files are uploaded, those that are not there yet; {commit}",),
         writes=(Place(publisher.repo, f"a repository that {'exists' if exists else created}"),),
     )
+
+
+def _is_evaluation(path: Path, target: Push) -> bool:
+    """Whether a path is a file, which can only be an evaluation."""
+    with readable():
+        is_file = path.is_file()
+    if is_file and (target.private or target.replace_weights):
+        raise UsageError(
+            f"{path} is a file: an evaluation goes into a repository that exists, and replaces no weights",
+            "leave --private and --replace-weights out",
+        )
+    return is_file
 
 
 def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,14 +18,19 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, SourceError
 from .files.checkpoint import open_checkpoint, readable
 from .files.claim import Claim
-from .files.evaluation import find_evaluation
-from .files.names import CARD_FILE, EVAL_PICTURE, INDEX_FILE
+from .files.cards import card_of
+from .files.evaluation import evaluation_digest, evaluation_files, find_evaluation
+from .files.fingerprint import Fingerprint
+from .files.journal import output_errors
+from .files.names import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
 from .files.output import REPLACE
 from .files.small_files import read_small
 from .formats.finite import NonFinite
 from .hub.fetch import ShardSupply
 from .hub.publish import Published, Publisher
-from .hub.source import Source, silent
+from .hub.error_mapping import PushError
+from .hub.source import Source, repository_source, silent
+from .options import Push
 from .job import Prepared, claim_of, in_all_ranks, source_needs
 from .plan import summary
 from .plan.config import output_config
@@ -338,6 +344,46 @@ def take_evaluation(publisher: Publisher) -> list[str]:
     picture = EVAL_PICTURE if EVAL_PICTURE in evaluated.files else None
     publisher.complete = partial(evaluated_card, evaluation=evaluated.evaluation, picture=picture)
     return evaluated.files
+
+
+@contextmanager
+def evaluation_publisher(path: Path, target: Push) -> Iterator[tuple[Publisher, list[str]]]:
+    """Make what publishes an evaluation in the repository of its model, and run all checks of it.
+
+    Args:
+        path: the evaluation.
+        target: the repository and other options of publishing.
+
+    Yields:
+        The publisher; and the names of the files to publish: the card with the figures, eval.json, and its picture.
+
+    Raises:
+        SourceError: the evaluation is damaged or of another model, or the repository holds no readable checkpoint.
+        PushError: there is no such repository, the user may not write there, or the Hub refuses the card.
+        OutputError: the temporary directory cannot be written.
+    """
+    files = evaluation_files(path)
+    evaluation = json.loads(files[EVAL_FILE])
+    output, picture = evaluation["output"], EVAL_PICTURE if EVAL_PICTURE in files else None
+    with silent(), output_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
+        publisher = Publisher(target, Path(folder), evaluation_digest(evaluation), ())
+        if publisher.find() is None:
+            raise PushError(f"{publisher.repo} does not exist, so nothing in it was evaluated", "push the model first")
+        source = repository_source(publisher.repo)
+        checkpoint = source.open()
+        fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+        if not fingerprint.matches(output["digest"], output.get("stamp", "")):
+            raise SourceError(
+                f"{path} is not of the model in {source.identity}",
+                f"evaluate that one: openquant eval {publisher.repo} --source SOURCE --out eval.json",
+            )
+        source.fetch_files([CARD_FILE])
+        card = card_of(checkpoint).encode()
+        for name, data in {CARD_FILE: card, **files}.items():
+            (publisher.directory / name).write_bytes(data)
+        publisher.complete = partial(evaluated_card, evaluation=evaluation, picture=picture)
+        publisher.prepare(card)
+        yield publisher, [CARD_FILE, *files]
 
 
 def _check_finished(target: Path, plan: Plan, resumed: bool) -> None:

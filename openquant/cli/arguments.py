@@ -356,7 +356,13 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         "DIR NAME [options]",
         "Qwen3-32B-FP8 you/Qwen3-32B-FP8",
         "Qwen3-32B-FP8 you/Qwen3-32B-FP8 --private --create-pr",
-    ).add_options(ModelDirectory, Push, DryRun, JsonOutput, positional=("directory", "name"), without=("only",))
+        "eval.json you/Qwen3-32B-FP8",
+    ).add_options(
+        *(ModelDirectory, Push, DryRun, JsonOutput),
+        positional=("directory", "name"),
+        without=("only",),
+        directory="Directory, or eval.json of what is published.",
+    )
     add(
         "diagnose",
         "Estimate the quantization error of each layer from its weights.",

@@ -100,6 +100,7 @@ SCHEMA: dict[str, Any] = {
     "text": {
         "files?": [TEXT],
         "dataset?": Nullable(TEXT),
+        "builtin?": TEXT,
         "sha256": TEXT,
         "documents": COUNT,
         "length": COUNT,
@@ -246,11 +247,32 @@ class FoundEvaluation(NamedTuple):
     files: list[str]
 
 
-def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:
+def evaluation_files(path: Path) -> dict[str, bytes]:
+    """Read an evaluation that lies anywhere, and the picture beside it.
+
+    Args:
+        path: a file that `openquant eval` wrote, under any name.
+
+    Returns:
+        Contents of the files as they are published: eval.json, and eval.png if it is of this evaluation.
+
+    Raises:
+        SourceError: it is damaged, too large, or not an evaluation of one output.
+    """
+    with readable():
+        data = read_small(path, EVAL_FILE)
+        digest = evaluation_digest(check_evaluation(parse_json(data, EVAL_FILE))).encode()
+        with Folder(path.parent) as folder:
+            picture = folder.read(EVAL_PICTURE, MAX_SMALL) if folder.is_file(EVAL_PICTURE) else None
+    return {EVAL_FILE: data} | ({EVAL_PICTURE: picture} if picture and digest in picture else {})
+
+
+def find_evaluation(checkpoint: Checkpoint, cached: bool = False) -> FoundEvaluation | None:
     """Find the evaluation in a model's directory.
 
     Args:
         checkpoint: the opened directory.
+        cached: whether it lies in the Hub's cache, whose files are links.
 
     Returns:
         The content of its eval.json, and the names of the files that belong to it; None if there is no eval.json.
@@ -262,7 +284,7 @@ def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:
     with readable(), Folder(checkpoint.root) as folder:
         if folder.stat(EVAL_FILE) is None:
             return None
-        if not folder.is_file(EVAL_FILE):
+        if not (cached or folder.is_file(EVAL_FILE)):
             raise SourceError(f"{EVAL_FILE} is not a regular file", AGAIN)
         evaluation = read_evaluation(checkpoint.root)
         output = evaluation["output"]

@@ -23,7 +23,7 @@ _XML = re.compile(
 )
 # Characters of a reason. Enough for every field of a model card that can be wrong.
 _LONGEST = 1000
-_LOG_IN_HINT = "log in with a token that may: hf auth login"
+_LOG_IN_HINT = "log in with a token that may (hf auth login), or push to a repository of your own"
 WRITE_TOKEN_HINT = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
 CARD_HINT = "correct these entries at the top of README.md, of the source if the model is still to be converted"
 

@@ -45,7 +45,7 @@ from .preflight import (
 from .source import interruptible, with_retries
 
 if TYPE_CHECKING:
-    from huggingface_hub import Discussion
+    from huggingface_hub import Discussion, ModelInfo
 
 # With --push-only, the number of output shards that are on disk at a time, being made or uploaded.
 AT_ONCE = 3
@@ -82,7 +82,7 @@ class Publisher:
         push: the options of the push: repository, message, pull request.
         directory: the output directory.
         digest: the plan's digest, which tells the uploads of this plan from others.
-        shards: names of the output shards.
+        shards: names of the output shards; none if only other files are published, beside a model that is there.
 
     Attributes:
         complete: makes the published model card from the directory's card and the repository's name; None to publish
@@ -127,12 +127,7 @@ class Publisher:
             SourceError: weights of the repository cannot be read.
         """
         text = card.decode("utf-8", "replace")
-        with push_errors(self.repo):
-            self._user = user_name(self.repo)
-            name = self.repo if "/" in self.repo else f"{self._user}/{self.repo}"
-            repository = find_repository(name)
-            # The current name, if it was renamed or has other capital letters.
-            self.repo = name if repository is None else repository.id
+        repository = self.find()
         with push_errors(self.repo):
             require_valid_card(self.repo, published_card(text, self.repo, None))
             if repository is None:
@@ -143,12 +138,30 @@ class Publisher:
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
                 with_retries(self._find_request)
-            if repository is not None:
+            if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
                     refuse_source(repository, base_models(text), downloaded)
                     refuse_unquantized(repository, self.shards, self._is_ours)
         return repository is not None
+
+    def find(self) -> ModelInfo | None:
+        """Look for the repository; `repo` is then its current full name.
+
+        Returns:
+            The Hub's information on it; None if there is none.
+
+        Raises:
+            PushError: the user is not logged in, or may not read it.
+            UsageError: its name is not valid.
+        """
+        with push_errors(self.repo):
+            self._user = user_name(self.repo)
+            name = self.repo if "/" in self.repo else f"{self._user}/{self.repo}"
+            repository = find_repository(name)
+        # The current name, if it was renamed or has other capital letters.
+        self.repo = name if repository is None else repository.id
+        return repository
 
     def _is_ours(self, name: str, sha256: str) -> bool:
         """Whether a shard on the Hub with this digest is the one to push."""
@@ -301,13 +314,15 @@ class Publisher:
         with output_errors(path, "read"):
             card = read_small(path, name)
         try:
-            text = published_card(card.decode(), self.repo, revision)
+            text = published_card(card.decode(), self.repo, revision) if self.shards else card.decode()
             return (self.complete(text, self.repo) if self.complete else text).encode()
         except UnicodeDecodeError:
             return card
 
     def _missing_shards(self, revision: str | None) -> list[str]:
         """The shards that a revision lacks, or has with other contents."""
+        if not self.shards:
+            return []
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 

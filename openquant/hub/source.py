@@ -241,7 +241,7 @@ def find_source(model: str, revision: str | None = None) -> Source:
     if at_sign and not pinned:
         raise UsageError(f"{model} names no revision after the @", "write org/name@revision")
     try:
-        return _download(repo, pinned or revision)
+        return repository_source(repo, pinned or revision)
     except NotFound as error:
         sibling = similar_path(path)
         if sibling is None:
@@ -271,7 +271,19 @@ def local_source(path: Path) -> Source:
     return Source(path, os.fsencode(root.name).decode("utf-8", "replace"), None, None)
 
 
-def _download(repo: str, revision: str | None) -> Source:
+def repository_source(repo: str, revision: str | None = None) -> Source:
+    """Find a repository on the Hub, whatever lies in the working directory, and download the files that a plan needs.
+
+    Args:
+        repo: the repository, "org/name".
+        revision: branch, tag or commit; None for the default branch.
+
+    Returns:
+        As `find_source`.
+
+    Raises:
+        SourceError: there is no such repository, or it cannot be downloaded.
+    """
     from huggingface_hub import snapshot_download
 
     def find() -> Source:

@@ -135,7 +135,8 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         *([("accuracy on tasks", task_summary(evaluation["tasks"]))] if "tasks" in evaluation else []),
         (
             "measured on",
-            f"{text['positions']:,} tokens of {text['documents']:,} texts, SHA-256 {markdown(text['sha256'][:12])}",
+            f"{text['positions']:,} tokens of {text['documents']:,} texts{_texts_from(text)}, "
+            f"SHA-256 {markdown(text['sha256'][:12])}",
         ),
     ]
     shown = [f"![KL divergence of each position from the source]({picture})", ""] if picture else []
@@ -146,8 +147,17 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     if evaluation["texts"]:
         lines += ["<details><summary>An answer of each</summary>", "", *_answer_table(evaluation["texts"][0])]
         lines += ["", "</details>", ""]
-    lines += ["Measured with:", "", "```", _eval_command(repo, source, evaluation), "```", ""]
+    check = f"openquant verify {shell_word(repo)} --source {shell_word(source)}"
+    lines += ["Checked and measured with:", "", "```", check, _eval_command(repo, source, evaluation), "```", ""]
     return with_evaluation(card, join_lines(lines))
+
+
+def _texts_from(text: Mapping[str, Any]) -> str:
+    """Say where the texts of an evaluation come from: " (prose.txt, code.jsonl)"; "" if that is not known."""
+    builtin = text.get("builtin")
+    names = text.get("files") or filter(None, [text.get("dataset"), builtin and f"standard library of {builtin}"])
+    origin = ", ".join(map(markdown, names))
+    return f" ({origin})" if origin else ""
 
 
 # Characters of each text in a card, and suspect layers that it names.

@@ -62,7 +62,9 @@ def extra_files(
     others_left_out = (
         name for name in checkpoint.left_out if not name.startswith(".") and not name.endswith(".safetensors")
     )
-    names = [*checkpoint.files, *(name for name in others_left_out if name not in _OURS)]
+    # The Hub puts .gitattributes into every repository.
+    files = (name for name in checkpoint.files if name != ".gitattributes")
+    names = [*files, *(name for name in others_left_out if name not in _OURS)]
     allowed = {*names} - {_ADAPTER, _MODELOPT_CONFIG} if expected is None else expected
     problems: list[str] = []
     others: list[str] = []

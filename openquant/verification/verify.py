@@ -140,7 +140,8 @@ def verify(
     ours = journal is not None or card_source is not None
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours)
     recomputable = ours and QUANTIZED not in (card_source or "")
-    verification = _Verification(headers, findings, journal_files, origin, full, recomputable, card, requested)
+    cached = checked.repo is not None
+    verification = _Verification(headers, findings, journal_files, origin, full, recomputable, card, requested, cached)
     verification.run(workers or available_cpus(), progress)
     contents = verification.contents
     return Report(
@@ -184,8 +185,11 @@ class _Verification:
         recomputable: bool,
         card: str,
         architecture: Architecture | None,
+        cached: bool,
     ) -> None:
         self.headers = headers
+        # Whether it lies in the Hub's cache, whose files are links.
+        self.cached = cached
         # The entry that --architecture names; None for that of the class.
         self.architecture = architecture
         self.findings = findings
@@ -274,7 +278,7 @@ class _Verification:
         self.problems += [*extra_weights(self.checkpoint), *problems]
         self.notes += notes
         try:
-            find_evaluation(self.checkpoint)
+            find_evaluation(self.checkpoint, self.cached)
         except SourceError as error:
             self.notes.append(error.message)
 

@@ -19,7 +19,7 @@ STORAGE = (
     "command again: what is converted and uploaded is kept"
 )
 TOKEN = "use a token with write permission (https://huggingface.co/settings/tokens): hf auth login"
-LOG_IN = "log in with a token that may: hf auth login"
+LOG_IN = "log in with a token that may (hf auth login), or push to a repository of your own"
 PROXY = "<html><body>Blocked by the proxy</body></html>"
 XML = (
     "<?xml version='1.0'?><Error><Code>SignatureDoesNotMatch</Code><Message>The signature is wrong.</Message>"

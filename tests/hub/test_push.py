@@ -213,6 +213,77 @@ def test_an_evaluation_of_another_model_is_not_pushed(hub: LoopbackHub, source: 
     assert not hub.requests
 
 
+@pytest.fixture
+def evaluated(hub: LoopbackHub, source: Path, tmp_path: Path) -> Path:
+    """An evaluation of a model that is in user/name; all other local files of that are gone."""
+    done = ask(hub, tmp_path, *push_of(source, tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = evaluate(tmp_path / "out")
+    (tmp_path / "later").mkdir()
+    shutil.move(tmp_path / "out" / "eval.json", tmp_path / "later" / "figures.json")
+    (tmp_path / "later" / "eval.png").write_text(f"drawn of {evaluation_digest(found)}")
+    shutil.rmtree(tmp_path / "out")
+    return tmp_path / "later" / "figures.json"
+
+
+@pytest.mark.parametrize("request_number", [None, 1])
+def test_an_evaluation_is_added_to_a_published_model(
+    hub: LoopbackHub, evaluated: Path, tmp_path: Path, request_number: int | None
+) -> None:
+    before, commits = held(hub), len(hub.commits("user/name"))
+    hand_edited = before["README.md"] + b"\nServed on an L4.\n"
+    hub.commit("user/name", "main", "by hand", {"README.md": hub.store(hand_edited)}, [])
+    more = ["--create-pr"] if request_number else []
+    previewed = ask(hub, tmp_path, "push", evaluated, "name", *more, "--dry-run")
+    assert "does    README.md, eval.json, eval.png are uploaded, " in previewed.stdout, previewed.stderr
+    assert len(hub.commits("user/name")) == commits + 1
+    for _ in range(2):
+        done = ask(hub, tmp_path, "push", evaluated, "name", *more)
+        assert done.returncode == 0, done.stderr
+    revision = "refs/pr/1" if request_number else "main"
+    shown = held(hub, revision=revision)
+    # The second push commits nothing.
+    assert hub.commits("user/name", revision)[commits + 1 :] == [
+        ("Evaluation by openquant", ["README.md", "eval.json", "eval.png"])
+    ]
+    card = shown.pop("README.md").decode()
+    assert shown.pop("eval.json") == evaluated.read_bytes()
+    assert shown.pop("eval.png") == (evaluated.parent / "eval.png").read_bytes()
+    assert shown == {name: data for name, data in before.items() if name != "README.md"}
+    start, end = card.index("## Measured against the source\n"), card.index("## How it was made\n")
+    assert "| mean KL to the source | 0.00129 nats" in card[start:end] and "](eval.png)\n" in card[start:end]
+    assert (card[:start] + card[end:]).encode() == hand_edited
+    if not request_number:
+        # Later figures replace them.
+        later = json.loads(evaluated.read_bytes())
+        later["kl"]["mean"] = 0.00777
+        evaluated.write_text(json.dumps(later))
+        done = ask(hub, tmp_path, "push", evaluated, "name")
+        assert done.returncode == 0, done.stderr
+        card = held(hub)["README.md"].decode()
+        assert "0.00777 nats" in card and "0.00129 nats" not in card and "eval.png" not in card
+
+
+@pytest.mark.parametrize("case", ["another model", "no repository", "no evaluation", "private", "replace"])
+def test_an_evaluation_that_cannot_be_added(hub: LoopbackHub, evaluated: Path, tmp_path: Path, case: str) -> None:
+    words, name = {"private": ["--private"], "replace": ["--replace-weights"]}.get(case, []), "user/name"
+    says = f"{evaluated} is a file: an evaluation goes into a repository that exists, and replaces no weights"
+    if case == "another model":
+        found = json.loads(evaluated.read_bytes())
+        evaluated.write_text(json.dumps(found | {"output": {"name": "x", "digest": "0" * 64}}))
+        says = f"{evaluated} is not of the model in user/name@"
+    elif case == "no repository":
+        name, says = "other", "user/other does not exist, so nothing in it was evaluated"
+    elif case == "no evaluation":
+        evaluated.write_text("{}")
+        says = "eval.json has no kl"
+    before = hub.commits("user/name")
+    done = ask(hub, tmp_path, "push", evaluated, name, *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {says}"), done.stderr
+    assert hub.commits("user/name") == before and "user/other" not in hub.stored
+
+
 @pytest.mark.parametrize("state", ["foreign", "missing", "unfinished", "incomplete"])
 def test_push_of_what_is_no_finished_output(hub: LoopbackHub, source: Path, tmp_path: Path, state: str) -> None:
     out = tmp_path / "out"
@@ -598,7 +669,7 @@ def test_without_a_token(hub: LoopbackHub, source: Path, tmp_path: Path) -> None
     assert done.returncode == 2
     assert done.stderr.splitlines()[-2:] == [
         "error: the Hub does not let you write to user/name: no token was found",
-        "hint: log in with a token that may: hf auth login",
+        "hint: log in with a token that may (hf auth login), or push to a repository of your own",
     ]
     # Before anything was converted.
     assert not (tmp_path / "out").exists()
@@ -957,7 +1028,7 @@ PERMISSION = "use a token with write permission (https://huggingface.co/settings
          "correct these entries at the top of README.md, of the source if the model is still to be converted"),
         (Fault(r"/auth-check/write", "GET", times=None, status=403, message="Not yours"), (),
          "the Hub does not let you write to user/name: 403 for /api/models/user/name/auth-check/write: Not yours",
-         "log in with a token that may: hf auth login"),
+         "log in with a token that may (hf auth login), or push to a repository of your own"),
         (Fault(r"/discussions", "GET", times=None, status=403, message="Discussions are disabled for this repo"),
          ("--create-pr",),
          "the Hub does not let you write to user/name: 403 for /api/models/user/name/discussions: Discussions are "

@@ -360,7 +360,7 @@ EVALUATED = """## Measured against the source
 | mean KL to the source | 0.00129 nats [0.00121, 0.00137] (bfloat16's own noise 7e-05) |
 | same most probable token | 97.86 % (with bfloat16's own noise 99.61 %) |
 | perplexity | 12.31 -> 12.34, times 1.0021 [1.0008, 1.0035] |
-| measured on | 1,500 tokens of 8 texts, SHA-256 abababababab |
+| measured on | 1,500 tokens of 8 texts (prose.txt), SHA-256 abababababab |
 
 Intervals are of 95 %, over texts.
 
@@ -376,12 +376,29 @@ They differ from token 7 on.
 
 </details>
 
-Measured with:
+Checked and measured with:
 
 ```
+openquant verify user/name --source org/tiny
 openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length 512
 ```
 """
+
+
+@pytest.mark.parametrize(
+    ("origin", "words"),
+    [
+        ({"builtin": "Python 3.12.4"}, " (standard library of Python 3.12.4)"),
+        ({"dataset": "org/name"}, " (org/name)"),
+        ({"files": ["a|b.txt", "c.txt"]}, r" (a\|b.txt, c.txt)"),
+        ({}, ""),
+    ],
+)
+def test_a_card_names_the_texts_of_an_evaluation(origin: dict[str, object], words: str) -> None:
+    found = evaluation()
+    del found["text"]["files"]
+    found["text"] |= origin
+    assert f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 abababababab |" in evaluated_card("", "o/n", found)
 
 
 def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
