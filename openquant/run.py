@@ -16,9 +16,9 @@ from .calibration.gptq_run import apply_gptq, missing_bytes, rounded_layer_store
 from .convert.conversion import Progress, check_copied, convert
 from .distributed import Ranks, attempt
 from .errors import OutputError, SourceError
+from .files.cards import card_of
 from .files.checkpoint import open_checkpoint, readable
 from .files.claim import Claim
-from .files.cards import card_of
 from .files.evaluation import evaluation_digest, evaluation_files, find_evaluation
 from .files.fingerprint import Fingerprint
 from .files.journal import output_errors
@@ -26,12 +26,12 @@ from .files.names import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
 from .files.output import REPLACE
 from .files.small_files import read_small
 from .formats.finite import NonFinite
+from .hub.error_mapping import PushError
 from .hub.fetch import ShardSupply
 from .hub.publish import Published, Publisher
-from .hub.error_mapping import PushError
 from .hub.source import Source, repository_source, silent
-from .options import Push
 from .job import Prepared, claim_of, in_all_ranks, source_needs
+from .options import Push
 from .plan import summary
 from .plan.config import output_config
 from .plan.layout import Shard

@@ -30,7 +30,8 @@ _MADE = re.compile(rf"^{MADE_HEADING}\n\n\| \| \|\n\|---\|---\|\n\| ({QUANTIZED_
 _SOURCE = re.compile(rf"^{SOURCE_HEADING}$", re.MULTILINE)
 # An evaluation ends with the command that repeats it.
 _EVALUATION = re.compile(
-    rf"^{EVALUATION_HEADING}\n(?:(?!#)[^\n]*\n)*?```\n(?:openquant verify [^\n]*\n)?openquant eval [^\n]*\n```\n(?:\n|\Z)",
+    rf"^{EVALUATION_HEADING}\n(?:(?!#)[^\n]*\n)*?"
+    r"```\n(?:openquant verify [^\n]*\n)?openquant eval [^\n]*\n```\n(?:\n|\Z)",
     re.MULTILINE,
 )
 # What earlier versions wrote at the end of a card.

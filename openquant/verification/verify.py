@@ -288,12 +288,16 @@ class _Verification:
         # Of other methods, and of a directory with problems, the modules are not known for sure.
         if entry is None or self.source is not None or self.problems or not self.as_engines_load:
             return
-        modules = {weight.module for weight in self.codes.values()}
-        for name, info in self.checkpoint.tensors.items():
-            if name not in self.headers.stored and not self.headers.belongs_to_codes(name):
-                modules.add(info.module)
+        others = [
+            info
+            for name, info in self.checkpoint.tensors.items()
+            if name not in self.headers.stored and not self.headers.belongs_to_codes(name)
+        ]
+        modules = {*(weight.module for weight in self.codes.values()), *(info.module for info in others)}
         config = text_config(self.checkpoint, entry.model)
-        missing = absent_layers(entry.model, modules, config)
+        # Either every decoder layer has norms, or none has.
+        norms = [info.module for info in others if len(info.shape) < 2]
+        missing = absent_layers(entry.model, norms, config)
         self.problems += [f"the shards lack {text}" for text in missing]
         self.problems += [
             f"{module} is missing: other layers have it" for module in absent_modules(entry.model, sorted(modules))

@@ -158,6 +158,7 @@ def test_a_mixture_is_smaller_than_its_budget_and_better_than_one_scheme(kept: P
         lines[0]
         == "--fit: scoring 16 units in int4, nvfp4, int8-weights with 3 documents of 96 tokens: code (2), docs (1)"
     )
+    assert lines.pop(1).startswith("--fit: wrote ")
     mixture, single = (
         re.fullmatch(r"--fit: (.+): KL (\S+) \[.*\] nats, (\S+) GB, (\S+) bits a weight", line) for line in lines[2:4]
     )

@@ -390,7 +390,7 @@ openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length
     [
         ({"builtin": "Python 3.12.4"}, " (standard library of Python 3.12.4)"),
         ({"dataset": "org/name"}, " (org/name)"),
-        ({"files": ["a|b.txt", "c.txt"]}, r" (a\|b.txt, c.txt)"),
+        ({"files": ["a|b.txt", "c.txt"]}, " (a&#124;b.txt, c.txt)"),
         ({}, ""),
     ],
 )
@@ -432,8 +432,9 @@ def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
     ours = evaluated_card("", "user/name", evaluation())
     assert added.count("\n") == ours.count("\n")
     assert [line[:2] for line in added.splitlines()] == [line[:2] for line in ours.splitlines()]
-    assert added.count("```") == 2 + 3, "inside of the command, where it closes nothing"
-    text = "\n".join(line for line in added.splitlines() if not line.startswith("openquant eval"))
+    assert added.count("```") == 2 + 4, "inside of the commands, where it closes nothing"
+    commands = ("openquant verify", "openquant eval")
+    text = "\n".join(line for line in added.splitlines() if not line.startswith(commands))
     for mark in ("<script", "[link", "](", "www.", "\x1b", "# A", "x | h"):
         assert mark not in text
     assert "\x1b" not in added
