@@ -105,13 +105,13 @@ def verify(
     checked = find_whole(os.fspath(directory), begun)
     root = checked.root
     with readable():
-        config = read_config(root)
+        config = with_tool_config(read_config(root), root)
         if not quantization_places(config):
             raise UsageError(
                 f"{root} is not quantized: its config.json has no quantization_config",
                 "give a quantized directory, with this one as --source; openquant diagnose MODEL checks a source",
             )
-        quantization = read_quantization(with_tool_config(config, root))
+        quantization = read_quantization(config)
     journal = read_journal(root, linked=checked.repo is not None)
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
