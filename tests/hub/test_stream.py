@@ -155,7 +155,7 @@ def test_a_repository_of_pickled_weights(hub: LoopbackHub, source: Path, tmp_pat
     assert (done.returncode, done.stderr) == (
         2,
         "error: org/name holds pickled weights (pytorch_model.bin); only safetensors are read\n"
-        "hint: convert them first: load with transformers and save_pretrained, model and tokenizer, model and tokenizer\n",
+        "hint: convert them first: load with transformers and save_pretrained, model and tokenizer\n",
     )
 
 
