@@ -22,6 +22,10 @@ class OpenQuantError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[type[OpenQuantError], tuple[str, str]]:
+        """Let it be pickled, as a pool of processes does with what a worker raises."""
+        return type(self), (self.message, self.hint)
+
 
 class UsageError(OpenQuantError):
     """Options that do not make sense, alone or together."""

@@ -17,6 +17,8 @@ import pytest
 import openquant
 from conftest import EXAMPLE, ROOT
 from openquant.cli.commands import main
+from openquant.errors import OpenQuantError, UsageError
+from openquant.hub.error_mapping import PushError
 from openquant.keywords import in_python
 from openquant.options import (
     Calibrate,
@@ -144,3 +146,9 @@ def test_importing_the_package_and_a_conversion_load_neither_torch_nor_transform
         text=True,
     )
     assert (done.stderr, done.stdout) == ("", "[]\n[]\n")
+
+
+def test_errors_come_out_of_a_pool_of_processes() -> None:
+    for kind in (OpenQuantError, UsageError, PushError):
+        found = pickle.loads(pickle.dumps(kind("what", "what to do")))
+        assert (type(found), str(found), found.message, found.hint) == (kind, "what", "what", "what to do")
