@@ -327,11 +327,22 @@ def test_neither_of_two_pages_sees_the_other(chromium: Any, visitor: Visitor, se
 
 
 def test_a_run_that_was_killed_continues(visitor: Visitor, server: Server, hub: LoopbackHub, slow: None) -> None:
+    # Two servers have to start meanwhile.
+    hub.rate = 60_000
     visitor.sign_in(TOKEN)
     visitor.plan("org/tiny-qwen3")
     visitor.straight_to("user/continued")
     visitor.convert("compressing")
     [run] = server.journals()
+    # The run outlives a server that is killed, and the next one finds it.
+    server.stop(signal.SIGKILL)
+    server.start(server.port)
+    visitor.page.close()
+    visitor.open()
+    visitor.wait("compressing")
+    [found] = server.journals()
+    assert found["process"] == run["process"]
+    os.kill(run["process"], 0)
     server.stop(signal.SIGKILL)
     os.killpg(run["process"], signal.SIGKILL)
     hub.rate = None
