@@ -35,6 +35,9 @@ COMPARISON = 224 << 20
 # Bytes per weight that GPTQ rounds: as float32, its error, the value of its code, and copies in act-order; and the
 # number of weights that it rounds at once.
 ROUNDED, AT_ONCE = 26, 1 << 24
+# Bytes that the allocator keeps of pieces that were freed while units are scored: one run of many took 13 MB more than
+# all that is counted.
+FREED = 32 << 20
 # Bytes of a pass that waits for a unit, besides its hidden states: its stack, and tables of positions.
 SUSPENDED = 96 << 10
 # The name of a module in a list, up to its number: model.layers.0
@@ -268,7 +271,7 @@ def scoring_step(checkpoint: Checkpoint, passes: int, documents: int, length: in
     heads = max(weights.head, 2 * weights.whole_head if head else 0)
     # Logits of the source for all documents, and those of one more pass with copies in float32.
     logits = (2 * tokens + 12 * length) * (vocabulary_of(checkpoint) or 0)
-    nbytes = weights.rest + hidden + computed + max(2 * weights.layer, weights.table, heads + logits)
+    nbytes = weights.rest + hidden + computed + FREED + max(2 * weights.layer, weights.table, heads + logits)
     return MemoryStep("scoring units", nbytes)
 
 
@@ -291,7 +294,7 @@ def mixtures_step(checkpoint: Checkpoint, mixtures: int, copies: int, length: in
     computed = 4 * WIDTHS * weights.width * length + COMPARISON
     heads = max(weights.head, (1 + copies) * weights.whole_head if head else 0)
     logits = 12 * length * (vocabulary_of(checkpoint) or 0)
-    nbytes = weights.rest + hidden + computed + max((1 + copies) * weights.layer, weights.table, heads + logits)
+    nbytes = weights.rest + hidden + computed + FREED + max((1 + copies) * weights.layer, weights.table, heads + logits)
     return MemoryStep(f"comparing {mixtures + 1} models", nbytes)
 
 

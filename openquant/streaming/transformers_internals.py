@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import OpenQuantError, SourceError, UsageError
 
 # The oldest and the newest tested release; tests/streaming/test_streamed_architectures.py runs both.
-TESTED = ("5.16", "5.24")
+TESTED = ("5.18", "5.24")
 # Classes whose forward pass fails in a release of transformers, and why.
 FAILING = {
     ("Llama4ForConditionalGeneration", "5.24"): "its forward pass asks the text model for image outputs",

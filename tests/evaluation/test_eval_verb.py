@@ -118,7 +118,8 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
     code, stdout, stderr = run_main(capsys, *words)
     assert code == 0
     assert re.fullmatch(r".*; 6 passes\nevaluating: about \d+ seconds? left\n(\d+ % evaluated, .*\n)*", stderr)
-    assert stdout.count("tiny-FP8") == 2 and "with noise: the floor" in stdout
+    assert stdout.count("tiny-FP8") == 3 and "with noise: the floor" in stdout
+    assert f"wrote {output / 'eval.json'}\n" in stdout
     assert "note: no text was given" in stdout
     # Not in what others made, unless asked.
     assert (output / "eval.json").exists() and not (other / "eval.json").exists()
