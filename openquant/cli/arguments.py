@@ -54,7 +54,7 @@ class _Format(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=28)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap lines of text; those of examples, which are indented, are commands to copy."""
+        """Wrap lines that are not indented. Indented ones are commands to copy, and stay whole."""
         lines = (line if line.startswith(" ") else textwrap.fill(line, width) for line in text.splitlines())
         return "\n".join(indent + line for line in lines)
 
