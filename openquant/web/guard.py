@@ -24,10 +24,10 @@ OWNER = "x-openquant-owner"
 _PATHS = {
     "GET": re.compile(
         r"/|/(assets|static|report)/[\w./-]+|/(config|theme\.css|favicon\.ico|manifest\.json|robots\.txt)"
-        r"|/gradio_api/(queue/data|heartbeat/\w+|startup-events|theme\.css)",
+        r"|/gradio_api/(heartbeat/\w+|startup-events|theme\.css)",
         re.ASCII,
     ),
-    "POST": re.compile(r"/gradio_api/(queue/join|cancel|reset)/?", re.ASCII),
+    "POST": re.compile(r"/gradio_api/run/predict", re.ASCII),
 }
 _COOKIE = re.compile(r"[0-9a-f]{64}")
 # Bytes of a request's body.

@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from .view import problem_html, text_html
 # Names that the search shows, and characters from which on it searches.
 MOST_FOUND, FEWEST_LETTERS = 8, 2
 PLAN_SECONDS = 300
+# Plans that are made at one time, each in a process of its own.
+PLANS = 2
 # Bytes of a card that are shown.
 MOST_CARD = 1 << 18
 HERE, THERE = (
@@ -56,6 +59,7 @@ class Page:
     def __init__(self, runs: Runs, roots: Roots) -> None:
         self.runs, self.roots = runs, roots
         self.tokens: dict[str, str] = {}
+        self._planning = threading.BoundedSemaphore(PLANS)
 
     def search(self, text: str, request: gr.Request) -> Any:
         """Find repositories on the Hub whose names have a text in them."""
@@ -178,15 +182,16 @@ class Page:
         asked = json.dumps({"compress": None if choice.fit else given, "fit": fit})
         command = [sys.executable, "-m", "openquant.web.planner"]
         try:
-            done = subprocess.run(
-                command,
-                input=asked,
-                capture_output=True,
-                text=True,
-                cwd=self.runs.folder,
-                env=environment(token),
-                timeout=PLAN_SECONDS,
-            )
+            with self._planning:
+                done = subprocess.run(
+                    command,
+                    input=asked,
+                    capture_output=True,
+                    text=True,
+                    cwd=self.runs.folder,
+                    env=environment(token),
+                    timeout=PLAN_SECONDS,
+                )
         except subprocess.TimeoutExpired:
             raise SourceError("the plan took too long", "try again, or plan on the command line") from None
         try:
@@ -307,11 +312,15 @@ def build(page: Page) -> gr.Blocks:
     Returns:
         The page, to be mounted.
     """
-    hidden: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
-    shown: dict[str, Any] = {"api_visibility": "private", "show_progress": "minimal"}
+    # A request and its answer each. Gradio's queue shares one stream of answers among all events of a page, and loses
+    # the answer of an event that joins in the moment in which the stream ends; a timer that waits for one stands still.
+    hidden: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
+    shown: dict[str, Any] = {**hidden, "show_progress": "minimal"}
     with gr.Blocks(title="openquant", analytics_enabled=False) as blocks:
         gr.HTML(INTRODUCTION)
-        seen, selected, displayed = gr.State({}), gr.State(), gr.State()
+        selected, displayed = gr.State(), gr.State()
+        # Kept by the page, so that it is of what the page shows, also if two answers overtake each other.
+        seen = gr.JSON({}, visible=False)
         with gr.Column(elem_id="model-section"):
             gr.HTML("<h2>1. Model</h2>")
             model = gr.Textbox(
@@ -383,7 +392,7 @@ def build(page: Page) -> gr.Blocks:
         timer = gr.Timer(1)
 
         form = [model, kind, scheme, size, gpu, context, gptq, evaluate, where, name, private, request, *fields]
-        model.input(page.search, [model], [matches], trigger_mode="always_last", concurrency_limit=4, **hidden)
+        model.input(page.search, [model], [matches], trigger_mode="always_last", **hidden)
         kind.change(
             lambda chosen: (gr.update(visible=chosen == ONE), gr.update(visible=chosen == MIXED)),
             [kind],
@@ -394,16 +403,15 @@ def build(page: Page) -> gr.Blocks:
         use.click(page.use_token, [token], [token, told], **hidden)
         chosen = matches.select(lambda found: (found, gr.update(visible=False)), [matches], [model, matches], **hidden)
         plans = {"fn": page.plan, "inputs": form, "outputs": [sections, time]}
-        chosen.then(**plans, concurrency_limit=2, **shown)
-        gr.on([model.submit, gpu.submit, context.submit, plan.click], **plans, concurrency_limit=2, **shown)
+        chosen.then(**plans, **shown)
+        gr.on([model.submit, gpu.submit, context.submit, plan.click], **plans, **shown)
         refreshed = [runs, status, log, remove, proceed, result, publishing, displayed, seen]
         refresh = {"fn": page.refresh, "inputs": [selected, seen], "outputs": refreshed}
-        convert.click(page.convert, form, [problem, selected], concurrency_limit=2, **shown).then(**refresh, **hidden)
+        convert.click(page.convert, form, [problem, selected], **shown).then(**refresh, **hidden)
         publish.click(page.publish, [displayed, to, to_private, to_request], [problem, selected], **hidden)
         remove.click(page.remove, [displayed], None, **hidden).then(**refresh, **hidden)
         proceed.click(page.proceed, [displayed], [problem], **hidden)
         runs.select(lambda found: found, [runs], [selected], **hidden).then(**refresh, **hidden)
-        timer.tick(**refresh, concurrency_limit=4, **hidden)
+        timer.tick(**refresh, **hidden)
         blocks.load(**refresh, **hidden)
-    blocks.queue(max_size=100)
     return blocks
