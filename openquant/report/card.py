@@ -316,12 +316,14 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
 _BAR, _EIGHTHS = 24, " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
 
 
-def _frontier(found: Mapping[str, Any]) -> list[str]:
+def _frontier(found: Mapping[str, Any], is_gptq: bool) -> list[str]:
     """Draw size and KL of what `--fit` chose from: a line with a bar for each, the smallest output first."""
+    # The sizes are compared without GPTQ, after which this output is closer to its source.
+    this = "this output before GPTQ" if is_gptq else "this output"
     most = max(point["kl"] for point in found["points"]) or 1.0
     lines = ["## Other sizes", "", "| | bits | size | KL, nats | |", "|---|---|---|---|---|"]
     for point in found["points"]:
-        name = f"**{markdown(point['name'])}, this output**" if point["written"] else markdown(point["name"])
+        name = f"**{markdown(point['name'])}, {this}**" if point["written"] else markdown(point["name"])
         kl = f"{point['kl']:.3g}{_interval(point['interval'])}" if point["measured"] else f"about {point['kl']:.2g}"
         eighths = round(8 * _BAR * point["kl"] / most)
         bar = "\u2588" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
@@ -436,7 +438,7 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         f"Made with openquant {__version__}{':' if command else '.'}",
         "",
         *(["```", command, "```", ""] if command else []),
-        *(_frontier(plan.provenance.frontier) if plan.provenance.frontier else []),
+        *(_frontier(plan.provenance.frontier, plan.options.gptq is not None) if plan.provenance.frontier else []),
     ]
 
 

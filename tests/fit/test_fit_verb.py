@@ -200,6 +200,14 @@ def test_kept_scores_answer_a_dry_run(scored: Path, capsys: pytest.CaptureFixtur
     assert re.search(r"^--fit: about .*: the check \d", err, re.MULTILINE) and "scores 1" not in err
 
 
+def test_the_card_says_that_sizes_are_compared_before_gptq(
+    scored: Path, capsys: pytest.CaptureFixture[str], few: None
+) -> None:
+    said(capsys, "compress", "-m", EXAMPLE, "-o", scored / "out", "--fit", "6bits", "--gptq", "--samples", "4")
+    card = (scored / "out" / "README.md").read_text()
+    assert re.search(r"^\| \*\*.*6bits, this output before GPTQ\*\* \|", card, re.MULTILINE)
+
+
 def test_a_dry_run_without_scores_says_how_long_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "6bits", "--gptq", "--dry-run")
     assert main([str(word) for word in words]) == 2
