@@ -194,6 +194,17 @@ def with_evaluation(card: str, evaluation: str) -> str:
     return card[:start] + part + card[end:]
 
 
+def evaluation_in(card: str) -> str | None:
+    """Return the evaluation in a card, as with_evaluation() takes it; None if it has none of openquant's.
+
+    Args:
+        card: the text of README.md.
+    """
+    start, end = _own_span(card) or (0, len(card))
+    found = _EVALUATION.search(card[start:end])
+    return f"{found[0].rstrip()}\n" if found else None
+
+
 # Scalars that YAML reads as null.
 _NULLS = ("", "~", "null", "Null", "NULL")
 

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import SourceError
 from ..files.atomic import make_directory
-from ..files.cards import base_models, published_card
+from ..files.cards import base_models, evaluation_in, published_card, with_evaluation
 from ..files.journal import PUSHED, WORK, output_errors
+from ..files.names import CARD_FILE, EVAL_FILE, EVALUATION_FILES
 from ..files.small_files import file_sha256, parse_json, read_small
 from ..options import Push
 from ..threads import FirstFailure
@@ -53,6 +54,8 @@ AT_ONCE = 3
 SAVE_EVERY = 60.0
 # The file there with the record of each uploaded shard, and the most bytes that are read of it.
 PROGRESS, MAX_PROGRESS = "openquant-progress.json", 64 << 20
+# The most bytes that are read of a card in a repository.
+MAX_CARD = 16 << 20
 _SHA256 = re.compile("[0-9a-f]{64}")
 # "Your push was rejected because an LFS pointer pointed to a file that does not exist. Offending file: - NAME"
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
@@ -277,13 +280,18 @@ class Publisher:
 
     def _commit(self, others: list[str], title: str, revision: str | None) -> str:
         """Commit all files, except shards that the revision already has, and return the commit's URL."""
-        from huggingface_hub import CommitOperationAdd, HfApi
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
         from huggingface_hub.errors import BadRequestError
 
         def commit() -> str:
             # If only the response to the first try was lost, the second leaves out the shards that it committed.
-            operations = [CommitOperationAdd(name, self._content(name, revision)) for name in others]
-            for name in self._missing_shards(revision):
+            missing = self._missing_shards(revision)
+            earlier, figures = self._earlier_evaluation(others, revision)
+            is_stale = bool(missing) or EVAL_FILE in others
+            kept = None if is_stale else figures
+            operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision, kept)) for name in others]
+            operations += [CommitOperationDelete(name) for name in earlier] if is_stale else []
+            for name in missing:
                 record = self._record(name)
                 path = str(self.directory / name)
                 operations.append(
@@ -306,15 +314,49 @@ class Publisher:
                 "run the same command again: what the Hub lost is made and uploaded again",
             ) from None
 
-    def _content(self, name: str, revision: str | None) -> str | bytes:
-        """The path of a file to commit, or the contents of the model card."""
+    def _earlier_evaluation(self, others: Sequence[str], revision: str | None) -> tuple[list[str], str | None]:
+        """Files of an evaluation that an earlier push of a model left in a revision, and its part of the card there.
+
+        With other weights they are deleted: they would stand beside a model that they do not measure. With the same
+        weights the card keeps its figures.
+        """
+        if not self.shards:
+            return [], None
+        from huggingface_hub import HfApi
+
+        names = [CARD_FILE, *(name for name in EVALUATION_FILES if name not in others)]
+        present = {entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision)}
+        earlier = sorted(present - {CARD_FILE})
+        if not earlier or CARD_FILE not in present:
+            return [], None
+        with suppress(SourceError):
+            card = self._download(self.repo, CARD_FILE, revision, MAX_CARD)
+            # Files of these names in a repository without our figures are somebody else's.
+            figures = evaluation_in(card.decode("utf-8", "replace"))
+            return (earlier, figures) if figures else ([], None)
+        return [], None
+
+    @staticmethod
+    def _download(repo: str, name: str, revision: str | None, most: int) -> bytes:
+        """Read a small file of a repository; `most` is the largest number of bytes that is read."""
+        from huggingface_hub import hf_hub_download
+
+        def read() -> bytes:
+            with tempfile.TemporaryDirectory() as folder:
+                return read_small(Path(hf_hub_download(repo, name, revision=revision, local_dir=folder)), name, most)
+
+        return with_retries(read)
+
+    def _content(self, name: str, revision: str | None, figures: str | None) -> str | bytes:
+        """The path of a file to commit, or the contents of the model card with figures that it had before."""
         path = self.directory / name
-        if name != "README.md":
+        if name != CARD_FILE:
             return str(path)
         with output_errors(path, "read"):
             card = read_small(path, name)
         try:
             text = published_card(card.decode(), self.repo, revision) if self.shards else card.decode()
+            text = with_evaluation(text, figures) if figures else text
             return (self.complete(text, self.repo) if self.complete else text).encode()
         except UnicodeDecodeError:
             return card
@@ -468,18 +510,11 @@ class Publisher:
 
     def _find_earlier(self) -> dict[str, dict[str, Any]]:
         """The records of uploads in the branch; none if there is no such branch."""
-        from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
         name = self.repo if "/" in self.repo else f"{user_name(self.repo)}/{self.repo}"
-
-        def read() -> bytes:
-            with tempfile.TemporaryDirectory() as folder:
-                path = hf_hub_download(name, PROGRESS, revision=self._branch, local_dir=folder)
-                return read_small(Path(path), PROGRESS, MAX_PROGRESS)
-
         try:
-            records = parse_json(with_retries(read), PROGRESS)
+            records = parse_json(self._download(name, PROGRESS, self._branch, MAX_PROGRESS), PROGRESS)
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, SourceError):
             return {}
         known = records if isinstance(records, dict) else {}

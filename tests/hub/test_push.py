@@ -226,6 +226,32 @@ def evaluated(hub: LoopbackHub, source: Path, tmp_path: Path) -> Path:
     return tmp_path / "later" / "figures.json"
 
 
+@pytest.mark.parametrize("more", [[], ["--push-only"]])
+def test_a_push_of_the_same_weights_keeps_the_figures(
+    hub: LoopbackHub, source: Path, evaluated: Path, tmp_path: Path, more: list[str]
+) -> None:
+    assert ask(hub, tmp_path, "push", evaluated, "name").returncode == 0
+    before = held(hub)
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, *more))
+    assert done.returncode == 0, done.stderr
+    assert held(hub) == before and b"## Measured against the source" in before["README.md"]
+
+
+def test_a_push_of_other_weights_removes_the_figures(
+    hub: LoopbackHub, source: Path, evaluated: Path, tmp_path: Path
+) -> None:
+    assert ask(hub, tmp_path, "push", evaluated, "name").returncode == 0
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--scheme", "channel"))
+    assert done.returncode == 0, done.stderr
+    shown = held(hub)
+    assert not {"eval.json", "eval.png"} & {*shown} and b"Measured against" not in shown["README.md"]
+    # Files of these names without openquant's figures in the card are somebody else's.
+    hub.commit("user/name", "main", "by hand", {"eval.json": hub.store(b"mine")}, [])
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--overwrite"))
+    assert done.returncode == 0, done.stderr
+    assert held(hub)["eval.json"] == b"mine"
+
+
 @pytest.mark.parametrize("request_number", [None, 1])
 def test_an_evaluation_is_added_to_a_published_model(
     hub: LoopbackHub, evaluated: Path, tmp_path: Path, request_number: int | None
