@@ -209,8 +209,8 @@ class Claim:
     def is_finished(self, name: str) -> bool:
         """Return whether a file of the claimed directory is finished.
 
-        It is if it has its final name and, as a shard, is larger than its tensors. A shard that is uploaded counts as
-        finished too (`elsewhere`).
+        It is if it has its final name and, as a shard, the size that its header and the plan say; other files, which
+        people change, only must not be empty. A shard that is uploaded counts as finished too (`elsewhere`).
 
         Args:
             name: path of the file, relative to the directory.
@@ -220,7 +220,13 @@ class Claim:
         status = self.directory.folder.stat(name)
         if status is None or not stat.S_ISREG(status.st_mode):
             return False
-        return status.st_size > self.contents.shards.get(name, -1)
+        tensors = self.contents.shards.get(name)
+        if tensors is None:
+            return status.st_size > 0 or not self.contents.others.get(name)
+        with os.fdopen(self.directory.folder.open(name, os.O_RDONLY), "rb") as file:
+            # A safetensors file: the header's length in eight bytes, the header, the tensors.
+            header = int.from_bytes(file.read(8), "little")
+        return status.st_size == 8 + header + tensors
 
     def finish(self) -> None:
         """Record in the journal that all files are written, and remove downloaded source shards."""

@@ -235,17 +235,25 @@ def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path,
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 0
     assert (
-        f"{out} is already complete; nothing was written (sizes were compared, contents were not: openquant verify "
-        "reads them, and --overwrite converts again)\n"
+        f"{out} is already complete; nothing was written (sizes of shards were compared, contents were not: openquant "
+        "verify reads them, and --overwrite converts again)\n"
     ) in again.stdout
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert tree(out) == whole | {"notes.txt": b"mine"}
 
 
-def test_a_shard_lost_from_a_finished_directory_is_made_again(
-    tmp_path: Path, source: Path, whole: dict[str, bytes]
+@pytest.mark.parametrize("damage", ["lost", "shorter", "longer", "header", "empty card"])
+def test_a_file_lost_from_a_finished_directory_is_made_again(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], damage: str
 ) -> None:
-    (tmp_path / "whole" / "model-00003-of-00005.safetensors").unlink()
+    shard = tmp_path / "whole" / "model-00003-of-00005.safetensors"
+    data = shard.read_bytes()
+    if damage == "lost":
+        shard.unlink()
+    elif damage == "empty card":
+        shard.with_name("README.md").write_bytes(b"")
+    else:
+        shard.write_bytes({"shorter": data[:-1], "longer": data + b"x", "header": data[:5]}[damage])
     assert compress(source, tmp_path / "whole").resumed
     assert tree(tmp_path / "whole") == whole
 
