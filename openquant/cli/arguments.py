@@ -251,7 +251,7 @@ MODEL = "[-m] MODEL [-o DIR] [options]"
 EXAMPLES = (
     "Qwen/Qwen3-32B",
     "Qwen/Qwen3-32B --scheme block --dry-run",
-    "Qwen/Qwen3-32B --fit 4090 --gptq",
+    "Qwen/Qwen3-32B --fit 5090 --gptq",
     "Qwen/Qwen3-32B --stream --push-to-hub you/Qwen3-32B-FP8 --push-only",
 )
 # A command with more options than these shows the common ones, unless it is asked for all.

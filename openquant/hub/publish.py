@@ -133,6 +133,11 @@ class Publisher:
         repository = self.find()
         with push_errors(self.repo):
             require_valid_card(self.repo, published_card(text, self.repo, None))
+            if repository is not None and self.push.private and repository.private is False:
+                raise PushError(
+                    f"{self.repo} exists and is public, so what --private asks for is not the case",
+                    "make it private in its settings on the Hub, or leave --private out",
+                )
             if repository is None:
                 if not creates:
                     return False

@@ -145,10 +145,14 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     lines += [f"| {name} | {value} |" for name, value in rows]
     lines += ["", "Intervals are of 95 %, over texts.", ""]
     if evaluation["texts"]:
-        lines += ["<details><summary>An answer of each</summary>", "", *_answer_table(evaluation["texts"][0])]
+        lines += [
+            "<details><summary>The beginning of an answer of each</summary>",
+            "",
+            *_answer_table(evaluation["texts"][0]),
+        ]
         lines += ["", "</details>", ""]
     check = f"openquant verify {shell_word(repo)} --source {shell_word(source)}"
-    lines += ["Checked and measured with:", "", "```", check, _eval_command(repo, source, evaluation), "```", ""]
+    lines += ["To check and to measure it:", "", "```", check, _eval_command(repo, source, evaluation), "```", ""]
     return with_evaluation(card, join_lines(lines))
 
 
@@ -383,10 +387,15 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
         rounded = {scheme.rounds_activations for scheme in plan.decisions.schemes}
         others = " and activations" if rounded == {True} else "" if True in rounded else "; activations stay in 16 bits"
         what = f" with {summary.numbers(plan)} weights{others}"
-    nvidia = [name for name in GENERATIONS if any(name in names for names in computed.get("vLLM", {}).values())]
-    gpus = f" For {_listed(summary.engines(plan))} on NVIDIA {_range(nvidia)}." if nvidia else ""
+    ranges: dict[str, list[str]] = {}
+    for engine, places in computed.items():
+        if nvidia := [name for name in GENERATIONS if any(name in names for names in places.values())]:
+            ranges.setdefault(_range(nvidia), []).append(engine)
+    # "vLLM and SGLang on NVIDIA Turing to Blackwell", or "vLLM on NVIDIA Turing to Blackwell and SGLang on NVIDIA ..".
+    gpus = [f"{_listed(engines)} on NVIDIA {generations}" for generations, engines in ranges.items()]
+    served = f" For {_listed(gpus)}." if gpus else ""
     before, after = gigabytes(summary.source_bytes(plan)), gigabytes(summary.output_bytes(plan))
-    return f"{origin}{what}.{gpus} {before if before == after else f'{before} became {after}'}."
+    return f"{origin}{what}.{served} {before if before == after else f'{before} became {after}'}."
 
 
 def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> list[str]:

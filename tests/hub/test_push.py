@@ -733,6 +733,22 @@ def test_options_of_a_push_need_one(
     assert done.stderr == f"error: {option} goes with --push-to-hub\nhint: say where to push\n"
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_private_is_refused_for_a_public_repository(
+    hub: LoopbackHub, source: Path, tmp_path: Path, dry: list[str]
+) -> None:
+    compress(source, tmp_path / "out")
+    for name, private in (("hidden", True), ("seen", False)):
+        hub.create(f"user/{name}", private=private)
+        done = ask(hub, tmp_path, "push", tmp_path / "out", name, "--private", *dry)
+        assert done.returncode == (0 if private else 2), done.stderr
+    assert done.stderr == (
+        "error: user/seen exists and is public, so what --private asks for is not the case\n"
+        "hint: make it private in its settings on the Hub, or leave --private out\n"
+    )
+    assert held(hub, "user/seen") == {}
+
+
 def test_the_token_is_written_nowhere(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
     done = ask(hub, tmp_path, *push_of(source, tmp_path))
     assert done.returncode == 0

@@ -364,7 +364,7 @@ EVALUATED = """## Measured against the source
 
 Intervals are of 95 %, over texts.
 
-<details><summary>An answer of each</summary>
+<details><summary>The beginning of an answer of each</summary>
 
 | | |
 |---|---|
@@ -376,7 +376,7 @@ They differ from token 7 on.
 
 </details>
 
-Checked and measured with:
+To check and to measure it:
 
 ```
 openquant verify user/name --source org/tiny
