@@ -258,6 +258,20 @@ def test_a_file_lost_from_a_finished_directory_is_made_again(
     assert tree(tmp_path / "whole") == whole
 
 
+def test_a_shortened_shard_of_an_unfinished_directory_is_made_again(
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
+) -> None:
+    out = tmp_path / "whole"
+    journal = json.loads((out / ".openquant.json").read_text())
+    (out / ".openquant.json").write_text(json.dumps({**journal, "done": False}))
+    (out / "model-00003-of-00005.safetensors").unlink()
+    os.truncate(out / "model-00001-of-00005.safetensors", 100)
+    assert compress(source, out).resumed
+    assert {name: data for name, data in tree(out).items() if name != ".openquant.json"} == {
+        name: data for name, data in whole.items() if name != ".openquant.json"
+    }
+
+
 def test_what_was_changed_since_it_was_written_is_no_fault_of_ours(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
