@@ -133,7 +133,7 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
         expected = end
     if start + expected != size:
         problem = "truncated" if start + expected > size else "followed by bytes that no tensor owns"
-        raise SourceError(f"{name} is {problem}: its tensors end at byte {start + expected} of {size}", DAMAGED)
+        raise SourceError(f"{name} is {problem}: it has {size} bytes, its header says {start + expected}", DAMAGED)
     return hashlib.sha256(text).hexdigest(), tensors
 
 

@@ -235,7 +235,7 @@ def test_truncated_shard(source: Path, keep: int) -> None:
         7: f"{name} is 7 bytes long, too short for a safetensors file",
         8: f"{name} is truncated: its header ends at byte {8 + length} of 8",
         100: f"{name} is truncated: its header ends at byte {8 + length} of 100",
-        -1: f"{name} is truncated: its tensors end at byte {len(whole)} of {size}",
+        -1: f"{name} is truncated: it has {size} bytes, its header says {len(whole)}",
     }[keep]
     assert_refused(source, message)
 
@@ -271,8 +271,8 @@ HEADERS = {
     "backwards": (raw({"a": entry("F32", [2], 0, -1)}, b"0" * 8), "x: a has impossible data_offsets [0, -1]"),
     "does not fit its shape": (raw({"a": entry("F32", [3], 0, 8)}, b"0" * 8), "x: a spans 8 bytes, F32 [3] needs 12"),
     "huge shape": (raw({"a": entry("F32", [2**62, 2**62], 0, 8)}, b"0" * 8), f"x: a spans 8 bytes, F32 [{2**62}, {2**62}] needs {2**126}"),
-    "beyond the file": (raw({"a": F32}, b"0" * 7), "x is truncated: its tensors end at byte 77 of 76"),
-    "bytes nobody owns": (raw({"a": F32}, b"0" * 9), "x is followed by bytes that no tensor owns: its tensors end at byte 77 of 78"),
+    "beyond the file": (raw({"a": F32}, b"0" * 7), "x is truncated: it has 76 bytes, its header says 77"),
+    "bytes nobody owns": (raw({"a": F32}, b"0" * 9), "x is followed by bytes that no tensor owns: it has 78 bytes, its header says 77"),
     "a name that a terminal obeys": (raw({"a\x1b[2J": F32}, b"0" * 8), "x: 'a\\x1b[2J' is not a possible name"),
     "a name for no terminal at all": (raw({"a" * 2000: F32}, b"0" * 8), f"x: '{'a' * 100}...' is not a possible name"),
     "an empty name": (raw({"": F32}, b"0" * 8), "x: '' is not a possible name"),

@@ -362,7 +362,7 @@ def listing_a_quantized_layer(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "truncated": (FIRST, cut, f"{FIRST} is truncated: its tensors end at byte "),
+    "truncated": (FIRST, cut, f"{FIRST} is truncated: it has "),
     "empty shard": (FIRST, lambda path: path.write_bytes(b""), f"{FIRST} is 0 bytes long"),
     "no shard": (FIRST, lambda path: path.write_bytes(b"x" * 5000), f"{FIRST} claims a header of "),
     "config": ("config.json", lambda path: path.write_text("{"), "config.json is not valid JSON: "),

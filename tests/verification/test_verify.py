@@ -341,7 +341,7 @@ def test_a_missing_or_short_shard(tmp_path: Path, full: bool) -> None:
     path.write_bytes(data[:-1])
     report = verify(tmp_path / "out", source if full else None, full)
     assert report.problems == (
-        f"{path} is truncated: its tensors end at byte {len(data)} of {len(data) - 1}",
+        f"{path} is truncated: it has {len(data) - 1} bytes, its header says {len(data)}",
     )  # fmt: skip
     assert report.notes == ("nothing else was checked",)
     path.unlink()
