@@ -25,11 +25,7 @@ def fit_text(found: FitTable, width: int | None = None) -> str:
         The text: what the table is for, a row for each scheme, notes, and the command for the best.
     """
     name = f"{found.model}@{found.revision}" if found.revision else found.model
-    cache = "an FP8" if found.kv_cache == "fp8" else "a bfloat16"
-    heading = [
-        f"{name}: {found.architecture}",
-        f"{fit_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache",
-    ]
+    heading = [f"{name}: {found.architecture}", fit_caption(found)]
     lines = [
         *paragraphs(heading, width),
         "",
@@ -54,18 +50,24 @@ def fit_notes(found: FitTable) -> list[str]:
         *_rounded_less(found.schemes),
         *_heads(found),
         *(["the model is quantized already: KL is what is lost on top of that"] if found.quantized_source else []),
+        *(["FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"] if found.cache_in_config else []),
         *([f"the KV cache is not counted: it is not known {terminal(found.unknown)}"] if found.unknown else []),
         *_needs(found.schemes),
         *_refused(found),
     ]
 
 
-def fit_targets(found: FitTable) -> str:
-    """Say which GPUs a table is for: "2 A100-80 of 84.9 GB (Ampere)".
+def fit_caption(found: FitTable) -> str:
+    """Say what a table is for: "2 A100-80 of 84.9 GB (Ampere), for sequences of 8,192 tokens in an FP8 KV cache".
 
     Args:
         found: the result of fit_table().
     """
+    cache = "an FP8" if found.kv_cache == "fp8" else "a bfloat16"
+    return f"{_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache"
+
+
+def _targets(found: FitTable) -> str:
     if len(found.targets) != 1:
         return "the fewest GPUs and the longest sequence that they hold"
     [target] = found.targets

@@ -294,6 +294,37 @@ def test_an_fp8_cache_holds_twice_as_much(model: Path) -> None:
     assert "in an FP8 KV cache" in fit_text(narrow)
 
 
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+DENSE = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+
+
+@pytest.mark.parametrize(("numbers", "fp8"), [("float", True), ("int", False)])
+def test_an_fp8_cache_of_the_config_is_counted(tmp_path: Path, model: Path, numbers: str, fp8: bool) -> None:
+    settings = DENSE | {"kv_cache_scheme": CACHE | {"type": numbers}}
+    stored = qwen(tmp_path / "stored", quantization_config=settings)
+    found, same = fit_table(stored, "A6000"), fit_table(model, "A6000", kv_cache="fp8" if fp8 else "auto")
+    assert (found.kv_cache, found.cache_in_config) == (same.kv_cache, fp8) and found.schemes == same.schemes
+    assert same.command is not None and found.command == same.command.replace(str(model), str(stored))
+    said = "FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"
+    assert (said in fit_text(found).splitlines()) is fp8 and said not in fit_text(same)
+
+
+def test_an_fp8_cache_that_compress_refuses_leaves_the_table_as_it_was(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = qwen(tmp_path / "stored", quantization_config=DENSE | {"kv_cache_scheme": CACHE})
+
+    def refuse(*_: object) -> None:
+        raise PlanError("no scales", "choose auto")
+
+    monkeypatch.setattr("openquant.plan.plan.find_cached_attentions", refuse)
+    found = fit_table(stored, "A6000")
+    assert (found.kv_cache, found.cache_in_config) == ("auto", False)
+    assert found.schemes == fit_table(model, "A6000").schemes
+
+
 @pytest.mark.parametrize("gpu", [None, "4090", "2x4090", "T4", "H100", "48GB", "cpu"])
 def test_the_table_fits_a_terminal(tmp_path: Path, gpu: str | None) -> None:
     moe = qwen(tmp_path / "moe", experts=8, layers=8)
