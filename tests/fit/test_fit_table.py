@@ -398,6 +398,12 @@ def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> Non
     assert found.to_json()["head_schemes"]["int4"] == "lm_head=int8-weights"
 
 
+def test_a_head_that_is_the_embedding_is_the_reason_whatever_the_scheme(tmp_path: Path) -> None:
+    tied = qwen(tmp_path / "tied", layers=1, tie_word_embeddings=True)
+    with pytest.raises(PlanError, match=r"^the output head is the embedding, which stays unquantized$"):
+        fit_table(tied, "4090", quantize_lm_head=True)
+
+
 def test_without_a_kernel_for_eight_bits_the_head_has_the_schemes_own(model: Path) -> None:
     found = fit_table(model, "cpu", quantize_lm_head=True)
     assert "int4" in rows_of(found) and found.head_schemes == {}
