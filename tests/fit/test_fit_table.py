@@ -122,8 +122,8 @@ def test_the_cells_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
         "block         8.00  5.25 MB     1    2,048      10k   16 bits    both       -",
         "",
         "KL: what SmolLM2-135M-Instruct lost, in nats, without a calibration; other models lose more or less",
-        "-: not measured in this form (docs/formats.md)",
-        "activations are not rounded there, so less is lost: nvfp4-w4a4, block",
+        "KL -: not measured for this scheme",
+        "activations stay in 16 bits on this GPU, so less is lost: nvfp4-w4a4, block",
         "not mxfp8, int7, int6, int5, int3, int2, mxfp4: SGLang does not load it",
         "",
         "the model fits as it is; a scheme leaves room for longer or more sequences",
@@ -332,7 +332,7 @@ def test_the_table_fits_a_terminal(tmp_path: Path, gpu: str | None) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_what_to_do_if_nothing_fits(model: Path) -> None:
+def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
     def last(**given: Any) -> str:
         return fit_text(fit_table(model, **given)).splitlines()[-1]
 
@@ -343,12 +343,24 @@ def test_what_to_do_if_nothing_fits(model: Path) -> None:
         - summary.output_bytes(make_plan(open_checkpoint(model), SCHEMES["int4"]))
     )
     # An FP8 cache alone does not make room for so much; with eight bits for the head there is.
-    assert fit_text(fit_table(model, "4090", context="16k")).splitlines()[-3:] == [
-        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2: {advice}",
-        "this fits:",
+    assert fit_text(fit_table(model, "4090", context="16k")).splitlines()[-4:] == [
+        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2; those of "
+        f"unknown KL that fit: int3, int2: {advice}",
+        "this fits, for sequences of 16,384 tokens:",
         f"  openquant compress -m {model} --scheme int4 --scheme-for lm_head=int8-weights --kv-cache fp8 --quantize-lm-head",
+        "serve it with --max-model-len 16384 (SGLang: --context-length)",
     ]
+    # All that the model allows needs no option.
+    whole = fit_table(qwen(tmp_path / "short", max_position_embeddings=16384), "4090", context="16k")
+    assert whole.instead is not None and "--max-model-len" not in fit_text(whole)
     assert last(gpu="2GB") == f"no scheme with a known KL fits 1 GPU, nor as many as 8 of them: {advice}"
+    # What is given is not advised.
+    for given, others in (
+        ({"kv_cache": "fp8"}, "a smaller --context or --quantize-lm-head"),
+        ({"quantize_lm_head": True}, "a smaller --context or --kv-cache fp8"),
+        ({"kv_cache": "fp8", "quantize_lm_head": True}, "a smaller --context"),
+    ):
+        assert last(gpu="2GB", **given).endswith(f": name as many with --gpu, or try {others}")
 
 
 def test_a_quantized_source_needs_no_calibration_and_is_not_called_unquantized(tmp_path: Path) -> None:
@@ -418,10 +430,9 @@ def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
     longest = next(row.holds[0].longest for row in found.schemes if row.scheme == "int5")
     assert longest is not None and 16384 <= longest < 40960
     text = fit_text(found)
-    served = (
-        f"serve it with --max-model-len {longest} (SGLang: --context-length) or less, and the mixture below with 16384"
-    )
-    assert served in text.splitlines()
+    lines = text.splitlines()
+    assert f"serve it with --max-model-len {longest} (SGLang: --context-length) or less" in lines
+    assert lines[-2:] == [f"  {found.mixture}", "serve it with --max-model-len 16384 (SGLang: --context-length)"]
     # Exactly, so that --context and --max-model-len are the same numbers.
     assert f"  {longest:,}  " in text
     # Where all that the model allows fits, engines need no option.
