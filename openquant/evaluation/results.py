@@ -27,6 +27,7 @@ from .verdict import (
     CHANGED,
     LayerFigures,
     Suspect,
+    kl_text,
     suspects_by_config,
     suspects_by_layers,
     suspects_by_weights,
@@ -251,7 +252,7 @@ def _reasons(figures: Mapping[str, Any], floor: Brief, suspects: Sequence[Suspec
     times = f", {kl / floor['kl']:.3g} times the floor" if floor["kl"] else ""
     beyond = f" (broken is more than {CHANGED})" if kl > CHANGED else ""
     return [
-        f"mean KL {kl:.3g} nats{times}{beyond}",
+        f"mean KL {kl_text(kl, floor['kl'])} nats{times}{beyond}",
         f"the most probable token is the same at {100 * figures['top1']:.2f} % of positions, "
         f"at {100 * floor['top1']:.2f} % with the floor's noise",
         f"perplexity is {ratio:.4g} times the source's",

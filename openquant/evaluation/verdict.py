@@ -84,6 +84,17 @@ def verdict_word(kl: float, floor: float) -> str:
     return next((word for word, limit in limits.items() if kl <= limit), "broken")
 
 
+def kl_text(kl: float, floor: float) -> str:
+    """Format a mean KL divergence with three digits, or as many as its verdict needs: "0.0123"; "0.1003" is "changed".
+
+    Args:
+        kl: mean KL divergence of the output from the source, in nats.
+        floor: that of the noise floor.
+    """
+    texts = (f"{kl:.{digits}g}" for digits in range(3, 18))
+    return next(text for text in texts if verdict_word(float(text), floor) == verdict_word(kl, floor))
+
+
 def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str], gptq: bool = False) -> list[Suspect]:
     """Find modules whose weights differ from the source's by more than rounding to their formats explains.
 

@@ -41,8 +41,10 @@ _OLD_PART = re.compile(
 )
 # The first commands in that part, and the command that starts each engine.
 _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
+# The option of each engine for the longest sequence.
+CONTEXT = {"vLLM": "--max-model-len", "SGLang": "--context-length"}
 # Flags that may follow a command (formats/kv_cache.py).
-_FLAGS = r"(?: --kv-cache-dtype fp8)?"
+_FLAGS = rf"(?: --kv-cache-dtype fp8)?(?: (?:{'|'.join(CONTEXT.values())}) \d+)?"
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
 # Suffix of the source's name in a card if the source is quantized itself.
 QUANTIZED = ", which is quantized already"

@@ -95,6 +95,7 @@ class FitTable:
         context: tokens of each sequence.
         longest_context: the longest sequence that config.json allows; None if it does not say.
         kv_cache: "fp8", or "auto" for a KV cache in bfloat16.
+        cache_in_config: whether `kv_cache` is "fp8" because config.json asks for that, and not by an option.
         engines: the engines that were asked for: "vllm", "sglang" or "both"; None for any.
         unknown: why the size of the KV cache is not known; None if it is.
         targets: the GPUs that the rows' `holds` are about; none for the CPU alone.
@@ -120,6 +121,7 @@ class FitTable:
     context: int
     longest_context: int | None
     kv_cache: str
+    cache_in_config: bool
     engines: str | None
     unknown: str | None
     targets: tuple[Target, ...]

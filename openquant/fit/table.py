@@ -19,7 +19,9 @@ from ..diagnosis.measured import MEASURED, MODEL, activations, measured_kl
 from ..errors import OpenQuantError, PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..formats.hardware import ENGINES_FOR, Kernel, find_kernel
+from ..formats.kv_cache import says_fp8_cache
 from ..formats.names import CacheScheme
+from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
 from ..options import CompareSchemes, documented, flags_of, options_of
 from ..plan import summary
@@ -37,6 +39,7 @@ from ..plan.serving import (
 from ..plan.tensor_parallel import ParallelSize, text_config
 from ..registry.rules import is_head
 from ..vllm_probe.choose import ArchitectureChoice
+from ..weights.find import with_tool_config
 from .budget import Budget, allowed_context, read_gpus
 from .result import Calibrated, FitTable, Held, SchemeFit, Target
 
@@ -110,6 +113,13 @@ def table_of(request: CompareSchemes, checkpoint: Checkpoint, identity: str, rev
         OpenQuantError: as `fit_table`.
     """
     budget = None if request.gpu is None else read_gpus(request.gpu)
+    if request.kv_cache == "auto" and _says_fp8_cache(checkpoint):
+        with_fp8 = replace(request, kv_cache="fp8")
+        try:
+            return replace(_Table(with_fp8, budget, checkpoint, identity).made(revision), cache_in_config=True)
+        except OpenQuantError:
+            # The cache of these layers has no scales that we know. What else is wrong is raised again below.
+            pass
     return _Table(request, budget, checkpoint, identity).made(revision)
 
 
@@ -186,6 +196,7 @@ class _Table:
             context=self.context,
             longest_context=self.cache.length if self.cache else None,
             kv_cache=self.request.kv_cache,
+            cache_in_config=False,
             engines=self.request.engines,
             unknown=self.unknown,
             targets=self.targets,
@@ -404,6 +415,14 @@ class _Table:
                 if one != option.default:
                     given += [flag] if option.value is None else [flag, str(one)]
         return shlex.join(["openquant", "compress", "-m", os.fspath(request.model), *given])
+
+
+def _says_fp8_cache(checkpoint: Checkpoint) -> bool:
+    """Whether the config asks for an FP8 KV cache; False if it asks for a cache of another numeric format."""
+    try:
+        return says_fp8_cache(find_quantization(with_tool_config(checkpoint.config, checkpoint.root)) or {})
+    except UsageError:
+        return False
 
 
 def _arithmetic(kernels: Mapping[tuple[str, bool], Kernel | None], experts: bool) -> str | None:

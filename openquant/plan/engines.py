@@ -190,15 +190,15 @@ def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> 
     Raises:
         PlanError: it says why.
     """
+    if model.head_refused is not None:
+        raise PlanError(f"{model.name}: its output head stays unquantized: {model.head_refused}", _NO_HEAD)
+    if _is_tied(checkpoint, model):
+        raise PlanError("the output head is the embedding, which stays unquantized", _NO_HEAD)
     if scheme.method == "fp8":
         raise PlanError(
             "engines load no quantized output head in the fp8 format",
             "use --scheme channel or --format compressed-tensors",
         )
-    if model.head_refused is not None:
-        raise PlanError(f"{model.name}: its output head stays unquantized: {model.head_refused}", _NO_HEAD)
-    if _is_tied(checkpoint, model):
-        raise PlanError("the output head is the embedding, which stays unquantized", _NO_HEAD)
 
 
 def refuse_embedding(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> None:

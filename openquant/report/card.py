@@ -14,6 +14,7 @@ import yaml
 
 from ..files.cards import (
     COMMANDS,
+    CONTEXT,
     EVALUATION_HEADING,
     KEPT_CODES,
     MADE_HEADING,
@@ -307,13 +308,25 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         revision: revision of the repository; None for main.
 
     Returns:
-        A line for a shell for each engine that loads the output, such as "vllm serve Qwen3-8B-FP8".
+        A line for a shell for each engine that loads the output, such as "vllm serve Qwen3-8B-FP8". After `--fit GPU`
+        it has the context that there is room for, if the model allows more.
     """
     flags = {"vLLM": f" {FLAG}"} if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8" else {}
+    context = _context(plan)
     return [
         f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags.get(engine, '')}"
+        + ("" if context is None else f" {CONTEXT[engine]} {context}")
         for engine in summary.engines(plan)
     ]
+
+
+def _context(plan: Plan) -> int | None:
+    """Return the tokens that `--fit GPU` made room for; None if that is all that the model allows, or without --fit."""
+    found, serving = plan.provenance.frontier, summary.serving(plan)
+    if found is None or found["gpu"] is None or serving is None or serving[1].cache is None:
+        return None
+    context, longest = int(found["context"]), serving[1].cache.length
+    return context if longest is None or context < longest else None
 
 
 # Widest bar in a card, in characters, and characters that are an eighth of one to seven eighths wide.

@@ -25,11 +25,7 @@ def fit_text(found: FitTable, width: int | None = None) -> str:
         The text: what the table is for, a row for each scheme, notes, and the command for the best.
     """
     name = f"{found.model}@{found.revision}" if found.revision else found.model
-    cache = "an FP8" if found.kv_cache == "fp8" else "a bfloat16"
-    heading = [
-        f"{name}: {found.architecture}",
-        f"{fit_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache",
-    ]
+    heading = [f"{name}: {found.architecture}", fit_caption(found)]
     lines = [
         *paragraphs(heading, width),
         "",
@@ -50,22 +46,28 @@ def fit_notes(found: FitTable) -> list[str]:
     """
     return [
         f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
-        *(["-: not measured in this form (docs/formats.md)"] if any(row.kl is None for row in found.schemes) else []),
+        *(["KL -: not measured for this scheme"] if any(row.kl is None for row in found.schemes) else []),
         *_rounded_less(found.schemes),
         *_heads(found),
         *(["the model is quantized already: KL is what is lost on top of that"] if found.quantized_source else []),
+        *(["FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"] if found.cache_in_config else []),
         *([f"the KV cache is not counted: it is not known {terminal(found.unknown)}"] if found.unknown else []),
         *_needs(found.schemes),
         *_refused(found),
     ]
 
 
-def fit_targets(found: FitTable) -> str:
-    """Say which GPUs a table is for: "2 A100-80 of 84.9 GB (Ampere)".
+def fit_caption(found: FitTable) -> str:
+    """Say what a table is for: "2 A100-80 of 84.9 GB (Ampere), for sequences of 8,192 tokens in an FP8 KV cache".
 
     Args:
         found: the result of fit_table().
     """
+    cache = "an FP8" if found.kv_cache == "fp8" else "a bfloat16"
+    return f"{_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache"
+
+
+def _targets(found: FitTable) -> str:
     if len(found.targets) != 1:
         return "the fewest GPUs and the longest sequence that they hold"
     [target] = found.targets
@@ -160,7 +162,7 @@ def _rounded_less(rows: Iterable[SchemeFit]) -> list[str]:
         for row in rows
         if row.scheme is not None and row.arithmetic == "16 bits" and activations(SCHEMES[row.scheme]) != "16 bits"
     ]
-    return [f"activations are not rounded there, so less is lost: {', '.join(names)}"] if names else []
+    return [f"activations stay in 16 bits on this GPU, so less is lost: {', '.join(names)}"] if names else []
 
 
 def _refused(found: FitTable) -> list[str]:
@@ -183,7 +185,9 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
     lines = paragraphs(lines, width)
     if found.command is None:
         if found.instead is not None:
-            lines += ["this fits:", f"  {terminal(found.instead)}"]
+            lines += [f"this fits, for sequences of {found.context:,} tokens:", f"  {terminal(found.instead)}"]
+            if found.longest_context is None or found.context < found.longest_context:
+                lines.append(_serve_with(found.context))
     else:
         lines.append(f"  {terminal(found.command)}")
         lines += _served(found)
@@ -193,6 +197,8 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
     if found.mixture is not None:
         mixture = "a mixture of schemes fills the memory, and may lose less (docs/fit.md):"
         lines += [*paragraphs([mixture], width), f"  {terminal(found.mixture)}"]
+        if _served(found):
+            lines.append(_serve_with(found.context))
     return lines
 
 
@@ -208,8 +214,11 @@ def _served(found: FitTable) -> list[str]:
     longest = next((held.longest for held in best.holds), None)
     if longest is None or longest == found.longest_context:
         return []
-    more = "" if found.mixture is None else f", and the mixture below with {found.context}"
-    return [f"serve it with --max-model-len {longest} (SGLang: --context-length) or less{more}"]
+    return [f"{_serve_with(longest)} or less"]
+
+
+def _serve_with(context: int) -> str:
+    return f"serve it with --max-model-len {context} (SGLang: --context-length)"
 
 
 def nothing_fits(found: FitTable, target: Target) -> str:
@@ -225,10 +234,15 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     rows = [row for row in found.schemes if row.scheme is not None and row.kl is not None and row.holds]
     row = next((row for row in rows if row.holds[0].gpus is not None), None)
     most = max(rows, key=lambda row: row.holds[0].left or 0, default=None)
-    advice = "name as many with --gpu, or try a smaller --context, --kv-cache fp8 or --quantize-lm-head"
+    given = {"--kv-cache fp8": found.kv_cache == "fp8", "--quantize-lm-head": found.quantize_lm_head}
+    names = ["a smaller --context", *(option for option, is_given in given.items() if not is_given)]
+    options = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+    advice = f"name as many with --gpu, or try {options}"
+    others = [one.scheme for one in found.schemes if one.kl is None and one.holds and one.holds[0].gpus == target.count]
+    unknown = f"; those of unknown KL that fit: {', '.join(map(str, others))}" if others else ""
     needs = f"; {row.scheme} needs {row.holds[0].gpus}" if row else ", nor as many as 8 of them"
     left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens" if most and most.holds[0].left else ""
-    return f"no scheme with a known KL fits {gpus}{left}{needs}: {advice}"
+    return f"no scheme with a known KL fits {gpus}{left}{needs}{unknown}: {advice}"
 
 
 def frontier_text(found: SearchResult, width: int | None = None) -> str:

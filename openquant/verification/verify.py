@@ -525,7 +525,10 @@ class _Verification:
                 "with the rounding bound"
             )
         if self.full and gptq_rounded:
-            self.notes.append(f"{len(gptq_rounded)} layers were rounded by GPTQ, whose codes are not recomputed")
+            self.notes.append(
+                f"{len(gptq_rounded)} layers were rounded by GPTQ, whose codes are not recomputed; their weight errors "
+                "are larger on purpose, and openquant eval measures what the model loses"
+            )
         if self.full:
             skipped = sum(weight.module not in self.originals for weight in self.codes.values())
             if skipped:

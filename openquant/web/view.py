@@ -21,7 +21,7 @@ from ..plan.plan import Plan
 from ..plan.serving import Fit, Serving
 from ..report.cells import gigabytes, per_cent, short, shortened
 from ..report.escape import terminal
-from ..report.fit import fit_notes, fit_rows, fit_targets, nothing_fits
+from ..report.fit import fit_caption, fit_notes, fit_rows, nothing_fits
 from ..report.weights import weight_lines
 
 # Characters of the names and of the reason in a row of the weights.
@@ -112,12 +112,10 @@ def fit_html(found: FitTable) -> str:
     Returns:
         A `section` with headings of the third level.
     """
-    cache = "an FP8" if found.kv_cache == "fp8" else "a bfloat16"
     heads, *rows = fit_rows(found)
-    caption = f"{fit_targets(found)}, for sequences of {found.context:,} tokens in {cache} KV cache"
     parts = [
         '<section class="oq"><h3>Schemes</h3>',
-        _table(caption, ["scheme", *heads[1:]], rows, numbers=range(1, len(heads))),
+        _table(fit_caption(found), ["scheme", *heads[1:]], rows, numbers=range(1, len(heads))),
         _advice(found),
         f"<details><summary>Notes on the table</summary>{_notes(fit_notes(found))}</details></section>",
     ]

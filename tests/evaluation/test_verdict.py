@@ -22,6 +22,7 @@ from openquant.evaluation.verdict import (
     SIMILAR,
     LayerFigures,
     Suspect,
+    kl_text,
     suspects_by_config,
     suspects_by_layers,
     suspects_by_weights,
@@ -202,3 +203,17 @@ def test_settings_that_differ_are_told() -> None:
         Suspect("config.json", "rope_theta is 10000.0, the source has 1000000.0"),
         Suspect("config.json", "window is 512, the source has None"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("kl", "text"),
+    [(0.012345, "0.0123"), (0.1, "0.1"), (0.10004, "0.10004"), (0.0999, "0.0999"), (0.50001, "0.50001"), (0, "0")],
+)
+def test_a_figure_has_the_digits_that_its_verdict_needs(kl: float, text: str) -> None:
+    assert kl_text(kl, 0.0001) == text
+
+
+def test_any_figure_has_its_own_verdict() -> None:
+    for limit in (CLOSE, SIMILAR, CHANGED, AT_FLOOR * 0.001):
+        for kl in (limit, math.nextafter(limit, 0), math.nextafter(limit, 1)):
+            assert verdict_word(float(kl_text(kl, 0.001)), 0.001) == verdict_word(kl, 0.001)

@@ -122,8 +122,8 @@ def test_the_cells_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
         "block         8.00  5.25 MB     1    2,048      10k   16 bits    both       -",
         "",
         "KL: what SmolLM2-135M-Instruct lost, in nats, without a calibration; other models lose more or less",
-        "-: not measured in this form (docs/formats.md)",
-        "activations are not rounded there, so less is lost: nvfp4-w4a4, block",
+        "KL -: not measured for this scheme",
+        "activations stay in 16 bits on this GPU, so less is lost: nvfp4-w4a4, block",
         "not mxfp8, int7, int6, int5, int3, int2, mxfp4: SGLang does not load it",
         "",
         "the model fits as it is; a scheme leaves room for longer or more sequences",
@@ -294,6 +294,37 @@ def test_an_fp8_cache_holds_twice_as_much(model: Path) -> None:
     assert "in an FP8 KV cache" in fit_text(narrow)
 
 
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+DENSE = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+
+
+@pytest.mark.parametrize(("numbers", "fp8"), [("float", True), ("int", False)])
+def test_an_fp8_cache_of_the_config_is_counted(tmp_path: Path, model: Path, numbers: str, fp8: bool) -> None:
+    settings = DENSE | {"kv_cache_scheme": CACHE | {"type": numbers}}
+    stored = qwen(tmp_path / "stored", quantization_config=settings)
+    found, same = fit_table(stored, "A6000"), fit_table(model, "A6000", kv_cache="fp8" if fp8 else "auto")
+    assert (found.kv_cache, found.cache_in_config) == (same.kv_cache, fp8) and found.schemes == same.schemes
+    assert same.command is not None and found.command == same.command.replace(str(model), str(stored))
+    said = "FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"
+    assert (said in fit_text(found).splitlines()) is fp8 and said not in fit_text(same)
+
+
+def test_an_fp8_cache_that_compress_refuses_leaves_the_table_as_it_was(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = qwen(tmp_path / "stored", quantization_config=DENSE | {"kv_cache_scheme": CACHE})
+
+    def refuse(*_: object) -> None:
+        raise PlanError("no scales", "choose auto")
+
+    monkeypatch.setattr("openquant.plan.plan.find_cached_attentions", refuse)
+    found = fit_table(stored, "A6000")
+    assert (found.kv_cache, found.cache_in_config) == ("auto", False)
+    assert found.schemes == fit_table(model, "A6000").schemes
+
+
 @pytest.mark.parametrize("gpu", [None, "4090", "2x4090", "T4", "H100", "48GB", "cpu"])
 def test_the_table_fits_a_terminal(tmp_path: Path, gpu: str | None) -> None:
     moe = qwen(tmp_path / "moe", experts=8, layers=8)
@@ -301,7 +332,7 @@ def test_the_table_fits_a_terminal(tmp_path: Path, gpu: str | None) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_what_to_do_if_nothing_fits(model: Path) -> None:
+def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
     def last(**given: Any) -> str:
         return fit_text(fit_table(model, **given)).splitlines()[-1]
 
@@ -312,12 +343,24 @@ def test_what_to_do_if_nothing_fits(model: Path) -> None:
         - summary.output_bytes(make_plan(open_checkpoint(model), SCHEMES["int4"]))
     )
     # An FP8 cache alone does not make room for so much; with eight bits for the head there is.
-    assert fit_text(fit_table(model, "4090", context="16k")).splitlines()[-3:] == [
-        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2: {advice}",
-        "this fits:",
+    assert fit_text(fit_table(model, "4090", context="16k")).splitlines()[-4:] == [
+        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2; those of "
+        f"unknown KL that fit: int3, int2: {advice}",
+        "this fits, for sequences of 16,384 tokens:",
         f"  openquant compress -m {model} --scheme int4 --scheme-for lm_head=int8-weights --kv-cache fp8 --quantize-lm-head",
+        "serve it with --max-model-len 16384 (SGLang: --context-length)",
     ]
+    # All that the model allows needs no option.
+    whole = fit_table(qwen(tmp_path / "short", max_position_embeddings=16384), "4090", context="16k")
+    assert whole.instead is not None and "--max-model-len" not in fit_text(whole)
     assert last(gpu="2GB") == f"no scheme with a known KL fits 1 GPU, nor as many as 8 of them: {advice}"
+    # What is given is not advised.
+    for given, others in (
+        ({"kv_cache": "fp8"}, "a smaller --context or --quantize-lm-head"),
+        ({"quantize_lm_head": True}, "a smaller --context or --kv-cache fp8"),
+        ({"kv_cache": "fp8", "quantize_lm_head": True}, "a smaller --context"),
+    ):
+        assert last(gpu="2GB", **given).endswith(f": name as many with --gpu, or try {others}")
 
 
 def test_a_quantized_source_needs_no_calibration_and_is_not_called_unquantized(tmp_path: Path) -> None:
@@ -367,6 +410,12 @@ def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> Non
     assert found.to_json()["head_schemes"]["int4"] == "lm_head=int8-weights"
 
 
+def test_a_head_that_is_the_embedding_is_the_reason_whatever_the_scheme(tmp_path: Path) -> None:
+    tied = qwen(tmp_path / "tied", layers=1, tie_word_embeddings=True)
+    with pytest.raises(PlanError, match=r"^the output head is the embedding, which stays unquantized$"):
+        fit_table(tied, "4090", quantize_lm_head=True)
+
+
 def test_without_a_kernel_for_eight_bits_the_head_has_the_schemes_own(model: Path) -> None:
     found = fit_table(model, "cpu", quantize_lm_head=True)
     assert "int4" in rows_of(found) and found.head_schemes == {}
@@ -381,10 +430,9 @@ def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
     longest = next(row.holds[0].longest for row in found.schemes if row.scheme == "int5")
     assert longest is not None and 16384 <= longest < 40960
     text = fit_text(found)
-    served = (
-        f"serve it with --max-model-len {longest} (SGLang: --context-length) or less, and the mixture below with 16384"
-    )
-    assert served in text.splitlines()
+    lines = text.splitlines()
+    assert f"serve it with --max-model-len {longest} (SGLang: --context-length) or less" in lines
+    assert lines[-2:] == [f"  {found.mixture}", "serve it with --max-model-len 16384 (SGLang: --context-length)"]
     # Exactly, so that --context and --max-model-len are the same numbers.
     assert f"  {longest:,}  " in text
     # Where all that the model allows fits, engines need no option.

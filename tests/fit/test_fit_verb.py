@@ -17,6 +17,7 @@ from openquant.cli.commands import main
 from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
 from openquant.errors import PlanError, SourceError, UsageError
+from openquant.files.cards import published_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
 from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options
@@ -29,6 +30,7 @@ from openquant.formats.gpus import find_gpu
 from openquant.formats.schemes import find_scheme
 from openquant.options import Recipe
 from openquant.plan.plan import make_plan
+from openquant.plan.serving import OVERHEAD, UTILIZATION
 from openquant.streaming import memory
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
@@ -206,6 +208,25 @@ def test_the_card_says_that_sizes_are_compared_before_gptq(
     said(capsys, "compress", "-m", EXAMPLE, "-o", scored / "out", "--fit", "6bits", "--gptq", "--samples", "4")
     card = (scored / "out" / "README.md").read_text()
     assert re.search(r"^\| \*\*.*6bits, this output before GPTQ\*\* \|", card, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("context", [1024, 2048])
+def test_the_commands_that_serve_have_the_context_there_is_room_for(
+    scored: Path, capsys: pytest.CaptureFixture[str], context: int
+) -> None:
+    """The model allows 2,048 tokens, of 2,048 bytes each."""
+    memory = int((LIMIT + OVERHEAD + context * 2048) / UTILIZATION) + 2
+    words = ("compress", "-m", EXAMPLE, "-o", scored / "out", "--fit", f"{memory}B", "--context", context)
+    assert main([str(word) for word in words]) == 0
+    out = capsys.readouterr().out
+    card = (scored / "out" / "README.md").read_text()
+    vllm, sglang = ("--max-model-len 1024", "--context-length 1024") if context == 1024 else ("", "")
+    commands = [f"vllm serve out {vllm}".strip(), f"python -m sglang.launch_server --model-path out {sglang}".strip()]
+    assert out.splitlines()[-2:] == [f"  {line.replace(' out', f' {scored}/out')}" for line in commands]
+    assert "\n".join(["```", *commands, "```"]) in card
+    published = published_card(card, "org/name", None)
+    assert "\n".join(["```", *(line.replace(" out", " org/name") for line in commands), "```"]) in published
 
 
 def test_a_dry_run_without_scores_says_how_long_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
