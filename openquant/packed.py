@@ -37,17 +37,16 @@ class PackedLinear(nn.Module):
     The layer dequantizes its weight at every call: it shows what a scheme does to a layer, and is not fast.
 
     Args:
-        weight: codes as they are stored: float8_e4m3fn or int8 [out, in]; int32 words of 4 or 8 codes or uint8 pairs of
-            codes [out, in / codes per element]; int32 words without gaps [out, in * bits / 32] of "int3", "int5", "int6"
-            and "int7". Tensors are not copied.
+        weight: codes as they are stored: float8_e4m3fn or int8 [out, in]; int32 words [out, in * bits / 32] or
+            uint8 pairs of codes [out, in / 2]. Tensors are not copied.
         scale: with the dtype and shape that the scheme stores, such as float32 [out, 1] for one scale per row.
         bias: [out], of any floating dtype; None without one.
         format: "fp8" or "compressed-tensors"; if None, that of the first scheme that fits.
         scheme: name of the scheme; if None, the first that fits. "int2" to "int7" must be given, since int32 words are
             otherwise those of "int8-weights".
         global_scale: float32 [1], for schemes that have a global scale ("nvfp4", "nvfp4-w4a4"); else None.
-        zero_point: int32 words [out * bits / 32, in / group], of a layer that was made with `asymmetric=True`; else None.
-            Codes and scales do not show that they need it, and without it such a layer gives wrong floats:
+        zero_point: int32 words [out * bits / 32, in / group], of a layer that was made with `asymmetric=True`; else
+            None. Codes and scales do not show that they need it, and without it such a layer gives wrong floats:
             `from_state_dict` takes all tensors of a layer by name.
 
     Raises:
@@ -101,9 +100,8 @@ class PackedLinear(nn.Module):
             raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(shape)}{guess}")
         zeros = fitting[0].format.zero_points("", shape)
         if zeros and zero_point is not None and (zero_point.dtype, zero_point.shape) != (torch.int32, zeros.shape):
-            raise ValueError(
-                f"zero_point must be int32 {list(zeros.shape)}, not {str(zero_point.dtype)[6:]} {list(zero_point.shape)}"
-            )
+            found = f"{str(zero_point.dtype)[6:]} {list(zero_point.shape)}"
+            raise ValueError(f"zero_point must be int32 {list(zeros.shape)}, not {found}")
         self.scheme, self.shape = fitting[0], shape
         self.register_buffer(self.scheme.format.codes, weight)
         self.register_buffer(self.scheme.format.scale.name, scale)
@@ -164,8 +162,8 @@ class PackedLinear(nn.Module):
             scheme: name of the scheme, as for `openquant compress --scheme`.
             format: "fp8" or "compressed-tensors"; the scheme's default if None.
             scale_format: "float" or "ue8m0" (powers of two); the scheme's default if None.
-            group_size: inputs that share a scale, 32, 64, 128 or "channel"; if None, 128, or 32 where 128 does not divide
-                the inputs.
+            group_size: inputs that share a scale, 32, 64, 128 or "channel"; if None, 128, or 32 where 128 does not
+                divide the inputs.
 
         Returns:
             The quantized layer, which shares the bias with `linear`. Its codes are those of `openquant compress` for a
