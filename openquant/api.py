@@ -6,6 +6,7 @@ verification/verify.py.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,18 @@ from .job import (
     without_collector,
 )
 from .machine import available_cpus, peak_rss
-from .options import CalibrationTexts, Diagnose, Explain, FitOptions, ModelSource, Push, Recipe, Run, documented
+from .options import (
+    CalibrationTexts,
+    Diagnose,
+    Explain,
+    FitOptions,
+    ModelSource,
+    Push,
+    Recipe,
+    Run,
+    documented,
+    push_target,
+)
 from .plan import summary
 from .plan.config import has_fp8_cache, ignored_layers
 from .plan.decisions import PlanOptions
@@ -118,7 +130,7 @@ def compress(
     revision: str | None = None,
     overwrite: bool = False,
     stream: bool = False,
-    push: Push | None = None,
+    push: Push | str | None = None,
     ranks: Ranks | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
@@ -243,7 +255,10 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
     if again:
         return prepare(run, opened, plan, ranks, refuse=False)
     if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
-        raise UsageError("texts are given, and nothing is calibrated", "give --calibrate too, or leave them out")
+        raise UsageError(
+            "texts are given, and nothing is calibrated",
+            "give --gptq, or --calibrate and what uses it, such as --kv-cache fp8, or leave them out",
+        )
     steps = texts_steps(
         run, texts.length, source, checkpoint, plan, output_directory(run, source, summary.suffix(plan))
     )
@@ -261,7 +276,7 @@ def dequantize(
     revision: str | None = None,
     overwrite: bool = False,
     stream: bool = False,
-    push: Push | None = None,
+    push: Push | str | None = None,
     ranks: Ranks | None = None,
     reporter: Reporter | None = None,
 ) -> Result:
@@ -380,6 +395,9 @@ def explain(
     Raises:
         OpenQuantError: there is no such layer, or compress() would refuse the model or the options.
     """
+    for name in options:
+        if name not in inspect.signature(compress).parameters:
+            raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
     reporter = _PlanKeeper()
     result = compress(model, None, scheme, revision=revision, dry_run=True, reporter=reporter, **options)
     return Explanation(
@@ -462,12 +480,12 @@ def diagnose(
     )
 
 
-def push(directory: str | os.PathLike[str], target: Push) -> str:
+def push(directory: str | os.PathLike[str], target: Push | str) -> str:
     """Publish a directory that compress() or dequantize() made, or the evaluation of one that is published already.
 
     Args:
         directory: a finished output directory; or an eval.json, whose figures go into the card of the repository.
-        target: repository and other options of publishing.
+        target: repository and other options of publishing; a text is the name of the repository.
 
     Returns:
         The address of the commit or pull request.
@@ -475,7 +493,7 @@ def push(directory: str | os.PathLike[str], target: Push) -> str:
     Raises:
         OpenQuantError: the directory is unfinished or damaged, the evaluation is of another model, or the Hub refuses.
     """
-    path = Path(directory)
+    path, target = Path(directory), push_target(target)
     if _is_evaluation(path, target):
         with evaluation_publisher(path, target) as (publisher, names), publisher:
             return publisher.finish(names, "Evaluation by openquant").address

@@ -45,6 +45,8 @@ _COMMAND = re.compile(
     rf"\bopenquant (?P<verb>{_VERBS})\b(?P<words>(?: {_PLACEHOLDER}| {_FLAG})*)"
     rf"|(?<![\w.])(?P<bare>{_VERBS})(?P<flags>(?: {_FLAG})+)"
 )
+# How the command line lists all modules.
+_LISTS = re.compile(r"\bcompress --dry-run(?: -v)? lists")
 _VALUE = r"(?: (?P<value>'[^']*'|[^\s,;:)]*[^\s,;:).]))?"
 
 
@@ -110,6 +112,7 @@ def in_python(text: str, parameters: Collection[str] = ()) -> str:
         literal = None if value is None else _literal(option, value)
         return f"{name}{rest}" if literal is None else f"{name}={literal}"
 
+    text = _LISTS.sub('openquant.explain(MODEL, "**").layers lists', text)
     return flags.sub(functools.partial(keyword, options), _COMMAND.sub(command, text))
 
 

@@ -305,6 +305,11 @@ class OptionGroup:
                 read: Any = (_read(name, option, given),)
             elif option.repeated and isinstance(given, Sequence):
                 read = tuple(_read(name, option, item) for item in given)
+            elif option.repeated and not isinstance(given, (Mapping, type(None))):
+                raise UsageError(
+                    f"{flags_of(name, option)[-1]} is a {type(given).__name__}, and no text or list of texts",
+                    "give texts",
+                )
             else:
                 read = _read(name, option, given)
             object.__setattr__(self, name, read)
@@ -709,6 +714,22 @@ class Push:
     )
 
 
+def push_target(given: object) -> Push:
+    """Return where to push to.
+
+    Args:
+        given: a Push, or the name of a repository.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(given, str):
+        return Push(given)
+    if not isinstance(given, Push):
+        raise UsageError(f"push is a {type(given).__name__}, and neither a name nor a Push", 'give "org/name"')
+    return given
+
+
 @dataclass(frozen=True)
 class Run(Memory, Workers, Device, Streaming, ModelSource):
     """What compress() and dequantize() read and write, and how they run."""
@@ -729,7 +750,14 @@ class Run(Memory, Workers, Device, Streaming, ModelSource):
     )
     dry_run: bool = option(False, "Print the plan and write nothing.", EXECUTION, common=True)
     overwrite: bool = option(False, "Replace what an earlier run wrote to the output.", FILES)
-    push: Push | None = option(None, "Publish the output on the Hub.")
+    push: Push | None = option(None, "Publish the output on the Hub. A text is the name of the repository.")
+
+    @classmethod
+    def parse(cls: type[Group], **values: Any) -> Group:
+        """Return the options with these values, by field name, where `push` may be a name."""
+        if values.get("push") is not None:
+            values["push"] = push_target(values["push"])
+        return cls(**values)
 
 
 def _require_context(context: int) -> None:

@@ -6,13 +6,15 @@ packed.state_dict()     # weight_packed, weight_scale, weight_global_scale and b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .formats import reference
 from .formats.scales import choose_scales, choose_shared_scale
-from .formats.schemes import VARIANTS, Scheme, find_scheme
+from .formats.schemes import ASYMMETRIC, VARIANTS, Scheme, find_scheme
 
 _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -22,6 +24,11 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "U8": torch.uint8,
 }
+# Tensors of a layer in an output directory. Engines scale activations by those of inputs, and we do not.
+_NAMES = {
+    *("weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_global_scale", "weight_zero_point"),
+    *("weight_shape", "bias", "input_scale", "input_global_scale"),
+}
 
 
 class PackedLinear(nn.Module):
@@ -30,14 +37,17 @@ class PackedLinear(nn.Module):
     The layer dequantizes its weight at every call: it shows what a scheme does to a layer, and is not fast.
 
     Args:
-        weight: codes as they are stored: float8_e4m3fn or int8 [out, in]; int32 words of 4 or 8 codes or uint8 pairs of
-            codes [out, in / codes per element]. Tensors are not copied.
+        weight: codes as they are stored: float8_e4m3fn or int8 [out, in]; int32 words [out, in * bits / 32] or
+            uint8 pairs of codes [out, in / 2]. Tensors are not copied.
         scale: with the dtype and shape that the scheme stores, such as float32 [out, 1] for one scale per row.
         bias: [out], of any floating dtype; None without one.
         format: "fp8" or "compressed-tensors"; if None, that of the first scheme that fits.
-        scheme: name of the scheme; if None, the first that fits. "int4" must be given, since int32 words are otherwise
-            those of "int8-weights".
+        scheme: name of the scheme; if None, the first that fits. "int2" to "int7" must be given, since int32 words are
+            otherwise those of "int8-weights".
         global_scale: float32 [1], for schemes that have a global scale ("nvfp4", "nvfp4-w4a4"); else None.
+        zero_point: int32 words [out * bits / 32, in / group], of a layer that was made with `asymmetric=True`; else
+            None. Codes and scales do not show that they need it, and without it such a layer gives wrong floats:
+            `from_state_dict` takes all tensors of a layer by name.
 
     Raises:
         ValueError: the dtypes or shapes do not belong together, or do not fit `format` and `scheme`; or the layer
@@ -54,21 +64,24 @@ class PackedLinear(nn.Module):
         format: str | None = None,
         scheme: str | None = None,
         global_scale: Tensor | None = None,
+        zero_point: Tensor | None = None,
     ) -> None:
         super().__init__()
-        variants = [variant for variant in VARIANTS if _why_not_held(variant) is None]
-        named = next((variant for variant in VARIANTS if variant.name == scheme), None)
-        if named is not None and scheme not in {variant.name for variant in variants}:
-            raise ValueError(_why_not_held(named))
-        candidates = [
-            variant
-            for variant in variants
-            if _DTYPES[variant.format.number.dtype] == weight.dtype and scheme in (None, variant.name)
-        ]
+        named = [variant for variant in (*VARIANTS, *ASYMMETRIC) if scheme in (None, variant.name)]
+        if not named:
+            raise ValueError(f"{scheme} is not a scheme")
+        with_zeros = [variant for variant in named if variant.asymmetric == (zero_point is not None)]
+        if not with_zeros:
+            raise ValueError(f"scheme {scheme} {'needs a' if zero_point is None else 'has no'} zero_point")
+        variants = [variant for variant in with_zeros if _why_not_held(variant) is None]
+        if not variants:
+            raise ValueError(_why_not_held(with_zeros[0]))
+        candidates = [variant for variant in variants if _DTYPES[variant.format.number.dtype] == weight.dtype]
         if not candidates or weight.ndim != 2:
             dtypes = dict.fromkeys(str(_DTYPES[variant.format.number.dtype])[6:] for variant in variants)
             raise ValueError(
-                f"weight must be codes: {' or '.join([*dtypes][::-1])} matrix, not {weight.dtype} {list(weight.shape)}"
+                f"weight must be codes{f' of {scheme}' if scheme else ''}: {' or '.join([*dtypes][::-1])} matrix, not "
+                f"{str(weight.dtype)[6:]} {list(weight.shape)}"
             )
         number = candidates[0].format.number
         shape = (weight.shape[0], number.count(weight.shape[1]))
@@ -83,15 +96,55 @@ class PackedLinear(nn.Module):
             and (variant.format.global_scale is None) == (global_scale is None)
         ]
         if not fitting:
-            raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(shape)}")
+            guess = "" if scheme else f" of {candidates[0].name}: give scheme= if it is another"
+            raise ValueError(f"{scale.dtype} scale {list(scale.shape)} does not fit a weight {list(shape)}{guess}")
+        zeros = fitting[0].format.zero_points("", shape)
+        if zeros and zero_point is not None and (zero_point.dtype, zero_point.shape) != (torch.int32, zeros.shape):
+            found = f"{str(zero_point.dtype)[6:]} {list(zero_point.shape)}"
+            raise ValueError(f"zero_point must be int32 {list(zeros.shape)}, not {found}")
         self.scheme, self.shape = fitting[0], shape
         self.register_buffer(self.scheme.format.codes, weight)
         self.register_buffer(self.scheme.format.scale.name, scale)
         if self.scheme.format.global_scale is not None:
             self.register_buffer(self.scheme.format.global_scale.name, global_scale)
+        if self.scheme.format.zero_point is not None:
+            self.register_buffer(self.scheme.format.zero_point, zero_point)
         for info, data in self.scheme.format.constant_tensors("", shape):
             self.register_buffer(info.name[1:], torch.frombuffer(bytearray(data), dtype=torch.int64))
         self.register_buffer("bias", bias)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor], scheme: str | None = None) -> PackedLinear:
+        """Take the tensors of one layer of an output directory, under the names that they have there.
+
+        Args:
+            state: all tensors of the layer by the last part of their name: {"weight_packed": .., "weight_scale": ..}.
+                Scales of activations are left out of the layer.
+            scheme: name of the scheme, as for PackedLinear.
+
+        Raises:
+            ValueError: a tensor is missing or has a name that no scheme gives it, or they do not belong together.
+        """
+        codes = next((state[name] for name in ("weight_packed", "weight") if name in state), None)
+        scale = next((state[name] for name in ("weight_scale", "weight_scale_inv") if name in state), None)
+        if codes is None or scale is None:
+            raise ValueError(f"there are no codes or no scales among {', '.join(sorted(state)) or 'no tensors'}")
+        if unknown := sorted(set(state) - _NAMES):
+            raise ValueError(f"{', '.join(unknown)}: no scheme of PackedLinear has such a tensor")
+        packed = cls(
+            codes,
+            scale,
+            state.get("bias"),
+            scheme=scheme,
+            global_scale=state.get("weight_global_scale"),
+            zero_point=state.get("weight_zero_point"),
+        )
+        if "weight_shape" in state and state["weight_shape"].tolist() != list(packed.shape):
+            raise ValueError(
+                f"weight_shape is {state['weight_shape'].tolist()}, and as {packed.scheme.name} the codes have "
+                f"{list(packed.shape)}: give another scheme="
+            )
+        return packed
 
     @classmethod
     def from_linear(
@@ -100,7 +153,7 @@ class PackedLinear(nn.Module):
         scheme: str = "tensor",
         format: str | None = None,
         scale_format: str | None = None,
-        group_size: str | None = None,
+        group_size: str | int | None = None,
     ) -> PackedLinear:
         """Quantize one Linear on its device, with scales of its own even where engines would fuse it with others.
 
@@ -109,7 +162,8 @@ class PackedLinear(nn.Module):
             scheme: name of the scheme, as for `openquant compress --scheme`.
             format: "fp8" or "compressed-tensors"; the scheme's default if None.
             scale_format: "float" or "ue8m0" (powers of two); the scheme's default if None.
-            group_size: inputs that share a scale, "32", "64", "128" or "channel"; the scheme's default if None.
+            group_size: inputs that share a scale, 32, 64, 128 or "channel"; if None, 128, or 32 where 128 does not
+                divide the inputs.
 
         Returns:
             The quantized layer, which shares the bias with `linear`. Its codes are those of `openquant compress` for a
@@ -120,9 +174,15 @@ class PackedLinear(nn.Module):
             ValueError: the weight has NaN or infinity or is too large for the scheme, or its shape does not divide into
                 the scheme's groups, or the layer cannot hold the scheme.
         """
-        chosen = find_scheme(scheme, format, scale_format, group_size=group_size)
-        fmt, weight = chosen.format, linear.weight.detach()
+        size = None if group_size is None else str(group_size)
+        chosen, weight = find_scheme(scheme, format, scale_format, group_size=size), linear.weight.detach()
         shape = (weight.shape[0], weight.shape[1])
+        smaller = chosen.fallback
+        if size is None and smaller is not None and smaller.name == scheme and chosen.format.shape_error(shape):
+            chosen = smaller
+        if chosen.asymmetric:
+            raise ValueError(f"from_linear computes no zero points, and scheme {scheme} needs them")
+        fmt = chosen.format
         problem = _why_not_held(chosen) or fmt.shape_error(shape)
         if problem:
             raise ValueError(problem)
@@ -156,7 +216,10 @@ class PackedLinear(nn.Module):
         fmt, scale = self.scheme.format, self.scale
         if fmt.global_scale is not None:
             scale = scale.float() / self.get_buffer(fmt.global_scale.name)
-        return reference.decode(self.get_buffer(fmt.codes), scale, fmt).to(dtype)
+        zeros = None
+        if fmt.zero_point is not None:
+            zeros = reference.read_zero_points(self.get_buffer(fmt.zero_point), fmt.number)
+        return reference.decode(self.get_buffer(fmt.codes), scale, fmt, zeros).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x [..., in] times the dequantized weight, plus the bias. Returns [..., out] of x's dtype."""
@@ -170,8 +233,6 @@ class PackedLinear(nn.Module):
 
 
 def _why_not_held(scheme: Scheme) -> str | None:
-    """Say why PackedLinear cannot hold a scheme: "PackedLinear has no zero points, and ..."; None if it can."""
-    if scheme.asymmetric:
-        return f"PackedLinear has no zero points, and scheme {scheme.name} needs them"
+    """Say why PackedLinear cannot hold a scheme: "PackedLinear has no tensors of F8_E5M2, ..."; None if it can."""
     unknown = [dtype for dtype in (scheme.format.number.dtype, scheme.format.scale.dtype) if dtype not in _DTYPES]
     return f"PackedLinear has no tensors of {unknown[0]}, and scheme {scheme.name} needs them" if unknown else None

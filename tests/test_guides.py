@@ -145,7 +145,7 @@ def test_python_on_the_pages_compiles_and_runs(tmp_path: Path, monkeypatch: pyte
             if language == "python" and "tiny-qwen3" in block:
                 exec(code, {})
                 ran += 1
-    assert ran == 1
+    assert ran == 2
 
 
 def test_a_card_gets_schemes_that_engines_compute_there() -> None:

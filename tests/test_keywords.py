@@ -61,7 +61,8 @@ VERBS = [
         ("make it again: openquant calibrate MODEL -o FILE", "make it again: openquant.calibrate(MODEL, out=FILE)"),
         ("openquant verify DIR --full looks at both", "openquant.verify(DIR, full=True) looks at both"),
         ("run openquant eval again", "run openquant.evaluate() again"),
-        ("compress --dry-run -v lists them", "openquant.compress(dry_run=True) lists them"),
+        ("compress --dry-run -v lists them", 'openquant.explain(MODEL, "**").layers lists them'),
+        ("nearest is a; compress --dry-run lists all", 'nearest is a; openquant.explain(MODEL, "**").layers lists all'),
         ("engines use them with --kv-cache-dtype fp8", "engines use them with --kv-cache-dtype fp8"),
         ("ulimit -v is 100", "ulimit -v is 100"),
         ("a-b - c --", "a-b - c --"),
@@ -152,3 +153,18 @@ def test_errors_come_out_of_a_pool_of_processes() -> None:
     for kind in (OpenQuantError, UsageError, PushError):
         found = pickle.loads(pickle.dumps(kind("what", "what to do")))
         assert (type(found), str(found), found.message, found.hint) == (kind, "what", "what", "what to do")
+
+
+def test_a_name_is_enough_to_push_to() -> None:
+    assert Run.parse(model="m", push="you/name").push == openquant.Push("you/name")
+    with pytest.raises(UsageError, match="^push is a int, and neither a name nor a Push$"):
+        openquant.compress(EXAMPLE, dry_run=True, push=3)
+    with pytest.raises(openquant.OutputError, match="missing"):
+        openquant.push("missing", "you/name")
+
+
+def test_a_value_of_a_wrong_type_is_refused() -> None:
+    with pytest.raises(UsageError, match="^ignore is a int, and no text or list of texts$"):
+        openquant.compress(EXAMPLE, dry_run=True, ignore=3)
+    with pytest.raises(TypeError, match=r"^explain\(\) got an unexpected keyword argument 'no_such'$"):
+        openquant.explain(EXAMPLE, "**", no_such=1)

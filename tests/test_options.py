@@ -59,6 +59,7 @@ FORMS = {
     "ignore": "str | Sequence[str]",
     "max_memory": "int | str | None",
     "outputs": PATHS,
+    "push": "Push | str | None",
     "scheme_for": "Mapping[str, SchemeName] | Sequence[tuple[str, SchemeName]] | None",
     "server": "str | Sequence[str]",
     "tasks": PATHS,

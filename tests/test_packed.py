@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from openquant import PackedLinear, packed
+from conftest import EXAMPLE
+from openquant import PackedLinear, compress, dequantize, packed
 from openquant.formats import schemes
 from openquant.formats.schemes import INT8_W8A8, SCHEMES, VARIANTS, ZERO_POINT, Scheme
+from support import small_checkpoints
 
 CODES = {
     "int8": {"weight": (torch.int8, (128, 256))},
@@ -59,14 +62,62 @@ def test_state_dict_holds_the_written_names_and_comes_back(
     assert packed(x).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("size", "groups"), [("32", 8), ("64", 4), ("128", 2), ("channel", 1)])
-def test_inputs_that_share_a_scale_can_be_chosen(size: str, groups: int) -> None:
+@pytest.mark.parametrize(("size", "groups"), [("32", 8), (64, 4), (128, 2), ("channel", 1)])
+def test_inputs_that_share_a_scale_can_be_chosen(size: str | int, groups: int) -> None:
     linear = nn.Linear(256, 128, dtype=torch.bfloat16)
     packed = PackedLinear.from_linear(linear, "int4", group_size=size)
-    assert packed.scheme.group_size == size
+    assert packed.scheme.group_size == str(size)
     assert packed.scale.shape == (128, groups)
     error = (packed.dequantized() - linear.weight).norm() / linear.weight.norm()
     assert 0.06 < error < 0.09
+
+
+def test_groups_are_those_of_compress_where_128_does_not_divide_the_inputs() -> None:
+    linear = nn.Linear(96, 128, bias=False, dtype=torch.bfloat16)
+    packed = PackedLinear.from_linear(linear, "int4")
+    assert packed.scheme.group_size == "32"
+    with pytest.raises(ValueError, match="96 inputs per row do not divide into groups of 128"):
+        PackedLinear.from_linear(linear, "int4", group_size=128)
+
+
+# (options, the packed layer's scheme)
+OUTPUTS = [
+    ({"scheme": "int4"}, "int4"),
+    ({"scheme": "int4", "asymmetric": True}, "int4"),
+    ({"scheme": "int5", "asymmetric": True, "group_size": 32}, "int5"),
+    ({"scheme": "nvfp4"}, None),
+    ({"scheme": "block"}, None),
+    ({"scheme": "tensor"}, None),
+]
+
+
+@pytest.mark.parametrize(("options", "scheme"), OUTPUTS, ids=lambda value: "-".join(map(str, value or ["none"])))
+def test_a_layer_of_an_output_is_read_back(options: dict[str, object], scheme: str | None, tmp_path: Path) -> None:
+    compress(EXAMPLE, tmp_path / "out", **options)
+    dequantize(tmp_path / "out", tmp_path / "plain")
+    name = "model.layers.0.mlp.down_proj."
+    state = {
+        key.removeprefix(name): tensor
+        for key, tensor in small_checkpoints.read(tmp_path / "out").items()
+        if key.startswith(name)
+    }
+    packed = PackedLinear.from_state_dict(state, scheme)
+    expected = small_checkpoints.read(tmp_path / "plain")[f"{name}weight"]
+    assert torch.equal(packed.dequantized(torch.bfloat16), expected)
+    assert set(packed.state_dict()) == set(state)
+
+
+def test_a_layer_that_is_not_whole_is_not_read() -> None:
+    state = dict(PackedLinear.from_linear(nn.Linear(256, 128), "int4", group_size="channel").state_dict())
+    with pytest.raises(
+        ValueError, match=r"weight_shape is \[128, 256\], and as int8-weights the codes have \[128, 128\]"
+    ):
+        PackedLinear.from_state_dict(state)
+    with pytest.raises(ValueError, match="^weight_g_idx: no scheme of PackedLinear has such a tensor$"):
+        PackedLinear.from_state_dict({**state, "weight_g_idx": torch.zeros(256)}, "int4")
+    del state["weight_scale"]
+    with pytest.raises(ValueError, match="^there are no codes or no scales among bias, weight_packed, weight_shape$"):
+        PackedLinear.from_state_dict(state, "int4")
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "channel", "block", "mxfp8", "mxfp4", "int8", "int8-weights"])
@@ -101,8 +152,21 @@ def test_scales_can_be_powers_of_two() -> None:
 
 def test_bad_parts_are_refused() -> None:
     codes = torch.zeros(128, 256).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"float8_e4m3fn matrix, not torch.float32 \[128, 256\]"):
+    with pytest.raises(ValueError, match=r"float8_e4m3fn matrix, not float32 \[128, 256\]"):
         PackedLinear(torch.zeros(128, 256), torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"^weight must be codes of int4: int32 matrix, not uint8 \[128, 128\]$"):
+        PackedLinear(torch.zeros(128, 128, dtype=torch.uint8), torch.tensor(1.0), scheme="int4")
+    words = torch.zeros(128, 32, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"does not fit a weight \[128, 128\] of int8-weights: give scheme= if it is"):
+        PackedLinear(words, torch.ones(128, 2, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"does not fit a weight \[128, 256\]$"):
+        PackedLinear(words, torch.ones(128, 3, dtype=torch.bfloat16), scheme="int4")
+    with pytest.raises(ValueError, match="^int9 is not a scheme$"):
+        PackedLinear(words, torch.ones(128, 2, dtype=torch.bfloat16), scheme="int9")
+    with pytest.raises(ValueError, match="^scheme channel has no zero_point$"):
+        PackedLinear(codes, torch.ones(128, 1), scheme="channel", zero_point=words)
+    with pytest.raises(ValueError, match=r"^zero_point must be int32 \[16, 2\], not int32 \[16, 1\]$"):
+        PackedLinear(words, torch.ones(128, 2, dtype=torch.bfloat16), scheme="int4", zero_point=words[:16, :1])
     with pytest.raises(ValueError, match=r"scale \[2, 1\] does not fit a weight \[128, 256\]"):
         PackedLinear(codes, torch.ones(2, 1))
     with pytest.raises(ValueError, match="torch.float64 scale"):
@@ -133,7 +197,10 @@ NEW_DTYPE = replace(INT8_W8A8, name="e5m2", format=replace(INT8_W8A8.format, num
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        (SHIFTED, "PackedLinear has no zero points, and scheme shifted needs them"),
+        (
+            SHIFTED,
+            "(from_linear computes no zero points, and scheme shifted needs them|scheme shifted needs a zero_point)",
+        ),
         (NEW_DTYPE, "PackedLinear has no tensors of F8_E5M2, and scheme e5m2 needs them"),
     ],
     ids=["zero points", "dtype"],

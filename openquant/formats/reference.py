@@ -174,6 +174,19 @@ def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | No
     return (grouped * _spread(scale, values, format.group)).reshape(values.shape)
 
 
+def read_zero_points(words: Tensor, number: Number) -> Tensor:
+    """Unpack stored zero points, whose rows share words.
+
+    Args:
+        words: int32 [out * bits / 32, in / width].
+        number: numeric format of the codes, integers in words.
+
+    Returns:
+        float32 [out, in / width]: the values of the codes that stand for zero.
+    """
+    return _read_words(words.T.contiguous(), number).T
+
+
 def _grouped(weight: Tensor, group: Group) -> Tensor:
     """[out, in] -> [out/height, height, in/width, width]."""
     down, along = grid_of(group, weight.shape)

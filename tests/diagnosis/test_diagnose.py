@@ -352,7 +352,7 @@ def test_invalid_options_are_refused(example: Path, given: dict[str, object], me
 def test_list_is_another_verb(example: Path) -> None:
     with pytest.raises(UsageError, match="^ignore zzz matches no module$") as caught:
         diagnose(example, ignore=["zzz"])
-    assert caught.value.hint.endswith("; openquant.compress(dry_run=True) lists them")
+    assert caught.value.hint.endswith('; openquant.explain(MODEL, "**").layers lists them')
 
 
 def test_the_table_and_json(example: Path) -> None:
