@@ -307,7 +307,7 @@ class OptionGroup:
                 read = tuple(_read(name, option, item) for item in given)
             elif option.repeated and not isinstance(given, (Mapping, type(None))):
                 raise UsageError(
-                    f"{flags_of(name, option)[-1]} is a {type(given).__name__}, and no text or list of texts",
+                    f"{flags_of(name, option)[-1]} is of type {type(given).__name__}, not a text or a list of texts",
                     "give texts",
                 )
             else:
@@ -726,7 +726,7 @@ def push_target(given: object) -> Push:
     if isinstance(given, str):
         return Push(given)
     if not isinstance(given, Push):
-        raise UsageError(f"push is a {type(given).__name__}, and neither a name nor a Push", 'give "org/name"')
+        raise UsageError(f"push is of type {type(given).__name__}, not a name or a Push", 'give "org/name"')
     return given
 
 

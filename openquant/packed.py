@@ -123,7 +123,7 @@ class PackedLinear(nn.Module):
             scheme: name of the scheme, as for PackedLinear.
 
         Raises:
-            ValueError: a tensor is missing or has a name that no scheme gives it, or they do not belong together.
+            ValueError: codes or scales are missing, a name is not known, or a tensor does not fit the others.
         """
         codes = next((state[name] for name in ("weight_packed", "weight") if name in state), None)
         scale = next((state[name] for name in ("weight_scale", "weight_scale_inv") if name in state), None)

@@ -157,14 +157,14 @@ def test_errors_come_out_of_a_pool_of_processes() -> None:
 
 def test_a_name_is_enough_to_push_to() -> None:
     assert Run.parse(model="m", push="you/name").push == openquant.Push("you/name")
-    with pytest.raises(UsageError, match="^push is a int, and neither a name nor a Push$"):
+    with pytest.raises(UsageError, match="^push is of type int, not a name or a Push$"):
         openquant.compress(EXAMPLE, dry_run=True, push=3)
     with pytest.raises(openquant.OutputError, match="missing"):
         openquant.push("missing", "you/name")
 
 
 def test_a_value_of_a_wrong_type_is_refused() -> None:
-    with pytest.raises(UsageError, match="^ignore is a int, and no text or list of texts$"):
+    with pytest.raises(UsageError, match="^ignore is of type int, not a text or a list of texts$"):
         openquant.compress(EXAMPLE, dry_run=True, ignore=3)
     with pytest.raises(TypeError, match=r"^explain\(\) got an unexpected keyword argument 'no_such'$"):
         openquant.explain(EXAMPLE, "**", no_such=1)

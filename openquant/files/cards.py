@@ -197,7 +197,7 @@ def with_evaluation(card: str, evaluation: str) -> str:
 
 
 def evaluation_in(card: str) -> str | None:
-    """Return the evaluation in a card, as with_evaluation() takes it; None if it has none of openquant's.
+    """Return the part of a card that with_evaluation() wrote; None if there is none.
 
     Args:
         card: the text of README.md.

@@ -334,12 +334,13 @@ class Publisher:
         earlier = sorted(present - {CARD_FILE})
         if not earlier or CARD_FILE not in present:
             return [], None
-        with suppress(SourceError):
+        try:
             card = self._download(self.repo, CARD_FILE, revision, MAX_CARD)
-            # Files of these names in a repository without our figures are somebody else's.
-            figures = evaluation_in(card.decode("utf-8", "replace"))
-            return (earlier, figures) if figures else ([], None)
-        return [], None
+        except SourceError:
+            return [], None
+        # Files of these names in a repository without our figures are somebody else's.
+        figures = evaluation_in(card.decode("utf-8", "replace"))
+        return (earlier, figures) if figures else ([], None)
 
     @staticmethod
     def _download(repo: str, name: str, revision: str | None, most: int) -> bytes:

@@ -199,6 +199,11 @@ def test_an_evaluation_goes_along_and_into_the_card(
     done = ask(hub, tmp_path, "push", tmp_path / "out", "third")
     assert done.returncode == 0, done.stderr
     assert b"](eval.png)\n" in held(hub, "user/third")["README.md"] and "eval.png" in held(hub, "user/third")
+    # The picture of an earlier evaluation goes.
+    (tmp_path / "out" / "eval.png").unlink()
+    done = ask(hub, tmp_path, "push", tmp_path / "out", "third")
+    assert done.returncode == 0, done.stderr
+    assert b"eval.png" not in held(hub, "user/third")["README.md"] and "eval.png" not in held(hub, "user/third")
 
 
 def test_an_evaluation_of_another_model_is_not_pushed(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:

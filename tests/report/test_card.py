@@ -350,6 +350,12 @@ def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.Mo
         assert f"\nvllm serve {name}\npython -m sglang.launch_server --model-path {name}\n" in text
 
 
+def test_the_card_names_the_gpus_of_each_engine(tmp_path: Path) -> None:
+    compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out", "int4")
+    line = (tmp_path / "out" / "README.md").read_text().partition("# out\n\n")[2].partition("\n")[0]
+    assert " For vLLM on NVIDIA Turing to Blackwell and SGLang on NVIDIA Ampere to Blackwell. " in line
+
+
 EVALUATED = """## Measured against the source
 
 ![KL divergence of each position from the source](eval.png)
