@@ -1,17 +1,24 @@
-"""Notes about what a source seems to lack: decoder layers, members of fused layers, experts."""
+"""Notes about what a source seems to lack: an embedding, decoder layers, members of fused layers, experts."""
 
 from __future__ import annotations
 
+import difflib
 import itertools
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..files.small_files import short_repr
+from ..files.tensors import TensorInfo
 from ..patterns import collapse, compile_any, compile_pattern, template
-from ..registry.architecture import Architecture, absolute_patterns
+from ..registry.architecture import EMBEDDING, HEAD, Architecture, absolute_patterns
+from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.weight import Weight
+from .config_sizes import size_differences
 from .decisions import PassthroughTensor
+
+_NORM = re.compile(r"norm|^ln")
 
 
 def absent_layers(model: Architecture, modules: Iterable[str], config: dict[str, Any]) -> list[str]:
@@ -40,7 +47,8 @@ def absent_modules(model: Architecture, modules: Iterable[str]) -> list[str]:
     """Find modules, such as a norm, that one decoder layer lacks and that all other layers like it have.
 
     Architectures may have several kinds of layers, so a layer is judged only if it is alone in what it has, and if it
-    would have all that several others have with one module more.
+    would have all that several others have with one module more. A module beside it with a name like it, which no
+    other layer has, is taken for the missing one under a wrong name.
 
     Args:
         model: the registry's entry of the architecture.
@@ -58,40 +66,86 @@ def absent_modules(model: Architecture, modules: Iterable[str]) -> list[str]:
     kinds = Counter(frozenset(names) for names in layers.values())
     absent = []
     for number, names in layers.items():
-        lacking = [kind - names for kind, count in kinds.items() if count > 1 and kind > names]
-        absent += [
-            name.replace("*", number, 1)
-            for missing in lacking
-            if kinds[frozenset(names)] == 1 and len(missing) == 1
-            for name in missing
-        ]
+        if kinds[frozenset(names)] > 1:
+            continue
+        for missing, surplus in ((kind - names, names - kind) for kind, count in kinds.items() if count > 1):
+            name = next(iter(missing)) if len(missing) == 1 else None
+            if name and (not surplus or _renamed(name, surplus)):
+                absent.append(name.replace("*", number, 1))
     return absent
 
 
+def _renamed(missing: str, surplus: Collection[str]) -> bool:
+    """Whether the surplus is one module beside the missing one, with a name like its own."""
+    parent, _, last = missing.rpartition(".")
+    siblings = [name.removeprefix(f"{parent}.") for name in surplus]
+    return len(siblings) == 1 and "." not in siblings[0] and bool(difflib.get_close_matches(last, siblings))
+
+
+def absent_parts(entry: ModuleRules, tensors: Iterable[TensorInfo], configs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Find what a language model has outside its decoder layers, and that is missing.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        tensors: all tensors, with quantized weights as those that they decode to.
+        configs: config.json, and the language model's part of it.
+
+    Returns:
+        One text for each: "the input embedding". Empty for an entry that is not the registry's own, and for a
+        checkpoint without a decoder layer.
+    """
+    in_layer = compile_pattern(f"{entry.model.layers}.**")
+    kinds: set[str] = set()
+    for info in tensors:
+        module, matrix = info.module, len(info.shape) > 1
+        is_norm = not matrix and "norm" in template(module)
+        if in_layer.fullmatch(module):
+            kinds |= {"layer", "norms"} if is_norm else {"layer"}
+        elif matrix:
+            kinds |= {text for text, has in ((EMBEDDING.why, is_embedding), (HEAD.why, is_head)) if has(module)}
+            kinds.add(entry.rule(module).keep or "")
+        elif _NORM.search(module.rpartition(".")[2]):
+            kinds.add("final norm")
+    if entry.model.decided is not None or "layer" not in kinds:
+        return []
+    tied = {config.get("tie_word_embeddings") for config in configs}
+    wanted = {EMBEDDING.why: "the input embedding"}
+    # Either every decoder layer has norms, or none has.
+    wanted |= {"final norm": "the final norm"} if "norms" in kinds else {}
+    wanted |= {HEAD.why: "the output head (tie_word_embeddings is false)"} if False in tied and True not in tied else {}
+    return [text for kind, text in wanted.items() if kind not in kinds]
+
+
 def missing_notes(
-    model: Architecture,
+    entry: ModuleRules,
+    tensors: Collection[TensorInfo],
     layers: dict[str, Weight],
     passthrough: Iterable[PassthroughTensor],
     fused: dict[str, tuple[str, ...]],
-    config: dict[str, Any],
+    configs: tuple[dict[str, Any], dict[str, Any]],
 ) -> list[str]:
     """Return notes about what the source seems to lack: vLLM loads an incomplete quantized model and computes noise.
 
     Args:
-        model: the registry's entry of the architecture.
+        entry: what the registry says of each module of the architecture.
+        tensors: all tensors, with quantized weights as those that they decode to.
         layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
         passthrough: the tensors that are not quantized.
         fused: for each module that engines fuse with others, the full names of all existing members, itself included.
-        config: the language model's part of config.json, as text_config returns it.
+        configs: config.json, and the language model's part of it, as text_config returns it.
 
     Returns:
         One sentence for each kind of missing tensors; empty if none are missing.
     """
-    passthrough = list(passthrough)
+    passthrough, model, config = list(passthrough), entry.model, configs[1]
     # Either every decoder layer has norms, or none has.
     notes = [
         f"the source lacks {text}"
         for text in absent_layers(model, (kept.tensor.module for kept in passthrough if kept.small), config)
+    ]
+    notes += [f"the source lacks {text}" for text in absent_parts(entry, tensors, configs)]
+    notes += [
+        f"config.json does not fit the tensors: {difference}" for difference in size_differences(entry, tensors, config)
     ]
     alone_in = absent_modules(model, [*layers, *(kept.tensor.module for kept in passthrough)])
     notes += [f"the source lacks {module}, which other layers have" for module in alone_in]

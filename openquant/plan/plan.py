@@ -38,6 +38,7 @@ from .assign import (
     schemes_of_output,
     schemes_of_source,
 )
+from .config_sizes import check_layer_count
 from .decisions import Decisions, Lack, PlanOptions, StoredLayout
 from .engines import (
     refuse_embedding,
@@ -187,7 +188,8 @@ def make_plan(
         The decision about each tensor, quantization_config and notes. Its shards are laid out on demand.
 
     Raises:
-        SourceError: scales of a quantized source do not fit its codes, or the calibration does not fit its layers.
+        SourceError: scales of a quantized source do not fit its codes, the calibration does not fit its layers, or
+            config.json gives no number of layers.
         PlanError: the source is quantized in an unknown way, its architecture is unknown, no pattern matches a tensor,
             nothing would be quantized, a calibration is needed and cannot be made, engines cannot load the output, or
             codes and scales must be kept and cannot.
@@ -213,6 +215,7 @@ def make_plan(
     has_input_scales = stored or any(weight.input_scale_for(scheme.format) for weight in weights.values())
     options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
     entry, config = ModuleRules(model), text_config(decoded, model)
+    check_layer_count(config)
 
     # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except for
     # embeddings, output heads and routers.
@@ -262,7 +265,7 @@ def make_plan(
     notes = [
         *entry_notes(model),
         *scheme_notes,
-        *missing_notes(entry.model, layers, decisions.passthrough, fused, config),
+        *missing_notes(entry, decoded.tensors.values(), layers, decisions.passthrough, fused, (decoded.config, config)),
         *cache_notes,
         *output_notes(checkpoint, weights.values(), entry, decisions, options),
     ]

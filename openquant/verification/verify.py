@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,9 +44,10 @@ from ..options import Check, documented
 from ..patterns import collapse, template
 from ..plan.architecture import find_architecture
 from ..plan.config import ignored_layers
+from ..plan.config_sizes import check_layer_count, size_differences
 from ..plan.decisions import PlanOptions, StoredLayout
 from ..plan.gptq import gptq_weights
-from ..plan.missing import absent_layers, absent_modules
+from ..plan.missing import absent_layers, absent_modules, absent_parts
 from ..plan.plan import Plan, make_plan
 from ..plan.tensor_parallel import text_config
 from ..plan.unchanged import make_unchanged_plan
@@ -232,7 +233,7 @@ class _Verification:
         self._open_with_library()
         self._check_extra_files()
         self.problems += missing_keys(self.checkpoint.config, self.required_keys)
-        self._check_layers()
+        self.problems += self._incomplete()
         if self.source is not None:
             self._compare_config(self.source)
             self._compare_files(self.source)
@@ -282,26 +283,23 @@ class _Verification:
         except SourceError as error:
             self.notes.append(error.message)
 
-    def _check_layers(self) -> None:
-        """Without a source, report decoder layers that are missing, whole or in part."""
+    def _incomplete(self) -> list[str]:
+        """Find what the model lacks, and sizes in config.json that its tensors do not have."""
         entry = self.headers.entry
         # Of other methods, and of a directory with problems, the modules are not known for sure.
-        if entry is None or self.source is not None or self.problems or not self.as_engines_load:
-            return
-        others = [
-            info
+        if entry is None or self.problems or not self.as_engines_load:
+            return []
+        tensors = [
+            self.headers.stored[name].source if name in self.headers.stored else info
             for name, info in self.checkpoint.tensors.items()
-            if name not in self.headers.stored and not self.headers.belongs_to_codes(name)
+            if not self.headers.belongs_to_codes(name)
         ]
-        modules = {*(weight.module for weight in self.codes.values()), *(info.module for info in others)}
-        config = text_config(self.checkpoint, entry.model)
-        # Either every decoder layer has norms, or none has.
-        norms = [info.module for info in others if len(info.shape) < 2]
-        missing = absent_layers(entry.model, norms, config)
-        self.problems += [f"the shards lack {text}" for text in missing]
-        self.problems += [
-            f"{module} is missing: other layers have it" for module in absent_modules(entry.model, sorted(modules))
-        ]
+        problems = model_problems(entry, tensors, self.checkpoint)
+        if self.source is None:
+            return problems
+        # All that the source has otherwise is found by comparing the two.
+        of_source = model_problems(entry, self.source.tensors.values(), self.source)
+        return [problem for problem in problems if problem in of_source]
 
     # Comparison with the source.
 
@@ -619,6 +617,33 @@ class _Verification:
                     self.problems.append(
                         f"{self._place(scale.name)} is {stored[scale.name]:.9g}, the source makes it {recomputed:.9g}"
                     )
+
+
+def model_problems(entry: ModuleRules, tensors: Collection[TensorInfo], checkpoint: Checkpoint) -> list[str]:
+    """Find what a model lacks, and sizes in config.json that its tensors do not have.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        tensors: all tensors, with quantized weights as those that they decode to.
+        checkpoint: the opened directory, whose config.json counts.
+
+    Returns:
+        A sentence for each problem.
+    """
+    config = text_config(checkpoint, entry.model)
+    try:
+        check_layer_count(config)
+    except SourceError as error:
+        return [error.message]
+    # Either every decoder layer has norms, or none has.
+    norms = [info.module for info in tensors if len(info.shape) < 2]
+    lacking = absent_layers(entry.model, norms, config) + absent_parts(entry, tensors, (checkpoint.config, config))
+    alone_in = absent_modules(entry.model, sorted({info.module for info in tensors}))
+    return [
+        *(f"the shards lack {text}" for text in lacking),
+        *(f"{module} is missing: other layers have it" for module in alone_in),
+        *(f"config.json does not fit the tensors: {text}" for text in size_differences(entry, tensors, config)),
+    ]
 
 
 def _layout(fmt: Format) -> tuple[object, ...]:

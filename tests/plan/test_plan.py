@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from conftest import EXAMPLE
 from openquant import compress
-from openquant.errors import PlanError, UsageError
+from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.files.small_files import short_repr
 from openquant.formats.schemes import (
     BLOCK,
     BLOCK_COMPRESSED,
@@ -157,6 +158,9 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
         (r"layers\.0\.mlp\.up_proj", "layers that engines fuse with model.layers.0.mlp.gate_proj"),
         (r"layers\.1\.mlp\.experts\.3\.up_proj", "experts in model.layers.1.mlp.experts: other layers have more"),
         (r"layers\.1\.mlp\.experts\.3\.", "experts in model.layers.1.mlp.experts: other layers have more"),
+        (r"embed_tokens", "the input embedding"),
+        (r"model\.norm", "the final norm"),
+        (r"lm_head", "the output head (tie_word_embeddings is false)"),
         (r"no such name", None),
     ],
 )
@@ -179,7 +183,7 @@ def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | N
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "-1", "0", "1" + "0" * 4200, "true", "[]", '"4"', "4.0"])
 def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path, number: str) -> None:
     config = json.loads((source / "config.json").read_text())
-    sizes = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
+    sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
     text = json.dumps(config | dict.fromkeys(sizes, "SIZE")).replace('"SIZE"', number)
     (source / "config.json").write_text(text)
     result = compress(source, tmp_path / "out", "block")
@@ -190,6 +194,64 @@ def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path, number
     )
     assert all(len(note) < 300 for note in plan_of(source).notes)
     assert all(len(entry.problem or "") < 300 for entry in plan_of(source).parallel)
+
+
+@pytest.mark.parametrize(
+    "number", ["1e400", "-1e400", "NaN", "-1", "1" + "0" * 4200 + ".5", "true", "[]", '"4"', "4.0"]
+)
+def test_a_number_of_layers_that_is_none(source: Path, number: str) -> None:
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": "SIZE"}
+    (source / "config.json").write_text(json.dumps(config).replace('"SIZE"', number))
+    with pytest.raises(SourceError) as caught:
+        plan_of(source)
+    shown = short_repr(json.loads(number))
+    assert caught.value.message == f"config.json gives num_hidden_layers {shown}, which is no number of layers"
+    assert caught.value.hint == "correct it, or download config.json again"
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "difference"),
+    [
+        ("hidden_size", 512, "hidden_size is 512, and lm_head.weight is [512, 256]"),
+        ("vocab_size", 500, "vocab_size is 500, and lm_head.weight is [512, 256]"),
+        ("intermediate_size", 500, "intermediate_size is 500, and model.layers.0.mlp.gate_proj.weight is [512, 256]"),
+        (
+            "num_attention_heads",
+            8,
+            "num_attention_heads is 8 and head_dim is 64, and model.layers.0.self_attn.o_proj.weight is [256, 256]",
+        ),
+        (
+            "num_key_value_heads",
+            4,
+            "num_key_value_heads is 4 and head_dim is 64, and model.layers.0.self_attn.k_proj.weight is [128, 256]",
+        ),
+        ("num_experts", 3, "num_experts is 3, and model.layers.1.mlp.experts has 4"),
+        ("num_hidden_layers", 1, "num_hidden_layers is 1, and the tensors have layer 1"),
+    ],
+)
+def test_a_config_of_another_model_is_noted(tmp_path: Path, key: str, number: int, difference: str) -> None:
+    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    if key == "intermediate_size":
+        root = small_checkpoints.write(tmp_path / "dense")
+    config = json.loads((root / "config.json").read_text())
+    assert not plan_of(root).notes
+    assert key in config
+    (root / "config.json").write_text(json.dumps(config | {key: number}))
+    assert plan_of(root).notes == (f"config.json does not fit the tensors: {difference}",)
+
+
+def test_a_size_of_heads_that_follows_from_others(source: Path) -> None:
+    """Without head_dim, a wrong hidden_size is said once, not of the heads too."""
+    config = json.loads((source / "config.json").read_text())
+    del config["head_dim"]
+    (source / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    difference = (
+        "num_key_value_heads is 4 and hidden_size is 256, and model.layers.1.self_attn.k_proj.weight is [128, 256]"
+    )
+    assert plan_of(source).notes == (f"config.json does not fit the tensors: {difference}",)
+    (source / "config.json").write_text(json.dumps(config | {"hidden_size": 512}))
+    difference = "hidden_size is 512, and lm_head.weight is [512, 256]"
+    assert plan_of(source).notes == (f"config.json does not fit the tensors: {difference}",)
 
 
 def test_misfits_without_number_make_a_short_message(tmp_path: Path) -> None:
@@ -209,13 +271,22 @@ def test_a_count_of_layers_that_no_model_has(source: Path) -> None:
     ) in plan_of(source).notes
 
 
-@pytest.mark.parametrize("lost", ["input_layernorm", "mlp.up_proj"])
-def test_what_one_layer_lacks_is_noted(tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize(
+    ("lost", "renamed"),
+    [("input_layernorm", None), ("mlp.up_proj", None), ("input_layernorm", "input_layernrm")],
+)
+def test_what_one_layer_lacks_is_noted(tmp_path: Path, lost: str, renamed: str | None) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     weights |= {name.replace(".0.", ".2."): tensor.clone() for name, tensor in weights.items() if ".layers.0." in name}
-    assert plan_of(small_checkpoints.write(tmp_path / "whole", weights=weights)).notes == ()
-    del weights[f"model.layers.1.{lost}.weight"]
+    whole = small_checkpoints.write(tmp_path / "whole", weights=weights)
+    config = json.dumps(json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": 3})
+    (whole / "config.json").write_text(config)
+    assert plan_of(whole).notes == ()
+    tensor = weights.pop(f"model.layers.1.{lost}.weight")
+    if renamed:
+        weights[f"model.layers.1.{renamed}.weight"] = tensor
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
+    (source / "config.json").write_text(config)
     assert f"the source lacks model.layers.1.{lost}, which other layers have" in plan_of(source).notes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import Format
 from openquant.formats.reference import decode
 from openquant.formats.schemes import Scheme
@@ -12,6 +13,7 @@ from openquant.models import MODELS
 from openquant.plan.tensor_parallel import why_not_reordered
 from openquant.registry.architecture import Architecture
 from openquant.registry.rules import ModuleRules
+from openquant.verification.verify import model_problems
 from support import small_checkpoints, tiny_architectures
 from support.conversions import Shelf, covering
 
@@ -42,6 +44,13 @@ def scales(found: dict[str, torch.Tensor], module: str, form: Format) -> torch.T
     scale = found[f"{module}.{form.scale.name}"]
     values = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     return values if form.global_scale is None else values / found[f"{module}.{form.global_scale.name}"]
+
+
+@pytest.mark.parametrize("architecture", small_checkpoints.ARCHITECTURES)
+def test_a_whole_model_lacks_nothing(shelf: Shelf, architecture: str) -> None:
+    """Neither is a part missing, nor does a size in config.json differ from the tensors."""
+    checkpoint = open_checkpoint(shelf.source(architecture))
+    assert model_problems(ModuleRules(MODELS[architecture]), checkpoint.tensors.values(), checkpoint) == []
 
 
 @pytest.mark.parametrize(

@@ -373,7 +373,13 @@ WRAPPERS = {
     "InternVLForConditionalGeneration": Small("internvl", {"model_type": "qwen2"}, vision=INTERNVL, beside=TOKEN),
     "Blip2ForConditionalGeneration": Small(
         "blip-2",
-        {"model_type": "opt", "ffn_dim": 512, "activation_function": "relu", "tie_word_embeddings": True},
+        {
+            "model_type": "opt",
+            "ffn_dim": 512,
+            "activation_function": "relu",
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+        },
         vision={**CLIP, "model_type": "blip_2_vision_model"},
         beside={
             "qformer_config": {

@@ -464,7 +464,9 @@ def test_the_config_differs_elsewhere(ours: tuple[Path, Path]) -> None:
         del config["hidden_act"]
 
     change_json(out / "config.json", change)
-    assert verify(out).problems == ()
+    assert verify(out).problems == (
+        "config.json does not fit the tensors: hidden_size is 257, and lm_head.weight is [512, 256]",
+    )
     assert verify(out, source).problems == (
         "config.json: hidden_size is 257, the source has 256",
         'config.json: hidden_act is missing, the source has "silu"',
@@ -679,6 +681,8 @@ def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
     # Sizes that are no multiples of a block, with the edges' blocks smaller.
     weights["model.layers.0.mlp.down_proj.weight"] = torch.randn(200, 500).bfloat16()
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", weights=weights)
+    # No 200 rows fit it.
+    change_json(source / "config.json", lambda found: found.pop("hidden_size"))
     config = {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -1035,6 +1039,23 @@ def test_layers_that_the_config_counts_are_found_missing_without_a_source(tmp_pa
     change_weights(out, lambda weights: [weights.pop(name) for name in [*weights] if ".layers.3." in name])
     problem = "the shards lack decoder layers that config.json counts (num_hidden_layers 4): 3"
     assert verify(out).problems == (problem,)
+
+
+def test_what_the_source_lacks_is_found_with_it_too(tmp_path: Path) -> None:
+    """An output is not sound because its source is broken in the same way."""
+    source, out = four_layers(tmp_path / "source"), tmp_path / "out"
+    lost = "model.layers.2.self_attn.q_proj.weight"
+    change_weights(source, lambda weights: [weights.pop(name) for name in (lost, "model.norm.weight")])
+    change_json(source / "config.json", lambda config: config.update(vocab_size=500))
+    compress(source, out)
+    problems = (
+        "the shards lack the final norm",
+        "model.layers.2.self_attn.q_proj is missing: other layers have it",
+        "config.json does not fit the tensors: vocab_size is 500, and lm_head.weight is [512, 256]",
+    )
+    assert verify(out).problems == verify(out, source).problems == problems
+    change_json(out / "config.json", lambda config: config.update(num_hidden_layers="four"))
+    assert verify(out).problems == ("config.json gives num_hidden_layers 'four', which is no number of layers",)
 
 
 def four_layers(root: Path) -> Path:
