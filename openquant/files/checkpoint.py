@@ -115,7 +115,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
             raise SourceError(f"{root} is a file, not a checkpoint directory", "give the directory that holds it")
         raise SourceError(f"{root} does not exist", "check the path")
     config = read_config(root)
-    architecture = _architecture(config)
+    architecture = _architecture(root, config)
     names, weight_map = _find_shards(root, remote)
     shards: dict[str, int] = {}
     headers: dict[str, str] = {}
@@ -147,7 +147,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
             tensors[info.name] = info
             where[info.name] = Location(shard, offset)
     if weight_map is not None:
-        _check_index(weight_map, where)
+        _check_index(root / INDEX_FILE, weight_map, where)
     if not tensors:
         raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
     elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
@@ -201,7 +201,8 @@ def read_json(path: Path, what: str) -> Any:
 
     Args:
         path: the file.
-        what: its name in messages. A file of the name INDEX_FILE may be larger than others.
+        what: its name where the message names the directory too. A file of the name INDEX_FILE may be larger than
+            others.
 
     Returns:
         The parsed value: dict, list, str, int, float, bool or None.
@@ -211,10 +212,10 @@ def read_json(path: Path, what: str) -> Any:
     """
     with readable():
         try:
-            data = read_small(path, what, MAX_INDEX if what == INDEX_FILE else MAX_SMALL)
+            data = read_small(path, str(path), MAX_INDEX if what == INDEX_FILE else MAX_SMALL)
         except FileNotFoundError:
             raise SourceError(f"{what} is missing from {path.parent}", "download or copy it again") from None
-    return parse_json(data, what)
+    return parse_json(data, str(path))
 
 
 def read_config(root: Path) -> dict[str, Any]:
@@ -239,15 +240,15 @@ def read_config(root: Path) -> dict[str, Any]:
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
     config = read_json(root / "config.json", "config.json")
     if not isinstance(config, dict):
-        raise SourceError("config.json is not a JSON object", "download or copy it again")
+        raise SourceError(f"{root / 'config.json'} is not a JSON object", "download or copy it again")
     return config
 
 
-def _architecture(config: dict[str, Any]) -> str:
+def _architecture(root: Path, config: dict[str, Any]) -> str:
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not all(_is_class(name) for name in names):
         raise SourceError(
-            f"config.json names no architecture (architectures: {json.dumps(names)[:200]})",
+            f"{root / 'config.json'} names no architecture (architectures: {json.dumps(names)[:200]})",
             'add the model class, such as "architectures": ["Qwen3ForCausalLM"]',
         )
     return str(names[0])
@@ -259,25 +260,26 @@ def _is_class(name: object) -> bool:
 
 def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str], dict[str, str] | None]:
     """Return shard names in order, and the index's weight_map from tensor to shard; None without an index."""
-    if (root / INDEX_FILE).exists():
-        index = read_json(root / INDEX_FILE, INDEX_FILE)
+    path = root / INDEX_FILE
+    if path.exists():
+        index = read_json(path, INDEX_FILE)
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if (
             not isinstance(weight_map, dict)
             or not weight_map
             or not all(isinstance(shard, str) for shard in weight_map.values())
         ):
-            raise SourceError(f"{INDEX_FILE} has no weight_map of tensor to file names", "download or copy it again")
+            raise SourceError(f"{path} has no weight_map of tensor to file names", "download or copy it again")
         first_tensors = {shard: tensor for tensor, shard in reversed(weight_map.items())}
         for shard, tensor in first_tensors.items():
             if not _is_plain(shard):
                 raise SourceError(
-                    f"{INDEX_FILE} places {_named(tensor)} in {short_repr(shard)}, which is not a plain file name",
+                    f"{path} places {_named(tensor)} in {short_repr(shard)}, which is not a plain file name",
                     "shards must lie in the checkpoint's own directory",
                 )
             if not shard.endswith(".safetensors"):
                 raise SourceError(
-                    f"{INDEX_FILE} places {_named(tensor)} in {shard}, which is not a safetensors file",
+                    f"{path} places {_named(tensor)} in {shard}, which is not a safetensors file",
                     "save the model with safe_serialization=True",
                 )
         return sorted(set(weight_map.values())), weight_map
@@ -349,16 +351,16 @@ def refuse_without_weights(place: Path | str, names: Collection[str]) -> NoRetur
     raise SourceError(f"{place} is not a checkpoint: it holds no safetensors weights", "check the path")
 
 
-def _check_index(weight_map: dict[str, str], where: dict[str, Location]) -> None:
+def _check_index(path: Path, weight_map: dict[str, str], where: dict[str, Location]) -> None:
     """Refuse an index that contradicts the shards."""
     if weight_map == {tensor: location.shard for tensor, location in where.items()}:
         return
     for tensor, shard in weight_map.items():
         if tensor not in where or where[tensor].shard != shard:
-            raise SourceError(f"{INDEX_FILE} places {_named(tensor)} in {shard}, which does not hold it", DAMAGED)
+            raise SourceError(f"{path} places {_named(tensor)} in {shard}, which does not hold it", DAMAGED)
     for tensor, location in where.items():
         if tensor not in weight_map:
-            raise SourceError(f"{location.shard} holds {tensor}, which {INDEX_FILE} does not list", DAMAGED)
+            raise SourceError(f"{location.shard} holds {tensor}, which {path} does not list", DAMAGED)
 
 
 def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -94,6 +94,11 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
     length = int.from_bytes(size_of_header, "little")
     if size_of_header == b"version ":
         raise SourceError(f"{name} is a pointer of git-lfs, not the file itself", "fetch the files: git lfs pull")
+    if size_of_header.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        raise SourceError(
+            f"{name} is a web page, not the file itself",
+            "download it again: the address that it came from may need a login",
+        )
     if length > MAX_HEADER or length < 2:
         raise SourceError(f"{name} claims a header of {length} bytes (2 to {MAX_HEADER} are allowed)", DAMAGED)
     if 8 + length > size:

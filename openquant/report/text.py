@@ -260,10 +260,7 @@ def verification_text(report: Report, width: int | None = None) -> str:
     problems = _count(len(report.problems), "problem") if report.problems else "no problems"
     last.append(f"{problems}, {report.seconds:.1f} s")
     if report.problems:
-        last.append(
-            "hint: download it again, or convert it again with --overwrite; if only the ignore list is wrong, "
-            "openquant compress --scheme keep writes it anew"
-        )
+        last += [f"hint: {hint}" for hint in report.hints]
     return join_lines([*paragraphs(lines, width), *errors, *paragraphs(last, width)])
 
 

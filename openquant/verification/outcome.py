@@ -7,6 +7,28 @@ from typing import Any
 
 from ..weights.quant_error import LayerError
 
+_CONVERT_AGAIN = "download it again, or convert it again with --overwrite"
+# By words of the problems that they are for.
+_LOOK_AT_SOURCE = (
+    "look at the source, which openquant compress --dry-run and diagnose check: if it is broken too, mend or download it "
+    "first, and convert it again with --overwrite"
+)
+_WRITE_ANEW = "openquant compress -m DIR --scheme keep -o NEW writes the ignore list anew and keeps all codes"
+_REMOVE = "remove the file that does not belong to the model"
+_HINTS = {
+    "as the source has it": _LOOK_AT_SOURCE,
+    " in the source's ": _LOOK_AT_SOURCE,
+    "the shards lack ": _LOOK_AT_SOURCE,
+    ": other layers have it": _LOOK_AT_SOURCE,
+    "does not fit the tensors": _LOOK_AT_SOURCE,
+    " does not list ": _WRITE_ANEW,
+    " lists ": _WRITE_ANEW,
+    " is there too: ": _REMOVE,
+    " lies beside ": _REMOVE,
+    " that model.safetensors.index.json does not name": _REMOVE,
+    " is there: transformers ": _REMOVE,
+}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -49,6 +71,15 @@ class Report:
     equal_codes: int = 0
     recomputed: bool = False
     seconds: float = 0.0
+
+    @property
+    def hints(self) -> list[str]:
+        """What to do about the problems: one sentence for each kind that there is."""
+        hints = {
+            next((hint for words, hint in _HINTS.items() if words in problem), _CONVERT_AGAIN): None
+            for problem in self.problems
+        }
+        return list(hints)
 
     @property
     def worst(self) -> list[LayerError]:

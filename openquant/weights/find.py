@@ -249,7 +249,7 @@ def with_tool_config(config: dict[str, Any], root: Path) -> dict[str, Any]:
         return config
     settings = read_json(root / name, name)
     if not isinstance(settings, dict):
-        raise SourceError(f"{name} is not a JSON object", "download or copy it again")
+        raise SourceError(f"{root / name} is not a JSON object", "download or copy it again")
     # AutoAWQ's file first had the name of AutoGPTQ's.
     method = "awq" if "w_bit" in settings else TOOL_CONFIG_FILES[name]
     return {**config, "quantization_config": {"quant_method": method, **settings}}

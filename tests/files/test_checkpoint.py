@@ -165,7 +165,7 @@ def test_shards_without_an_index(source: Path) -> None:
 )  # fmt: skip
 def test_broken_config(source: Path, text: str, message: str) -> None:
     (source / "config.json").write_text(text)
-    assert_refused(source, message)
+    assert_refused(source, f"{source}/{message}")
 
 
 @pytest.mark.parametrize(
@@ -175,23 +175,25 @@ def test_index_leading_out_of_the_directory(source: Path, shard: str) -> None:
     # The file exists and is sound: only its place is wrong.
     shutil.copy(source / "model-00001-of-00003.safetensors", source.parent / "outside.safetensors")
     edit_index(source, lambda index: index["weight_map"].update({"model.norm.weight": shard}))
-    assert_refused(source, f"{INDEX} places model.norm.weight in {shard!r}, which is not a plain file name")
+    assert_refused(source, f"{source / INDEX} places model.norm.weight in {shard!r}, which is not a plain file name")
 
 
 def test_index_naming_pickles(source: Path) -> None:
     edit_index(source, lambda index: index["weight_map"].update({"model.norm.weight": "pytorch_model.bin"}))
-    assert_refused(source, f"{INDEX} places model.norm.weight in pytorch_model.bin, which is not a safetensors file")
+    assert_refused(
+        source, f"{source / INDEX} places model.norm.weight in pytorch_model.bin, which is not a safetensors file"
+    )
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 1}}'])
 def test_index_without_a_map(source: Path, text: str) -> None:
     (source / INDEX).write_text(text)
-    assert_refused(source, f"{INDEX} has no weight_map of tensor to file names")
+    assert_refused(source, f"{source / INDEX} has no weight_map of tensor to file names")
 
 
 def test_broken_index(source: Path) -> None:
     (source / INDEX).write_text("nope")
-    assert_refused(source, f"{INDEX} is not valid JSON: Expecting value: line 1 column 1 (char 0)")
+    assert_refused(source, f"{source / INDEX} is not valid JSON: Expecting value: line 1 column 1 (char 0)")
 
 
 def test_index_naming_a_missing_shard(source: Path) -> None:
@@ -202,14 +204,15 @@ def test_index_naming_a_missing_shard(source: Path) -> None:
 def test_index_naming_a_tensor_its_shard_lacks(source: Path) -> None:
     edit_index(source, lambda i: i["weight_map"].update({"model.extra.weight": "model-00001-of-00003.safetensors"}))
     assert_refused(
-        source, f"{INDEX} places model.extra.weight in model-00001-of-00003.safetensors, which does not hold it"
+        source,
+        f"{source / INDEX} places model.extra.weight in model-00001-of-00003.safetensors, which does not hold it",
     )
 
 
 def test_index_without_a_tensor_that_is_there(source: Path) -> None:
     edit_index(source, lambda index: index["weight_map"].pop("lm_head.weight"))
     shard = open_checkpoint(small_checkpoints.write(source.parent / "same", shards=3)).where["lm_head.weight"].shard
-    assert_refused(source, f"{shard} holds lm_head.weight, which {INDEX} does not list")
+    assert_refused(source, f"{shard} holds lm_head.weight, which {source / INDEX} does not list")
 
 
 def test_tensor_in_two_shards(source: Path) -> None:
@@ -245,6 +248,8 @@ HEADERS = {
     "no header at all": (raw(b"", length=0), "x claims a header of 0 bytes (2 to 100000000 are allowed)"),
     "absurd length": (raw(b"{}", length=2**63), f"x claims a header of {2**63} bytes (2 to 100000000 are allowed)"),
     "a pointer of git-lfs": (b"version https://git-lfs.github.com/spec/v1", "x is a pointer of git-lfs, not the file itself"),
+    "a web page": (b"<!DOCTYPE html><html>", "x is a web page, not the file itself"),
+    "a web page without a type": (b"\n<HTML lang=en>", "x is a web page, not the file itself"),
     "not JSON": (raw(b"{nope}"), "x has a broken header: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
     "not UTF-8": (raw(b'{"\xff":1}'), "x has a broken header: 'utf-8' codec can't decode byte 0xff in position 2: invalid start byte"),
     "not an object": (raw([1, 2]), "x has a header that is not a JSON object"),
@@ -335,7 +340,7 @@ def test_shards_of_more_tensors_than_any_model_has(source: Path, monkeypatch: py
 
 def test_an_index_of_more_values_than_any_model_has(source: Path) -> None:
     (source / INDEX).write_bytes(b'{"weight_map":{"a":1' + b',"a":1' * 4_100_000 + b"}}")
-    assert_refused(source, f"{INDEX} holds more than 4,000,000 values")
+    assert_refused(source, f"{source / INDEX} holds more than 4,000,000 values")
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, "hf_quant_config.json"])
@@ -346,21 +351,23 @@ def test_what_is_read_whole_is_a_regular_file(source: Path, name: str, kind: str
         os.mkfifo(source / name)
     else:
         (source / name).symlink_to("/dev/zero")
-    assert_refused(source, f"{name} is not a regular file")
+    assert_refused(source, f"{source / name} is not a regular file")
 
 
 def test_a_name_that_is_too_long_for_a_message(source: Path) -> None:
     edit_index(source, lambda index: index["weight_map"].update({"b" * 3000: "gone" * 100 + ".safetensors"}))
-    assert_refused(source, f"{INDEX} places '{'b' * 100}...' in '{'gone' * 25}...', which is not a plain file name")
+    assert_refused(
+        source, f"{source / INDEX} places '{'b' * 100}...' in '{'gone' * 25}...', which is not a plain file name"
+    )
     edit_index(source, lambda index: index["weight_map"].update({"b" * 3000: "model-00001-of-00003.safetensors"}))
     assert_refused(
-        source, f"{INDEX} places '{'b' * 100}...' in model-00001-of-00003.safetensors, which does not hold it"
+        source, f"{source / INDEX} places '{'b' * 100}...' in model-00001-of-00003.safetensors, which does not hold it"
     )
 
 
 def test_an_architecture_that_no_message_holds(source: Path) -> None:
     (source / "config.json").write_text(json.dumps({"architectures": ["x" * 10**6]}))
-    assert_refused(source, f'config.json names no architecture (architectures: ["{"x" * 198})')
+    assert_refused(source, f'{source}/config.json names no architecture (architectures: ["{"x" * 198})')
 
 
 def test_dangling_link(source: Path) -> None:

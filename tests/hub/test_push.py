@@ -438,7 +438,9 @@ def test_what_was_damaged_since_is_not_pushed_by_a_run_that_finds_it_complete(
     (tmp_path / "out" / "config.json").write_text("{")
     done = ask(hub, tmp_path, *push_of(source, tmp_path))
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-2].startswith(f"error: {tmp_path / 'out'} is damaged: config.json is not valid ")
+    assert done.stderr.splitlines()[-2].startswith(
+        f"error: {tmp_path / 'out'} is damaged: {tmp_path / 'out'}/config.json is not valid "
+    )
     assert held(hub) == {}
 
 

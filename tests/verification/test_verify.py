@@ -998,10 +998,27 @@ def test_problems_are_listed_and_the_exit_code_is_1(ours: tuple[Path, Path]) -> 
         f"problem: {ONE}: {DOWN}.weight holds NaN, first at [3, 7]",
     ]
     assert lines[4].startswith("2 problems, ")
-    assert lines[5:] == [
-        "hint: download it again, or convert it again with --overwrite; if only the ignore list is wrong, "
-        "openquant compress --scheme keep writes it anew"
-    ]
+    assert lines[5:] == ["hint: download it again, or convert it again with --overwrite"]
+
+
+def test_each_kind_of_problem_has_its_hint(ours: tuple[Path, Path]) -> None:
+    """What is broken in the source too, or needs an ignore list only, is not mended by converting it again."""
+    source, out = ours
+    for root in ours:
+        change_weights(root, lambda weights: weights["model.norm.weight"].fill_(float("nan")))
+    look_at_source = (
+        "look at the source, which openquant compress --dry-run and diagnose check: if it is broken too, mend or "
+        "download it first, and convert it again with --overwrite"
+    )
+    assert verify(out, source).hints == [look_at_source]
+    change_json(out / "config.json", lambda config: config["quantization_config"]["ignored_layers"].append("model.x"))
+    write_anew = "openquant compress -m DIR --scheme keep -o NEW writes the ignore list anew and keeps all codes"
+    assert verify(out, source).hints == [write_anew, look_at_source]
+    save_file({"x": torch.zeros(1)}, out / "more.safetensors")
+    remove = "remove the file that does not belong to the model"
+    assert {*verify(out, source).hints} == {look_at_source, write_anew, remove}
+    # Without the source, NaN is not known to be its own.
+    assert {*verify(out).hints} == {"download it again, or convert it again with --overwrite", write_anew, remove}
 
 
 def test_layers_that_were_not_decoded_are_counted(ours: tuple[Path, Path]) -> None:

@@ -1070,7 +1070,7 @@ def test_modelopts_own_file_must_be_an_object(tmp_path: Path) -> None:
     (source / "hf_quant_config.json").write_text("[]")
     with pytest.raises(SourceError) as caught:
         dequantize(source, tmp_path / "out")
-    assert caught.value.message == "hf_quant_config.json is not a JSON object"
+    assert caught.value.message.endswith("/hf_quant_config.json is not a JSON object")
 
 
 def test_verify_decodes_a_quantized_source(tmp_path: Path) -> None:
