@@ -10,8 +10,8 @@ from ..weights.quant_error import LayerError
 _CONVERT_AGAIN = "download it again, or convert it again with --overwrite"
 # By words of the problems that they are for.
 _LOOK_AT_SOURCE = (
-    "look at the source, which openquant compress --dry-run and diagnose check: if it is broken too, mend or download it "
-    "first, and convert it again with --overwrite"
+    "look at the source, which openquant compress --dry-run and diagnose check: if it is broken too, mend or download "
+    "it first, and convert it again with --overwrite"
 )
 _WRITE_ANEW = "openquant compress -m DIR --scheme keep -o NEW writes the ignore list anew and keeps all codes"
 _REMOVE = "remove the file that does not belong to the model"
