@@ -399,7 +399,16 @@ def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:
 def test_signals_at_any_moment_exit_130(tmp_path: Path, signals: list[str]) -> None:
     weights = {"model.layers.0.mlp.down_proj.weight": torch.ones(32768, 4096, dtype=torch.bfloat16)}
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out"), "--json"]
+    command = [
+        sys.executable,
+        str(ROOT / "compress_fp8.py"),
+        "-m",
+        str(source),
+        "-o",
+        str(tmp_path / "out"),
+        "--json",
+        "-q",
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
     while not (tmp_path / "out" / ".openquant").exists():
