@@ -53,6 +53,7 @@ from .interrupts import MESSAGE, hint
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
+    from ..evaluation.results import Evaluation
     from ..hub.source import Source
     from ..result import Preview, Result
 
@@ -457,21 +458,34 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
         preview = preview_evaluation(options, Texts(**values_for(Texts, given)))
         files = tuple(Place(str(file.path.absolute()), file.kind.title) for file in (page, figure) if file is not None)
         return _print_preview(replace(preview, writes=preview.writes + files), given, interrupts) if ranks.first else 0
+    unprinted: OpenQuantError | None = None
+
+    def measured(evaluation: Evaluation) -> None:
+        nonlocal unprinted
+        bar.close()
+        try:
+            if command.json:
+                print_json(evaluation.to_json(), interrupts)
+            else:
+                from ..report.evaluation import evaluation_text
+
+                require_printed(say(evaluation_text(evaluation.to_json(), evaluation.notes, columns()), sys.stdout))
+        except OpenQuantError as error:
+            unprinted = error  # The files are still written.
+
+    # The files come last, so that hours of work are printed even if a disk is full.
     with closing(_Bar(interrupts, command, "evaluating", "evaluated", ranks.first, "tokens")) as bar:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}
-        evaluation = evaluate(**values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
+        evaluation = evaluate(
+            **values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, measured=measured, ranks=ranks
+        )
+    if unprinted is not None:
+        raise unprinted
     limit = options.fail_above
     is_above = limit is not None and any(output["kl"]["mean"] > limit for output in evaluation.outputs)
     code = EXIT_PROBLEMS if is_above else 0
     if not ranks.first:
         return code
-    if command.json:
-        print_json(evaluation.to_json(), interrupts)
-    else:
-        from ..report.evaluation import evaluation_text
-
-        require_printed(say(evaluation_text(evaluation.to_json(), evaluation.notes, columns()), sys.stdout))
-    # The files come last, so that hours of work are printed even if a disk is full.
     if page is not None or figure is not None:
         from ..report.pages import write_evaluated
 
@@ -557,6 +571,7 @@ class _Bar:
         """Remove the bar."""
         if self._progress is not None:
             self._progress.close()
+            self._progress = None
 
 
 def _verify(given: Given, interrupts: Interrupts) -> int:

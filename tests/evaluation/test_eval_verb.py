@@ -24,6 +24,7 @@ from openquant.evaluation import answers
 from openquant.evaluation import compare as evaluating
 from openquant.evaluation import run as evaluation
 from openquant.evaluation.run import _scratch_directory
+from openquant.files import destination
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import find_evaluation, read_evaluation
 from openquant.hub.source import Source
@@ -211,6 +212,32 @@ def test_what_was_found_is_told_even_if_the_page_cannot_be_written(
     code, stdout, stderr = run_main(capsys, *words)
     assert (code, stderr) == (2, "error: the disk is full\nhint: free some space\n")
     assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
+
+
+@pytest.mark.parametrize("as_json", (False, True))
+def test_figures_are_printed_even_if_the_disk_is_full(
+    output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    def full(path: Path, *_: bytes, elsewhere: str) -> None:
+        raise OutputError(f"{path} cannot be written: No space left on device", f"free some space, or {elsewhere}")
+
+    monkeypatch.setattr(destination, "write_atomic", full)
+    words = (*WORDS, *(["--json"] if as_json else []))
+    code, stdout, stderr = run_main(capsys, "eval", output, "--source", EXAMPLE, *words)
+    error = f"error: {output / 'eval.json'} cannot be written: No space left on device"
+    assert (code, stderr.splitlines()[-2:]) == (2, [error, "hint: free some space, or name another file with --out"])
+    if as_json:
+        assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
+    else:
+        assert re.search("^tiny-FP8 .* close$", stdout, re.MULTILINE) and "wrote" not in stdout
+
+
+def test_figures_are_written_even_if_they_cannot_be_printed(output: Path) -> None:
+    words = [sys.executable, "-m", "openquant", "eval", output, "--source", EXAMPLE, *WORDS]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, "error: stdout cannot be written" in done.stderr) == (2, True)
+    assert read_evaluation(output)["output"]["name"] == "tiny-FP8"
 
 
 def refused_options(**options: Any) -> str:
