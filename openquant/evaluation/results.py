@@ -23,16 +23,8 @@ from .counters import HiddenStateDistances, RouteCounts
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
 from .types import Brief, NamedModel, OutputEvaluation
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest
-from .verdict import (
-    CHANGED,
-    LayerFigures,
-    Suspect,
-    kl_text,
-    suspects_by_config,
-    suspects_by_layers,
-    suspects_by_weights,
-    verdict_word,
-)
+from .verdict import LayerFigures, Suspect, suspects_by_config, suspects_by_layers, suspects_by_weights
+from .verdict_word import CHANGED, kl_text, verdict_word
 
 # Settings of config.json that do not change what a model computes. Other such settings never come from config.json.
 _IRRELEVANT = frozenset(

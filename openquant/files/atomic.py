@@ -83,9 +83,7 @@ def write_atomic(path: Path, *parts: bytes | memoryview, elsewhere: str = "give 
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(
-            f"{path} cannot be written: {_reason(error)}", f"free some space, or {elsewhere}"
-        ) from error
+        raise OutputError(f"{path} cannot be written: {_reason(error)}", f"free some space, or {elsewhere}") from error
 
 
 def _reason(error: Exception) -> str:
