@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -449,6 +450,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
 
 def _eval(given: Given, interrupts: Interrupts) -> int:
     from ..evaluation.run import evaluate, preview_evaluation
+    from ..evaluation.verdict_word import rounded
     from ..result import Place
 
     command, options = _command(given), Evaluate(**values_for(Evaluate, given))
@@ -481,9 +483,9 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
         )
     if unprinted is not None:
         raise unprinted
-    limit = options.fail_above
-    is_above = limit is not None and any(output["kl"]["mean"] > limit for output in evaluation.outputs)
-    code = EXIT_PROBLEMS if is_above else 0
+    limit = math.inf if options.fail_above is None else options.fail_above
+    above = [output for output in evaluation.outputs if output["kl"]["mean"] > limit]
+    code = EXIT_PROBLEMS if above else 0
     if not ranks.first:
         return code
     if page is not None or figure is not None:
@@ -491,6 +493,9 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
 
         write_evaluated(evaluation.outputs, (options.source, *options.outputs), page, figure)
     _say_written(given, *evaluation.written, page, figure)
+    for output in above:
+        mean = rounded(output["kl"]["mean"], lambda kl: kl > limit)
+        say_lines([f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr)
     return code
 
 

@@ -128,12 +128,17 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
     (tmp_path / "prompts").write_text("import\n")
     more = ("--json", "--out", tmp_path / "all.json", "--fail-above", "0.0000001", "--prompts", tmp_path / "prompts")
     code, stdout, stderr = run_main(capsys, *words, *more)
-    assert (code, stderr) == (1, "")
     found = json.loads(stdout)
+    above = [
+        f"{each['output']['name']}: mean KL {each['kl']['mean']:.3g} nats, above --fail-above 1e-07"
+        for each in found["outputs"]
+    ]
+    assert (code, stderr.splitlines()) == (1, above)
     assert found == json.loads((tmp_path / "all.json").read_text())
     assert [each["output"]["name"] for each in found["outputs"]] == ["tiny-FP8", "other"]
     largest = max(each["kl"]["mean"] for each in found["outputs"])
-    assert run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}")[0] == 0
+    code, _, stderr = run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}")
+    assert code == 0 and "above" not in stderr
     assert not (output / "eval.json").exists()
 
 
