@@ -467,6 +467,7 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
         bar.close()
         try:
             if command.json:
+                say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
                 print_json(evaluation.to_json(), interrupts)
             else:
                 from ..report.evaluation import evaluation_text
@@ -545,14 +546,12 @@ class _Bar:
         self, interrupts: Interrupts, command: Command, doing: str, did: str, first: bool = True, unit: str = "bytes"
     ) -> None:
         self._interrupts, self._doing, self._did, self._unit = interrupts, doing, did, unit
-        self._lines = command.progress == "json"
-        self._prints_begin = first and not command.json
-        self._shows = first and (self._lines or not command.json)
+        self._lines, self._first = command.progress == "json", first
         self._progress: Progress | None = None
 
     def begun(self, about: str) -> None:
         """Print a line that says what begins."""
-        if self._prints_begin:
+        if self._first:
             say_lines([about], sys.stderr)
 
     def advanced(self, done: int, total: int) -> None:
@@ -562,7 +561,7 @@ class _Bar:
             KeyboardInterrupt: a signal came.
         """
         self._interrupts.check()
-        if self._shows:
+        if self._first:
             if self._progress is None:
                 self._progress = Progress(total, 0, self._doing, self._did, self._lines, self._unit)
             self._progress.advance(done - self._progress.done)
