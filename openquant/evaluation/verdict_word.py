@@ -12,6 +12,8 @@ AT_FLOOR = 2.0
 # "close", "similar" and "changed": mean KL up to these, in nats. On two models and in all schemes the share of tokens
 # that differ was half the square root of the KL (docs/results.md): one token in 18, in 6 and in 3.
 CLOSE, SIMILAR, CHANGED = 0.01, 0.1, 0.5
+# The interval of fewer texts than this says next to nothing: there are too few to draw anew from.
+ENOUGH_TEXTS = 8
 
 
 def verdict_word(kl: float, floor: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..evaluation.verdict_word import kl_text
+from ..evaluation.verdict_word import ENOUGH_TEXTS, kl_text
 from ..files.cards import (
     COMMANDS,
     CONTEXT,
@@ -146,7 +146,8 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     rows += [("suspect layers", suspects)] if suspects else []
     lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows]
-    lines += ["", "Intervals are of 95 %, over texts.", ""]
+    few = " So few texts say little about others." if text["documents"] < ENOUGH_TEXTS else ""
+    lines += ["", f"Intervals are of 95 %, over texts.{few}", ""]
     if evaluation["texts"]:
         lines += [
             "<details><summary>The beginning of an answer of each</summary>",
