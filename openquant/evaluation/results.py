@@ -142,7 +142,9 @@ def make_evaluation(
     ]
     model_notes = (note for output in measurements.outputs for note in output.served.notes)
     documents = len(measurements.corpus.documents)
-    few = [] if documents >= ENOUGH_TEXTS else [f"{_few(documents)}: take 16 or more to publish the figures (--samples)"]
+    few = (
+        [] if documents >= ENOUGH_TEXTS else [f"{_few(documents)}: take 16 or more to publish the figures (--samples)"]
+    )
     all_notes = dict.fromkeys([*measurements.corpus.notes, *few, *model_notes, *notes])
     return Evaluation(source, floor, outputs, tuple(all_notes))
 

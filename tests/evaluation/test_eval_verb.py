@@ -133,9 +133,9 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
         f"{each['output']['name']}: mean KL {each['kl']['mean']:.3g} nats, above --fail-above 1e-07"
         for each in found["outputs"]
     ]
-    first, *_, note, first_above, second_above = stderr.splitlines()
+    first, *others, first_above, second_above = stderr.splitlines()
     assert (code, [first_above, second_above]) == (1, above)
-    assert first.endswith("; 6 passes") and note.startswith("note: no text was given")
+    assert first.endswith("; 6 passes") and any(line.startswith("note: no text was given") for line in others)
     assert found == json.loads((tmp_path / "all.json").read_text())
     assert [each["output"]["name"] for each in found["outputs"]] == ["tiny-FP8", "other"]
     largest = max(each["kl"]["mean"] for each in found["outputs"])
@@ -180,6 +180,21 @@ def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
     ).outputs[0]
     assert found["text"]["files"] == ["mine.txt"]
     assert [text["prompt"] for text in found["texts"]] == ["import os", "class A\x1b[31m:"]
+
+
+def test_prompts_can_be_left_out(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is answered then, and no other figure changes. The models are shown along a text instead."""
+    with_answers = evaluate(output, EXAMPLE, **SMALL).outputs[0]
+
+    def answered(*_: object, **__: object) -> None:
+        raise AssertionError("prompts were answered")
+
+    for module in (answers, evaluating):
+        monkeypatch.setattr(module, "continue_prompts", answered)
+    without = evaluate(output, EXAMPLE, no_prompts=True, **SMALL).outputs[0]
+    assert [text["along"] for text in without["texts"]] == [True]
+    assert {**without, "texts": []} == {**with_answers, "texts": []}
+    assert "--no-prompts answers none" in refused_options(outputs=["one"], prompts="mine.txt", no_prompts=True)
 
 
 def refused(kind: type[OpenQuantError], *outputs: Path, source: Path = EXAMPLE, **options: Any) -> str:
