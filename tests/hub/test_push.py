@@ -295,7 +295,7 @@ def test_an_evaluation_is_added_to_a_published_model(
         assert "0.00777 nats" in card and "0.00129 nats" not in card and "eval.png" not in card
 
 
-@pytest.mark.parametrize("case", ["another model", "no repository", "no evaluation", "private", "replace"])
+@pytest.mark.parametrize("case", ["another model", "no repository", "no evaluation", "several", "private", "replace"])
 def test_an_evaluation_that_cannot_be_added(hub: LoopbackHub, evaluated: Path, tmp_path: Path, case: str) -> None:
     words, name = {"private": ["--private"], "replace": ["--replace-weights"]}.get(case, []), "user/name"
     says = f"{evaluated} is a file: an evaluation goes into a repository that exists, and replaces no weights"
@@ -308,6 +308,9 @@ def test_an_evaluation_that_cannot_be_added(hub: LoopbackHub, evaluated: Path, t
     elif case == "no evaluation":
         evaluated.write_text("{}")
         says = "eval.json has no kl"
+    elif case == "several":
+        evaluated.write_text(json.dumps({"outputs": [json.loads(evaluated.read_bytes())] * 2}))
+        says = f"{evaluated} has the figures of 2 outputs, and a repository holds one\nhint: measure that one alone: "
     before = hub.commits("user/name")
     done = ask(hub, tmp_path, "push", evaluated, name, *words)
     assert done.returncode == 2
