@@ -518,12 +518,11 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
         OpenQuantError: push() would refuse it.
     """
     path = Path(directory)
-    commit = "a pull request is opened" if target.create_pr else "one commit to main"
     if _is_evaluation(path, target):
         with evaluation_publisher(path, target) as (publisher, names):
             return Preview(
                 reads=(Place(str(path.absolute()), "an evaluation", path.stat().st_size),),
-                does=(f"{', '.join(names)} are uploaded, the card with the figures of this evaluation; {commit}",),
+                does=(f"{', '.join(names)} are uploaded, the card with the figures of this evaluation; {_commit_to(publisher)}",),
                 writes=(Place(publisher.repo, "a repository that exists"),),
             )
     publisher, others = _publisher(path, target)
@@ -538,9 +537,17 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
     created = f"is created{', private' if target.private else ''}"
     return Preview(
         reads=reads,
-        does=(f"{len(reads)} files are uploaded, those that are not there yet; {commit}",),
+        does=(f"{len(reads)} files are uploaded, those that are not there yet; {_commit_to(publisher)}",),
         writes=(Place(publisher.repo, f"a repository that {'exists' if exists else created}"),),
     )
+
+
+def _commit_to(publisher: Publisher) -> str:
+    """Say where a push would commit to."""
+    if not publisher.push.create_pr:
+        return "one commit to main"
+    number = publisher.open_request
+    return "a pull request is opened" if number is None else f"one commit to pull request {number}, which is open"
 
 
 def _is_evaluation(path: Path, target: Push) -> bool:

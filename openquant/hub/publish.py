@@ -88,6 +88,7 @@ class Publisher:
         shards: names of the output shards; none if only other files are published, beside a model that is there.
 
     Attributes:
+        open_request: number of the pull request of this model that is open; None if there is none, or before `prepare`.
         complete: makes the published model card from the directory's card and the repository's name; None to publish
             the directory's card.
     """
@@ -95,6 +96,7 @@ class Publisher:
     def __init__(self, push: Push, directory: Path, digest: str, shards: Iterable[str]) -> None:
         self.push = push
         self.complete: Callable[[str, str], str] | None = None
+        self.open_request: int | None = None
         self.directory = directory
         self.digest = digest
         self.shards = list(shards)
@@ -145,7 +147,8 @@ class Publisher:
             require_permission(self.repo, write=not self.push.create_pr)
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
-                with_retries(self._find_request)
+                request = with_retries(self._find_request)
+                self.open_request = None if request is None or request.status == "merged" else request.num
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):

@@ -270,7 +270,10 @@ def test_an_evaluation_is_added_to_a_published_model(
     assert len(hub.commits("user/name")) == commits + 1
     for _ in range(2):
         done = ask(hub, tmp_path, "push", evaluated, "name", *more)
-        assert done.returncode == 0, done.stderr
+        assert (done.returncode, done.stderr) == (0, "")
+    where = "one commit to pull request 1, which is open" if request_number else "one commit to main"
+    previewed = ask(hub, tmp_path, "push", evaluated, "name", *more, "--dry-run")
+    assert f"; {where}\n" in previewed.stdout, previewed.stderr
     revision = "refs/pr/1" if request_number else "main"
     shown = held(hub, revision=revision)
     # The second push commits nothing.
