@@ -520,9 +520,10 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
     path = Path(directory)
     if _is_evaluation(path, target):
         with evaluation_publisher(path, target) as (publisher, names):
+            uploaded = f"{', '.join(names)} are uploaded, the card with the figures of this evaluation"
             return Preview(
                 reads=(Place(str(path.absolute()), "an evaluation", path.stat().st_size),),
-                does=(f"{', '.join(names)} are uploaded, the card with the figures of this evaluation; {_commit_to(publisher)}",),
+                does=(f"{uploaded}; {_commit_to(publisher)}",),
                 writes=(Place(publisher.repo, "a repository that exists"),),
             )
     publisher, others = _publisher(path, target)
@@ -545,7 +546,7 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
 def _commit_to(publisher: Publisher) -> str:
     """Say where a push would commit to."""
     if not publisher.push.create_pr:
-        return "one commit to main"
+        return f"one commit to {publisher.revision or 'main'}"
     number = publisher.open_request
     return "a pull request is opened" if number is None else f"one commit to pull request {number}, which is open"
 

@@ -86,6 +86,7 @@ class Publisher:
         directory: the output directory.
         digest: the plan's digest, which tells the uploads of this plan from others.
         shards: names of the output shards; none if only other files are published, beside a model that is there.
+        revision: the branch to commit to, such as "refs/pr/1"; None for main, or a pull request of its own.
 
     Attributes:
         open_request: number of the pull request of this model that is open; None if there is none, or before `prepare`.
@@ -93,8 +94,11 @@ class Publisher:
             the directory's card.
     """
 
-    def __init__(self, push: Push, directory: Path, digest: str, shards: Iterable[str]) -> None:
+    def __init__(
+        self, push: Push, directory: Path, digest: str, shards: Iterable[str], revision: str | None = None
+    ) -> None:
         self.push = push
+        self.revision = revision
         self.complete: Callable[[str, str], str] | None = None
         self.open_request: int | None = None
         self.directory = directory
@@ -144,7 +148,9 @@ class Publisher:
                 if not creates:
                     return False
                 self.repo = make_repository(self.repo, self.push.private)
-            require_permission(self.repo, write=not self.push.create_pr)
+            # A pull request also takes commits of its author.
+            is_request = self.push.create_pr or (self.revision or "").startswith("refs/pr/")
+            require_permission(self.repo, write=not is_request)
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
                 request = with_retries(self._find_request)
@@ -279,7 +285,7 @@ class Publisher:
                     self._commit(names, title, revision)
                 published = Published(self.repo, address, revision)
             else:
-                published = Published(self.repo, self._commit(names, title, None), None)
+                published = Published(self.repo, self._commit(names, title, self.revision), self.revision)
         if not self.push.only:
             self.forget()
         elif self._saved:

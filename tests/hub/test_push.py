@@ -298,6 +298,28 @@ def test_an_evaluation_is_added_to_a_published_model(
         assert "0.00777 nats" in card and "0.00129 nats" not in card and "eval.png" not in card
 
 
+def test_an_evaluation_is_added_to_an_open_pull_request(
+    hub: LoopbackHub, source: Path, evaluated: Path, tmp_path: Path
+) -> None:
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr", "--overwrite"))
+    assert done.returncode == 0, done.stderr
+    before, main = held(hub, revision="refs/pr/1"), hub.commits("user/name")
+    previewed = ask(hub, tmp_path, "push", evaluated, "name@refs/pr/1", "--dry-run")
+    assert "; one commit to refs/pr/1\n" in previewed.stdout, previewed.stderr
+    done = ask(hub, tmp_path, "push", evaluated, "name@refs/pr/1")
+    assert done.returncode == 0, done.stderr
+    shown = held(hub, revision="refs/pr/1")
+    assert shown["eval.json"] == evaluated.read_bytes() and b"Measured against" in shown["README.md"]
+    assert shown.keys() == before.keys() | {"eval.json", "eval.png"} and hub.commits("user/name") == main
+    for name, more, says in (
+        ("name@", (), "name@ names no revision after the @"),
+        ("name@refs/pr/1", ("--create-pr",), "name@refs/pr/1 names a revision to commit to, --create-pr opens a "),
+        ("name@refs/pr/2", (), "user/name has no revision refs/pr/2"),
+    ):
+        done = ask(hub, tmp_path, "push", evaluated, name, *more)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {says}"), done.stderr
+
+
 @pytest.mark.parametrize("case", ["another model", "no repository", "no evaluation", "several", "private", "replace"])
 def test_an_evaluation_that_cannot_be_added(hub: LoopbackHub, evaluated: Path, tmp_path: Path, case: str) -> None:
     words, name = {"private": ["--private"], "replace": ["--replace-weights"]}.get(case, []), "user/name"
