@@ -39,6 +39,7 @@ from .preflight import (
     refuse_foreign_weights,
     refuse_source,
     refuse_unquantized,
+    require_namespace,
     require_permission,
     require_valid_card,
     user_name,
@@ -161,6 +162,20 @@ class Publisher:
                     refuse_source(repository, base_models(text), downloaded)
                     refuse_unquantized(repository, self.shards, self._is_ours)
         return repository is not None
+
+    def require_writable(self) -> None:
+        """Check the token and its permissions, before hours of work. Nothing is changed on the Hub.
+
+        Raises:
+            PushError: the user is not logged in, may not write there, or may not create the repository.
+            UsageError: the repository's name is not valid.
+        """
+        repository = self.find()
+        with push_errors(self.repo):
+            if repository is None:
+                require_namespace(self.repo)
+            else:
+                require_permission(self.repo, write=not self.push.create_pr)
 
     def find(self) -> ModelInfo | None:
         """Look for the repository; `repo` is then its current full name.

@@ -734,6 +734,25 @@ def test_without_a_token(hub: LoopbackHub, source: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("more", [["--dry-run"], ["--gptq", "--scheme", "int4"], ["--fit", "5bits"]])
+def test_a_push_is_checked_before_hours_of_work(
+    hub: LoopbackHub, source: Path, tmp_path: Path, more: list[str]
+) -> None:
+    words = ["compress", "-m", source, "-o", tmp_path / "out", *more, "--push-to-hub"]
+    done = ask(hub, tmp_path, *words, "others/name")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        [
+            "error: others/name cannot be created: user is no member of others",
+            "hint: push to user/name, or log in as somebody who may",
+        ],
+    )
+    hub.role = "read"
+    done = ask(hub, tmp_path, *words, "name")
+    assert done.returncode == 2 and "the token of user is read-only" in done.stderr
+    assert not hub.stored and not (tmp_path / "out").exists()
+
+
 def test_foreign_weights_in_the_repository_are_refused(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
     hub.create("user/name", private=False)
     digest = hashlib.sha256(b"weights").hexdigest()
