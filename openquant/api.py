@@ -188,6 +188,8 @@ def compress(
     wanted = FitOptions.parse(fit=fit, context=context, engines=engines, candidates=candidates)
     reporter, start = reporter or Reporter(), time.monotonic()
     with connected(ranks) as ranks:
+        if run.dry_run or wanted.fit is not None:
+            _require_writable(run, ranks)
         if wanted.fit is not None:
             # Imports torch.
             from .fit.run import choose_mixture
@@ -208,6 +210,7 @@ def compress(
             return _result(prepared, start, Outcome())
         corpus = None
         if prepared.plan.lacks:
+            _require_writable(run, ranks)
             calibrated, corpus = in_all_ranks(
                 ranks, lambda: run_texts(prepared, recipe, texts, options, ranks, reporter)
             )
@@ -308,6 +311,8 @@ def dequantize(
     )
     reporter, start = reporter or Reporter(), time.monotonic()
     with connected(ranks) as ranks:
+        if run.dry_run:
+            _require_writable(run, ranks)
         prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
         _report_plan(prepared, ranks, reporter)
         if run.dry_run:
@@ -323,6 +328,14 @@ def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
         if is_smoothed(card_of(opened.checkpoint)):
             plan = replace(plan, notes=(*plan.notes, FOLDED))
     return prepare(run, opened, plan, ranks)
+
+
+def _require_writable(run: Run, ranks: Ranks) -> None:
+    """Check that the output can be pushed, before passes that may take hours; without them `carry_out` is as early."""
+    push = run.push
+    if push is not None:
+        publisher = Publisher(push, Path(), "", ())
+        in_all_ranks(ranks, lambda: publisher.require_writable() if ranks.first else None)
 
 
 def _report_plan(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
@@ -518,12 +531,12 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
         OpenQuantError: push() would refuse it.
     """
     path = Path(directory)
-    commit = "a pull request is opened" if target.create_pr else "one commit to main"
     if _is_evaluation(path, target):
         with evaluation_publisher(path, target) as (publisher, names):
+            uploaded = f"{', '.join(names)} are uploaded, the card with the figures of this evaluation"
             return Preview(
                 reads=(Place(str(path.absolute()), "an evaluation", path.stat().st_size),),
-                does=(f"{', '.join(names)} are uploaded, the card with the figures of this evaluation; {commit}",),
+                does=(f"{uploaded}; {_commit_to(publisher)}",),
                 writes=(Place(publisher.repo, "a repository that exists"),),
             )
     publisher, others = _publisher(path, target)
@@ -538,9 +551,17 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
     created = f"is created{', private' if target.private else ''}"
     return Preview(
         reads=reads,
-        does=(f"{len(reads)} files are uploaded, those that are not there yet; {commit}",),
+        does=(f"{len(reads)} files are uploaded, those that are not there yet; {_commit_to(publisher)}",),
         writes=(Place(publisher.repo, f"a repository that {'exists' if exists else created}"),),
     )
+
+
+def _commit_to(publisher: Publisher) -> str:
+    """Say where a push would commit to."""
+    if not publisher.push.create_pr:
+        return f"one commit to {publisher.revision or 'main'}"
+    number = publisher.open_request
+    return "a pull request is opened" if number is None else f"one commit to pull request {number}, which is open"
 
 
 def _is_evaluation(path: Path, target: Push) -> bool:

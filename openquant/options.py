@@ -946,6 +946,11 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         read=filled,
         completes="file",
     )
+    no_prompts: bool = option(
+        False,
+        "Answer no prompts, not even the built-in ones. The models are then compared along a text, as with `stream`.",
+        TEXTS,
+    )
     kv_cache: CacheScheme = option(
         "auto",
         'KV cache: fp8, or auto (default), as the config says. "fp8" rounds keys and values to FP8; "auto" does so '
@@ -1020,6 +1025,8 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
             raise UsageError("--limit is for --tasks", "give --tasks too, or leave --limit out")
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"{self.limit} questions", "give --limit 1 or more")
+        if self.no_prompts and self.prompts is not None:
+            raise UsageError("--prompts gives prompts to answer, --no-prompts answers none", "give one of them")
         if self.stream and self.prompts is not None:
             raise UsageError(
                 "--prompts takes all weights once more, which --stream has let go of by then", "give one of them"

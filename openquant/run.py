@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .calibration.gptq_run import apply_gptq, missing_bytes, rounded_layer_store
 from .convert.conversion import Progress, check_copied, convert
 from .distributed import Ranks, attempt
-from .errors import OutputError, SourceError
+from .errors import OutputError, SourceError, UsageError
 from .files.cards import card_of
 from .files.checkpoint import open_checkpoint, readable
 from .files.claim import Claim
@@ -352,7 +352,8 @@ def evaluation_publisher(path: Path, target: Push) -> Iterator[tuple[Publisher, 
 
     Args:
         path: the evaluation.
-        target: the repository and other options of publishing.
+        target: the repository, or "org/name@revision" for an open pull request or a branch, and other options of
+            publishing.
 
     Yields:
         The publisher; and the names of the files to publish: the card with the figures, eval.json, and its picture.
@@ -361,21 +362,31 @@ def evaluation_publisher(path: Path, target: Push) -> Iterator[tuple[Publisher, 
         SourceError: the evaluation is damaged or of another model, or the repository holds no readable checkpoint.
         PushError: there is no such repository, the user may not write there, or the Hub refuses the card.
         OutputError: the temporary directory cannot be written.
+        UsageError: the name is not valid, or its revision contradicts --create-pr.
     """
+    name, at_sign, revision = target.name.partition("@")
+    if at_sign and not revision:
+        raise UsageError(f"{target.name} names no revision after the @", "write org/name@refs/pr/1")
+    if revision and target.create_pr:
+        raise UsageError(
+            f"{target.name} names a revision to commit to, --create-pr opens a pull request", "give one of them"
+        )
     files = evaluation_files(path)
     evaluation = json.loads(files[EVAL_FILE])
     output, picture = evaluation["output"], EVAL_PICTURE if EVAL_PICTURE in files else None
     with silent(), output_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
-        publisher = Publisher(target, Path(folder), evaluation_digest(evaluation), ())
+        digest = evaluation_digest(evaluation)
+        publisher = Publisher(replace(target, name=name), Path(folder), digest, (), revision or None)
         if publisher.find() is None:
             raise PushError(f"{publisher.repo} does not exist, so nothing in it was evaluated", "push the model first")
-        source = repository_source(publisher.repo)
+        source = repository_source(publisher.repo, publisher.revision)
         checkpoint = source.open()
         fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
         if not fingerprint.matches(output["digest"], output.get("stamp", "")):
+            evaluated = f"{publisher.repo}{at_sign}{revision}"
             raise SourceError(
                 f"{path} is not of the model in {source.identity}",
-                f"evaluate that one: openquant eval {publisher.repo} --source SOURCE --out eval.json",
+                f"evaluate that one: openquant eval {evaluated} --source SOURCE --out eval.json",
             )
         source.fetch_files([CARD_FILE])
         card = card_of(checkpoint).encode()

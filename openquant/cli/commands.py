@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,7 @@ from .interrupts import MESSAGE, hint
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
+    from ..evaluation.results import Evaluation
     from ..hub.source import Source
     from ..result import Preview, Result
 
@@ -448,6 +450,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
 
 def _eval(given: Given, interrupts: Interrupts) -> int:
     from ..evaluation.run import evaluate, preview_evaluation
+    from ..evaluation.verdict_word import rounded
     from ..result import Place
 
     command, options = _command(given), Evaluate(**values_for(Evaluate, given))
@@ -457,26 +460,43 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
         preview = preview_evaluation(options, Texts(**values_for(Texts, given)))
         files = tuple(Place(str(file.path.absolute()), file.kind.title) for file in (page, figure) if file is not None)
         return _print_preview(replace(preview, writes=preview.writes + files), given, interrupts) if ranks.first else 0
+    unprinted: OpenQuantError | None = None
+
+    def measured(evaluation: Evaluation) -> None:
+        nonlocal unprinted
+        bar.close()
+        try:
+            if command.json:
+                say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
+                print_json(evaluation.to_json(), interrupts)
+            else:
+                from ..report.evaluation import evaluation_text
+
+                require_printed(say(evaluation_text(evaluation.to_json(), evaluation.notes, columns()), sys.stdout))
+        except OpenQuantError as error:
+            unprinted = error  # The files are still written.
+
+    # The files come last, so that hours of work are printed even if a disk is full.
     with closing(_Bar(interrupts, command, "evaluating", "evaluated", ranks.first, "tokens")) as bar:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}
-        evaluation = evaluate(**values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
-    limit = options.fail_above
-    is_above = limit is not None and any(output["kl"]["mean"] > limit for output in evaluation.outputs)
-    code = EXIT_PROBLEMS if is_above else 0
+        evaluation = evaluate(
+            **values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, measured=measured, ranks=ranks
+        )
+    if unprinted is not None:
+        raise unprinted
+    limit = math.inf if options.fail_above is None else options.fail_above
+    above = [output for output in evaluation.outputs if output["kl"]["mean"] > limit]
+    code = EXIT_PROBLEMS if above else 0
     if not ranks.first:
         return code
-    if command.json:
-        print_json(evaluation.to_json(), interrupts)
-    else:
-        from ..report.evaluation import evaluation_text
-
-        require_printed(say(evaluation_text(evaluation.to_json(), evaluation.notes, columns()), sys.stdout))
-    # The files come last, so that hours of work are printed even if a disk is full.
     if page is not None or figure is not None:
         from ..report.pages import write_evaluated
 
         write_evaluated(evaluation.outputs, (options.source, *options.outputs), page, figure)
     _say_written(given, *evaluation.written, page, figure)
+    for output in above:
+        mean = rounded(output["kl"]["mean"], lambda kl: kl > limit)
+        say_lines([f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr)
     return code
 
 
@@ -526,14 +546,12 @@ class _Bar:
         self, interrupts: Interrupts, command: Command, doing: str, did: str, first: bool = True, unit: str = "bytes"
     ) -> None:
         self._interrupts, self._doing, self._did, self._unit = interrupts, doing, did, unit
-        self._lines = command.progress == "json"
-        self._prints_begin = first and not command.json
-        self._shows = first and (self._lines or not command.json)
+        self._lines, self._first = command.progress == "json", first
         self._progress: Progress | None = None
 
     def begun(self, about: str) -> None:
         """Print a line that says what begins."""
-        if self._prints_begin:
+        if self._first:
             say_lines([about], sys.stderr)
 
     def advanced(self, done: int, total: int) -> None:
@@ -543,7 +561,7 @@ class _Bar:
             KeyboardInterrupt: a signal came.
         """
         self._interrupts.check()
-        if self._shows:
+        if self._first:
             if self._progress is None:
                 self._progress = Progress(total, 0, self._doing, self._did, self._lines, self._unit)
             self._progress.advance(done - self._progress.done)
@@ -557,6 +575,7 @@ class _Bar:
         """Remove the bar."""
         if self._progress is not None:
             self._progress.close()
+            self._progress = None
 
 
 def _verify(given: Given, interrupts: Interrupts) -> int:

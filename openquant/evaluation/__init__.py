@@ -14,7 +14,7 @@ task_requests        multiple-choice questions as token ids; `task_passes` runs 
 task_servers         has running servers generate the answers to other tasks
 task_statistics      intervals, paired tests; `task_results` and `task_types` are what eval.json has of tasks
 under_test           the checkpoints that are compared, with their settings
-verdict              "same", "close", "similar", "changed" or "broken", and the layers that stand out
+verdict_word         "same", "close", "similar", "changed" or "broken"; `verdict` finds the layers that stand out
 results, types       eval.json, and the types of its keys
 
 evaluation = evaluate("Qwen3-8B-FP8", "Qwen/Qwen3-8B")

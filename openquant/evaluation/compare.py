@@ -142,7 +142,7 @@ class _Comparison:
         embedding = self.model.model.get_input_embeddings()
         self.vocabulary = int(getattr(embedding, "num_embeddings", 0))
         self.prompts: Sequence[Prompt] = ()
-        if settings.tokenizer is not None and settings.can_reload:
+        if settings.tokenizer is not None and settings.answers_prompts:
             nbytes = max(self.model.nbytes, *(output.served.model.nbytes for output in self.outputs))
             self.prompts = prompts_to_answer(
                 settings.prompts, settings.tokenizer, self.vocabulary, nbytes, settings.answer_memory

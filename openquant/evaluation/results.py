@@ -23,16 +23,8 @@ from .counters import HiddenStateDistances, RouteCounts
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
 from .types import Brief, NamedModel, OutputEvaluation
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest
-from .verdict import (
-    CHANGED,
-    LayerFigures,
-    Suspect,
-    kl_text,
-    suspects_by_config,
-    suspects_by_layers,
-    suspects_by_weights,
-    verdict_word,
-)
+from .verdict import LayerFigures, Suspect, suspects_by_config, suspects_by_layers, suspects_by_weights
+from .verdict_word import CHANGED, ENOUGH_TEXTS, kl_text, verdict_word
 
 # Settings of config.json that do not change what a model computes. Other such settings never come from config.json.
 _IRRELEVANT = frozenset(
@@ -149,8 +141,17 @@ def make_evaluation(
         for output, answers in zip(measurements.outputs, texts, strict=True)
     ]
     model_notes = (note for output in measurements.outputs for note in output.served.notes)
-    all_notes = dict.fromkeys([*measurements.corpus.notes, *model_notes, *notes])
+    documents = len(measurements.corpus.documents)
+    few = (
+        [] if documents >= ENOUGH_TEXTS else [f"{_few(documents)}: take 16 or more to publish the figures (--samples)"]
+    )
+    all_notes = dict.fromkeys([*measurements.corpus.notes, *few, *model_notes, *notes])
     return Evaluation(source, floor, outputs, tuple(all_notes))
+
+
+def _few(documents: int) -> str:
+    one = documents == 1
+    return "a single text gives no interval" if one else f"an interval from {documents} texts says next to nothing"
 
 
 def _figures(measurements: Measurements, output: OutputUnderTest, floor: Brief) -> dict[str, Any]:

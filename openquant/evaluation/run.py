@@ -59,6 +59,7 @@ def evaluate(
     out: str | os.PathLike[str] | None = None,
     stream: bool = False,
     prompts: str | os.PathLike[str] | None = None,
+    no_prompts: bool = False,
     tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     server: str | Sequence[str] = (),
     apply_chat_template: bool = False,
@@ -76,6 +77,7 @@ def evaluate(
     begun: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
     remaining: Callable[[float], None] | None = None,
+    measured: Callable[[Evaluation], None] | None = None,
     ranks: Ranks | None = None,
 ) -> Evaluation:
     """Compare outputs with their source: how far their answers are apart, which layers cause it, and a verdict.
@@ -87,6 +89,8 @@ def evaluate(
         progress: called with the number of tokens that are done and of all tokens. Each pass of a text counts, and a
             token that is through half of the layers counts half.
         remaining: called with the estimated seconds that are left, from the end of the first layer on.
+        measured: called once with the figures, in the first rank only, before they are written: hours of work are not
+            lost if a disk is full. `written` is still empty.
         ranks: this process among several, as `Ranks.from_environment(os.environ)` gives it; each runs its share of the
             texts. None for this process alone.
 
@@ -102,6 +106,7 @@ def evaluate(
         out=out,
         stream=stream,
         prompts=prompts,
+        no_prompts=no_prompts,
         tasks=tasks,
         server=server,
         apply_chat_template=apply_chat_template,
@@ -117,7 +122,7 @@ def evaluate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _evaluate(options, texts, ranks, begun, progress, remaining))
+        return in_all_ranks(ranks, lambda: _evaluate(options, texts, ranks, begun, progress, remaining, measured))
 
 
 def _evaluate(
@@ -127,6 +132,7 @@ def _evaluate(
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
     remaining: Callable[[float], None] | None,
+    measured: Callable[[Evaluation], None] | None,
 ) -> Evaluation:
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
     device = find_device(options.device, ranks.local_rank)
@@ -197,7 +203,7 @@ def _evaluate(
             source_tokenizer,
             options.prompts,
             supply,
-            can_reload=not options.stream,
+            answers_prompts=not (options.stream or options.no_prompts),
             ranks=ranks if ranks.size > 1 else None,
             answer_memory=answer_memory(options.max_memory),
             tasks=tasks,
@@ -206,6 +212,8 @@ def _evaluate(
         evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
+    if ranks.first and measured is not None:
+        measured(evaluation)
     for file, value in zip(files, _results(options, evaluation), strict=True) if ranks.first else ():
         if file is not None:
             file.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())

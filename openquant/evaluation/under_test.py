@@ -78,7 +78,7 @@ class EvaluationSettings:
         prompts: file of prompts; None for built-in ones.
         supply: opens the shard providers of the source and of each output, in that order, given the shards that each
             needs; None if all shards are in the checkpoints' directories.
-        can_reload: whether all weights can be read once more after the texts, to answer prompts.
+        answers_prompts: whether the models answer prompts after the texts, for which all weights are read once more.
         ranks: the processes that share the documents; None if this is the only one.
         tasks: questions of tasks that the models answer too; None for none.
         pass_checkpoint: file from which an interrupted evaluation continues; None for none.
@@ -93,7 +93,7 @@ class EvaluationSettings:
     tokenizer: Tokenizer | None = None
     prompts: str | os.PathLike[str] | None = None
     supply: Callable[[Sequence[Needs]], AbstractContextManager[Sequence[ShardProvider]]] | None = None
-    can_reload: bool = True
+    answers_prompts: bool = True
     ranks: DocumentRanks | None = None
     answer_memory: int | None = None
     tasks: TaskRequests | None = None

@@ -1,7 +1,7 @@
-"""The verdict on an output, and the layers that are suspect. docs/evaluation.md has the limits.
+"""The layers of an output that are suspect. docs/evaluation.md has the limits.
 
-The verdict depends on the mean KL and the noise floor alone. A layer is suspect if it differs by more than rounding to
-its format explains, and by more than most other layers: a change to all layers, such as GPTQ, makes none suspect.
+A layer is suspect if it differs by more than rounding to its format explains, and by more than most other layers: a
+change to all layers, such as GPTQ, makes none suspect.
 """
 
 from __future__ import annotations
@@ -13,12 +13,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .weight_changes import ROUNDED, WeightChange
-
-# "same": mean KL up to this many times the floor's, which another program's rounding could cause.
-AT_FLOOR = 2.0
-# "close", "similar" and "changed": mean KL up to these, in nats. On two models and in all schemes the share of tokens
-# that differ was half the square root of the KL (docs/results.md): one token in 18, in 6 and in 3.
-CLOSE, SIMILAR, CHANGED = 0.01, 0.1, 0.5
 
 # Limit of a layer's error relative to its format's rounding error, and relative to the median layer's ratio of the two.
 ERROR = 1.5
@@ -69,30 +63,6 @@ class Suspect:
 
     layer: str
     why: str
-
-
-def verdict_word(kl: float, floor: float) -> str:
-    """Return the verdict on an output: "same", "close", "similar", "changed" or "broken".
-
-    Args:
-        kl: mean KL divergence of the output from the source, in nats.
-        floor: mean KL divergence of the noise floor, the source with rounding noise, in nats.
-    """
-    if kl <= AT_FLOOR * floor:
-        return "same"
-    limits = {"close": CLOSE, "similar": SIMILAR, "changed": CHANGED}
-    return next((word for word, limit in limits.items() if kl <= limit), "broken")
-
-
-def kl_text(kl: float, floor: float) -> str:
-    """Format a mean KL divergence with three digits, or as many as its verdict needs: "0.0123"; "0.1003" is "changed".
-
-    Args:
-        kl: mean KL divergence of the output from the source, in nats.
-        floor: that of the noise floor.
-    """
-    texts = (f"{kl:.{digits}g}" for digits in range(3, 18))
-    return next(text for text in texts if verdict_word(float(text), floor) == verdict_word(kl, floor))
 
 
 def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str], gptq: bool = False) -> list[Suspect]:

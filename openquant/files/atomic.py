@@ -56,12 +56,13 @@ def make_directory(path: Path) -> None:
         directory.mkdir(exist_ok=True)
 
 
-def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
+def write_atomic(path: Path, *parts: bytes | memoryview, elsewhere: str = "give another place") -> None:
     """Write a file whole or not at all. Its directory is made if it is missing.
 
     Args:
         path: the file; an existing one is replaced.
         parts: its contents, written one after the other.
+        elsewhere: hint that says how to give another path.
 
     Raises:
         OutputError: it cannot be written, or is a link.
@@ -71,7 +72,7 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
     try:
         make_directory(path.parent)
         if path.is_symlink():
-            raise OutputError(f"{path} is a link", "give another place, or remove it")
+            raise OutputError(f"{path} is a link", f"{elsewhere}, or remove it")
         try:
             handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             with os.fdopen(handle, "wb") as file:
@@ -82,9 +83,7 @@ def write_atomic(path: Path, *parts: bytes | memoryview) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise OutputError(
-            f"{path} cannot be written: {_reason(error)}", "free some space, or give another place"
-        ) from error
+        raise OutputError(f"{path} cannot be written: {_reason(error)}", f"free some space, or {elsewhere}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -115,7 +115,7 @@ class Destination:
             OutputError: the file cannot be written.
         """
         self.require()
-        write_atomic(self.path, *parts)
+        write_atomic(self.path, *parts, elsewhere=self.elsewhere)
 
     def _refuse(self, why: str, hint: str | None = None) -> None:
         raise UsageError(f"{self.title} {why}", hint or self.elsewhere)

@@ -261,7 +261,13 @@ def evaluation_files(path: Path) -> dict[str, bytes]:
     """
     with readable():
         data = read_small(path, EVAL_FILE)
-        digest = evaluation_digest(check_evaluation(parse_json(data, EVAL_FILE))).encode()
+        value = parse_json(data, EVAL_FILE)
+        if isinstance(value, dict) and isinstance(value.get("outputs"), list):
+            raise SourceError(
+                f"{path} has the figures of {len(value['outputs'])} outputs, and a repository holds one",
+                "measure that one alone: openquant eval NAME --source SOURCE --out eval.json",
+            )
+        digest = evaluation_digest(check_evaluation(value)).encode()
         with Folder(path.parent) as folder:
             picture = folder.read(EVAL_PICTURE, MAX_SMALL) if folder.is_file(EVAL_PICTURE) else None
     return {EVAL_FILE: data} | ({EVAL_PICTURE: picture} if picture and digest in picture else {})

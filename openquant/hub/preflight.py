@@ -46,6 +46,31 @@ def user_name(repo: str) -> str:
     return str(user["name"])
 
 
+def require_namespace(repo: str) -> None:
+    """Check that the user is the owner of a repository that is to be created, or a member of the organization.
+
+    What a fine-grained token may do is known only when it is used.
+
+    Args:
+        repo: "org/name".
+
+    Raises:
+        PushError: the user is neither.
+        Exception: the Hub cannot be reached, or refuses; as huggingface_hub raises it.
+    """
+    from huggingface_hub import HfApi
+
+    user, owner = with_retries(HfApi().whoami), repo.partition("/")[0]
+    if ((user.get("auth") or {}).get("accessToken") or {}).get("role") == "fineGrained":
+        return
+    owners = [user["name"], *(organization["name"] for organization in user.get("orgs") or ())]
+    if owner.lower() not in map(str.lower, owners):
+        raise PushError(
+            f"{repo} cannot be created: {user['name']} is no member of {owner}",
+            f"push to {user['name']}/{repo.partition('/')[2]}, or log in as somebody who may",
+        )
+
+
 def find_repository(name: str) -> ModelInfo | None:
     """Return the Hub's information on a repository.
 

@@ -39,6 +39,7 @@ from .preflight import (
     refuse_foreign_weights,
     refuse_source,
     refuse_unquantized,
+    require_namespace,
     require_permission,
     require_valid_card,
     user_name,
@@ -86,15 +87,21 @@ class Publisher:
         directory: the output directory.
         digest: the plan's digest, which tells the uploads of this plan from others.
         shards: names of the output shards; none if only other files are published, beside a model that is there.
+        revision: the branch to commit to, such as "refs/pr/1"; None for main, or a pull request of its own.
 
     Attributes:
+        open_request: number of the pull request of this model that is open; None if there is none, or before `prepare`.
         complete: makes the published model card from the directory's card and the repository's name; None to publish
             the directory's card.
     """
 
-    def __init__(self, push: Push, directory: Path, digest: str, shards: Iterable[str]) -> None:
+    def __init__(
+        self, push: Push, directory: Path, digest: str, shards: Iterable[str], revision: str | None = None
+    ) -> None:
         self.push = push
+        self.revision = revision
         self.complete: Callable[[str, str], str] | None = None
+        self.open_request: int | None = None
         self.directory = directory
         self.digest = digest
         self.shards = list(shards)
@@ -142,16 +149,33 @@ class Publisher:
                 if not creates:
                     return False
                 self.repo = make_repository(self.repo, self.push.private)
-            require_permission(self.repo, write=not self.push.create_pr)
+            # A pull request also takes commits of its author.
+            is_request = self.push.create_pr or (self.revision or "").startswith("refs/pr/")
+            require_permission(self.repo, write=not is_request)
             if self.push.create_pr:
                 # This fails if discussions, and so pull requests, are disabled.
-                with_retries(self._find_request)
+                request = with_retries(self._find_request)
+                self.open_request = None if request is None or request.status == "merged" else request.num
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
                     refuse_source(repository, base_models(text), downloaded)
                     refuse_unquantized(repository, self.shards, self._is_ours)
         return repository is not None
+
+    def require_writable(self) -> None:
+        """Check the token and its permissions, before hours of work. Nothing is changed on the Hub.
+
+        Raises:
+            PushError: the user is not logged in, may not write there, or may not create the repository.
+            UsageError: the repository's name is not valid.
+        """
+        repository = self.find()
+        with push_errors(self.repo):
+            if repository is None:
+                require_namespace(self.repo)
+            else:
+                require_permission(self.repo, write=not self.push.create_pr)
 
     def find(self) -> ModelInfo | None:
         """Look for the repository; `repo` is then its current full name.
@@ -276,7 +300,7 @@ class Publisher:
                     self._commit(names, title, revision)
                 published = Published(self.repo, address, revision)
             else:
-                published = Published(self.repo, self._commit(names, title, None), None)
+                published = Published(self.repo, self._commit(names, title, self.revision), self.revision)
         if not self.push.only:
             self.forget()
         elif self._saved:

@@ -520,7 +520,7 @@ def interruptible(call: Callable[[], Result]) -> Result:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """In the `with` block, turn off huggingface_hub's progress bars and remove queries of URLs from its log.
+    """In the `with` block, turn off huggingface_hub's progress bars, and remove from its log what users need not see.
 
     The bars stay if HF_HUB_DISABLE_PROGRESS_BARS is set to any value.
     """
@@ -528,7 +528,7 @@ def silent() -> Iterator[None]:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     for handler in logging.getLogger("huggingface_hub").handlers:
-        handler.addFilter(_without_queries)
+        handler.addFilter(_shorten)
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         with disable_progress_bars():
             yield
@@ -536,7 +536,11 @@ def silent() -> Iterator[None]:
         yield
 
 
-def _without_queries(record: logging.LogRecord) -> bool:
-    """A log filter that removes the queries of URLs, which the client logs when it retries."""
+# A push of what is there already is no reason to warn.
+_NOTHING_NEW = "No files have been modified since last commit."
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    """A log filter: no queries of URLs, which the client logs when it retries, and no warning of an empty commit."""
     record.msg, record.args = without_queries(record.getMessage()), ()
-    return True
+    return not record.msg.startswith(_NOTHING_NEW)

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ..evaluation.verdict_word import ENOUGH_TEXTS, kl_text
 from ..files.cards import (
     COMMANDS,
     CONTEXT,
@@ -116,13 +117,14 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         The text of the new README.md.
     """
     kl, floor, perplexity = evaluation["kl"], evaluation["floor"], evaluation["perplexity"]
+    mean = kl_text(kl["mean"], floor["kl"])
     text, source = evaluation["text"], evaluation["source"]["name"]
     suspects = ", ".join(map(markdown, evaluation["suspects"][:_SUSPECTS]))
     rows = [
         ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(verdict_meaning(evaluation))}"),
         (
             "mean KL to the source",
-            f"{kl['mean']:.3g} nats{_interval(kl['interval'])} (bfloat16's own noise {floor['kl']:.3g})",
+            f"{mean} nats{_interval(kl['interval'])} (bfloat16's own noise {floor['kl']:.3g})",
         ),
         (
             "same most probable token",
@@ -144,7 +146,8 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     rows += [("suspect layers", suspects)] if suspects else []
     lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows]
-    lines += ["", "Intervals are of 95 %, over texts.", ""]
+    few = " So few texts say little about others." if text["documents"] < ENOUGH_TEXTS else ""
+    lines += ["", f"Intervals are of 95 %, over texts.{few}", ""]
     if evaluation["texts"]:
         lines += [
             "<details><summary>The beginning of an answer of each</summary>",

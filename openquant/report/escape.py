@@ -18,8 +18,8 @@ _JOINERS = "\u200c\u200d"
 _UNCOMMON = re.compile(r"[^ -~]")
 # Characters with a meaning inside of a line of Markdown, also in GitHub's and the Hub's dialects (emoji, formulas).
 _MARKED = re.compile(r"[\\`*_{}\[\]<>()#!|~&:@$^\"']|(?<=www)\.", re.IGNORECASE)
-# Characters that open a list, a heading or a rule at the beginning of a line.
-_OPENING = re.compile(r"^(\d*)([-+=.])")
+# Characters that open a list, a heading or a rule at the beginning of a line; a point does so after a number.
+_OPENING = re.compile(r"^(\d+(?=\.(?:\s|$))|(?=[-+=]))(.)")
 
 
 def terminal(text: str, kept: str = "") -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..evaluation.verdict_word import kl_text
 from .card import SIDES, difference_text, percent
 from .cells import gigabytes, paragraphs, table
 from .escape import join_lines, terminal
@@ -32,16 +33,18 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
     rows = [("", "size", "KL in nats", "95 %", "99th", "same token", "perplexity", "verdict")]
     size, perplexity = gigabytes(outputs[0]["sizes"]["source"]), _number(outputs[0]["perplexity"]["source"])
     rows.append((source, size, "", "", "", "", perplexity, ""))
-    rows.append(("  with noise: the floor", "", *_kl(floor), percent(floor["top1"]), _number(floor["perplexity"]), ""))
+    rows.append(
+        ("  with noise: the floor", "", *_kl(floor, floor), percent(floor["top1"]), _number(floor["perplexity"]), "")
+    )
     for output in outputs:
         kl = {"kl": output["kl"]["mean"], **output["kl"]}
         perplexity = _number(output["perplexity"]["output"])
         name, size = terminal(output["output"]["name"]), gigabytes(output["sizes"]["output"])
-        rows.append((name, size, *_kl(kl), percent(output["top1"]), perplexity, output["verdict"]))
+        rows.append((name, size, *_kl(kl, floor), percent(output["top1"]), perplexity, output["verdict"]))
         weights_only = output["weights_only"]
         if weights_only["kl"] != output["kl"]["mean"]:
             cells = percent(weights_only["top1"]), _number(weights_only["perplexity"])
-            rows.append(("  its weights alone", "", *_kl(weights_only), *cells, ""))
+            rows.append(("  its weights alone", "", *_kl(weights_only, floor), *cells, ""))
     lines = table(rows, width=width)
     for output in outputs:
         said = ["", f"{output['output']['name']}: {output['verdict']}: {verdict_meaning(output)}"]
@@ -83,10 +86,10 @@ def _answers(text: Mapping[str, Any], width: int | None) -> list[str]:
     return [*table(rows, left=(0, 1), width=width), *paragraphs([f"  {difference_text(text)}"], width)]
 
 
-def _kl(figures: Mapping[str, Any]) -> tuple[str, str, str]:
+def _kl(figures: Mapping[str, Any], floor: Mapping[str, Any]) -> tuple[str, str, str]:
     interval = figures["interval"]
     interval_text = f"[{', '.join(f'{edge:.3g}' for edge in interval)}]" if interval else ""
-    return f"{figures['kl']:.3g}", interval_text, f"{figures['p99']:.3g}"
+    return kl_text(figures["kl"], floor["kl"]), interval_text, f"{figures['p99']:.3g}"
 
 
 def _number(value: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from ..evaluation.verdict_word import kl_text
 from ..files.evaluation import evaluation_digest
 from ..version import __version__
 from .cells import gigabytes, per_cent
@@ -63,7 +64,7 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
     rows = [
         ("size", f"{gigabytes(sizes['source'])} to"),
         ("", f"{gigabytes(sizes['output'])}, {per_cent(sizes['output'], sizes['source'])}"),
-        ("mean KL", f"{kl['mean']:.3g} nats"),
+        ("mean KL", f"{kl_text(kl['mean'], evaluation['floor']['kl'])} nats"),
         ("", f"{interval[0]:.3g} to {interval[1]:.3g}" if interval else ""),
         ("floor", f"{evaluation['floor']['kl']:.3g} nats"),
         ("same top token", f"{100 * evaluation['top1']:.2f} %"),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..diagnosis.measured import MODEL
 from ..errors import UsageError
+from ..evaluation.verdict_word import kl_text
 from ..files.destination import FileKind
 from ..files.evaluation import evaluation_digest
 from ..files.names import EVAL_PAGE, EVAL_PICTURE
@@ -123,6 +124,7 @@ def render_page(page: PageContent) -> str:
         "size": gigabytes,
         "short": short,
         "number": _number,
+        "mean_kl": lambda evaluation: kl_text(evaluation["kl"]["mean"], evaluation["floor"]["kl"]),
         "of": per_cent,
         "percent": lambda share: f"{100 * share:.4g} %",
         "interval": lambda edges: " to ".join(map(_number, edges)) if edges else "",

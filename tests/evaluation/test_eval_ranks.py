@@ -223,7 +223,7 @@ def test_an_error_ends_the_others_soon(job: Job, output: Path, tmp_path: Path, f
     named = "rank 1 failed: " if failing else ""
     message = {"error": f"{named}a weight is damaged", "hint": "download it again"}
     assert json.loads(stdout) == message
-    assert told(stderr) == f"error: {message['error']}\nhint: {message['hint']}\n"
+    assert told(stderr).splitlines()[-2:] == [f"error: {message['error']}", f"hint: {message['hint']}"]
     assert told(other) == ""
     assert not (tmp_path / "eval.json").exists()
 
@@ -258,7 +258,7 @@ def test_an_interrupted_rank_ends_the_others(job: Job, output: Path, tmp_path: P
         is_busy(rank)
     begun[1].send_signal(signal.SIGINT)
     _, stderr = begun[0].communicate(60)
-    assert (begun[0].returncode, told(stderr)) == (2, f"error: rank 1 was interrupted\n{AGAIN}")
+    assert begun[0].returncode == 2 and told(stderr).endswith(f"error: rank 1 was interrupted\n{AGAIN}")
     assert begun[1].wait(60) == 130
 
 

@@ -24,6 +24,7 @@ from openquant.evaluation import answers
 from openquant.evaluation import compare as evaluating
 from openquant.evaluation import run as evaluation
 from openquant.evaluation.run import _scratch_directory
+from openquant.files import destination
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import find_evaluation, read_evaluation
 from openquant.hub.source import Source
@@ -127,12 +128,19 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
     (tmp_path / "prompts").write_text("import\n")
     more = ("--json", "--out", tmp_path / "all.json", "--fail-above", "0.0000001", "--prompts", tmp_path / "prompts")
     code, stdout, stderr = run_main(capsys, *words, *more)
-    assert (code, stderr) == (1, "")
     found = json.loads(stdout)
+    above = [
+        f"{each['output']['name']}: mean KL {each['kl']['mean']:.3g} nats, above --fail-above 1e-07"
+        for each in found["outputs"]
+    ]
+    first, *others, first_above, second_above = stderr.splitlines()
+    assert (code, [first_above, second_above]) == (1, above)
+    assert first.endswith("; 6 passes") and any(line.startswith("note: no text was given") for line in others)
     assert found == json.loads((tmp_path / "all.json").read_text())
     assert [each["output"]["name"] for each in found["outputs"]] == ["tiny-FP8", "other"]
     largest = max(each["kl"]["mean"] for each in found["outputs"])
-    assert run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}")[0] == 0
+    code, _, stderr = run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}")
+    assert code == 0 and "above" not in stderr
     assert not (output / "eval.json").exists()
 
 
@@ -174,6 +182,21 @@ def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
     assert [text["prompt"] for text in found["texts"]] == ["import os", "class A\x1b[31m:"]
 
 
+def test_prompts_can_be_left_out(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is answered then, and no other figure changes. The models are shown along a text instead."""
+    with_answers = evaluate(output, EXAMPLE, **SMALL).outputs[0]
+
+    def answered(*_: object, **__: object) -> None:
+        raise AssertionError("prompts were answered")
+
+    for module in (answers, evaluating):
+        monkeypatch.setattr(module, "continue_prompts", answered)
+    without = evaluate(output, EXAMPLE, no_prompts=True, **SMALL).outputs[0]
+    assert [text["along"] for text in without["texts"]] == [True]
+    assert {**without, "texts": []} == {**with_answers, "texts": []}
+    assert "--no-prompts answers none" in refused_options(outputs=["one"], prompts="mine.txt", no_prompts=True)
+
+
 def refused(kind: type[OpenQuantError], *outputs: Path, source: Path = EXAMPLE, **options: Any) -> str:
     with pytest.raises(kind) as caught:
         evaluate(list(outputs), source, **{**SMALL, **options})
@@ -209,8 +232,34 @@ def test_what_was_found_is_told_even_if_the_page_cannot_be_written(
     monkeypatch.setattr(pages, "write_evaluated", full)
     words = ("eval", output, "--source", EXAMPLE, *WORDS, "--json", "--report", tmp_path / "a.html")
     code, stdout, stderr = run_main(capsys, *words)
-    assert (code, stderr) == (2, "error: the disk is full\nhint: free some space\n")
+    assert (code, stderr.splitlines()[-2:]) == (2, ["error: the disk is full", "hint: free some space"])
     assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
+
+
+@pytest.mark.parametrize("as_json", (False, True))
+def test_figures_are_printed_even_if_the_disk_is_full(
+    output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    def full(path: Path, *_: bytes, elsewhere: str) -> None:
+        raise OutputError(f"{path} cannot be written: No space left on device", f"free some space, or {elsewhere}")
+
+    monkeypatch.setattr(destination, "write_atomic", full)
+    words = (*WORDS, *(["--json"] if as_json else []))
+    code, stdout, stderr = run_main(capsys, "eval", output, "--source", EXAMPLE, *words)
+    error = f"error: {output / 'eval.json'} cannot be written: No space left on device"
+    assert (code, stderr.splitlines()[-2:]) == (2, [error, "hint: free some space, or name another file with --out"])
+    if as_json:
+        assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
+    else:
+        assert re.search("^tiny-FP8 .* close$", stdout, re.MULTILINE) and "wrote" not in stdout
+
+
+def test_figures_are_written_even_if_they_cannot_be_printed(output: Path) -> None:
+    words = [sys.executable, "-m", "openquant", "eval", output, "--source", EXAMPLE, *WORDS]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, "error: stdout cannot be written" in done.stderr) == (2, True)
+    assert read_evaluation(output)["output"]["name"] == "tiny-FP8"
 
 
 def refused_options(**options: Any) -> str:

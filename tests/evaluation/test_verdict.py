@@ -7,10 +7,7 @@ import math
 import pytest
 
 from openquant.evaluation.verdict import (
-    AT_FLOOR,
-    CHANGED,
     CLIPPED,
-    CLOSE,
     ERROR,
     ERROR_MOVED,
     JUMP,
@@ -19,15 +16,13 @@ from openquant.evaluation.verdict import (
     MOVED,
     OTHER_WEIGHTS,
     ROUTED,
-    SIMILAR,
     LayerFigures,
     Suspect,
-    kl_text,
     suspects_by_config,
     suspects_by_layers,
     suspects_by_weights,
-    verdict_word,
 )
+from openquant.evaluation.verdict_word import AT_FLOOR, CHANGED, CLOSE, SIMILAR, kl_text, verdict_word
 from openquant.evaluation.weight_changes import WeightChange
 
 FLOOR = 0.0001

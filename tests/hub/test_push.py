@@ -270,7 +270,10 @@ def test_an_evaluation_is_added_to_a_published_model(
     assert len(hub.commits("user/name")) == commits + 1
     for _ in range(2):
         done = ask(hub, tmp_path, "push", evaluated, "name", *more)
-        assert done.returncode == 0, done.stderr
+        assert (done.returncode, done.stderr) == (0, "")
+    where = "one commit to pull request 1, which is open" if request_number else "one commit to main"
+    previewed = ask(hub, tmp_path, "push", evaluated, "name", *more, "--dry-run")
+    assert f"; {where}\n" in previewed.stdout, previewed.stderr
     revision = "refs/pr/1" if request_number else "main"
     shown = held(hub, revision=revision)
     # The second push commits nothing.
@@ -295,7 +298,29 @@ def test_an_evaluation_is_added_to_a_published_model(
         assert "0.00777 nats" in card and "0.00129 nats" not in card and "eval.png" not in card
 
 
-@pytest.mark.parametrize("case", ["another model", "no repository", "no evaluation", "private", "replace"])
+def test_an_evaluation_is_added_to_an_open_pull_request(
+    hub: LoopbackHub, source: Path, evaluated: Path, tmp_path: Path
+) -> None:
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr", "--overwrite"))
+    assert done.returncode == 0, done.stderr
+    before, main = held(hub, revision="refs/pr/1"), hub.commits("user/name")
+    previewed = ask(hub, tmp_path, "push", evaluated, "name@refs/pr/1", "--dry-run")
+    assert "; one commit to refs/pr/1\n" in previewed.stdout, previewed.stderr
+    done = ask(hub, tmp_path, "push", evaluated, "name@refs/pr/1")
+    assert done.returncode == 0, done.stderr
+    shown = held(hub, revision="refs/pr/1")
+    assert shown["eval.json"] == evaluated.read_bytes() and b"Measured against" in shown["README.md"]
+    assert shown.keys() == before.keys() | {"eval.json", "eval.png"} and hub.commits("user/name") == main
+    for name, more, says in (
+        ("name@", (), "name@ names no revision after the @"),
+        ("name@refs/pr/1", ("--create-pr",), "name@refs/pr/1 names a revision to commit to, --create-pr opens a "),
+        ("name@refs/pr/2", (), "user/name has no revision refs/pr/2"),
+    ):
+        done = ask(hub, tmp_path, "push", evaluated, name, *more)
+        assert done.returncode == 2 and done.stderr.startswith(f"error: {says}"), done.stderr
+
+
+@pytest.mark.parametrize("case", ["another model", "no repository", "no evaluation", "several", "private", "replace"])
 def test_an_evaluation_that_cannot_be_added(hub: LoopbackHub, evaluated: Path, tmp_path: Path, case: str) -> None:
     words, name = {"private": ["--private"], "replace": ["--replace-weights"]}.get(case, []), "user/name"
     says = f"{evaluated} is a file: an evaluation goes into a repository that exists, and replaces no weights"
@@ -308,6 +333,9 @@ def test_an_evaluation_that_cannot_be_added(hub: LoopbackHub, evaluated: Path, t
     elif case == "no evaluation":
         evaluated.write_text("{}")
         says = "eval.json has no kl"
+    elif case == "several":
+        evaluated.write_text(json.dumps({"outputs": [json.loads(evaluated.read_bytes())] * 2}))
+        says = f"{evaluated} has the figures of 2 outputs, and a repository holds one\nhint: measure that one alone: "
     before = hub.commits("user/name")
     done = ask(hub, tmp_path, "push", evaluated, name, *words)
     assert done.returncode == 2
@@ -706,6 +734,25 @@ def test_without_a_token(hub: LoopbackHub, source: Path, tmp_path: Path) -> None
     ]
     # Before anything was converted.
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [["--dry-run"], ["--gptq", "--scheme", "int4"], ["--fit", "5bits"]])
+def test_a_push_is_checked_before_hours_of_work(
+    hub: LoopbackHub, source: Path, tmp_path: Path, more: list[str]
+) -> None:
+    words = ["compress", "-m", source, "-o", tmp_path / "out", *more, "--push-to-hub"]
+    done = ask(hub, tmp_path, *words, "others/name")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        2,
+        [
+            "error: others/name cannot be created: user is no member of others",
+            "hint: push to user/name, or log in as somebody who may",
+        ],
+    )
+    hub.role = "read"
+    done = ask(hub, tmp_path, *words, "name")
+    assert done.returncode == 2 and "the token of user is read-only" in done.stderr
+    assert not hub.stored and not (tmp_path / "out").exists()
 
 
 def test_foreign_weights_in_the_repository_are_refused(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:

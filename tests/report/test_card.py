@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from openquant.files.small_files import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.plan.plan import make_plan
 from openquant.report.card import engines_that_read, evaluated_card, model_card
+from openquant.report.evaluation import evaluation_text
 from openquant.report.source_card import source_section
 from openquant.version import SGLANG
 from support import small_checkpoints
@@ -417,6 +419,20 @@ def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
     assert "| suspect layers | layer.1 |" in earlier and "eval.png" not in earlier
     assert evaluated_card(earlier, "user/name", evaluation(), "eval.png") == expected
     assert evaluated_card(expected, "user/name", evaluation(), "eval.png") == expected
+
+
+def test_no_printed_figure_contradicts_its_verdict() -> None:
+    """An output is similar up to 0.1 nats, so one with 0.10004 is not printed with 0.1."""
+    found = {**evaluation(), "verdict": "changed"}
+    found["kl"]["mean"] = 0.10004
+    brief = {"interval": None, "p99": 0.01, "perplexity": 12.0}
+    printed = {
+        "source": found["source"],
+        "floor": found["floor"] | brief,
+        "outputs": [found | {"weights_only": found["weights_only"] | brief}],
+    }
+    assert "\n| mean KL to the source | 0.10004 nats [" in evaluated_card("", "user/name", found)
+    assert re.search(r"^tiny-FP8 .* 0\.10004 .* changed$", evaluation_text(printed, ()), re.MULTILINE)
 
 
 @pytest.mark.parametrize("text", ["# A model\n", "# m: FP8 weights\n\n| | |\n|---|---|\n| source | m |\n"])

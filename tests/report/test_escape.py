@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -89,13 +90,15 @@ def test_markdown_has_nothing_left_that_means_something(text: str) -> None:
     ]
     for line in lines:
         assert not set("\\`*_{}[]<>()!|~:@$^\n") & set(line)
-        assert "www." not in line.lower() and line[:1] not in tuple(" -+=.")
+        assert "www." not in line.lower() and line[:1] not in tuple(" -+=")
+        assert not re.match(r"\d+\.(\s|$)", line)
 
 
 def test_what_markdown_looks_like() -> None:
     assert escape.markdown("a|b `c`") == "a&#124;b &#96;c&#96;"
     assert escape.markdown("def f():\n    pass") == "def f&#40;&#41;&#58;<br>&nbsp;&nbsp;&nbsp;&nbsp;pass"
-    assert escape.markdown("1. one\n- two\n0.5 - 3") == "1&#46; one<br>&#45; two<br>0&#46;5 - 3"
+    assert escape.markdown("1. one\n- two\n0.5 - 3") == "1&#46; one<br>&#45; two<br>0.5 - 3"
+    assert escape.markdown(".\n...and\n2.") == ".<br>...and<br>2&#46;"
     assert escape.markdown("Qwen/Qwen3-8B, 0.0013") == "Qwen/Qwen3-8B, 0.0013"
 
 

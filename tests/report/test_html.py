@@ -128,6 +128,13 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
     assert draw_picture([found])
 
 
+def test_the_mean_kl_has_the_digits_that_its_verdict_needs() -> None:
+    found = evaluation()
+    found["kl"]["mean"] = 0.10004
+    text = render_page(PageContent("x", evaluations=[found, evaluation()]))
+    assert text.count(">0.10004</td>") == 1 and text.count(">0.10004 (0.00121 to 0.00137)</td>") == 1
+
+
 def test_words_that_only_one_answer_has_are_marked() -> None:
     text = render_page(PageContent("x", evaluations=[evaluation()]))
     assert "there was a fox that <mark>lived</mark>" in text
