@@ -370,6 +370,8 @@ def _result(prepared: Prepared, start: float, outcome: Outcome) -> Result:
         resumed=outcome.resumed,
         not_finite={name: counts.text for name, counts in sorted(outcome.not_finite.items())},
         unread_shards=outcome.unread_shards,
+        notes=[*plan.notes, *source.notes],
+        engines=list(summary.engines(plan)),
         fit=plan.provenance.frontier,
     )
 
@@ -395,6 +397,8 @@ def explain(
     Raises:
         OpenQuantError: there is no such layer, or compress() would refuse the model or the options.
     """
+    if not isinstance(layer, str):
+        raise UsageError(f"layer is of type {type(layer).__name__}, not a text", 'give a pattern such as "**.o_proj"')
     for name in options:
         if name not in inspect.signature(compress).parameters:
             raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
