@@ -314,7 +314,7 @@ class OptionGroup:
             else:
                 read = _read(name, option, given)
             if not isinstance(given, Mapping):
-                _check_type(name, option, self.__dataclass_fields__[name].type, read)
+                _check_type(name, option, _annotations(type(self))[name], read)
             object.__setattr__(self, name, read)
 
 
@@ -327,6 +327,10 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "bool": ("True or False", (bool,)),
     "None": ("None", (type(None),)),
 }
+
+
+def _annotations(kind: type) -> dict[str, str]:
+    return {entry.name: str(entry.type) for entry in fields(kind)}
 
 
 def _check_type(name: str, option: Option, annotation: str, value: object) -> None:
