@@ -122,6 +122,11 @@ SCALE_FORMATS = (
 MIXING = "use --scheme channel, or --scheme tensor or block with --format compressed-tensors"
 ERRORS = [
     (["-m", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
+    (
+        ["-m", EXAMPLE, "--max-memory", "-5GB"],
+        "argument --max-memory: no value follows, or one that begins with -",
+        "see compress_fp8.py --help",
+    ),
     (["-m", ""], "-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B"),
     (["-m", EXAMPLE, "-w", "64"], "-w 64: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor"),
     (["-m", EXAMPLE, "-w", "128", "--scheme", "tensor"],
