@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .options import Push
     from .packed import PackedLinear
     from .plan.explain import Explanation
+    from .plan.plan import Plan
     from .reporter import Reporter
     from .result import Result
     from .verification.outcome import Report
@@ -46,6 +47,7 @@ __all__ = [
     "OutputError",
     "OutputEvaluation",
     "PackedLinear",
+    "Plan",
     "PlanError",
     "Push",
     "Ranks",
@@ -83,6 +85,7 @@ _HOMES = {
     "FitTable": "fit.result",
     "OutputEvaluation": "evaluation.types",
     "PackedLinear": "packed",
+    "Plan": "plan.plan",
     "Push": "options",
     "Ranks": "distributed",
     "Report": "verification.outcome",

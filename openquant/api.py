@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .calibration.prepare import run_texts, texts_steps
+from .calibration.run import read_texts
 from .diagnosis.diagnose import diagnose_layers, shards_to_read
 from .diagnosis.measured import choices, measured_kl
 from .diagnosis.result import Diagnosis
@@ -43,6 +44,7 @@ from .hub.source import silent
 from .job import (
     MOST_WORKERS,
     Prepared,
+    claim_of,
     connected,
     in_all_ranks,
     open_model,
@@ -207,6 +209,10 @@ def compress(
         prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks, again=fitted))
         _report_plan(prepared, ranks, reporter)
         if run.dry_run:
+            if not isinstance(reporter, _PlanKeeper):
+                _require_start(prepared, ranks)
+                if texts.text and prepared.plan.lacks:
+                    read_texts(prepared.source, prepared.checkpoint, texts, ranks)
             return _result(prepared, start, Outcome())
         corpus = None
         if prepared.plan.lacks:
@@ -316,6 +322,7 @@ def dequantize(
         prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
         _report_plan(prepared, ranks, reporter)
         if run.dry_run:
+            _require_start(prepared, ranks)
             return _result(prepared, start, Outcome())
         return _write(prepared, None, ranks, reporter, start)
 
@@ -342,6 +349,15 @@ def _report_plan(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
     """Report the source and the plan, before a calibration that may take hours."""
     in_all_ranks(ranks, lambda: reporter.opened(prepared.source, prepared.target))
     reporter.planned(prepared.plan, prepared.source, prepared.target)
+
+
+def _require_start(prepared: Prepared, ranks: Ranks) -> None:
+    """Refuse in a dry run the output directory that the run would refuse.
+
+    Raises:
+        OutputError: it is no output of a run, is that of a run with other options, or cannot be written to.
+    """
+    in_all_ranks(ranks, lambda: claim_of(prepared, {}, None, ranks, 0).missing_bytes() if ranks.first else 0)
 
 
 def _write(prepared: Prepared, corpus: Corpus | None, ranks: Ranks, reporter: Reporter, start: float) -> Result:
@@ -383,6 +399,8 @@ def _result(prepared: Prepared, start: float, outcome: Outcome) -> Result:
         resumed=outcome.resumed,
         not_finite={name: counts.text for name, counts in sorted(outcome.not_finite.items())},
         unread_shards=outcome.unread_shards,
+        notes=[*plan.notes, *source.notes],
+        engines=list(summary.engines(plan)),
         fit=plan.provenance.frontier,
     )
 
@@ -408,6 +426,8 @@ def explain(
     Raises:
         OpenQuantError: there is no such layer, or compress() would refuse the model or the options.
     """
+    if not isinstance(layer, str):
+        raise UsageError(f"layer is of type {type(layer).__name__}, not a text", 'give a pattern such as "**.o_proj"')
     for name in options:
         if name not in inspect.signature(compress).parameters:
             raise TypeError(f"explain() got an unexpected keyword argument {name!r}")

@@ -18,6 +18,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -312,7 +313,49 @@ class OptionGroup:
                 )
             else:
                 read = _read(name, option, given)
+            if not isinstance(given, Mapping):
+                _check_type(name, option, _annotations(type(self))[name], read)
             object.__setattr__(self, name, read)
+
+
+# What a caller may give for the types of fields. Other names are those of texts, such as SchemeName.
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "str": ("a text", (str,)),
+    "os.PathLike[str]": ("a path", (os.PathLike,)),
+    "int": ("a number", (Integral,)),
+    "float": ("a number", (Real,)),
+    "bool": ("True or False", (bool,)),
+    "None": ("None", (type(None),)),
+}
+
+
+def _annotations(kind: type) -> dict[str, str]:
+    return {entry.name: str(entry.type) for entry in fields(kind)}
+
+
+def _check_type(name: str, option: Option, annotation: str, value: object) -> None:
+    """Refuse a value whose type no field of this annotation, such as "int | None", takes.
+
+    Raises:
+        UsageError: it names the option.
+    """
+    if option.repeated:
+        names, values = ["str", "os.PathLike[str]"], [item for item in _items(value) if not isinstance(item, tuple)]
+    else:
+        names, values = annotation.split(" | "), [value]
+    if option.group == "" or any("[" in kind and kind not in _TYPES for kind in names):
+        return
+    kinds = [_TYPES.get(kind, _TYPES["str"]) for kind in names]
+    for one in values:
+        if not any(isinstance(one, types) for _, types in kinds):
+            wanted = " or ".join(dict.fromkeys(said for said, _ in kinds if said != "None"))
+            # In Python a switch would be named with a value, gptq=True.
+            flag = name if option.value is None else flags_of(name, option)[-1]
+            raise UsageError(f"{flag} is of type {type(one).__name__}, not {wanted}", f"give {wanted}")
+
+
+def _items(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else ()
 
 
 def _read(name: str, option: Option, value: object) -> object:

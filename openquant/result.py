@@ -42,6 +42,8 @@ class Result:
         not_finite: unquantized tensors that hold NaN or infinity, by their name in the output:
             {"model.norm.weight": "NaN (3 values)"}. Empty if the output was complete already, as nothing is read then.
         unread_shards: number of shards that were not checked for this, as an earlier run has moved them to the Hub.
+        notes: remarks on the plan and on the model, as the command prints them after "note:".
+        engines: the engines that load the output: ["vLLM", "SGLang"].
         fit: what `fit` chose from, with the keys that `fit --search --json` prints; None without it.
     """
 
@@ -71,6 +73,8 @@ class Result:
     resumed: bool
     not_finite: dict[str, str] = field(default_factory=dict)
     unread_shards: int = 0
+    notes: list[str] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)
     fit: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:

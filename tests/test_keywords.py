@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,5 +167,33 @@ def test_a_name_is_enough_to_push_to() -> None:
 def test_a_value_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(UsageError, match="^ignore is of type int, not a text or a list of texts$"):
         openquant.compress(EXAMPLE, dry_run=True, ignore=3)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ignore": [3]}, "ignore is of type int, not a text or a path"),
+        ({"output": 3}, "output is of type int, not a text or a path"),
+        ({"tp": [1]}, "tp is of type list, not a number"),
+        ({"fit": 5}, "fit is of type int, not a text"),
+        ({"gptq": "yes"}, "gptq is of type str, not True or False"),
+    ]
+    for values, message in wrong:
+        with pytest.raises(UsageError, match=f"^{message}$"):
+            openquant.compress(EXAMPLE, dry_run=True, **values)
+    layer: Any = 3
+    with pytest.raises(UsageError, match="^layer is of type int, not a text$"):
+        openquant.explain(EXAMPLE, layer)
     with pytest.raises(TypeError, match=r"^explain\(\) got an unexpected keyword argument 'no_such'$"):
         openquant.explain(EXAMPLE, "**", no_such=1)
+
+
+def test_a_result_has_the_notes_and_engines_that_the_command_prints() -> None:
+    plans: list[openquant.Plan] = []
+
+    class Keeper(openquant.Reporter):
+        def planned(self, plan: openquant.Plan, *_: object) -> None:
+            plans.append(plan)
+
+    result = openquant.compress(
+        EXAMPLE, scheme="int4", group_size="128", scheme_for={"**.q_proj": "int5"}, dry_run=True, reporter=Keeper()
+    )
+    assert result.engines == ["vLLM"]
+    assert result.notes == list(plans[0].notes)
+    assert any(note.startswith("--scheme-for **.q_proj=int5 also applies") for note in result.notes)

@@ -141,7 +141,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError, where argparse would print and exit."""
-        raise UsageError(message, f"see {self.prog} --help")
+        # argparse takes a word that begins with - for an option.
+        no_value = "no value follows, or one that begins with -"
+        raise UsageError(message.replace("expected one argument", no_value), f"see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse words as argparse does, but refuse unknown ones here, where the options of the verb are known."""

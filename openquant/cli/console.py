@@ -331,6 +331,8 @@ class Terminal(Reporter):
         self.lines = lines
         self._opened = opened
         self.progress: Progress | None = None
+        # Names of what the next progress is, while it lasts and after it.
+        self.stage = ("calibrating", "calibrated")
         self.plan: Plan | None = None
         self.planned_lines: frozenset[str] = frozenset()
         self.failure: OSError | None = None
@@ -371,8 +373,9 @@ class Terminal(Reporter):
             self._print("\n".join(paragraphs(new_lines, columns())) if printed_lines else planned_text(columns()))
 
     def calibrating(self, about: str) -> None:
-        """Print the line that describes the calibration."""
+        """Print the line that describes the calibration, or what --fit and --search measure."""
         self.close()
+        self.stage = ("measuring", "measured") if about.startswith("--") else ("calibrating", "calibrated")
         if not self.silent:
             say_lines([about], sys.stderr)
 
@@ -384,7 +387,7 @@ class Terminal(Reporter):
         """
         self.interrupts.check()
         if not self.silent:
-            self.progress = self.progress or Progress(total, 0, "calibrating", "calibrated", self.lines, unit)
+            self.progress = self.progress or Progress(total, 0, *self.stage, self.lines, unit)
             self.progress.advance(done - self.progress.done)
 
     def remaining(self, seconds: float) -> None:

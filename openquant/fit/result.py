@@ -103,6 +103,7 @@ class FitTable:
         schemes: the rows, the best first: those that fit, and of these the least KL.
         refused: schemes that this model or GPU cannot have, with the reason.
         quantized_source: whether weights of the source are quantized already. KL divergences are then from that source.
+        source_fits: whether the source fits the GPU as it is; None without the memory of a GPU.
         quantize_lm_head: whether the output head is quantized too. Its loss is in no `kl`.
         best: the scheme to take on the named GPU: the first that fits, with a known KL; None if there is none, or if a
             quantized source fits as it is.
@@ -129,6 +130,7 @@ class FitTable:
     schemes: tuple[SchemeFit, ...]
     refused: Mapping[str, str]
     quantized_source: bool
+    source_fits: bool | None
     quantize_lm_head: bool
     best: str | None
     command: str | None

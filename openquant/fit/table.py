@@ -186,7 +186,10 @@ class _Table:
         rows = sorted([source, *rows], key=self._rank)
         self._require_shared()
         # What is quantized already and fits is served as it is.
-        ready = stored and self.targets[0].memory_bytes is not None and self._fits(source)
+        source_fits = (
+            self._fits(source) if self.request.gpu is not None and self.targets[0].memory_bytes is not None else None
+        )
+        ready = stored and bool(source_fits)
         fitting = [row for row in rows if row.scheme and row.kl is not None and self._fits(row)]
         best = fitting[0] if fitting and not ready else None
         return FitTable(
@@ -204,6 +207,7 @@ class _Table:
             schemes=tuple(rows),
             refused=self.refused,
             quantized_source=stored,
+            source_fits=source_fits,
             quantize_lm_head=self.request.quantize_lm_head,
             best=best.scheme if best else None,
             command=self._command(*self._words(str(best.scheme))) if best else None,

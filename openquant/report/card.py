@@ -30,7 +30,7 @@ from ..files.cards import (
     split_card,
     with_evaluation,
 )
-from ..formats.hardware import GENERATIONS, arithmetic_on
+from ..formats.hardware import GENERATIONS, arithmetic_on, find_kernel
 from ..formats.kv_cache import FLAG
 from ..patterns import collapse
 from ..plan import summary
@@ -311,16 +311,27 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         revision: revision of the repository; None for main.
 
     Returns:
-        A line for a shell for each engine that loads the output, such as "vllm serve Qwen3-8B-FP8". After `--fit GPU`
+        A line for a shell for each engine that loads the output, such as "vllm serve Qwen3-8B-FP8", after one that
+        installs what vLLM does not bring. After `--fit GPU`
         it has the context that there is room for, if the model allows more.
     """
     flags = {"vLLM": f" {FLAG}"} if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8" else {}
     context = _context(plan)
     return [
-        f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags.get(engine, '')}"
-        + ("" if context is None else f" {CONTEXT[engine]} {context}")
-        for engine in summary.engines(plan)
+        *(f"pip install {package}" for package in _packages(plan)),
+        *(
+            f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags.get(engine, '')}"
+            + ("" if context is None else f" {CONTEXT[engine]} {context}")
+            for engine in summary.engines(plan)
+        ),
     ]
+
+
+def _packages(plan: Plan) -> list[str]:
+    """Return what vLLM on NVIDIA GPUs needs for an output and does not bring: ["humming-kernels"]."""
+    kinds = {(scheme.name, bool(plan.entry.experts(weight.module))) for weight, scheme in plan.decisions.kinds}
+    kernels = [find_kernel("vLLM", name, "Ampere", experts) for name, experts in sorted(kinds)]
+    return list(dict.fromkeys(kernel.needs for kernel in kernels if kernel and kernel.needs))
 
 
 def _context(plan: Plan) -> int | None:

@@ -29,7 +29,7 @@ from support.forked_ranks import COMMANDS, finish, forked
 
 KEYS = [
     "model", "revision", "output", "scheme", "schemes", "kv_cache", "folded", "architecture", "dry_run", "source_bytes", "output_bytes",
-    "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "serving", "seconds", "peak_rss_bytes", "resumed", "not_finite", "unread_shards", "fit",
+    "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "serving", "seconds", "peak_rss_bytes", "resumed", "not_finite", "unread_shards", "notes", "engines", "fit",
 ]  # fmt: skip
 
 SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
@@ -107,6 +107,8 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         "resumed": False,
         "not_finite": {},
         "unread_shards": 0,
+        "notes": [],
+        "engines": ["vLLM", "SGLang"],
         "fit": None,
     }
     same = {key: value for key, value in json.loads(dry.stdout).items() if key in fixed}
@@ -120,6 +122,11 @@ SCALE_FORMATS = (
 MIXING = "use --scheme channel, or --scheme tensor or block with --format compressed-tensors"
 ERRORS = [
     (["-m", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
+    (
+        ["-m", EXAMPLE, "--max-memory", "-5GB"],
+        "argument --max-memory: no value follows, or one that begins with -",
+        "see compress_fp8.py --help",
+    ),
     (["-m", ""], "-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B"),
     (["-m", EXAMPLE, "-w", "64"], "-w 64: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor"),
     (["-m", EXAMPLE, "-w", "128", "--scheme", "tensor"],

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE, ROOT, change_json, tree
-from openquant import compress
+from openquant import compress, explain
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
 from support.loopback_hub import LoopbackHub
@@ -151,3 +151,18 @@ def test_a_push_is_refused_as_without_it(hub: LoopbackHub, here: Path) -> None:
 def test_a_script_that_is_printed_needs_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash", "--dry-run"]) == 2
     assert "--dry-run is for install" in capsys.readouterr().err
+
+
+def test_a_conversion_is_refused_as_the_run_would_be(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "foreign").mkdir()
+    (here / "foreign" / "notes.txt").write_text("mine")
+    gptq = ["--scheme", "int4", "--gptq", *TEXTS, "--text"]
+    for words, message in (
+        (["-o", "foreign"], "foreign is not empty and was not made by openquant: it holds notes.txt"),
+        (["-o", "new", *gptq, "nope.jsonl"], "nope.jsonl cannot be read: No such file or directory"),
+    ):
+        assert main(["compress", str(EXAMPLE), *words, "--dry-run"]) == 2
+        assert f"error: {message}" in capsys.readouterr().err
+    assert main(["compress", str(EXAMPLE), "-o", "new", *gptq, "mine.txt", "--dry-run"]) == 0
+    assert explain(EXAMPLE, "**.q_proj", "int4", gptq=True, text="nope.jsonl").layers
+    assert not (here / "new").exists()

@@ -371,6 +371,7 @@ def test_a_quantized_source_needs_no_calibration_and_is_not_called_unquantized(t
     assert source.arithmetic is None and source.bytes < 6 * 10**6
     assert found.calibrated is None
     # It is not made larger or worse without need.
+    assert found.source_fits
     assert found.quantized_source and (found.best, found.command, found.mixture, found.instead) == (None,) * 4
     lines = fit_text(found).splitlines()
     assert lines[-1] == "the model is quantized already, and fits as it is: serve it"
@@ -383,9 +384,11 @@ def test_a_quantized_source_that_does_not_fit_is_made_smaller(tmp_path: Path) ->
     [nvfp4] = [row for row in fit_table(out).schemes if row.scheme == "nvfp4"]
     # 2 GB are the engine's. What is left holds four bits and the cache, and not the eight of the source.
     memory = int((OVERHEAD + nvfp4.bytes + 2048 * 2048 + 10_000) / UTILIZATION)
-    assert fit_table(out, f"{memory}B", context=2048).best == "nvfp4"
+    found = fit_table(out, f"{memory}B", context=2048)
+    assert (found.best, found.source_fits) == ("nvfp4", False)
     # How much memory a CPU has is not known.
-    assert fit_table(out, "cpu").best == "channel"
+    found = fit_table(out, "cpu")
+    assert (found.best, found.source_fits) == ("channel", None)
 
 
 def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> None:

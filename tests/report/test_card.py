@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import Run
+from conftest import EXAMPLE, Run
 from openquant import __version__, compress, verify
 from openquant import run as running
 from openquant.errors import SourceError
@@ -478,3 +478,11 @@ def test_a_long_answer_is_cut_in_a_card() -> None:
     assert len(evaluated_card("", "user/name", found)) < 2000
     found["texts"] = []
     assert "prompt" not in evaluated_card("", "user/name", found)
+
+
+def test_what_vllm_does_not_bring_is_installed_before_it_serves(tmp_path: Path) -> None:
+    compress(EXAMPLE, tmp_path / "five", "int5")
+    card = (tmp_path / "five" / "README.md").read_text()
+    assert "```\npip install humming-kernels\nvllm serve five\n```" in card
+    compress(EXAMPLE, tmp_path / "four", "int4")
+    assert "pip install humming-kernels" not in (tmp_path / "four" / "README.md").read_text()
