@@ -98,10 +98,18 @@ def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any
         texts: the calibration texts, {"documents": 128, "length": 512}: the number of documents and of tokens in each.
 
     Returns:
-        One sentence each: how many layers are rounded, and how experts are.
+        One sentence each: how many layers are rounded, whether the texts are too few, and how experts are rounded.
     """
     weights = gptq_weights(decisions)
     notes = [f"GPTQ rounds {len(weights)} layers with their Hessians over {tokens_of(texts)}"]
+    documents, length = texts["documents"], texts["length"]
+    inputs = max((weight.shape[1] for weight, _ in weights if not entry.experts(weight.module)), default=0)
+    if documents * length < inputs:
+        # Such a Hessian has no full rank, and nothing holds the weights of inputs that no token had.
+        notes.append(
+            f"these are fewer tokens than a layer has inputs ({inputs:,}), and GPTQ may change single groups of weights a "
+            f"lot: --samples {-(-inputs // length)} gives enough"
+        )
     experts = sum(bool(entry.experts(weight.module)) for weight, _ in weights)
     if experts:
         notes.append(

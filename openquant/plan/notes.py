@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable
 from ..files.checkpoint import Checkpoint
 from ..formats.hardware import MLX_LM, MLX_LM_CLASSES, MLX_LM_VERSION
 from ..formats.quantization import find_quantization
-from ..formats.schemes import SCHEMES, Scheme
+from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
 from ..patterns import collapse
 from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules
+from ..registry.rules import ModuleRules, is_head
 from ..version import SGLANG
 from ..weights.find import unread_tensors
 from ..weights.weight import Weight
@@ -94,7 +94,7 @@ def output_notes(
             "kv_cache_scheme is left out, but its scales are kept: serve with --kv-cache-dtype fp8 to use them, or "
             "give --kv-cache fp8 here so that engines do by default"
         )
-    notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions)]
+    notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions), *_head_notes(decisions, options)]
     notes += dict.fromkeys(note for scheme in decisions.schemes for note in scheme.notes)
     if options.calibration is not None and decisions.input_absmax:
         notes.append(
@@ -119,6 +119,19 @@ def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:
     """
     names = unread_tensors(checkpoint.tensors, weights)
     return [f"left out, as engines refuse them: {', '.join(collapse(names))}"] if names else []
+
+
+def _head_notes(decisions: Decisions, options: PlanOptions) -> list[str]:
+    """A note on an output head of few bits, unless layers have schemes of their own by the user or by a mixture."""
+    bits = INT8_W8A16.format.number.bits
+    if options.scheme_for:
+        return []
+    return [
+        f"the output head is in {scheme.name}, which can cost as much as all other layers together: "
+        f"--scheme-for {layer.module}={INT8_W8A16.name} gives it {bits} bits"
+        for layer, scheme in decisions.quantized
+        if is_head(layer.module) and scheme in MIXED and scheme.format.number.bits < bits
+    ]
 
 
 def _requantized_notes(decisions: Decisions) -> list[str]:

@@ -1022,6 +1022,19 @@ def test_output_head_is_named_among_what_is_quantized(source: Path, scheme: Sche
     assert ignored_layers(with_head(source, scheme, ("lm_head",))) == ["lm_head", "model.embed_tokens"]
 
 
+def test_an_output_head_of_few_bits_has_a_note(source: Path) -> None:
+    def notes(scheme: Scheme, **options: Any) -> list[str]:
+        plan = make_plan(open_checkpoint(source), scheme, PlanOptions(**options))
+        return [note for note in plan.notes if "output head" in note]
+
+    assert notes(INT4_W4A16_64, head=True) == [
+        "the output head is in int4, which can cost as much as all other layers together: "
+        "--scheme-for lm_head=int8-weights gives it 8 bits"
+    ]
+    assert notes(INT4_W4A16_64, head=True, scheme_for=(("lm_head", INT8_W8A16),)) == []
+    assert notes(INT4_W4A16_64) == notes(INT8_W8A16, head=True) == []
+
+
 def test_output_head_has_no_blocks(source: Path) -> None:
     plan = with_head(source, BLOCK_COMPRESSED)
     assert targets(plan) == [["Linear"], ["re:(.*[.])?lm_head"]]
@@ -1158,6 +1171,22 @@ def test_sglang_loads_no_quantized_embedding(source: Path) -> None:
         f"{SGLANG} does not load this output: it loads no quantized embedding; it loads without --quantize-embeddings"
     )
     assert says in with_embedding(source, CHANNEL).notes
+
+
+@pytest.mark.parametrize(
+    ("documents", "note"),
+    [
+        (
+            1,
+            "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of weights a lot: "
+            "--samples 3 gives enough",
+        ),
+        (3, None),
+    ],
+)
+def test_texts_too_few_for_gptq_have_a_note(source: Path, documents: int, note: str | None) -> None:
+    plan = make_plan(open_checkpoint(source), INT4_W4A16_64, PlanOptions(gptq={"documents": documents, "length": 200}))
+    assert [text for text in plan.notes if "fewer tokens" in text] == ([note] if note else [])
 
 
 def test_gptq_leaves_head_and_embedding_alone(source: Path) -> None:
