@@ -241,14 +241,29 @@ def _push(given: Given, interrupts: Interrupts) -> int:
     target = _find_push(given)
     assert target is not None
     if _command(given).dry_run:
-        return _print_preview(preview_push(given["directory"], target), given, interrupts)
+        preview = preview_push(given["directory"], target)
+        say_lines(_card_notes(Path(given["directory"])), sys.stderr)
+        return _print_preview(preview, given, interrupts)
     address = push(given["directory"], target)
     interrupts.check()
+    say_lines(_card_notes(Path(given["directory"])), sys.stderr)
     if _command(given).json:
         print_json({"output": given["directory"], "pushed_to": address}, interrupts)
     else:
         require_printed(say_lines([f"pushed to {address}"], sys.stdout))
     return 0
+
+
+def _card_notes(directory: Path) -> list[str]:
+    """What to say of the card of a directory that was pushed; nothing of an evaluation."""
+    from ..files.cards import metadata_notes
+    from ..files.small_files import read_small
+
+    path = directory / "README.md"
+    if not directory.is_dir():
+        return []
+    card = read_small(path, str(path)).decode(errors="replace")
+    return [f"note: {note}" for note in metadata_notes(card, str(path))]
 
 
 def _print_preview(preview: Preview, given: Given, interrupts: Interrupts) -> int:

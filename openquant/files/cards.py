@@ -234,6 +234,20 @@ def split_card(card: str) -> tuple[str, dict[str, Any], str]:
     return kept, _text_of(mapping), card[front_matter.end() :]
 
 
+def metadata_notes(card: str, path: str) -> list[str]:
+    """Say what the Hub shows beside a model and its card does not give.
+
+    Args:
+        card: the text of README.md.
+        path: how the file is called.
+
+    Returns:
+        A list of one sentence; empty if license and base_model are there.
+    """
+    absent = [key for key in ("license", "base_model") if key not in split_card(card)[1]]
+    return [f"the card names no {' and no '.join(absent)}: add to the metadata at the top of {path}"] if absent else []
+
+
 def _compose(metadata: str, loader: type[Any]) -> yaml.MappingNode | None:
     """Parse a YAML text; None if it is not a simple mapping.
 

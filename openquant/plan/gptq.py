@@ -107,7 +107,7 @@ def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any
     if documents * length < inputs:
         # Such a Hessian has no full rank, and nothing holds the weights of inputs that no token had.
         notes.append(
-            f"these are fewer tokens than a layer has inputs ({inputs:,}), and GPTQ may change single groups of weights a "
+            f"these are fewer tokens than a layer has inputs ({inputs:,}), and GPTQ may change single groups of it a "
             f"lot: --samples {-(-inputs // length)} gives enough"
         )
     experts = sum(bool(entry.experts(weight.module)) for weight, _ in weights)

@@ -118,7 +118,8 @@ def ask(hub: LoopbackHub, here: Path, *words: object, token: str = TOKEN) -> sub
 def test_a_push_is_described_and_makes_no_repository(hub: LoopbackHub, here: Path) -> None:
     before = tree(here / "FP8")
     done = ask(hub, here, "push", "FP8", "name", "--private", "--dry-run")
-    assert (done.returncode, done.stderr) == (0, "")
+    note = "note: the card names no base_model: add to the metadata at the top of FP8/README.md\n"
+    assert (done.returncode, done.stderr) == (0, note)
     files = sorted(name for name in before if name != ".openquant.json")
     reads = [f"reads   {here}/FP8/{name} (a {'shard' if name.endswith('.safetensors') else 'file'}, " for name in files]
     lines = done.stdout.splitlines()

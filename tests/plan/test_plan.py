@@ -1178,7 +1178,7 @@ def test_sglang_loads_no_quantized_embedding(source: Path) -> None:
     [
         (
             1,
-            "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of weights a lot: "
+            "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of it a lot: "
             "--samples 3 gives enough",
         ),
         (3, None),
