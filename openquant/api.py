@@ -213,6 +213,12 @@ def compress(
                 _require_start(prepared, ranks)
                 if texts.text and prepared.plan.lacks:
                     read_texts(prepared.source, prepared.checkpoint, texts, ranks)
+                if "Hessians" in prepared.plan.lacks and not fitted and ranks.first:
+                    # Imports torch.
+                    from .fit.forecast import gptq_forecast
+
+                    said = gptq_forecast(prepared.checkpoint, prepared.device, texts.samples, texts.length)
+                    reporter.calibrating(said)
             return _result(prepared, start, Outcome())
         corpus = None
         if prepared.plan.lacks:

@@ -7,7 +7,6 @@ import difflib
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from ..errors import UsageError
@@ -43,6 +42,7 @@ from ..options import (
     options_of,
 )
 from ..version import __version__
+from .console import require_printed, say
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -135,9 +135,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # Older releases of argparse raise. The error comes again when the stream is flushed, and is reported then.
-        with suppress(OSError):
-            super()._print_message(message, file)
+        # argparse hides that a disk is full.
+        require_printed(say(message, file or sys.stdout, end=""))
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError, where argparse would print and exit."""

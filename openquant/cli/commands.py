@@ -105,7 +105,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
     as_json = "--json" in words
     mend_streams()
     try:
-        given = _parsed(parser, words)
+        given = vars(parser.parse_args(words))
     except OpenQuantError as error:
         if _find_ranks()[0].speaks:
             fail(error.message, error.hint, as_json)
@@ -142,15 +142,6 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
         except KeyboardInterrupt:
             # Nothing is left to clean up, and Python would wait for the thread pools of huggingface_hub.
             interrupts.end()
-
-
-def _parsed(parser: Parser, words: Sequence[str]) -> dict[str, Any]:
-    try:
-        return vars(parser.parse_args(words))
-    except SystemExit:
-        # argparse printed --help or --version, which is still in the stream's buffer.
-        require_printed(say("", sys.stdout, end=""))
-        raise
 
 
 def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:

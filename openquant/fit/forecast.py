@@ -14,10 +14,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from ..convert.devices import loops
 from ..evaluation.kl import ModelNames, compare_logits
+from ..files.checkpoint import Checkpoint
 from ..formats.kernels import Bits, Loops, from_float32
 from ..formats.schemes import Scheme
 from ..streaming import transformers_internals
+from ..streaming.forecast import spoken
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
 from ..streaming.progress import products
@@ -122,6 +125,30 @@ def count_calibration(model: StreamedModel, documents: int, length: int) -> Work
         for at_once, number in products(model, layer, length).items():
             counts[at_once] = counts.get(at_once, 0.0) + 2.0 * documents * length * number
     return Work(counts, {}, 0.0, documents * float(len(model.layers)))
+
+
+def gptq_forecast(checkpoint: Checkpoint, device: str, documents: int, length: int) -> str:
+    """Say how long GPTQ will take here.
+
+    Args:
+        checkpoint: the opened source.
+        device: where the model runs, "cpu" or "cuda:0".
+        documents: the number of texts.
+        length: tokens of each.
+
+    Returns:
+        "GPTQ: about 5 minutes, without reading the model from disk (1.2e+13 products)".
+
+    Raises:
+        SourceError: transformers cannot build the model.
+    """
+    model = StreamedModel(checkpoint, device=device)
+    work = count_calibration(model, documents, length)
+    seconds = Trials(model, (), loops(False)).seconds(work)
+    return (
+        f"GPTQ: about {spoken(seconds)}, without reading the model from disk "
+        f"({sum(work.products.values()):.2g} products)"
+    )
 
 
 class Trials:

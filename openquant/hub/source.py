@@ -202,7 +202,7 @@ def model_folder(model: str | os.PathLike[str]) -> Path:
     """
     path = Path(model)
     with readable():
-        if path.exists():
+        if _exists(path):
             return path
     from huggingface_hub import constants
 
@@ -229,7 +229,7 @@ def find_source(model: str, revision: str | None = None) -> Source:
     if not model:
         raise UsageError("-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B")
     with readable():
-        exists = path.exists()
+        exists = _exists(path)
     if exists:
         if revision is not None:
             kind = "directory" if path.is_dir() else "file"
@@ -247,6 +247,15 @@ def find_source(model: str, revision: str | None = None) -> Source:
         if sibling is None:
             raise
         raise NotFound(error.message, f"did you mean {sibling}? {error.hint}") from None
+
+
+def _exists(path: Path) -> bool:
+    """Whether a path exists. Unlike Path.exists() in Python 3.14, raises if that cannot be looked up."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return True
 
 
 def local_source(path: Path) -> Source:
