@@ -13,6 +13,10 @@ from pathlib import Path
 
 from .errors import OpenQuantError, UsageError
 
+# A browser's Python, which plans, has none. Imported here because an error about too many open files needs it.
+with suppress(ImportError):
+    import resource
+
 # The CPU time that a container may use (Linux, Documentation/admin-guide/cgroup-v2.rst).
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -145,8 +149,6 @@ def peak_rss() -> int:
     # Unlike VmHWM, ru_maxrss starts at the parent's size.
     if (peak := _status("VmHWM")) is not None:
         return peak
-    import resource  # a browser's Python, which plans, has none
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -251,8 +253,6 @@ def _limit_behind(error: BaseException) -> tuple[str, str] | None:
 
 def _limits(files: bool = False, processes: bool = False, memory: bool = False) -> str:
     """Return the limits that are set, as a shell names them: 'ulimit -v is 500000'."""
-    import resource
-
     kinds = [
         (files, "RLIMIT_NOFILE", "-n", 1),
         (processes, "RLIMIT_NPROC", "-u", 1),
