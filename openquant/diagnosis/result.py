@@ -34,6 +34,11 @@ class LayerDiagnosis:
     errors: Mapping[str, float | None]
     row_errors: Mapping[str, float | None]
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether no scheme changes a weight, as is the case if all are zero."""
+        return set(self.errors.values()) - {None} == {0.0}
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -420,7 +420,7 @@ def _open(directory: OutputDirectory) -> None:
 def _another_run(path: Path) -> OutputError:
     return OutputError(
         f"{path} holds the output of another run: other options, another source or another version",
-        f"{REPLACE}; --recipe {path / JOURNAL} takes the options that it was begun with",
+        f"{REPLACE}; --recipe {path / JOURNAL} takes its options, which helps if the source has not changed",
     )
 
 

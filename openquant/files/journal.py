@@ -56,7 +56,9 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno == errno.EFBIG:
+            hint = "raise the limit of file sizes (ulimit -f), and run the same command again: finished shards are kept"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = "free some space (or choose another -o) and run the same command again: finished shards are kept"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = "check the permissions, or choose another directory with -o"
@@ -164,7 +166,9 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         if linked:
             raise OutputError(f"{directory / linked[0]} is a link", "put the file itself there")
         problem = f"lacks {missing[0]}" if journal["done"] else "is not finished"
-        raise OutputError(f"{directory} {problem}", "run the command that made it again, without --push-only")
+        raise OutputError(
+            f"{directory} {problem}", "run the command that made it again; with --push-only nothing is left to push"
+        )
     return journal["digest"], set(journal["files"])
 
 

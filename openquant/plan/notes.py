@@ -95,7 +95,10 @@ def output_notes(
             "give --kv-cache fp8 here so that engines do by default"
         )
     notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions), *_head_notes(decisions, options)]
-    notes += dict.fromkeys(note for scheme in decisions.schemes for note in scheme.notes)
+    several = len({scheme.name for scheme in decisions.schemes}) > 1
+    notes += dict.fromkeys(
+        f"{scheme.name}: {note}" if several else note for scheme in decisions.schemes for note in scheme.notes
+    )
     if options.calibration is not None and decisions.input_absmax:
         notes.append(
             f"static activation scales are twice those of a calibration with {options.calibration.described}: headroom "

@@ -44,6 +44,7 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) 
     said = [
         "activations, which most schemes round too, are not counted",
         *not_finite_notes(diagnosis.not_finite),
+        *_zeros(diagnosis),
         *_conspicuous(diagnosis),
     ]
     lines = [
@@ -55,6 +56,12 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) 
         *_choices(diagnosis, width),
     ]
     return join_lines(lines)
+
+
+def _zeros(diagnosis: Diagnosis) -> list[str]:
+    """A note on layers of zeros, as a part of a file has that was never downloaded."""
+    names = [terminal(layer.module) for layer in diagnosis.layers if layer.is_zero]
+    return [f"note: all weights are zero: {', '.join(collapse(names))}"] if names else []
 
 
 def _percent(share: float | None) -> str:

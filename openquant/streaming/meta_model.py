@@ -29,7 +29,7 @@ REST = ""
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "depth")
 _AXES = ("_dim", "_dims", "_rank", "_heads", "hidden_size")
 _LONGEST_AXIS = 1 << 22
-_OTHER_WEIGHTS = "config.json belongs to other weights: download or copy the checkpoint again"
+_OTHER_WEIGHTS = "config.json or this shard belongs to other weights: download the checkpoint again"
 
 
 class UnitTensors(NamedTuple):

@@ -135,7 +135,7 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
     if name is None:
         raise SourceError(
             f"transformers {_installed()} has no language model {architecture} (model_type {model_type!r})",
-            "a newer transformers may have it; code that comes with a model is not executed",
+            "if the class was only renamed, put its old name into config.json; a newer transformers may have it",
         )
     release = ".".join((_installed() or "").split(".")[:2])
     if (name, release) in FAILING:
@@ -360,7 +360,7 @@ def load_tensors(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torc
     for name, shape, expected in sorted(info.mismatched_keys):
         raise SourceError(
             f"{name} is {list(shape)}, but by config.json it must be {list(expected)}",
-            "config.json belongs to other weights: download or copy the checkpoint again",
+            "config.json or this shard belongs to other weights: download the checkpoint again",
         )
     for name, text in sorted(info.conversion_errors.items()):
         raise _conversion_error(name, text)
@@ -370,7 +370,7 @@ def _conversion_error(name: str, text: str) -> OpenQuantError:
     lines = [line for line in text.splitlines() if line.strip()] or ["unknown"]
     return SourceError(
         f"{name} cannot be made of the checkpoint's tensors: {lines[-1].strip()[:300]}",
-        "config.json belongs to other weights: download or copy the checkpoint again",
+        "config.json or this shard belongs to other weights: download the checkpoint again",
     )
 
 

@@ -300,7 +300,7 @@ def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Pat
         assert caught.value.message == f"{tmp_path / 'whole'} {message}"
         assert caught.value.hint == (
             "choose another directory with output, or replace that output with overwrite=True; "
-            f"--recipe {tmp_path / 'whole'}/.openquant.json takes the options that it was begun with"
+            f"--recipe {tmp_path / 'whole'}/.openquant.json takes its options, which helps if the source has not changed"
         )
     with pytest.raises(SourceError, match=f"in {other} changed since {tmp_path / 'whole'}/model-0000"):
         compress(other, tmp_path / "whole")

@@ -427,3 +427,12 @@ def test_no_more_threads_than_tasks_are_started(example: Path, monkeypatch: pyte
     started.clear()
     assert diagnose(example, workers=100_000) == few
     assert len(started) - alone < max(16, os.cpu_count() or 1)
+
+
+def test_a_layer_of_zeros_is_named(tmp_path: Path) -> None:
+    source = model(
+        tmp_path / "model", mlp__down_proj=torch.zeros(128, 512, dtype=torch.bfloat16), mlp__up_proj=noise(64, 64)
+    )
+    assert f"note: all weights are zero: {DOWN}\n" in diagnosis_text(diagnose(source), every=False)
+    sound = model(tmp_path / "sound", mlp__up_proj=noise(64, 64))
+    assert "all weights are zero" not in diagnosis_text(diagnose(sound), every=False)

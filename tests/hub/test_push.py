@@ -1194,7 +1194,7 @@ def test_push_of_what_push_only_left(hub: LoopbackHub, source: Path, tmp_path: P
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"error: {tmp_path / 'out'} lacks model-00001-of-00005.safetensors",
-        "hint: run the command that made it again, without --push-only",
+        "hint: run the command that made it again; with --push-only nothing is left to push",
     ]
 
 

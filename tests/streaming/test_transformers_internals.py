@@ -17,7 +17,7 @@ from support.conversions import Shelf
 from support.streamed_logits import SHORT, all_equal, streamed_logits
 
 Weights = dict[str, torch.Tensor]
-OTHER = "config.json belongs to other weights: download or copy the checkpoint again"
+OTHER = "config.json or this shard belongs to other weights: download the checkpoint again"
 
 
 @pytest.mark.parametrize("found", ["5.15.1", "5.25.0", "4.57.6", "6.0.0", "main", None])
