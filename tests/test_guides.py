@@ -58,9 +58,11 @@ def test_the_commands_of_a_page_are_accepted(page: Path, tmp_path: Path, monkeyp
             words[words.index("-m") + 1] = str(EXAMPLE)
             words = [word.replace("layers.63.", "layers.3.") for word in words]
             words = ["2" if word == "4" and "--tp" in words else word for word in words]
-            for text in {*words} & {"mine.jsonl", "chats.jsonl", "code.txt"}:
-                (tmp_path / text).write_text("")
-            assert main([*words, *({"--dry-run", "-q"} - {*words})]) == 0, words
+            texts = {*words} & {"mine.jsonl", "chats.jsonl", "code.txt"}
+            for text in texts:
+                prose = "a text of several words. " * 400
+                (tmp_path / text).write_text(json.dumps({"text": prose}) if text.endswith(".jsonl") else prose)
+            assert main([*words, *({"--dry-run", "-q"} - {*words}), *(FEW if texts else [])]) == 0, words
         elif parsed.verb in ("fit", "explain") and "--search" not in given:
             words[1] = str(EXAMPLE)
             assert main([word.replace("32k", "2k").replace("8k", "2k") for word in words]) == 0, words

@@ -142,7 +142,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
             if info.name in where:
                 raise SourceError(
                     f"{info.name} is in two shards: {where[info.name].shard} and {shard}",
-                    "download the one again where the index does not place it, or remove it if the index does not name it",
+                    "download the one where the index does not place it again, or remove it if the index lacks it",
                 )
             tensors[info.name] = info
             where[info.name] = Location(shard, offset)

@@ -338,7 +338,9 @@ def test_options_that_contradict_it_are_refused(tmp_path: Path, given: dict[str,
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_options_that_it_decides_are_refused(name: str) -> None:
-    value = {"scheme": "int4", "scheme_for": {"**": "int4"}, "smooth": 0.5}.get(name, "static")
+    value = {"scheme": "int4", "scheme_for": {"**": "int4"}, "smooth": 0.5}.get(
+        name, "static" if name == "activation_scheme" else True
+    )
     recipe = Recipe(**{name: value})  # type: ignore[arg-type]
     flag = "--" + name.replace("_", "-")
     with pytest.raises(UsageError, match=f"^--fit chooses the schemes, and {flag} is given$"):

@@ -29,7 +29,7 @@ def test_a_source_comes_from_the_hub(tmp_path: Path) -> None:
             text=True,
             timeout=300,
         )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["source"]["name"] == "org/name"
     assert (found["outputs"][0]["verdict"], found["outputs"][0]["suspects"]) == ("close", [])

@@ -164,7 +164,7 @@ def test_repositories_are_evaluated_through_a_few_shards_of_disk(
     hub.faults.append(Fault(r"\.safetensors$", "GET", times=None, call=measure))
     file = tmp_path / "hub.json"
     code, out, err = end(begin(job, tmp_path, "org/out", *FROM_HUB, there, "--json", "--out", file))
-    assert (code, err) == (0, "")
+    assert code == 0, err
     assert named(json.loads(out), "name", "out") == expected
     assert named(json.loads(file.read_text()), "name", "out") == expected["outputs"][0]
     assert [text["along"] for text in expected["outputs"][0]["texts"]] == [True]
