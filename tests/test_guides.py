@@ -60,8 +60,9 @@ def test_the_commands_of_a_page_are_accepted(page: Path, tmp_path: Path, monkeyp
             words = ["2" if word == "4" and "--tp" in words else word for word in words]
             texts = {*words} & {"mine.jsonl", "chats.jsonl", "code.txt"}
             for text in texts:
-                prose = "a text of several words. " * 400
-                (tmp_path / text).write_text(json.dumps({"text": prose}) if text.endswith(".jsonl") else prose)
+                line = "a text of several words. " * 100
+                line = json.dumps({"text": line}) if text.endswith(".jsonl") else line
+                (tmp_path / text).write_text(f"{line}\n" * 8)
             assert main([*words, *({"--dry-run", "-q"} - {*words}), *(FEW if texts else [])]) == 0, words
         elif parsed.verb in ("fit", "explain") and "--search" not in given:
             words[1] = str(EXAMPLE)
