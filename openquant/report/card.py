@@ -26,6 +26,7 @@ from ..files.cards import (
     WEIGHTS_OF,
     serve_argument,
     shell_word,
+    source_commit,
     source_text,
     split_card,
     with_evaluation,
@@ -109,7 +110,8 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
 
     Args:
         card: the text of README.md.
-        repo: the Hub repository that the output is published in, for the command that repeats the evaluation.
+        repo: the Hub repository that the output is published in, or "org/name@refs/pr/1", for the commands that check
+            it and repeat the evaluation.
         evaluation: the checked content of an eval.json.
         picture: name of the file with its picture, which is published too; None if there is none.
 
@@ -148,14 +150,17 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     lines += [f"| {name} | {value} |" for name, value in rows]
     few = " So few texts say little about others." if text["documents"] < ENOUGH_TEXTS else ""
     lines += ["", f"Intervals are of 95 %, over texts.{few}", ""]
-    if evaluation["texts"]:
+    # Predictions along a text are no answers.
+    if evaluation["texts"] and "text" not in evaluation["texts"][0]:
         lines += [
             "<details><summary>The beginning of an answer of each</summary>",
             "",
             *_answer_table(evaluation["texts"][0]),
         ]
         lines += ["", "</details>", ""]
-    check = f"openquant verify {shell_word(repo)} --source {shell_word(source)}"
+    commit = source_commit(card, source)
+    source = f"{source}@{commit}" if commit else source
+    check = f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full"
     lines += ["To check and to measure it:", "", "```", check, _eval_command(repo, source, evaluation), "```", ""]
     return with_evaluation(card, join_lines(lines))
 
