@@ -233,11 +233,11 @@ def _push(given: Given, interrupts: Interrupts) -> int:
     assert target is not None
     if _command(given).dry_run:
         preview = preview_push(given["directory"], target)
-        say_lines(_card_notes(Path(given["directory"])), sys.stderr)
+        _say_card_notes(Path(given["directory"]))
         return _print_preview(preview, given, interrupts)
     address = push(given["directory"], target)
     interrupts.check()
-    say_lines(_card_notes(Path(given["directory"])), sys.stderr)
+    _say_card_notes(Path(given["directory"]))
     if _command(given).json:
         print_json({"output": given["directory"], "pushed_to": address}, interrupts)
     else:
@@ -245,16 +245,17 @@ def _push(given: Given, interrupts: Interrupts) -> int:
     return 0
 
 
-def _card_notes(directory: Path) -> list[str]:
-    """What to say of the card of a directory that was pushed; nothing of an evaluation."""
+def _say_card_notes(directory: Path) -> None:
+    """Print what the card of a directory that was pushed lacks; nothing of an evaluation."""
     from ..files.cards import metadata_notes
     from ..files.small_files import read_small
 
     path = directory / "README.md"
     if not directory.is_dir():
-        return []
+        return
     card = read_small(path, str(path)).decode(errors="replace")
-    return [f"note: {note}" for note in metadata_notes(card, str(path))]
+    if notes := [f"note: {note}" for note in metadata_notes(card, str(path))]:
+        say_lines(notes, sys.stderr)
 
 
 def _print_preview(preview: Preview, given: Given, interrupts: Interrupts) -> int:

@@ -31,7 +31,7 @@ from ..files.cards import (
     split_card,
     with_evaluation,
 )
-from ..formats.hardware import GENERATIONS, arithmetic_on, find_kernel
+from ..formats.hardware import GENERATIONS, HARDWARE, arithmetic_on, find_kernel
 from ..formats.kv_cache import FLAG
 from ..patterns import collapse
 from ..plan import summary
@@ -41,7 +41,7 @@ from ..plan.gptq import tokens_of
 from ..plan.plan import Plan
 from ..recipes import recipe_command
 from ..registry.rules import is_embedding
-from ..version import CITED, SGLANG, __version__
+from ..version import CITED, DISTRIBUTION, SGLANG, __version__
 from .cells import gigabytes, shortened
 from .escape import join_lines, markdown
 from .source_card import source_section
@@ -161,7 +161,8 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     commit = source_commit(card, source)
     source = f"{source}@{commit}" if commit else source
     check = f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full"
-    lines += ["To check and to measure it:", "", "```", check, _eval_command(repo, source, evaluation), "```", ""]
+    install = f"pip install {DISTRIBUTION}"
+    lines += [f"To check and to measure it (`{install}`):", "", "```", check, _eval_command(repo, source, evaluation), "```", ""]
     return with_evaluation(card, join_lines(lines))
 
 
@@ -398,14 +399,18 @@ def _range(names: Sequence[str]) -> str:
     return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _listed(names)
 
 
+def _devices(names: Sequence[str]) -> str:
+    """Name hardware, in its order: "NVIDIA Turing to Blackwell, AMD MI300 and CPUs"."""
+    nvidia = [name for name in names if name in GENERATIONS]
+    others = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
+    return _listed([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
+
+
 def _hardware(places: Mapping[str, list[str]]) -> str:
     """Say where an engine computes: "in FP8 on NVIDIA Ada, Hopper and Blackwell and AMD MI300, emulated on CPUs"."""
     parts = []
     for numbers, names in places.items():
-        nvidia = [name for name in names if name in GENERATIONS]
-        others = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
-        on = _listed([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
-        parts.append(f"{'' if numbers.startswith('emulated') else 'in '}{numbers} on {on}")
+        parts.append(f"{'' if numbers.startswith('emulated') else 'in '}{numbers} on {_devices(names)}")
     return "; ".join(parts)
 
 
@@ -419,13 +424,12 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
         rounded = {scheme.rounds_activations for scheme in plan.decisions.schemes}
         others = " and activations" if rounded == {True} else "" if True in rounded else "; activations stay in 16 bits"
         what = f" with {summary.numbers(plan)} weights{others}"
-    ranges: dict[str, list[str]] = {}
+    on: dict[str, list[str]] = {}
     for engine, places in computed.items():
-        if nvidia := [name for name in GENERATIONS if any(name in names for names in places.values())]:
-            ranges.setdefault(_range(nvidia), []).append(engine)
-    # "vLLM and SGLang on NVIDIA Turing to Blackwell", or "vLLM on NVIDIA Turing to Blackwell and SGLang on NVIDIA ..".
-    gpus = [f"{_listed(engines)} on NVIDIA {generations}" for generations, engines in ranges.items()]
-    served = f" For {_listed(gpus)}." if gpus else ""
+        if names := [name for name in HARDWARE if any(name in names for names in places.values())]:
+            on.setdefault(_devices(names), []).append(engine)
+    # "vLLM and SGLang on NVIDIA Turing to Blackwell", or "vLLM on NVIDIA Turing to Blackwell and CPUs, and SGLang on ..".
+    served = f" For {', and '.join(f'{_listed(engines)} on {devices}' for devices, engines in on.items())}." if on else ""
     before, after = gigabytes(summary.source_bytes(plan)), gigabytes(summary.output_bytes(plan))
     return f"{origin}{what}.{served} {before if before == after else f'{before} became {after}'}."
 

@@ -356,7 +356,9 @@ def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_card_names_the_gpus_of_each_engine(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out", "int4")
     line = (tmp_path / "out" / "README.md").read_text().partition("# out\n\n")[2].partition("\n")[0]
-    assert " For vLLM on NVIDIA Turing to Blackwell and SGLang on NVIDIA Ampere to Blackwell. " in line
+    assert (
+        " For vLLM on NVIDIA Turing to Blackwell, AMD MI300 and CPUs, and SGLang on NVIDIA Ampere to Blackwell. "
+    ) in line
 
 
 EVALUATED = """## Measured against the source
@@ -385,7 +387,7 @@ They differ from token 7 on.
 
 </details>
 
-To check and to measure it:
+To check and to measure it (`pip install openquant-llm`):
 
 ```
 openquant verify user/name --source org/tiny --full
