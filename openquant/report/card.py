@@ -162,7 +162,15 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     source = f"{source}@{commit}" if commit else source
     check = f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full"
     install = f"pip install {DISTRIBUTION}"
-    lines += [f"To check and to measure it (`{install}`):", "", "```", check, _eval_command(repo, source, evaluation), "```", ""]
+    lines += [
+        f"To check and to measure it (`{install}`):",
+        "",
+        "```",
+        check,
+        _eval_command(repo, source, evaluation),
+        "```",
+        "",
+    ]
     return with_evaluation(card, join_lines(lines))
 
 
@@ -428,8 +436,9 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
     for engine, places in computed.items():
         if names := [name for name in HARDWARE if any(name in names for names in places.values())]:
             on.setdefault(_devices(names), []).append(engine)
-    # "vLLM and SGLang on NVIDIA Turing to Blackwell", or "vLLM on NVIDIA Turing to Blackwell and CPUs, and SGLang on ..".
-    served = f" For {', and '.join(f'{_listed(engines)} on {devices}' for devices, engines in on.items())}." if on else ""
+    # "vLLM and SGLang on NVIDIA Ampere", or "vLLM on NVIDIA Turing to Blackwell and CPUs, and SGLang on NVIDIA Ampere".
+    served = ", and ".join(f"{_listed(engines)} on {devices}" for devices, engines in on.items())
+    served = f" For {served}." if served else ""
     before, after = gigabytes(summary.source_bytes(plan)), gigabytes(summary.output_bytes(plan))
     return f"{origin}{what}.{served} {before if before == after else f'{before} became {after}'}."
 

@@ -330,7 +330,9 @@ def test_a_merged_card_names_the_pull_request_no_more(
     assert ask(hub, tmp_path, "push", evaluated, "name@refs/pr/1").returncode == 0
     in_request = hub.files("user/name", "refs/pr/1")
     assert b"eval user/name@refs/pr/1 " in in_request["README.md"].read_bytes()
-    hub.commit("user/name", "main", "merged", {name: hub.store(in_request[name].read_bytes()) for name in in_request}, [])
+    hub.commit(
+        "user/name", "main", "merged", {name: hub.store(in_request[name].read_bytes()) for name in in_request}, []
+    )
     done = ask(hub, tmp_path, "push", tmp_path / "out", "name")
     assert done.returncode == 0, done.stderr
     card = held(hub)["README.md"]
