@@ -77,7 +77,6 @@ from .plan.plan import Plan, make_plan
 from .plan.serving import serving_to_json
 from .plan.unchanged import make_unchanged_plan
 from .recipes import recipe_of
-from .report.escape import terminal
 from .reporter import Reporter
 from .request import Request, check_recipe
 from .result import Place, Preview, Result
@@ -540,7 +539,7 @@ def push(directory: str | os.PathLike[str], target: Push | str) -> str:
     with silent():
         publisher.prepare(_published_card(path))
         with publisher:
-            return publisher.finish(others, terminal(path.resolve().name)).address
+            return publisher.finish(others, publisher.repo.rpartition("/")[2]).address
 
 
 def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:

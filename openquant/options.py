@@ -742,7 +742,7 @@ class Push:
     create_pr: bool = option(False, "Open a pull request instead of committing to main.", HUB)
     message: str | None = option(
         None,
-        "Message of the commit or pull request. Default: one that names the model.",
+        "Message of the commit, or the pull request's title. Default: the model's.",
         HUB,
         "TEXT",
         flags=("--commit-message",),

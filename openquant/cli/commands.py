@@ -246,14 +246,16 @@ def _push(given: Given, interrupts: Interrupts) -> int:
 
 
 def _say_card_notes(directory: Path) -> None:
-    """Say on stderr what the card of a directory lacks; nothing of an evaluation."""
+    """Print what the card of a directory that was pushed lacks; nothing of an evaluation."""
     from ..files.cards import metadata_notes
     from ..files.small_files import read_small
 
     path = directory / "README.md"
-    if directory.is_dir():
-        for note in metadata_notes(read_small(path, str(path)).decode(errors="replace"), str(path)):
-            say_lines([f"note: {note}"], sys.stderr)
+    if not directory.is_dir():
+        return
+    card = read_small(path, str(path)).decode(errors="replace")
+    if notes := [f"note: {note}" for note in metadata_notes(card, str(path))]:
+        say_lines(notes, sys.stderr)
 
 
 def _print_preview(preview: Preview, given: Given, interrupts: Interrupts) -> int:

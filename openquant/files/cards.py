@@ -34,6 +34,8 @@ _EVALUATION = re.compile(
     r"```\n(?:openquant verify [^\n]*\n)?openquant eval [^\n]*\n```\n(?:\n|\Z)",
     re.MULTILINE,
 )
+# Its commands, up to the repository.
+_CHECKS = re.compile(r"^(openquant (?:verify|eval)) \S+ ", re.MULTILINE)
 # What earlier versions wrote at the end of a card.
 _OLD_PART = re.compile(
     r"^# [^\n]*: ([A-Z0-9]+(?: and [A-Z0-9]+)*|unchanged) weights\n\n\| \| \|\n\|---\|---\|\n\| source \|.*\Z",
@@ -98,6 +100,19 @@ def source_of(card: str) -> str | None:
     if old is not None and old.group(1) in ("BF16", "unchanged"):
         return None
     return next((line for line in part.splitlines() if line.startswith(f"| {QUANTIZED_FROM} |")), None)
+
+
+def source_commit(card: str, repo: str) -> str | None:
+    """Return the commit of the source that a model card of openquant names; None if it names none.
+
+    Args:
+        card: the text of README.md.
+        repo: the source's repository; the commit of another one is not returned.
+    """
+    link = re.escape(f"[{repo}](https://huggingface.co/{repo}/tree/")
+    row = rf"^\| (?:{QUANTIZED_FROM}|{WEIGHTS_OF}) \| {link}([\w.-]+)\) at "
+    found = re.search(row, _own_part(card), re.ASCII | re.MULTILINE)
+    return found[1] if found else None
 
 
 def is_smoothed(card: str) -> bool:
@@ -205,6 +220,16 @@ def evaluation_in(card: str) -> str | None:
     start, end = _own_span(card) or (0, len(card))
     found = _EVALUATION.search(card[start:end])
     return f"{found[0].rstrip()}\n" if found else None
+
+
+def evaluation_of(figures: str, name: str) -> str:
+    """Return the part of a card that with_evaluation() wrote, its commands for a repository as it is named now.
+
+    Args:
+        figures: the part.
+        name: "org/name", or "org/name@refs/pr/1" in an open pull request.
+    """
+    return _CHECKS.sub(lambda match: f"{match[1]} {shell_word(name)} ", figures)
 
 
 # Scalars that YAML reads as null.

@@ -134,6 +134,8 @@ class Destination:
         for model in self.protected.models:
             if _is_within(self.path, model):
                 more = "" if place is None else f", or {place}"
+                if place is None and self.path.name == self.kind.name_in_model:
+                    more = f"; {self.path.name} of an output that is evaluated alone may lie in its directory"
                 self._refuse(f"lies in the model {model}", f"give a place outside of it{more}")
 
     def _refuse_content(self) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import SourceError
 from ..files.atomic import make_directory
-from ..files.cards import base_models, evaluation_in, published_card, with_evaluation
+from ..files.cards import base_models, evaluation_in, evaluation_of, published_card, with_evaluation
 from ..files.journal import PUSHED, WORK, output_errors
 from ..files.names import CARD_FILE, EVAL_FILE, EVALUATION_FILES
 from ..files.small_files import file_sha256, parse_json, read_small
@@ -91,8 +91,8 @@ class Publisher:
 
     Attributes:
         open_request: number of the pull request of this model that is open; None if there is none, or before `prepare`.
-        complete: makes the published model card from the directory's card and the repository's name; None to publish
-            the directory's card.
+        complete: makes the published model card from the directory's card and the repository's name, "org/name" or
+            "org/name@refs/pr/1"; None to publish the directory's card.
     """
 
     def __init__(
@@ -386,8 +386,11 @@ class Publisher:
             card = read_small(path, name)
         try:
             text = published_card(card.decode(), self.repo, revision) if self.shards else card.decode()
-            text = with_evaluation(text, figures) if figures else text
-            return (self.complete(text, self.repo) if self.complete else text).encode()
+            # Figures alone in a pull request of their own are of the model on main.
+            branch = revision if self.shards else self.revision
+            named = f"{self.repo}@{branch}" if branch else self.repo
+            text = with_evaluation(text, evaluation_of(figures, named)) if figures else text
+            return (self.complete(text, named) if self.complete else text).encode()
         except UnicodeDecodeError:
             return card
 

@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from ..errors import SourceError, UsageError
-from ..files.checkpoint import Checkpoint, open_checkpoint, read_json, readable, refuse_without_weights
+from ..files.checkpoint import (
+    Checkpoint,
+    open_checkpoint,
+    read_json,
+    readable,
+    refuse_other_weights,
+    refuse_without_weights,
+)
 from ..files.fingerprint import Stamp, stamps_of
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
 from ..files.siblings import similar_path
@@ -299,7 +306,14 @@ def repository_source(repo: str, revision: str | None = None) -> Source:
         with source_errors(repo, revision):
             needed = ["config.json", INDEX_FILE, *TOOL_CONFIG_FILES]
             root = Path(snapshot_download(repo, revision=revision, allow_patterns=needed))
-            return Source(root, repo.rsplit("/", 1)[-1], repo, root.name, *_missing(repo, root))
+            found = Source(root, repo.rsplit("/", 1)[-1], repo, root.name, *_missing(repo, root))
+        if not (root / "config.json").exists() and not found.remote:
+            refuse_other_weights(repo, [name for name in found.absent if "/" not in name])
+            raise SourceError(
+                f"{repo}{f'@{revision}' if revision else ''} holds no model: it has no config.json",
+                f"check the name; that of an open pull request is {repo}@refs/pr/1",
+            )
+        return found
 
     with silent():
         return interruptible(lambda: with_retries(find, FIRST_WAITS))

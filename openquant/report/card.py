@@ -26,11 +26,12 @@ from ..files.cards import (
     WEIGHTS_OF,
     serve_argument,
     shell_word,
+    source_commit,
     source_text,
     split_card,
     with_evaluation,
 )
-from ..formats.hardware import GENERATIONS, arithmetic_on, find_kernel
+from ..formats.hardware import GENERATIONS, HARDWARE, arithmetic_on, find_kernel
 from ..formats.kv_cache import FLAG
 from ..patterns import collapse
 from ..plan import summary
@@ -40,7 +41,7 @@ from ..plan.gptq import tokens_of
 from ..plan.plan import Plan
 from ..recipes import recipe_command
 from ..registry.rules import is_embedding
-from ..version import CITED, SGLANG, __version__
+from ..version import CITED, DISTRIBUTION, SGLANG, __version__
 from .cells import gigabytes, shortened
 from .escape import join_lines, markdown
 from .source_card import source_section
@@ -109,7 +110,8 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
 
     Args:
         card: the text of README.md.
-        repo: the Hub repository that the output is published in, for the command that repeats the evaluation.
+        repo: the Hub repository that the output is published in, or "org/name@refs/pr/1", for the commands that check
+            it and repeat the evaluation.
         evaluation: the checked content of an eval.json.
         picture: name of the file with its picture, which is published too; None if there is none.
 
@@ -148,15 +150,27 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     lines += [f"| {name} | {value} |" for name, value in rows]
     few = " So few texts say little about others." if text["documents"] < ENOUGH_TEXTS else ""
     lines += ["", f"Intervals are of 95 %, over texts.{few}", ""]
-    if evaluation["texts"]:
+    # Predictions along a text are no answers.
+    if evaluation["texts"] and "text" not in evaluation["texts"][0]:
         lines += [
             "<details><summary>The beginning of an answer of each</summary>",
             "",
             *_answer_table(evaluation["texts"][0]),
         ]
         lines += ["", "</details>", ""]
-    check = f"openquant verify {shell_word(repo)} --source {shell_word(source)}"
-    lines += ["To check and to measure it:", "", "```", check, _eval_command(repo, source, evaluation), "```", ""]
+    commit = source_commit(card, source)
+    source = f"{source}@{commit}" if commit else source
+    check = f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full"
+    install = f"pip install {DISTRIBUTION}"
+    lines += [
+        f"To check and to measure it (`{install}`):",
+        "",
+        "```",
+        check,
+        _eval_command(repo, source, evaluation),
+        "```",
+        "",
+    ]
     return with_evaluation(card, join_lines(lines))
 
 
@@ -393,14 +407,18 @@ def _range(names: Sequence[str]) -> str:
     return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _listed(names)
 
 
+def _devices(names: Sequence[str]) -> str:
+    """Name hardware, in its order: "NVIDIA Turing to Blackwell, AMD MI300 and CPUs"."""
+    nvidia = [name for name in names if name in GENERATIONS]
+    others = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
+    return _listed([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
+
+
 def _hardware(places: Mapping[str, list[str]]) -> str:
     """Say where an engine computes: "in FP8 on NVIDIA Ada, Hopper and Blackwell and AMD MI300, emulated on CPUs"."""
     parts = []
     for numbers, names in places.items():
-        nvidia = [name for name in names if name in GENERATIONS]
-        others = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
-        on = _listed([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
-        parts.append(f"{'' if numbers.startswith('emulated') else 'in '}{numbers} on {on}")
+        parts.append(f"{'' if numbers.startswith('emulated') else 'in '}{numbers} on {_devices(names)}")
     return "; ".join(parts)
 
 
@@ -414,13 +432,13 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
         rounded = {scheme.rounds_activations for scheme in plan.decisions.schemes}
         others = " and activations" if rounded == {True} else "" if True in rounded else "; activations stay in 16 bits"
         what = f" with {summary.numbers(plan)} weights{others}"
-    ranges: dict[str, list[str]] = {}
+    on: dict[str, list[str]] = {}
     for engine, places in computed.items():
-        if nvidia := [name for name in GENERATIONS if any(name in names for names in places.values())]:
-            ranges.setdefault(_range(nvidia), []).append(engine)
-    # "vLLM and SGLang on NVIDIA Turing to Blackwell", or "vLLM on NVIDIA Turing to Blackwell and SGLang on NVIDIA ..".
-    gpus = [f"{_listed(engines)} on NVIDIA {generations}" for generations, engines in ranges.items()]
-    served = f" For {_listed(gpus)}." if gpus else ""
+        if names := [name for name in HARDWARE if any(name in names for names in places.values())]:
+            on.setdefault(_devices(names), []).append(engine)
+    # "vLLM and SGLang on NVIDIA Ampere", or "vLLM on NVIDIA Turing to Blackwell and CPUs, and SGLang on NVIDIA Ampere".
+    served = ", and ".join(f"{_listed(engines)} on {devices}" for devices, engines in on.items())
+    served = f" For {served}." if served else ""
     before, after = gigabytes(summary.source_bytes(plan)), gigabytes(summary.output_bytes(plan))
     return f"{origin}{what}.{served} {before if before == after else f'{before} became {after}'}."
 

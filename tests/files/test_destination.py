@@ -83,6 +83,11 @@ def test_an_output_has_a_place_for_an_evaluation(model: Path, tmp_path: Path) ->
     with pytest.raises(UsageError) as caught:
         Destination(model / "other.txt", "--out", KIND, protected, model).require()
     assert caught.value.hint == f"give a place outside of it, or {model / 'note.txt'}"
+    with pytest.raises(UsageError) as caught:
+        Destination(model / "note.txt", "--out", KIND, protected).require()
+    assert caught.value.hint == (
+        "give a place outside of it; note.txt of an output that is evaluated alone may lie in its directory"
+    )
     (tmp_path / "other").mkdir()
     assert "lies in the model" in refused(model / "config.json", protected, model)
     assert "lies in the model" in refused(model / "tokenizer" / "note.txt", protected, model)

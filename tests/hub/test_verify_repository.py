@@ -80,3 +80,16 @@ def test_a_name_that_is_neither(tmp_path: Path, name: str) -> None:
         done = verify(hub, tmp_path, name)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {name} does not exist, and is no Hub repository id either\n")
+
+
+def test_a_repository_whose_model_is_in_a_pull_request_has_none_on_main(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".gitattributes").write_text("*.safetensors filter=lfs\n")
+    with LoopbackHub(tmp_path / "hub") as hub:
+        hub.repositories["org/empty"] = tmp_path / "empty"
+        told = verify(hub, tmp_path, "org/empty")
+    assert told.returncode == 2
+    assert told.stderr.endswith(
+        "error: org/empty holds no model: it has no config.json\n"
+        "hint: check the name; that of an open pull request is org/empty@refs/pr/1\n"
+    )

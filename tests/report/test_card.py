@@ -356,7 +356,9 @@ def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_card_names_the_gpus_of_each_engine(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out", "int4")
     line = (tmp_path / "out" / "README.md").read_text().partition("# out\n\n")[2].partition("\n")[0]
-    assert " For vLLM on NVIDIA Turing to Blackwell and SGLang on NVIDIA Ampere to Blackwell. " in line
+    assert (
+        " For vLLM on NVIDIA Turing to Blackwell, AMD MI300 and CPUs, and SGLang on NVIDIA Ampere to Blackwell. "
+    ) in line
 
 
 EVALUATED = """## Measured against the source
@@ -385,10 +387,10 @@ They differ from token 7 on.
 
 </details>
 
-To check and to measure it:
+To check and to measure it (`pip install openquant-llm`):
 
 ```
-openquant verify user/name --source org/tiny
+openquant verify user/name --source org/tiny --full
 openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length 512
 ```
 """
@@ -465,12 +467,20 @@ def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
 
 def test_what_models_find_along_a_text_is_no_answer() -> None:
     found = evaluation()
+    assert "answer" in evaluated_card("", "user/name", found)
     found["texts"] = found["texts"][2:]
-    told = "\n| prompt | It |\n| text | &nbsp;was so. |\n| source | &nbsp;is so. |\n| output | &nbsp;was so. |\n\nThe most "
-    told += "probable token of each model at each position of the text: "
-    assert f"{told}the first that differs is token 1.\n" in evaluated_card("", "user/name", found)
-    found["texts"][0]["differs_at"] = None
-    assert f"{told}they are the same.\n" in evaluated_card("", "user/name", found)
+    assert "text" in found["texts"][0] and "answer" not in evaluated_card("", "user/name", found)
+
+
+def test_the_commands_of_a_card_name_the_commit_of_the_source() -> None:
+    text = "# m-FP8\n\n## How it was made\n\n| | |\n|---|---|\n"
+    text += "| source | [org/tiny](https://huggingface.co/org/tiny/tree/0123abcd) at `0123abcd` |\n"
+    found = evaluation()
+    shown = evaluated_card(text, "user/name@refs/pr/1", found)
+    assert "\nopenquant verify user/name@refs/pr/1 --source org/tiny@0123abcd --full\n" in shown
+    assert "\nopenquant eval user/name@refs/pr/1 --source org/tiny@0123abcd --text prose.txt " in shown
+    found["source"]["name"] = "tiny"
+    assert "\nopenquant verify user/name --source tiny --full\n" in evaluated_card(text, "user/name", found)
 
 
 def test_a_long_answer_is_cut_in_a_card() -> None:
