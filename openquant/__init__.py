@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .fit.search import search_mixtures
     from .fit.table import fit_table
     from .formats.names import ActivationScheme, CacheScheme, FormatName, GroupSize, ScaleFormat, SchemeName
+    from .hub.error_mapping import NotFound, PushError, Unreachable
+    from .hub.source import Source
     from .options import Push
     from .packed import PackedLinear
     from .plan.explain import Explanation
@@ -43,6 +45,7 @@ __all__ = [
     "FitTable",
     "FormatName",
     "GroupSize",
+    "NotFound",
     "OpenQuantError",
     "OutputError",
     "OutputEvaluation",
@@ -50,6 +53,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Push",
+    "PushError",
     "Ranks",
     "Report",
     "Reporter",
@@ -57,7 +61,9 @@ __all__ = [
     "ScaleFormat",
     "SchemeName",
     "SearchResult",
+    "Source",
     "SourceError",
+    "Unreachable",
     "UsageError",
     "__version__",
     "calibrate",
@@ -79,6 +85,7 @@ _HOMES = {
     **dict.fromkeys(
         ("ActivationScheme", "CacheScheme", "FormatName", "GroupSize", "ScaleFormat", "SchemeName"), "formats.names"
     ),
+    **dict.fromkeys(("NotFound", "PushError", "Unreachable"), "hub.error_mapping"),
     "Diagnosis": "diagnosis.result",
     "Evaluation": "evaluation.results",
     "Explanation": "plan.explain",
@@ -92,6 +99,7 @@ _HOMES = {
     "Reporter": "reporter",
     "Result": "result",
     "SearchResult": "fit.result",
+    "Source": "hub.source",
     "calibrate": "calibration.run",
     "evaluate": "evaluation.run",
     "fit_table": "fit.table",
@@ -104,16 +112,19 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        from importlib import import_module
-        from types import FunctionType
+# Hidden from type checkers, which else take a misspelled name for an object.
+if not TYPE_CHECKING:
 
-        exported: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-        if isinstance(exported, FunctionType):
-            from .keywords import python_errors
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            from importlib import import_module
+            from types import FunctionType
 
-            exported = python_errors(exported)
-        globals()[name] = exported
-        return exported
-    raise AttributeError(f"module 'openquant' has no attribute {name!r}")
+            exported: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+            if isinstance(exported, FunctionType):
+                from .keywords import python_errors
+
+                exported = python_errors(exported)
+            globals()[name] = exported
+            return exported
+        raise AttributeError(f"module 'openquant' has no attribute {name!r}")

@@ -120,7 +120,8 @@ class PackedLinear(nn.Module):
         Args:
             state: all tensors of the layer by the last part of their name: {"weight_packed": .., "weight_scale": ..}.
                 Scales of activations are left out of the layer.
-            scheme: name of the scheme, as for PackedLinear.
+            scheme: name of the scheme, as for PackedLinear. It must be given for "int2" to "int7", whose codes have the
+                dtype of others. `openquant.explain(OUTPUT, "**", "keep").layers` has the scheme of each layer.
 
         Raises:
             ValueError: codes or scales are missing, a name is not known, or a tensor does not fit the others.

@@ -207,6 +207,7 @@ def small(model: str, scheme: SchemeName = "int4") -> float:
     return found["kl"]["mean"]
 
 openquant.compress("model", scheme="chanel")
+openquant.SchemName
 """
 
 
@@ -221,17 +222,22 @@ def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) 
     [path] = site.glob("*.pth")
     assert path.read_text().strip() == str(built.checkout)
     (tmp_path / "caller.py").write_text(CALLER)
+    page = (ROOT / "docs" / "how-to" / "from-python.md").read_text()
+    first, second, third = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "page.py").write_text(first + second)
+    (tmp_path / "packed.py").write_text(third)
     python = tmp_path / "env" / "bin" / "python"
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "caller.py"]
+    # torch and safetensors are not there.
+    command += ["page.py", "packed.py", "--disable-error-code", "import-not-found"]
     done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
     shown = [line.partition(": ")[2].partition("  [")[0] for line in done.stdout.splitlines() if ".py:" in line]
     assert shown[:2] == [
         'note: Revealed type is "openquant.result.Result"',
         'note: Revealed type is "float"',
     ]
-    assert len(shown) == 3 and shown[2].startswith('error: Argument "scheme" to "compress" has incompatible type'), (
-        shown
-    )
+    assert shown[2].startswith('error: Argument "scheme" to "compress" has incompatible type'), shown
+    assert shown[3:] == ['error: Module has no attribute "SchemName"; maybe "SchemeName"?'], shown
 
 
 @pytest.mark.parametrize("command", ["openquant", "hf-openquant", "compress-fp8", "-m openquant", "-m compress_fp8"])

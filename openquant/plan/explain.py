@@ -16,8 +16,8 @@ from ..formats.format import Group
 from ..formats.ignored import Ignored
 from ..formats.schemes import Scheme
 from ..patterns import compile_pattern, template
-from ..registry.architecture import MTP_LAYER, ParallelSplit, absolute_patterns
-from ..registry.rules import ModuleRules
+from ..registry.architecture import HEAD, MTP_LAYER, ParallelSplit, absolute_patterns
+from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.weight import Weight
 from .config import ignored_layers
 from .decisions import FEW_AXES, Decision, PassthroughTensor
@@ -152,14 +152,22 @@ def explain_modules(plan: Plan, requested: str) -> tuple[ModuleExplanation, ...]
         are made from and written as, and how engines fuse, divide and name them.
 
     Raises:
-        UsageError: nothing matches, or the pattern is malformed.
+        UsageError: nothing matches, the pattern is malformed, or it names an output head that is the embedding.
     """
-    pattern = compile_pattern(requested.removesuffix(".weight"))
+    name = requested.removesuffix(".weight")
+    pattern = compile_pattern(name)
     groups: dict[tuple[object, ...], list[_Module]] = {}
     for module in _modules(plan):
         source = module.tensor.source.module if isinstance(module.tensor, Weight) else module.name
         if pattern.fullmatch(module.name) or pattern.fullmatch(source):
             groups.setdefault(_group_key(plan, module), []).append(module)
+    if not groups and is_head(name) and not any(is_head(module.name) for module in _modules(plan)):
+        embeddings = [module.name for module in _modules(plan) if is_embedding(module.name)]
+        if embeddings:
+            raise UsageError(
+                f"{name} is no module of its own: the output head is the input embedding, which stays unquantized",
+                f"explain {embeddings[0]} instead",
+            )
     if not groups:
         raise UsageError(f"{requested} is no module of this model, nor does it match one", _hint(plan, requested))
     return tuple(_explain(plan, modules) for modules in groups.values())
@@ -197,7 +205,7 @@ def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
         module=module,
         modules=tuple(module.name for module in modules),
         scheme=decision.scheme.name if decision.scheme else None,
-        why=decision.why,
+        why=_why(plan, module, decision.why),
         rule=_rule(plan, tensor, decision.why),
         shape=shape,
         source=tuple(Tensor(info.name, info.dtype, info.shape) for info in source),
@@ -209,6 +217,13 @@ def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
         engines=engines,
         listed=_listed(plan, {name for names in engines.values() for name in names}),
     )
+
+
+def _why(plan: Plan, module: str, why: str) -> str:
+    """Why a module is not quantized; of an output head also which option would quantize it, or why none does."""
+    if why != HEAD.why or not is_head(module):
+        return why
+    return f"{why}: {plan.model.head_refused or 'quantized with --quantize-lm-head only'}"
 
 
 def _rule(plan: Plan, tensor: Weight | PassthroughTensor, why: str) -> Rule | None:

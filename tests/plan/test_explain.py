@@ -107,6 +107,23 @@ def test_a_name_that_is_not_there(asked: str, hint: str) -> None:
     assert caught.value.hint.startswith(hint)
 
 
+@pytest.mark.parametrize("asked", ["lm_head", "lm_head.weight"])
+def test_an_output_head_that_is_the_embedding(asked: str, tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "tied", "Gemma2ForCausalLM")
+    with pytest.raises(UsageError) as caught:
+        explain(source, asked)
+    assert caught.value.message == (
+        "lm_head is no module of its own: the output head is the input embedding, which stays unquantized"
+    )
+    assert caught.value.hint == "explain model.embed_tokens instead"
+
+
+def test_an_output_head_of_its_own() -> None:
+    assert one(planned("Qwen3MoeForCausalLM"), "lm_head").why == ("output head: quantized with --quantize-lm-head only")
+    refused = one(planned("AfmoeForCausalLM"), "lm_head").why
+    assert refused.startswith("output head: vLLM ") and "--quantize-lm-head" not in refused
+
+
 def test_the_command_says_it_to_people_and_programs(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "mine", "Qwen3MoeForCausalLM")
     done = run_openquant("explain", source, "**.q_proj", "-w", "128", cwd=tmp_path)

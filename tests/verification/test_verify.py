@@ -930,7 +930,8 @@ USAGE = [
     ({}, ["--workers", "0"], "0 workers cannot work", "give --workers 1 or more"),
     ({}, ["--source", "nowhere/at/all"], "nowhere/at/all does not exist, and is no Hub repository id either", "check the path"),
     ({"quantization_config": None}, [], "DIR is not quantized: its config.json has no quantization_config",
-     "give a quantized directory, with this one as --source; openquant diagnose MODEL checks a source"),
+     "give a quantized directory, and with --source the model that it was made from; openquant diagnose MODEL checks "
+     "unquantized weights, and openquant eval A --source B compares the answers of two models"),
     ({"quantization_config": {"quant_method": "bitnet"}}, [], 'config.json has the quant_method "bitnet"',
      "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, torchao, bitsandbytes and fbgemm_fp8"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
