@@ -110,8 +110,8 @@ def verify(
         if not quantization_places(config):
             raise UsageError(
                 f"{root} is not quantized: its config.json has no quantization_config",
-                "give a quantized directory, and with --source the model that it was made from; openquant diagnose MODEL "
-                "checks unquantized weights, and openquant eval A --source B compares the answers of two models",
+                "give a quantized directory, and with --source the model that it was made from; openquant diagnose "
+                "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
             )
         quantization = read_quantization(config)
     journal = read_journal(root, linked=checked.repo is not None)
