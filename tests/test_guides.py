@@ -25,7 +25,7 @@ from support.loopback_hub import LoopbackHub
 PAGES = sorted([*ROOT.glob("docs/how-to/*.md"), *ROOT.glob("docs/tutorials/*.md"), ROOT / "docs" / "README.md"])
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # What openquant's commands stand beside.
-OTHERS = ("vllm serve ", "python -m sglang.launch_server ", "pip install ", "hf auth login")
+OTHERS = ("git clone ", "vllm serve ", "python -m sglang.launch_server ", "pip install ", "hf auth login")
 HOW_TO = ROOT / "docs" / "how-to"
 FEW = ("--samples", "4", "--length", "128")
 
@@ -38,7 +38,7 @@ def commands(page: Path) -> list[list[str]]:
     for line in re.sub(r"\\\n *", "", blocks).splitlines():
         words = shlex.split(line)
         starts = [at for at, word in enumerate(words) if word == "openquant"]
-        if starts and not line.startswith("git clone "):
+        if starts and not line.startswith(OTHERS):
             assert re.fullmatch(r"((OPENQUANT_VLLM=\S+|torchrun .* -m) )?openquant .+", line.strip()), line
             found.append(words[starts[0] + 1 :])
         else:
