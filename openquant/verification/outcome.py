@@ -18,7 +18,6 @@ _REMOVE = "remove the file that does not belong to the model"
 _HINTS = {
     "as the source has it": _LOOK_AT_SOURCE,
     " in the source's ": _LOOK_AT_SOURCE,
-    "NaN": _LOOK_AT_SOURCE,
     "the shards lack ": _LOOK_AT_SOURCE,
     ": other layers have it": _LOOK_AT_SOURCE,
     "does not fit the tensors": _LOOK_AT_SOURCE,

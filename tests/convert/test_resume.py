@@ -811,7 +811,7 @@ def test_a_disk_that_fills_up_is_named_and_the_run_continues_later(
     error, hint = full.stderr.splitlines()[-2:]
     assert error.startswith(f"error: {out}/model-0000")
     assert error.endswith("cannot be written: File too large")
-    assert hint.startswith("hint: free some space")
+    assert hint.startswith("hint: raise the limit of file sizes (ulimit -f)")
     assert not (out / "config.json").exists()
     assert os.listdir(out)
     compress(source, out)
