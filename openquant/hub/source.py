@@ -566,4 +566,4 @@ _NOTHING_NEW = "No files have been modified since last commit."
 def _shorten(record: logging.LogRecord) -> bool:
     """A log filter: no queries of URLs, which the client logs when it retries, and no warning of an empty commit."""
     record.msg, record.args = without_queries(record.getMessage()), ()
-    return not record.msg.startswith(_NOTHING_NEW)
+    return not str(record.msg).startswith(_NOTHING_NEW)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..diagnosis.measured import activations
+from ..diagnosis.measured import BROKEN, activations
 from ..fit.result import FitTable, Held, Point, SchemeFit, SearchResult, Target
 from ..formats.schemes import SCHEMES
 from .cells import gigabytes, paragraphs, short, table
@@ -46,7 +46,7 @@ def fit_notes(found: FitTable) -> list[str]:
     """
     return [
         f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
-        *(["KL -: not measured for this scheme"] if any(row.kl is None for row in found.schemes) else []),
+        *_unmeasured(found),
         *_rounded_less(found.schemes),
         *_heads(found),
         *(["the model is quantized already: KL is what is lost on top of that"] if found.quantized_source else []),
@@ -55,6 +55,13 @@ def fit_notes(found: FitTable) -> list[str]:
         *_needs(found.schemes),
         *_refused(found),
     ]
+
+
+def _unmeasured(found: FitTable) -> list[str]:
+    names = [row.scheme for row in found.schemes if row.kl is None]
+    broken = [name for name in BROKEN if name in names]
+    said = f"; {' and '.join(broken)} in groups of 64 broke it (docs/results.md)" if broken else ""
+    return [f"KL -: not measured for this scheme{said}"] if names else []
 
 
 def fit_caption(found: FitTable) -> str:
