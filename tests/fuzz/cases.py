@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import random
+import re
 import resource
 import select
 import shutil
@@ -228,7 +229,9 @@ def _compress(rng: random.Random, root: Path, here: Path, done: list[str]) -> To
             found += [f"verify of the output: {problem}" for problem in problems(checked, ["verify"])]
             # What quantizes nothing is an output too, which there is nothing to verify in.
             # By another architecture than its own, or by none, engines may build other layers as FP8.
-            if checked.code == 1 and "--architecture" not in words:
+            # What the plan said of the source is true of the output.
+            told = re.search(r"the\s+source\s+lacks|config\.json\s+does\s+not\s+fit", outcome.out + outcome.err)
+            if checked.code == 1 and "--architecture" not in words and not told:
                 found.append(f"verify of the output finds problems: {checked.out[-300:]}")
     return Told(done, words, outcome, found)
 

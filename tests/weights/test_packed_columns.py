@@ -142,7 +142,7 @@ def test_a_tool_s_own_file_says_how_weights_are_stored(
     with pytest.raises(PlanError, match=f"^the source is already quantized: {name} has weights of 3 bits$"):
         dequantize(source, tmp_path / "never")
     (source / name).write_text("[]")
-    with pytest.raises(SourceError, match=f"^{name} is not a JSON object$"):
+    with pytest.raises(SourceError, match=f"/{name} is not a JSON object$"):
         dequantize(source, tmp_path / "never")
 
 
