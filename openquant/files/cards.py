@@ -222,11 +222,11 @@ def evaluation_in(card: str) -> str | None:
     return f"{found[0].rstrip()}\n" if found else None
 
 
-def evaluation_of(figures: str, name: str) -> str:
-    """Return the part of a card that with_evaluation() wrote, its commands for a repository as it is named now.
+def with_repository(figures: str, name: str) -> str:
+    """Replace the repository in the commands of a card's figures.
 
     Args:
-        figures: the part.
+        figures: the part of the card that with_evaluation() wrote.
         name: "org/name", or "org/name@refs/pr/1" in an open pull request.
     """
     return _CHECKS.sub(lambda match: f"{match[1]} {shell_word(name)} ", figures)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import SourceError
 from ..files.atomic import make_directory
-from ..files.cards import base_models, evaluation_in, evaluation_of, published_card, with_evaluation
+from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
 from ..files.journal import PUSHED, WORK, output_errors
 from ..files.names import CARD_FILE, EVAL_FILE, EVALUATION_FILES
 from ..files.small_files import file_sha256, parse_json, read_small
@@ -389,7 +389,7 @@ class Publisher:
             # Figures alone in a pull request of their own are of the model on main.
             branch = revision if self.shards else self.revision
             named = f"{self.repo}@{branch}" if branch else self.repo
-            text = with_evaluation(text, evaluation_of(figures, named)) if figures else text
+            text = with_evaluation(text, with_repository(figures, named)) if figures else text
             return (self.complete(text, named) if self.complete else text).encode()
         except UnicodeDecodeError:
             return card

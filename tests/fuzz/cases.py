@@ -229,11 +229,18 @@ def _compress(rng: random.Random, root: Path, here: Path, done: list[str]) -> To
             found += [f"verify of the output: {problem}" for problem in problems(checked, ["verify"])]
             # What quantizes nothing is an output too, which there is nothing to verify in.
             # By another architecture than its own, or by none, engines may build other layers as FP8.
-            # What the plan said of the source is true of the output.
-            told = re.search(r"the\s+source\s+lacks|config\.json\s+does\s+not\s+fit", outcome.out + outcome.err)
-            if checked.code == 1 and "--architecture" not in words and not told:
+            if checked.code == 1 and "--architecture" not in words and not _as_planned(outcome, checked):
                 found.append(f"verify of the output finds problems: {checked.out[-300:]}")
     return Told(done, words, outcome, found)
+
+
+def _as_planned(outcome: Outcome, checked: Outcome) -> bool:
+    """Whether verify finds nothing but what the source lacks or contradicts, and the plan has said so."""
+    planned = " ".join(f"{outcome.out} {outcome.err}".split())
+    problems = " ".join(checked.out.split()).split("problem: ")[1:]
+    return ("the source lacks" in planned or "config.json does not fit" in planned) and all(
+        re.search("the shards lack|does not fit the tensors|other layers have it", problem) for problem in problems
+    )
 
 
 def _output(rng: random.Random, base: Base, root: Path, here: Path) -> Told:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def test_a_source_comes_from_the_hub(tmp_path: Path) -> None:
             timeout=300,
         )
     assert done.returncode == 0, done.stderr
+    assert not re.search("error|warning|Traceback", done.stderr, re.IGNORECASE)
     found = json.loads(done.stdout)
     assert found["source"]["name"] == "org/name"
     assert (found["outputs"][0]["verdict"], found["outputs"][0]["suspects"]) == ("close", [])

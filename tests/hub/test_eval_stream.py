@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -165,6 +166,7 @@ def test_repositories_are_evaluated_through_a_few_shards_of_disk(
     file = tmp_path / "hub.json"
     code, out, err = end(begin(job, tmp_path, "org/out", *FROM_HUB, there, "--json", "--out", file))
     assert code == 0, err
+    assert not re.search("error|warning|Traceback", err, re.IGNORECASE)
     assert named(json.loads(out), "name", "out") == expected
     assert named(json.loads(file.read_text()), "name", "out") == expected["outputs"][0]
     assert [text["along"] for text in expected["outputs"][0]["texts"]] == [True]
