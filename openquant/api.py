@@ -576,7 +576,7 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
     created = f"is created{', private' if target.private else ''}"
     return Preview(
         reads=reads,
-        does=(f"{len(reads)} files are uploaded, those that are not there yet; {_commit_to(publisher)}",),
+        does=(f"those of {len(reads)} files are uploaded that the repository does not have; {_commit_to(publisher)}",),
         writes=(Place(publisher.repo, f"a repository that {'exists' if exists else created}"),),
     )
 

@@ -973,8 +973,8 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
     )
     out: str | os.PathLike[str] | None = option(
         None,
-        "File for the results (default: OUTPUT/eval.json). It has the results of all outputs. By default, the results "
-        "of an output are in its eval.json, if it is a directory that openquant wrote.",
+        "File for the results of all outputs. By default those of an output are in its eval.json, if it is a directory "
+        "that openquant wrote; others are not stored.",
         FILES,
         "FILE",
         read=filled,
@@ -1034,7 +1034,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
     seed: int = option(0, "Seed of the noise floor and the intervals.", EXECUTION, "N", read=int)
     fail_above: float | None = option(
         None,
-        "Exit with 1 if a mean KL divergence is larger. This is for the command only.",
+        "Exit with 1 if a mean KL divergence is larger. From Python this does nothing.",
         OUTPUT,
         "KL",
         read=nats,

@@ -23,7 +23,11 @@ class Reporter:
         """Called when the source is opened and the output directory is chosen, before any weight is read."""
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
-        """Called when the plan is made, before anything is written; once more if it lacked something (Plan.lacks)."""
+        """Called when the plan is made, before anything is written.
+
+        A run that calibrates calls it again with the plan that the calibration gave, and one with GPTQ once more
+        before its texts run through the model.
+        """
 
     def calibrating(self, about: str) -> None:
         """Called when a calibration begins.

@@ -295,7 +295,10 @@ def find_evaluation(checkpoint: Checkpoint, cached: bool = False) -> FoundEvalua
         evaluation = read_evaluation(checkpoint.root)
         output = evaluation["output"]
         if not Fingerprint(checkpoint).matches(output["digest"], output.get("stamp", "")):
-            raise SourceError(f"{EVAL_FILE} is of another model, or of an earlier version of this one", AGAIN)
+            raise SourceError(
+                f"{EVAL_FILE} is of another model, or of an earlier version of this one",
+                f"{AGAIN}; if you changed nothing, openquant verify --source MODEL --full finds what is damaged",
+            )
         digest = evaluation_digest(evaluation).encode()
         shown = [name for name in (EVAL_PAGE, EVAL_PICTURE) if folder.is_file(name)]
         return FoundEvaluation(

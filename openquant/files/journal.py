@@ -29,6 +29,7 @@ FORMAT = 1
 # Largest journal in bytes: enough for hundreds of thousands of files.
 MAX_JOURNAL = 64 << 20
 ELSEWHERE = "choose another directory with -o"
+_DAMAGED = "delete it and openquant verify checks the weights; to convert again choose another directory with -o"
 
 
 class Provenance(NamedTuple):
@@ -129,7 +130,7 @@ def _parsed(data: bytes | None, path: Path) -> dict[str, Any]:
     except (SourceError, TypeError, KeyError):
         valid = False
     if not valid:
-        raise OutputError(f"{path} is not a journal that this version of openquant wrote", ELSEWHERE)
+        raise OutputError(f"{path} is not a journal that this version of openquant wrote", _DAMAGED)
     return dict(journal)
 
 

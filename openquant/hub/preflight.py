@@ -177,7 +177,7 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
         foreign.append(INDEX_FILE)
     if foreign:
         raise PushError(
-            f"{repository.id} already holds {foreign[0]}, which this model would not replace",
+            f"{repository.id} already holds {foreign[0]}, which would be left beside this model's shards",
             "push to another repository, or delete that file from this one first",
         )
 

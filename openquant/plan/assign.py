@@ -325,7 +325,7 @@ def assign_schemes(
         groups.setdefault(entry.experts(module) or fused.get(module, (module,))[0], []).append(module)
     decisions: dict[str, Decision] = {}
     widened: dict[str, list[str]] = {}
-    with_fallback: dict[str, list[str]] = {}
+    with_fallback: dict[tuple[str, str], dict[str, str]] = {}
     unfit: list[list[str]] = []
     for modules in groups.values():
         reasons = {module: ignored[module] for module in modules if module in ignored}
@@ -345,10 +345,10 @@ def assign_schemes(
             reasons = _spread(modules, named, widened)
         problems = _find_problems(modules, layers, chosen, find_problem)
         if problems and chosen.fallback is not None:
-            reasons, chosen = problems, chosen.fallback
+            reasons, coarse, chosen = problems, chosen.title, chosen.fallback
             problems = _find_problems(modules, layers, chosen, find_problem)
             if not problems:
-                with_fallback.setdefault(chosen.title, []).extend(modules)
+                with_fallback.setdefault((chosen.title, coarse), {}).update(reasons)
         if problems:
             decisions |= _decide(None, problems)
             unfit.append(modules)
@@ -358,8 +358,11 @@ def assign_schemes(
         f"{option} also applies to the layers fused with it: {', '.join(collapse(modules))}"
         for option, modules in widened.items()
     ]
-    for title, modules in with_fallback.items():
-        notes.append(f"{title} instead for {_share(modules, layers)}: {', '.join(collapse(modules))}")
+    for (title, coarse), why in with_fallback.items():
+        modules = ", ".join(collapse(why))
+        # Others say "same as k_proj (..)".
+        reason = min(why.values(), key=len)
+        notes.append(f"{title} instead of {coarse} for {_share(why, layers)}: {modules}; {reason}")
     unquantized_reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
     if len(unquantized_reasons) == len(layers):
         _refuse_nothing(entry.model, unquantized_reasons, requested)
@@ -458,7 +461,7 @@ def _find_problems(
     return _spread(modules, problems) if problems else {}
 
 
-def _share(modules: list[str], layers: dict[str, Weight]) -> str:
+def _share(modules: Collection[str], layers: dict[str, Weight]) -> str:
     """How many layers these are, and their part of all that may be quantized: "12 of 28 layers (40.0 % ...)"."""
     share = sum(layers[module].nbytes for module in modules) / sum(layer.nbytes for layer in layers.values())
     return f"{len(modules)} of {len(layers)} layers ({100 * share:.1f} % of their bytes)"

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..evaluation.verdict_word import ENOUGH_TEXTS, kl_text
+from ..evaluation.verdict_word import CHANGED, CLOSE, ENOUGH_TEXTS, SIMILAR, kl_text
 from ..files.cards import (
     COMMANDS,
     CONTEXT,
@@ -149,7 +149,13 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows]
     few = " So few texts say little about others." if text["documents"] < ENOUGH_TEXTS else ""
-    lines += ["", f"Intervals are of 95 %, over texts.{few}", ""]
+    lines += [
+        "",
+        "KL says how far the probabilities of the next token are from the source's: 0 if they are equal, `same` if as "
+        f"near as bfloat16's own noise, `close` up to {CLOSE} nats, `similar` up to {SIMILAR}, `changed` up to "
+        f"{CHANGED}, `broken` above. Intervals are of 95 %, over texts.{few}",
+        "",
+    ]
     # Predictions along a text are no answers.
     if evaluation["texts"] and "text" not in evaluation["texts"][0]:
         lines += [

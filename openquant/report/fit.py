@@ -12,6 +12,7 @@ from .escape import join_lines, terminal
 
 # What a cell says where nothing is known or nothing fits.
 NOTHING = "-"
+_ENGINES = ("vLLM", "SGLang")
 
 
 def fit_text(found: FitTable, width: int | None = None) -> str:
@@ -191,10 +192,10 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
         lines.append(nothing_fits(found, target))
     lines = paragraphs(lines, width)
     if found.command is None:
-        if found.instead is not None:
+        if found.instead is not None and not _left_as_it_is(found):
             lines += [f"this fits, for sequences of {found.context:,} tokens:", f"  {terminal(found.instead)}"]
             if found.longest_context is None or found.context < found.longest_context:
-                lines.append(_serve_with(found.context))
+                lines.append(_serve_with(found.context, _ENGINES))
     else:
         lines.append(f"  {terminal(found.command)}")
         lines += _served(found)
@@ -205,27 +206,43 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
         mixture = "a mixture of schemes fills the memory, and may lose less (docs/fit.md):"
         lines += [*paragraphs([mixture], width), f"  {terminal(found.mixture)}"]
         if _served(found):
-            lines.append(_serve_with(found.context))
+            lines.append(_serve_with(found.context, _best(found).engines))
     return lines
+
+
+def _left_as_it_is(found: FitTable) -> int | None:
+    """Tokens that a quantized source leaves room for."""
+    source = _source(found)
+    return source.holds[0].left if found.quantized_source and source.holds else None
+
+
+def _source(found: FitTable) -> SchemeFit:
+    return next(row for row in found.schemes if row.scheme is None)
 
 
 def _fits_as_it_is(found: FitTable, target: Target) -> bool:
     """Whether as many GPUs as there are hold the source."""
-    source = next(row for row in found.schemes if row.scheme is None)
+    source = _source(found)
     return target.memory_bytes is not None and source.holds[0].gpus == target.count
 
 
 def _served(found: FitTable) -> list[str]:
     """Name the option of engines for the context, if the model allows a longer one than fits."""
-    best = next(row for row in found.schemes if row.scheme == found.best)
+    best = _best(found)
     longest = next((held.longest for held in best.holds), None)
     if longest is None or longest == found.longest_context:
         return []
-    return [f"{_serve_with(longest)} or less"]
+    return [f"{_serve_with(longest, best.engines)} or less"]
 
 
-def _serve_with(context: int) -> str:
-    return f"serve it with --max-model-len {context} (SGLang: --context-length)"
+def _best(found: FitTable) -> SchemeFit:
+    return next(row for row in found.schemes if row.scheme == found.best)
+
+
+def _serve_with(context: int, engines: Iterable[str]) -> str:
+    """Name the option of the engines that load it."""
+    sglang = " (SGLang: --context-length)" if "SGLang" in engines else ""
+    return f"serve it with --max-model-len {context}{sglang}"
 
 
 def nothing_fits(found: FitTable, target: Target) -> str:
@@ -237,17 +254,19 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     """
     if found.quantized_source and _fits_as_it_is(found, target):
         return "the model is quantized already, and fits as it is: serve it"
+    if left := _left_as_it_is(found):
+        serve = _serve_with(left, _ENGINES)
+        return f"as it is the model leaves {left:,} tokens: {serve}, or try --kv-cache fp8 or more GPUs (--gpu 2x..)"
     gpus = f"{target.count} {target.name or 'GPU'}"
     rows = [row for row in found.schemes if row.scheme is not None and row.kl is not None and row.holds]
     row = next((row for row in rows if row.holds[0].gpus is not None), None)
     most = max(rows, key=lambda row: row.holds[0].left or 0, default=None)
     given = {"--kv-cache fp8": found.kv_cache == "fp8", "--quantize-lm-head": found.quantize_lm_head}
     names = ["a smaller --context", *(option for option, is_given in given.items() if not is_given)]
-    options = " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-    advice = f"name as many with --gpu, or try {options}"
+    advice = f"try {', '.join(names)} or more GPUs (--gpu 2x..)"
     others = [one.scheme for one in found.schemes if one.kl is None and one.holds and one.holds[0].gpus == target.count]
-    unknown = f"; those of unknown KL that fit: {', '.join(map(str, others))}" if others else ""
-    needs = f"; {row.scheme} needs {row.holds[0].gpus}" if row else ", nor as many as 8 of them"
+    unknown = f"; {', '.join(map(str, others))} would fit, with a KL that is not known" if others else ""
+    needs = f"; {row.scheme} needs {row.holds[0].gpus}" if row else ", nor do 8 of them hold one"
     left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens" if most and most.holds[0].left else ""
     return f"no scheme with a known KL fits {gpus}{left}{needs}{unknown}: {advice}"
 

@@ -247,7 +247,7 @@ def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path
     )
     assert re.search(r"self_attn\.k_proj .* channel: --tp 2: 128 / 2 = 64 is not a multiple of 128\n", done.stdout)
     assert "\ntensor parallel sizes that can serve it: 1, 2\n" in done.stdout
-    note = "\nnote: one scale per output row instead for 13 of 29 layers (28.6 % of their bytes): "
+    note = "\nnote: one scale per output row instead of one scale per 128x128 block for 13 of 29 layers (28.6 % of"
     assert note in done.stdout
     again = json.loads(run("-m", EXAMPLE, *mixture, "--json").stdout)
     assert (again["scheme"], again["resumed"]) == ("block", True)

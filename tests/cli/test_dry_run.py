@@ -135,7 +135,7 @@ def test_a_push_is_described_and_makes_no_repository(hub: LoopbackHub, here: Pat
     lines = done.stdout.splitlines()
     assert [line[: len(read)] for line, read in zip(lines, reads, strict=False)] == reads
     assert lines[len(reads) :] == [
-        f"does    {len(files)} files are uploaded, those that are not there yet; one commit to main",
+        f"does    those of {len(files)} files are uploaded that the repository does not have; one commit to main",
         "writes  user/name (a repository that is created, private)",
         "nothing was written",
     ]

@@ -342,7 +342,7 @@ def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
     def last(**given: Any) -> str:
         return fit_text(fit_table(model, **given)).splitlines()[-1]
 
-    advice = "name as many with --gpu, or try a smaller --context, --kv-cache fp8 or --quantize-lm-head"
+    advice = "try a smaller --context, --kv-cache fp8, --quantize-lm-head or more GPUs (--gpu 2x..)"
     left = (
         int(RTX_4090 * UTILIZATION)
         - OVERHEAD
@@ -350,8 +350,8 @@ def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
     )
     # An FP8 cache alone does not make room for so much; with eight bits for the head there is.
     assert fit_text(fit_table(model, "4090", context="16k")).splitlines()[-4:] == [
-        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2; those of "
-        f"unknown KL that fit: int3, int2: {advice}",
+        f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2; int3, "
+        f"int2 would fit, with a KL that is not known: {advice}",
         "this fits, for sequences of 16,384 tokens:",
         f"  openquant compress -m {model} --scheme int4 --scheme-for lm_head=int8-weights --kv-cache fp8 --quantize-lm-head",
         "serve it with --max-model-len 16384 (SGLang: --context-length)",
@@ -359,14 +359,14 @@ def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
     # All that the model allows needs no option.
     whole = fit_table(qwen(tmp_path / "short", max_position_embeddings=16384), "4090", context="16k")
     assert whole.instead is not None and "--max-model-len" not in fit_text(whole)
-    assert last(gpu="2GB") == f"no scheme with a known KL fits 1 GPU, nor as many as 8 of them: {advice}"
+    assert last(gpu="2GB") == f"no scheme with a known KL fits 1 GPU, nor do 8 of them hold one: {advice}"
     # What is given is not advised.
     for given, others in (
-        ({"kv_cache": "fp8"}, "a smaller --context or --quantize-lm-head"),
-        ({"quantize_lm_head": True}, "a smaller --context or --kv-cache fp8"),
+        ({"kv_cache": "fp8"}, "a smaller --context, --quantize-lm-head"),
+        ({"quantize_lm_head": True}, "a smaller --context, --kv-cache fp8"),
         ({"kv_cache": "fp8", "quantize_lm_head": True}, "a smaller --context"),
     ):
-        assert last(gpu="2GB", **given).endswith(f": name as many with --gpu, or try {others}")
+        assert last(gpu="2GB", **given).endswith(f": try {others} or more GPUs (--gpu 2x..)")
 
 
 def test_a_quantized_source_needs_no_calibration_and_is_not_called_unquantized(tmp_path: Path) -> None:
@@ -392,6 +392,14 @@ def test_a_quantized_source_that_does_not_fit_is_made_smaller(tmp_path: Path) ->
     memory = int((OVERHEAD + nvfp4.bytes + 2048 * 2048 + 10_000) / UTILIZATION)
     found = fit_table(out, f"{memory}B", context=2048)
     assert (found.best, found.source_fits) == ("nvfp4", False)
+    # It is not made smaller where it leaves some tokens, and no scheme those that were asked for.
+    [source] = [row for row in found.schemes if row.scheme is None]
+    memory = int((OVERHEAD + source.bytes + 100 * 2048 + 10_000) / UTILIZATION)
+    found = fit_table(out, f"{memory}B", context=2048)
+    assert fit_text(found).splitlines()[-1] == (
+        "as it is the model leaves 104 tokens: serve it with --max-model-len 104 (SGLang: --context-length), or try "
+        "--kv-cache fp8 or more GPUs (--gpu 2x..)"
+    )
     # How much memory a CPU has is not known.
     found = fit_table(out, "cpu")
     assert (found.best, found.source_fits) == ("channel", None)
@@ -440,8 +448,8 @@ def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
     assert longest is not None and 16384 <= longest < 40960
     text = fit_text(found)
     lines = text.splitlines()
-    assert f"serve it with --max-model-len {longest} (SGLang: --context-length) or less" in lines
-    assert lines[-2:] == [f"  {found.mixture}", "serve it with --max-model-len 16384 (SGLang: --context-length)"]
+    assert f"serve it with --max-model-len {longest} or less" in lines
+    assert lines[-2:] == [f"  {found.mixture}", "serve it with --max-model-len 16384"]
     # Exactly, so that --context and --max-model-len are the same numbers.
     assert f"  {longest:,}  " in text
     # Where all that the model allows fits, engines need no option.

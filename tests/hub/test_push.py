@@ -213,7 +213,8 @@ def test_an_evaluation_of_another_model_is_not_pushed(hub: LoopbackHub, source: 
     assert done.returncode == 2
     assert done.stderr == (
         "error: eval.json is of another model, or of an earlier version of this one\n"
-        "hint: run openquant eval again, or remove it\n"
+        "hint: run openquant eval again, or remove it; if you changed nothing, openquant verify --source MODEL --full "
+        "finds what is damaged\n"
     )
     assert not hub.requests
 
@@ -782,7 +783,7 @@ def test_foreign_weights_in_the_repository_are_refused(hub: LoopbackHub, source:
     done = ask(hub, tmp_path, *push_of(source, tmp_path))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-2:] == [
-        "error: user/name already holds model-00001-of-00002.safetensors, which this model would not replace",
+        "error: user/name already holds model-00001-of-00002.safetensors, which would be left beside this model's shards",
         "hint: push to another repository, or delete that file from this one first",
     ]
     assert not (tmp_path / "out").exists()

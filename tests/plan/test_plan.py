@@ -530,8 +530,9 @@ def test_reordered_rows_have_scales_of_their_own_where_those_of_blocks_would_not
     assert reason(plan, f"{attention}.v_proj").startswith("channel: same as ")
     assert reason(plan, f"{attention}.o_proj") == ""
     assert plan.notes == (
-        "one scale per output row instead for 6 of 26 layers (20.5 % of their bytes): "
-        + ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "kqv"),
+        "one scale per output row instead of one scale per 128x128 block for 6 of 26 layers (20.5 % of their bytes): "
+        + ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "kqv")
+        + "; engines reorder its rows but not its scales",
     )
     for scheme in (BLOCK, CHANNEL):
         plan = plan_of(root, scheme)
@@ -847,7 +848,9 @@ def test_what_blocks_do_not_divide_has_rows_where_the_format_mixes(tmp_path: Pat
     )
     assert stored(plan, "model.layers.0.mlp.gate_proj") == "block"
     assert len(plan.notes) == 1
-    assert plan.notes[0].startswith("one scale per output row instead for 13 of 23 layers (")
+    assert plan.notes[0].startswith(
+        "one scale per output row instead of one scale per 128x128 block for 13 of 23 layers ("
+    )
     assert set(ignored_layers(plan)) == {"lm_head", "model.embed_tokens", "model.layers.1.mlp.gate"}
 
 
@@ -866,8 +869,9 @@ def test_inputs_that_do_not_divide_by_128_have_groups_of_32() -> None:
     assert summary.title(plan) == "one scale per 128 inputs of a row, 8 of 28 layers one scale per 32 inputs of a row"
     assert reason(plan, "model.layers.0.mlp.down_proj") == ("int4: --tp 4: 768 / 4 = 192 is not a multiple of 128")
     names = "model.layers.{0..3}.mlp.down_proj, model.layers.{0..3}.self_attn.o_proj"
-    assert (
-        plan.notes[0] == f"one scale per 32 inputs of a row instead for 8 of 28 layers (33.3 % of their bytes): {names}"
+    assert plan.notes[0] == (
+        "one scale per 32 inputs of a row instead of one scale per 128 inputs of a row for 8 of 28 layers "
+        f"(33.3 % of their bytes): {names}; --tp 4: 256 / 4 = 64 is not a multiple of 128"
     )
     assert len(plan.notes) == 2
     groups = plan.quantization_config["config_groups"]
@@ -918,7 +922,10 @@ def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) ->
     assert reason(plan, attention[1]) == "channel: --tp 2: 128 / 2 = 64 is not a multiple of 128"
     assert summary.parallel_sizes(plan) == [1, 2]
     names = ", ".join(f"model.layers.{{0..1}}.self_attn.{part}_proj" for part in "qkv")
-    assert plan.notes == (f"one scale per output row instead for 6 of 14 layers (22.2 % of their bytes): {names}",)
+    assert plan.notes == (
+        "one scale per output row instead of one scale per 128x128 block for 6 of 14 layers (22.2 % of their bytes): "
+        f"{names}; --tp 2: 128 / 2 = 64 is not a multiple of 128",
+    )
     assert summary.schemes(sized(source, BLOCK_COMPRESSED, 1)) == {BLOCK_COMPRESSED: 14}
     assert 4 in summary.parallel_sizes(sized(source, BLOCK_COMPRESSED, 4))
     # The fp8 format has one scheme only.
@@ -1039,7 +1046,10 @@ def test_output_head_has_no_blocks(source: Path) -> None:
     plan = with_head(source, BLOCK_COMPRESSED)
     assert targets(plan) == [["Linear"], ["re:(.*[.])?lm_head"]]
     assert reason(plan, "lm_head") == "channel: engines load no output head in this scheme"
-    assert plan.notes == ("one scale per output row instead for 1 of 15 layers (10.0 % of their bytes): lm_head",)
+    assert plan.notes == (
+        "one scale per output row instead of one scale per 128x128 block for 1 of 15 layers (10.0 % of their bytes): "
+        "lm_head; engines load no output head in this scheme",
+    )
 
 
 def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
