@@ -298,6 +298,7 @@ class Publisher:
                 address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
                 if revision is not None:
                     self._commit(names, title, revision)
+                    self._open_draft(request)
                 published = Published(self.repo, address, revision)
             else:
                 published = Published(self.repo, self._commit(names, title, self.revision), self.revision)
@@ -426,6 +427,18 @@ class Publisher:
             description = f"Made with openquant {__version__}. {self._marker}"
             request = HfApi().create_pull_request(self.repo, title.strip()[:LONGEST_TITLE], description=description)
         return request
+
+    def _open_draft(self, request: Discussion) -> None:
+        """Take a pull request out of draft: the Hub opens it as one, and merges no draft.
+
+        If the Hub refuses, the model is in the request all the same, and its page has a button for this.
+        """
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError
+
+        if request.status == "draft":
+            with suppress(HfHubHTTPError):
+                HfApi().change_discussion_status(self.repo, request.num, "open")
 
     def _find_request(self) -> Discussion | None:
         """The pull request that an earlier try opened for this model; an open one rather than a merged one.

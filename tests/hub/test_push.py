@@ -163,6 +163,18 @@ def test_a_pull_request(hub: LoopbackHub, source: Path, in_request: dict[str, by
     found = json.loads(done.stdout)
     assert found["pushed_to"] == f"{hub.endpoint}/user/name/discussions/1"
     assert (found["repository"], found["pushed_revision"]) == ("user/name", "refs/pr/1")
+    # The Hub merges no draft.
+    assert hub.stored["user/name"]["requests"][0]["status"] == "open"
+
+
+def test_a_pull_request_that_stays_a_draft_has_the_model(
+    hub: LoopbackHub, source: Path, in_request: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.faults.append(Fault(r"/discussions/1/status", "POST", times=None, status=403))
+    done = ask(hub, tmp_path, *push_of(source, tmp_path, "--create-pr"))
+    assert done.returncode == 0, done.stderr
+    assert hub.faults[0].seen and hub.stored["user/name"]["requests"][0]["status"] == "draft"
+    assert held(hub, revision="refs/pr/1") == in_request
 
 
 def test_push_of_a_directory_made_earlier(

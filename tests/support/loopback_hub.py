@@ -257,7 +257,7 @@ class LoopbackHub:
             return f"refs/pr/{number}"
 
     def end_pull_request(self, repo: str, number: int, status: str) -> None:
-        """Close a pull request, or merge it."""
+        """Open a pull request that is a draft, close it, or merge it."""
         with self.lock:
             self.stored[repo]["requests"][number - 1]["status"] = status
             if status == "merged":
@@ -382,7 +382,10 @@ class Handler(BaseHTTPRequestHandler):
                         raise Refused(307, Location=f"{there}?{url.query}")
                     self.admit(given.get("repo", ""), writes)
                     return action(self, **given)
-            raise Refused(404, message="Not Found")
+            # No repository has a name without an owner here.
+            raise Refused(
+                404, "RepoNotFound" if re.match(r"/api/models/[^/]+(/revision/|$)", url.path) else "", "Not Found"
+            )
         except Refused as refused:
             self.refuse(refused)
         except ConnectionError:
@@ -741,6 +744,13 @@ class Handler(BaseHTTPRequestHandler):
             }
         )
 
+    def change_status(self, repo: str, number: str) -> None:
+        status = json.loads(self.body())["status"]
+        self.hub.snapshot(repo, f"refs/pr/{number}")
+        self.hub.end_pull_request(repo, int(number), status)
+        event = {"id": "1", "type": "status-change", "createdAt": DATE, "author": {"name": USER}}
+        self.say({"newStatus": status, "newEvent": {**event, "data": {"status": status}}})
+
     def described(self, repo: str, known: dict[str, Any]) -> dict[str, Any]:
         """A pull request as a list has it."""
         return {
@@ -783,6 +793,7 @@ ROUTES: list[tuple[tuple[str, ...], str, bool, Callable[..., None]]] = [
     (("GET",), f"/api/models/{REPO}/discussions", False, Handler.discussions),
     (("POST",), f"/api/models/{REPO}/discussions", True, Handler.discuss),
     (("GET",), f"/api/models/{REPO}/discussions/(?P<number>\\d+)", False, Handler.discussion),
+    (("POST",), f"/api/models/{REPO}/discussions/(?P<number>\\d+)/status", True, Handler.change_status),
 ]
 for method in ("GET", "HEAD", "POST", "PUT", "DELETE"):
     setattr(Handler, f"do_{method}", Handler.answer)
