@@ -27,6 +27,7 @@ from .files.checkpoint import readable
 from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors
 from .files.small_files import read_small
+from .fit.budget import refuse_options
 from .formats.names import (
     KEPT,
     KEPT_SUFFIX,
@@ -173,6 +174,9 @@ def compress(
         architecture=architecture,
     )
     texts = CalibrationTexts.parse(text=text, dataset=dataset, samples=samples, length=length)
+    wanted = FitOptions.parse(fit=fit, context=context, engines=engines, candidates=candidates)
+    if wanted.fit is not None:
+        refuse_options(recipe)
     request = check_recipe(recipe, texts)
     run = Run.parse(
         model=model,
@@ -186,7 +190,6 @@ def compress(
         stream=stream,
         push=push,
     )
-    wanted = FitOptions.parse(fit=fit, context=context, engines=engines, candidates=candidates)
     reporter, start = reporter or Reporter(), time.monotonic()
     with connected(ranks) as ranks:
         if run.dry_run or wanted.fit is not None:

@@ -210,6 +210,10 @@ def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
 def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
     """Find what is left to do in a claimed directory."""
     prepared, publisher = writing.prepared, writing.publisher
+    push = prepared.run.push
+    if claim.complete and not (push and push.only):
+        # It may have been damaged since an earlier run finished it.
+        require_sound(prepared.target, claim.contents.files.keys())
     gone = sorted(claim.changed_sources - prepared.stamps.keys())
     if gone:
         raise SourceError(f"{prepared.source.root / gone[0]} changed since {prepared.target} was made", REPLACE)
@@ -317,8 +321,6 @@ def _publish(writing: _Writing, work: _Work) -> Published | None:
         return None
     evaluation: list[str] = []
     if work.unfinished is None and not push.only:
-        # An earlier run finished it, and it may have been damaged since.
-        require_sound(prepared.target, writing.claim.contents.files.keys())
         evaluation = take_evaluation(publisher)
     writing.reporter.publishing(publisher.repo)
     title = terminal(f"{prepared.source.name} in {summary.numbers(prepared.plan)} ({summary.title(prepared.plan)})")

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openquant.distributed import Ranks
 from openquant.errors import OpenQuantError, PlanError, UsageError
 from openquant.files.checkpoint import (
     Checkpoint,
@@ -256,7 +255,7 @@ def _figures(plan: Plan, opened: _Opened) -> dict[str, Any]:
 def _check_mixture(gpu: str, options: Mapping[str, Any]) -> None:
     if not gpu:
         raise UsageError("a mixture needs a GPU to fit", "name one such as 4090 or 2x24GB, or choose a scheme")
-    refuse_options(Recipe.parse(**options), Ranks())
+    refuse_options(Recipe.parse(**options))
 
 
 def _check_room(gpu: str, context: int, plan: Plan) -> None:

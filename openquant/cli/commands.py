@@ -592,8 +592,9 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
     page = _page(given, [given["directory"], given.get("source")])
     with closing(_Bar(interrupts, command, "verifying", "verified")) as bar:
         report = verify(**values_for(Check, given), progress=bar.advanced, begun=bar.begun)
-    if report.source is None and report.quantized and not report.problems:
-        report = replace(report, notes=(*report.notes, "codes were not compared: --source MODEL --full does that"))
+    if report.quantized and not report.problems and not given.get("full"):
+        option = "--source MODEL --full" if report.source is None else "--full"
+        report = replace(report, notes=(*report.notes, f"codes were not compared: {option} does that"))
     if page is not None:
         from ..hub.source import find_source
         from ..report.html import render_page

@@ -124,7 +124,8 @@ def read_corpus(
     domains, origin, notes = _domains(options, purpose)
     if options.samples < len(domains):
         raise UsageError(
-            f"--samples {options.samples} is fewer than the {len(domains)} text sources",
+            f"--samples {options.samples} is fewer than the {len(domains)} texts: "
+            + ", ".join(domain.name for domain in domains),
             f"give --samples {len(domains)} or more",
         )
     documents: list[Document] = []

@@ -317,7 +317,7 @@ def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
     if "adapter_config.json" in names:
         raise SourceError(
             f"{place} holds only an adapter, not a model",
-            "merge it into its base model first (peft: merge_and_unload, then save_pretrained)",
+            "merge it into its base model first (peft: merge_and_unload, then save_pretrained of model and tokenizer)",
         )
     for pattern in ("*.bin", "*.pt", "*.pth"):
         for name in sorted(fnmatch.filter(names, pattern)):

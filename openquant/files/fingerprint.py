@@ -109,7 +109,7 @@ class Fingerprint:
             if now[:-1] != self._stamps[shard][:-1]:
                 raise SourceError(
                     f"{self.checkpoint.root / shard} changed while it was being read",
-                    "let nothing write to the model meanwhile, and run the same command again",
+                    "let nothing write to the model or link its files meanwhile, and run the same command again",
                 )
 
     def hexdigest(self) -> str:

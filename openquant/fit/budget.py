@@ -77,22 +77,32 @@ def read_budget(text: str) -> Budget:
     return budget
 
 
-def refuse_options(recipe: Recipe, ranks: Ranks) -> None:
+def refuse_options(recipe: Recipe) -> None:
     """Refuse options that --fit decides.
 
     Args:
         recipe: options of the output.
-        ranks: the processes of the run.
 
     Raises:
-        UsageError: one of CHOSEN is given, or there are several ranks.
+        UsageError: one of CHOSEN is given.
     """
-    if ranks.size > 1:
-        raise UsageError("several ranks cannot share --fit", "run it in one process, and the others with its --recipe")
     given = [name for name in CHOSEN if getattr(recipe, name) != getattr(Recipe(), name)]
     flag = next((flags_of(name, options_of(Recipe)[name])[0] for name in given), None)
     if flag is not None:
         raise UsageError(f"--fit chooses the schemes, and {flag} is given", "leave one of them out")
+
+
+def refuse_ranks(ranks: Ranks) -> None:
+    """Refuse several processes.
+
+    Args:
+        ranks: the processes of the run.
+
+    Raises:
+        UsageError: there are several.
+    """
+    if ranks.size > 1:
+        raise UsageError("several ranks cannot share --fit", "run it in one process, and the others with its --recipe")
 
 
 def read_gpus(text: str) -> Budget:

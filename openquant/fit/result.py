@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..formats.names import SchemeName
+
 
 @dataclass(frozen=True)
 class Target:
@@ -132,7 +134,7 @@ class FitTable:
     quantized_source: bool
     source_fits: bool | None
     quantize_lm_head: bool
-    best: str | None
+    best: SchemeName | None
     command: str | None
     head_schemes: Mapping[str, str]
     calibrated: Calibrated | None

@@ -25,7 +25,7 @@ from ..plan.decisions import PlanOptions
 from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
 from ..vllm_probe.choose import ArchitectureChoice
-from .budget import Budget, read_budget, refuse_options, weights_on_gpus
+from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
 from .frontier import Asked, Points, mixtures_of_sizes, sorted_points
 from .menu import BestMixtures, Menu, make_menu
 from .result import Point, SearchResult
@@ -76,7 +76,7 @@ def choose_mixture(
     """
     assert fit.fit is not None
     budget = read_budget(fit.fit)
-    refuse_options(recipe, ranks)
+    refuse_ranks(ranks)
     opened = open_source(run, ranks)
     entry = architecture.entry(opened.checkpoint, None)
     menu = make_menu(opened, options, fit.candidates, fit.engines, budget.gpu, entry)
@@ -252,7 +252,7 @@ def _limit(budget: Budget, menu: Menu, fit: FitOptions, options: PlanOptions) ->
         raise PlanError(
             f"--fit {fit.fit} leaves {limit / 1e9:.3g} GB for weights, and the smallest mixture takes "
             f"{smallest / 1e9:.3g} GB ({bits_per_weight(menu.units, smallest - menu.fixed):.2f} bits a weight)",
-            "give more, or quantize more layers, such as the output head by --quantize-lm-head",
+            "give more, name --candidates of fewer bits (int3), or add --quantize-lm-head, unless the head is tied",
         )
     if limit >= largest:
         raise PlanError(

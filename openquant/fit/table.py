@@ -13,14 +13,14 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from ..diagnosis.measured import MEASURED, MODEL, activations, measured_kl
 from ..errors import OpenQuantError, PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..formats.hardware import ENGINES_FOR, Kernel, find_kernel
 from ..formats.kv_cache import says_fp8_cache
-from ..formats.names import CacheScheme
+from ..formats.names import CacheScheme, SchemeName
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
 from ..options import CompareSchemes, documented, flags_of, options_of
@@ -209,7 +209,7 @@ class _Table:
             quantized_source=stored,
             source_fits=source_fits,
             quantize_lm_head=self.request.quantize_lm_head,
-            best=best.scheme if best else None,
+            best=cast(SchemeName | None, best.scheme) if best else None,
             command=self._command(*self._words(str(best.scheme))) if best else None,
             head_schemes={row.scheme: self.head_schemes[row.scheme] for row in rows if row.scheme in self.head_schemes},
             calibrated=self._calibrated(best, rows, first) if best else None,

@@ -359,10 +359,10 @@ def assign_schemes(
         for option, modules in widened.items()
     ]
     for (title, coarse), why in with_fallback.items():
-        modules = ", ".join(collapse(why))
+        names = ", ".join(collapse(why))
         # Others say "same as k_proj (..)".
         reason = min(why.values(), key=len)
-        notes.append(f"{title} instead of {coarse} for {_share(why, layers)}: {modules}; {reason}")
+        notes.append(f"{title} instead of {coarse} for {_share(why, layers)}: {names}; {reason}")
     unquantized_reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
     if len(unquantized_reasons) == len(layers):
         _refuse_nothing(entry.model, unquantized_reasons, requested)

@@ -88,7 +88,7 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     source_tags = [
         tag
         for tag in source_tags
-        if not re.match(r"fp8|mxfp|int[48]|w[48]a|quantized|compressed-tensors|[48]-bit", tag)
+        if not re.match(r"fp8|mxfp|nvfp|int[2-8]|w[2-8]a|quantized|compressed-tensors|[2-8]-bit", tag)
     ]
     schemes = [scheme.tag for scheme in plan.decisions.schemes]
     numbers = [scheme.format.number.title.lower() for scheme in plan.decisions.schemes]

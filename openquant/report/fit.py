@@ -267,8 +267,8 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     others = [one.scheme for one in found.schemes if one.kl is None and one.holds and one.holds[0].gpus == target.count]
     unknown = f"; {', '.join(map(str, others))} would fit, with a KL that is not known" if others else ""
     needs = f"; {row.scheme} needs {row.holds[0].gpus}" if row else ", nor do 8 of them hold one"
-    left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens" if most and most.holds[0].left else ""
-    return f"no scheme with a known KL fits {gpus}{left}{needs}{unknown}: {advice}"
+    most_left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens" if most and most.holds[0].left else ""
+    return f"no scheme with a known KL fits {gpus}{most_left}{needs}{unknown}: {advice}"
 
 
 def frontier_text(found: SearchResult, width: int | None = None) -> str:

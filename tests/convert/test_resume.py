@@ -235,11 +235,32 @@ def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path,
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 0
     assert (
-        f"{out} is already complete; nothing was written (sizes of shards were compared, contents were not: openquant "
+        f"{out} is already complete; nothing was written (headers, index and config were checked, codes were not: openquant "
         "verify reads them, and --overwrite converts again)\n"
     ) in again.stdout
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert tree(out) == whole | {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("config.json", "{"),
+        ("config.json", '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}'),
+        ("model.safetensors.index.json", '{"weight_map": {}}'),
+    ],
+    ids=["no JSON", "no quantization_config", "empty index"],
+)
+def test_a_finished_output_that_was_damaged_is_not_called_complete(
+    tmp_path: Path, source: Path, whole: dict[str, bytes], name: str, damaged: str
+) -> None:
+    out = tmp_path / "whole"
+    (out / name).write_text(damaged)
+    with pytest.raises(OutputError) as caught:
+        compress(source, out)
+    assert caught.value.message.startswith(f"{out} is damaged: ")
+    assert "overwrite=True" in caught.value.hint
+    assert tree(out) == whole | {name: damaged.encode()}
 
 
 @pytest.mark.parametrize("damage", ["lost", "shorter", "longer", "header", "empty card"])

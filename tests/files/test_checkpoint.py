@@ -130,7 +130,9 @@ def test_adapter(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, folder / "adapter_model.safetensors")
     expected = f"{folder} holds only an adapter, not a model"
     assert_refused(
-        folder, expected, "merge it into its base model first (peft: merge_and_unload, then save_pretrained)"
+        folder,
+        expected,
+        "merge it into its base model first (peft: merge_and_unload, then save_pretrained of model and tokenizer)",
     )
     (folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     assert_refused(folder, expected)

@@ -20,7 +20,7 @@ from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.cards import published_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
-from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options
+from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options, refuse_ranks
 from openquant.fit.kept_scores import read_scores, scores_json
 from openquant.fit.run import joined_patterns
 from openquant.fit.scores import _Quantizer, _Run
@@ -324,6 +324,7 @@ def test_budgets_that_cannot_be_met_are_refused(tmp_path: Path, fit: str, messag
     [
         ({"scheme": "int4"}, "fit chooses the schemes, and scheme is given"),
         ({"awq": True, "scheme": "int4"}, "fit chooses the schemes, and scheme is given"),
+        ({"group_size": 64}, "fit chooses the schemes, and group_size is given"),
         ({"activation_scheme": "static"}, "fit chooses the schemes, and activation_scheme is given"),
         ({"smooth": 0.5, "scheme": "int8"}, "fit chooses the schemes, and scheme is given"),
         ({"dry_run": True}, "dry_run=True writes nothing, and there are no scores of this model in "),
@@ -344,7 +345,7 @@ def test_options_that_it_decides_are_refused(name: str) -> None:
     recipe = Recipe(**{name: value})  # type: ignore[arg-type]
     flag = "--" + name.replace("_", "-")
     with pytest.raises(UsageError, match=f"^--fit chooses the schemes, and {flag} is given$"):
-        refuse_options(recipe, Ranks())
+        refuse_options(recipe)
 
 
 def test_scores_that_are_kept_need_no_memory(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +357,7 @@ def test_scores_that_are_kept_need_no_memory(scored: Path, monkeypatch: pytest.M
 
 def test_several_ranks_are_refused() -> None:
     with pytest.raises(UsageError, match="^several ranks cannot share --fit$") as caught:
-        refuse_options(Recipe(), Ranks(0, 2))
+        refuse_ranks(Ranks(0, 2))
     assert caught.value.hint == "run it in one process, and the others with its --recipe"
 
 

@@ -749,7 +749,7 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.snapshot(repo, f"refs/pr/{number}")
         self.hub.end_pull_request(repo, int(number), status)
         event = {"id": "1", "type": "status-change", "createdAt": DATE, "author": {"name": USER}}
-        self.say({"newStatus": status, "newEvent": {**event, "data": {"status": status}}})
+        self.say({"newStatus": {**event, "data": {"status": status}}})
 
     def described(self, repo: str, known: dict[str, Any]) -> dict[str, Any]:
         """A pull request as a list has it."""

@@ -1030,11 +1030,13 @@ def test_layers_that_were_not_decoded_are_counted(ours: tuple[Path, Path]) -> No
     assert "\n13 of 14 layers decoded: relative error " in done.stdout
 
 
-def test_the_command_says_that_codes_were_not_compared_without_a_source(ours: tuple[Path, Path]) -> None:
+def test_the_command_says_that_codes_were_not_compared(ours: tuple[Path, Path]) -> None:
     source, out = ours
     note = "codes were not compared: --source MODEL --full does that"
     assert json.loads(run_openquant("verify", out, "--json").stdout)["notes"] == [note]
     assert f"\nnote: {note}\nno problems, " in run_openquant("verify", out).stdout
+    held = run_openquant("verify", out, "--source", source, "--json")
+    assert json.loads(held.stdout)["notes"] == ["codes were not compared: --full does that"]
     compared = run_openquant("verify", out, "--source", source, "--full", "--json")
     assert json.loads(compared.stdout)["notes"] == []
 
