@@ -13,11 +13,12 @@ JOURNAL_FILE = ".openquant.json"
 # An evaluation of the model: figures, page and picture. They are not copied from a source, because they do not describe
 # the output.
 EVAL_FILE, EVAL_PAGE, EVAL_PICTURE = EVALUATION_FILES = ("eval.json", "eval.html", "eval.png")
-# Never copied to the output: weights in other formats, leftovers of training, archives and videos. Pictures are copied
-# because cards show them, and a lone .gz because some tokenizers read their vocabulary from one.
+# Never copied to the output: weights in other formats, adapters, leftovers of training, archives and videos. Pictures
+# are copied because cards show them, and a lone .gz because some tokenizers read their vocabulary from one. With
+# adapter_config.json transformers would look for the adapter's weights (models/auto/auto_factory.py:302-309 of 5.24.0).
 LEFT_OUT_FILES = (
     "*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.h5", "*.onnx*", "*.gguf", "*.msgpack",
-    "*.ot", "*.tflite", "*.pkl", "*.pickle", "consolidated*", ".git",
+    "*.ot", "*.tflite", "*.pkl", "*.pickle", "consolidated*", "adapter_config.json", ".git",
     "*.nemo", "openvino_*", "*.mlmodel", "*imatrix*", "events.out.tfevents.*", "*.log",
     "*.zip", "*.tar", "*.tar.*", "*.tgz", "*.7z", "*.rar",
     "*.mp4", "*.mov", "*.avi", "*.mkv", "*.webm",

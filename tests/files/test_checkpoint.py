@@ -80,6 +80,7 @@ def test_files_are_sorted_into_what_belongs_and_what_does_not(source: Path) -> N
     leftovers = [
         "pytorch_model.bin", "pytorch_model.bin.index.json", "a.pth", "optimizer.pt", "last.ckpt", "tf_model.h5",
         "model.onnx", "model.onnx_data", "model.gguf", "flax_model.msgpack", "extra.safetensors", "consolidated.00.txt",
+        "adapter_config.json", "adapter_model.safetensors",
         "original/params.json", "consolidated/x.json", "checkpoint-500/trainer_state.json", ".git/config",
         ".cache/huggingface/x.json", "__pycache__/modeling_custom.pyc",
     ]  # fmt: skip

@@ -415,6 +415,9 @@ def test_an_adapter_is_a_problem(whose: str, source: Path, request: pytest.Fixtu
     problem = "adapter_config.json is there: transformers loads the adapter with the model"
     assert found(verify(out)) == ((problem,), ())
     assert found(verify(out, source)) == ((problem,), ())
+    # Of the source none is copied, so it explains none.
+    (source / "adapter_config.json").write_text("{}")
+    assert found(verify(out, source)) == ((problem,), ())
 
 
 def test_another_description_of_the_quantization_is_a_note_in_others(others: Path) -> None:
