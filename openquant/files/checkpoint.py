@@ -18,7 +18,16 @@ from typing import Any, NoReturn, Protocol
 from ..errors import SourceError
 from ..threads import in_parallel
 from .names import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, left_out_part
-from .small_files import MAX_INDEX, MAX_SMALL, open_regular, parse_json, read_small, short_repr
+from .small_files import (
+    MAX_INDEX,
+    MAX_POINTER,
+    MAX_SMALL,
+    open_regular,
+    parse_json,
+    read_small,
+    refuse_pointer,
+    short_repr,
+)
 from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
 # Headers that are read from the Hub at a time, and bytes of the first request: most headers are shorter.
@@ -396,7 +405,11 @@ def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> t
             elif path.is_file():
                 if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-                add(relative, path.stat().st_size)
+                size = path.stat().st_size
+                if size <= MAX_POINTER:
+                    with open_regular(path, str(path)) as file:
+                        refuse_pointer(file.read(MAX_POINTER), str(path))
+                add(relative, size)
             elif path.is_symlink() and not path.exists():
                 raise SourceError(f"{relative} is a broken link", "download or copy the checkpoint again")
             else:

@@ -30,6 +30,9 @@ _PIECE = 1 << 22
 # Characters of foreign text that a message shows.
 _MAX_SHOWN = 100
 
+# How a pointer of git-lfs begins, and the bytes that one has at most (docs/spec.md of git-lfs).
+_POINTER, MAX_POINTER = b"version https://git-lfs.github.com/spec/", 1023
+
 _DAMAGED = "download or copy it again"
 
 
@@ -87,6 +90,20 @@ def file_sha256(path: Path, what: str) -> str:
     return digest.hexdigest()
 
 
+def refuse_pointer(data: bytes, what: str) -> None:
+    """Refuse a file that a clone without git-lfs has left as a pointer.
+
+    Args:
+        data: the file's contents, or at least its first 64 bytes.
+        what: name of the file in the message.
+
+    Raises:
+        SourceError: it is a pointer.
+    """
+    if data.startswith(_POINTER):
+        raise SourceError(f"{what} is a pointer of git-lfs, not the file itself", "fetch the files: git lfs pull")
+
+
 def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
     """Return the contents of a regular file of at most `limit` bytes. Links are followed.
 
@@ -96,7 +113,7 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
         limit: largest size in bytes.
 
     Raises:
-        SourceError: it is not a regular file, larger than that, or `path` is no possible path.
+        SourceError: it is not a regular file, larger than that, a pointer of git-lfs, or `path` is no possible path.
         OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
     """
     with open_regular(path, what) as file:
@@ -108,6 +125,7 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
         data = b"".join(parts)
     if left == 0:
         raise SourceError(f"{what} is larger than {limit:,} bytes", _DAMAGED)
+    refuse_pointer(data, what)
     return data
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import SourceError
-from .small_files import short_repr
+from .small_files import refuse_pointer, short_repr
 
 # Bits per element of all dtypes of safetensors 0.8.
 DTYPE_BITS = {
@@ -90,10 +90,9 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
     """
     if size < 8:
         raise SourceError(f"{name} is {size} bytes long, too short for a safetensors file", DAMAGED)
+    refuse_pointer(read(0, min(size, 64)), name)
     size_of_header = read(0, 8)
     length = int.from_bytes(size_of_header, "little")
-    if size_of_header == b"version ":
-        raise SourceError(f"{name} is a pointer of git-lfs, not the file itself", "fetch the files: git lfs pull")
     if size_of_header.lstrip()[:5].lower() in (b"<!doc", b"<html"):
         raise SourceError(
             f"{name} is a web page, not the file itself",

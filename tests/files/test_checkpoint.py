@@ -93,6 +93,23 @@ def test_files_are_sorted_into_what_belongs_and_what_does_not(source: Path) -> N
     assert set(checkpoint.left_out) == {name for name in leftovers if "/" not in name} | folders
 
 
+@pytest.mark.parametrize("name", ["config.json", INDEX, "tokenizer.json", "processor/tokenizer.model", "README.md"])
+def test_a_pointer_of_git_lfs_in_place_of_a_small_file(source: Path, name: str) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 11422654\n"
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).write_text(pointer)
+    message = f"{source / name} is a pointer of git-lfs, not the file itself"
+    assert_refused(source, message, "fetch the files: git lfs pull")
+    with pytest.raises(SourceError) as caught:
+        compress(source, dry_run=True)
+    assert caught.value.message == message
+
+
+def test_a_file_that_shows_a_pointer_of_git_lfs_is_none(source: Path) -> None:
+    (source / "NOTICE").write_text("A pointer:\nversion https://git-lfs.github.com/spec/v1\n")
+    assert "NOTICE" in open_checkpoint(source).files
+
+
 @pytest.mark.parametrize("name", ["../evil.json", "/etc/evil", "a//b", "a\\b", "a\nb"])
 def test_a_repository_lists_only_possible_files(source: Path, name: str) -> None:
     with pytest.raises(SourceError, match="is no possible file of a repository"):
