@@ -20,6 +20,7 @@ from openquant.cli.commands import main
 from openquant.formats.gpus import find_gpu
 from openquant.formats.hardware import find_kernel
 from openquant.formats.names import SCHEME_NAMES
+from support import small_checkpoints
 from support.loopback_hub import LoopbackHub
 
 PAGES = sorted([*ROOT.glob("docs/how-to/*.md"), *ROOT.glob("docs/tutorials/*.md"), ROOT / "docs" / "README.md"])
@@ -149,6 +150,20 @@ def test_python_on_the_pages_compiles_and_runs(tmp_path: Path, monkeypatch: pyte
                 exec(code, {})
                 ran += 1
     assert ran == 2
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_tensors_of_a_wrapped_model_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
+    """The code of the page makes the files that were saved without the wrapper."""
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    expected = small_checkpoints.write(tmp_path / "expected", weights=weights, shards=shards)
+    wrapped = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
+    small_checkpoints.write(tmp_path / "my-model", weights=wrapped, shards=shards)
+    blocks = dict(BLOCK.findall((HOW_TO / "check-a-checkpoint.md").read_text()))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(blocks["python"], "check-a-checkpoint.md", "exec"), {})
+    found = {path.name: path.read_bytes() for path in Path("my-model-renamed").iterdir()}
+    assert found == {path.name: path.read_bytes() for path in expected.iterdir()}
 
 
 def test_a_card_gets_schemes_that_engines_compute_there() -> None:

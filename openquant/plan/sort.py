@@ -23,6 +23,8 @@ from .tensor_parallel import text_config
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 # How many names an error lists for each problem.
 _MOST_NAMED = 100
+# What torch puts before all names of a model that DistributedDataParallel or torch.compile wraps.
+_WRAPPERS = ("module.", "_orig_mod.")
 
 
 def sort_tensors(
@@ -46,7 +48,8 @@ def sort_tensors(
         All tensors by file name of the shard, and the weights among them that may be quantized by full module name.
 
     Raises:
-        PlanError: a tensor matches no pattern, or several, or its dtype or shape is not what the entry expects.
+        PlanError: a tensor matches no pattern, or several, or its dtype or shape is not what the entry expects; or all
+            names have the prefix of a wrapper.
     """
     is_mtp_layer = mtp_layer_finder(entry.model, text_config(checkpoint, entry.model))
     # Neighbours have the same parent, so this is asked once for each parent.
@@ -82,6 +85,7 @@ def sort_tensors(
         layers[weight.module] = weight
     shape_errors |= _wrongly_stacked(stacks)
     if shape_errors:
+        _refuse_wrapped(checkpoint.tensors)
         _raise_misfits(entry.model, shape_errors)
     return items, layers
 
@@ -117,6 +121,16 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
             return f"has blocks that span {' and '.join(rule.stack[1].parts)}"
         layers = [layer._replace(format=form, parts=stored.parts, input_scale=stored.input_scale) for layer in layers]
     return StackedTensor(info, tuple(layers))
+
+
+def _refuse_wrapped(names: Iterable[str]) -> None:
+    """Refuse a checkpoint whose tensors all have the prefix of a wrapper."""
+    for prefix in _WRAPPERS:
+        if all(name.startswith(prefix) for name in names):
+            raise PlanError(
+                f"all names begin with {prefix}: the wrapped model was saved",
+                "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)",
+            )
 
 
 def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:

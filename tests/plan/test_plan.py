@@ -262,6 +262,18 @@ def test_misfits_without_number_make_a_short_message(tmp_path: Path) -> None:
     assert caught.value.message.endswith(", what.dv.weight, 500 more matches no pattern of Qwen3ForCausalLM")
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_names_of_a_wrapped_model(tmp_path: Path, prefix: str) -> None:
+    weights = {f"{prefix}{name}": weight for name, weight in small_checkpoints.tensors("Qwen3ForCausalLM").items()}
+    with pytest.raises(PlanError) as caught:
+        plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
+    assert caught.value.message == f"all names begin with {prefix}: the wrapped model was saved"
+    assert caught.value.hint == "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)"
+    weights["lm_head.weight"] = weights.pop(f"{prefix}lm_head.weight")
+    with pytest.raises(PlanError, match=r"matches no pattern of Qwen3ForCausalLM"):
+        plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
+
+
 def test_a_count_of_layers_that_no_model_has(source: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**30}))
