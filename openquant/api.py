@@ -80,7 +80,7 @@ from .plan.unchanged import make_unchanged_plan
 from .recipes import recipe_of
 from .reporter import Reporter
 from .request import Request, check_recipe
-from .result import Place, Preview, Result
+from .result import Place, Preview, Result, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, take_evaluation
 from .verification.finished import require_sound
 from .vllm_probe.choose import ArchitectureChoice
@@ -407,7 +407,7 @@ def _result(prepared: Prepared, start: float, outcome: Outcome) -> Result:
         resumed=outcome.resumed,
         not_finite={name: counts.text for name, counts in sorted(outcome.not_finite.items())},
         unread_shards=outcome.unread_shards,
-        notes=[*plan.notes, *source.notes],
+        notes=[*plan.notes, *source.notes, *zero_notes(sorted(outcome.zero_layers))],
         engines=list(summary.engines(plan)),
         fit=plan.provenance.frontier,
     )

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .patterns import collapse
 from .plan.serving import ServingFigures
+
+
+def zero_notes(modules: Iterable[str]) -> list[str]:
+    """Write a note on layers of zeros, as a part of a file has that was never downloaded.
+
+    Args:
+        modules: modules whose weights are all zero.
+
+    Returns:
+        A list of one note; empty if there are none.
+    """
+    names = collapse(modules)
+    return [f"all weights are zero: {', '.join(names)}"] if names else []
 
 
 @dataclass(frozen=True)
@@ -42,7 +56,8 @@ class Result:
         not_finite: unquantized tensors that hold NaN or infinity, by their name in the output:
             {"model.norm.weight": "NaN (3 values)"}. Empty if the output was complete already, as nothing is read then.
         unread_shards: number of shards that were not checked for this, as an earlier run has moved them to the Hub.
-        notes: remarks on the plan and on the model, as the command prints them after "note:".
+        notes: remarks on the plan and on the model, as the command prints them after "note:". The last names
+            layers that this run quantized and whose weights are all zero.
         engines: the engines that load the output: ["vLLM", "SGLang"].
         fit: what `fit` chose from, with the keys that `fit --search --json` prints; None without it.
     """

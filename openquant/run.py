@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .calibration.gptq_run import apply_gptq, missing_bytes, rounded_layer_store
-from .convert.conversion import Progress, check_copied, convert
+from .convert.conversion import Progress, WeightFindings, check_copied, convert
 from .distributed import Ranks, attempt
 from .errors import OutputError, SourceError, UsageError
 from .files.cards import card_of
@@ -54,6 +54,7 @@ class Outcome:
         already_complete: whether the earlier run had left nothing to do.
         published: where the model was pushed; None if it was not.
         not_finite: by name, the NaN and infinities in unquantized tensors; complete in the first rank only.
+        zero_layers: modules that this run quantized and whose weights are all zero; complete in the first rank only.
         unread_shards: number of shards that were not checked for those, since an earlier run moved them to the Hub.
     """
 
@@ -61,6 +62,7 @@ class Outcome:
     already_complete: bool = False
     published: Published | None = None
     not_finite: Mapping[str, NonFinite] = field(default_factory=dict)
+    zero_layers: Set[str] = frozenset()
     unread_shards: int = 0
 
 
@@ -157,7 +159,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
     rounded = missing_bytes(prepared) if corpus is not None else 0
     claim = claim_of(prepared, generated, publisher, ranks, rounded)
     writing = _Writing(prepared, generated, claim, publisher, ranks, reporter)
-    not_finite: dict[str, NonFinite] = {}
+    findings = WeightFindings({}, set())
     unread_shards = 0
     with ExitStack() as stack:
         if prepared.source.remote or publisher:
@@ -178,13 +180,15 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
             if work.changed:
                 _recheck_shards(writing, outdated, set(work.changed))
         if unfinished is not None:
-            not_finite = _convert_shards(writing, unfinished)
+            findings = _convert_shards(writing, unfinished)
             copied, unread_shards = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished))
-            not_finite.update(copied)
+            findings.not_finite.update(copied)
         published = in_all_ranks(ranks, lambda: _publish(writing, work))
         if corpus is not None and ranks.first:
             rounded_layer_store(prepared.target).remove()
-    return Outcome(claim.resumed, unfinished is None, published, not_finite, unread_shards)
+    return Outcome(
+        claim.resumed, unfinished is None, published, findings.not_finite, findings.zero_layers, unread_shards
+    )
 
 
 def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
@@ -254,22 +258,24 @@ def _recheck_shards(writing: _Writing, outdated: Sequence[Shard], changed: Set[s
     in_all_ranks(ranks, lambda: writing.claim.renew() if ranks.first else None)
 
 
-def _convert_shards(writing: _Writing, unfinished: list[str]) -> dict[str, NonFinite]:
+def _convert_shards(writing: _Writing, unfinished: list[str]) -> WeightFindings:
     """Convert this rank's share of the shards, and wait for the others.
 
     Returns:
-        By name, the NaN and infinities in unquantized tensors; in the first rank those of all ranks.
+        The NaN and infinities in unquantized tensors, and the layers of zeros; in the first rank those of all ranks.
     """
     ranks, names = writing.ranks, set(unfinished)
     mine = ranks.share([shard for shard in writing.prepared.plan.layout.shards if shard.name in names])
-    not_finite = dict(in_all_ranks(ranks, lambda: _convert_share(writing, mine)))
-    for data in ranks.gather(json.dumps(not_finite).encode()):
-        not_finite.update({name: NonFinite(*counts) for name, counts in json.loads(data).items()})
-    return not_finite
+    findings = in_all_ranks(ranks, lambda: _convert_share(writing, mine))
+    for data in ranks.gather(json.dumps([findings.not_finite, sorted(findings.zero_layers)]).encode()):
+        not_finite, zero_layers = json.loads(data)
+        findings.not_finite.update({name: NonFinite(*counts) for name, counts in not_finite.items()})
+        findings.zero_layers.update(zero_layers)
+    return findings
 
 
-def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> Mapping[str, NonFinite]:
-    """Fetch, convert and upload shards. Returns the NaN and infinities in unquantized tensors by name."""
+def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings:
+    """Fetch, convert and upload shards. Returns NaN and infinities in unquantized tensors, and layers of zeros."""
     prepared, publisher, ranks = writing.prepared, writing.publisher, writing.ranks
     plan, source, progress = prepared.plan, prepared.source, writing.advanced
     needs = source_needs(source, plan, [shard.name for shard in shards])
@@ -279,12 +285,12 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> Mapping[str, N
     with ShardSupply(source, needs, scratch) as supply:
         transfer = _Transfer(supply, publisher, ranks)
         workers, device = prepared.workers, prepared.device
-        not_finite = convert(
+        findings = convert(
             plan, shards, transfer, writing.claim.directory, workers, device, progress, fast=prepared.fast
         )
     if publisher:
         publisher.drain()
-    return not_finite
+    return findings
 
 
 def _finish_output(writing: _Writing, unfinished: list[str]) -> tuple[dict[str, NonFinite], int]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import ROOT, Run, tree
 from openquant import compress
@@ -89,6 +90,22 @@ def test_ranks_write_the_bytes_of_one_process(job: Job, tmp_path: Path, source: 
     assert tree(tmp_path / "many") == tree(tmp_path / "one")
     # One of them speaks.
     assert json.loads(done.stdout)["shards"] == 6
+
+
+def test_the_first_rank_names_layers_of_zeros_of_all(job: Job, tmp_path: Path, source: Path) -> None:
+    def change(held: dict[str, torch.Tensor]) -> None:
+        for name, weight in held.items():
+            if name.endswith(".o_proj.weight") or ".experts.1." in name:
+                weight.zero_()
+
+    small_checkpoints.change_weights(source, change)
+    notes = compress(source, tmp_path / "one").notes
+    experts = ", ".join(f"model.layers.1.mlp.experts.1.{part}" for part in ("down_proj", "gate_proj", "up_proj"))
+    assert notes[-1] == f"all weights are zero: model.layers.{{0..1}}.self_attn.o_proj, {experts}"
+    done = job.finish(3, "-m", source, "-o", tmp_path / "many", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["notes"] == notes
+    assert done.stderr.count("all weights are zero") == 1
 
 
 def test_of_a_finished_job_one_rank_speaks(job: Job, tmp_path: Path, source: Path) -> None:

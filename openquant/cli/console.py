@@ -335,11 +335,20 @@ class Terminal(Reporter):
         self.stage = ("calibrating", "calibrated")
         self.plan: Plan | None = None
         self.planned_lines: frozenset[str] = frozenset()
+        self.noted: set[str] = set()
         self.failure: OSError | None = None
 
     def _print(self, text: str) -> None:
         failure = say(text, sys.stdout)
         self.failure = self.failure or failure
+
+    def _new_notes(self, notes: Iterable[str]) -> list[str]:
+        """Return the lines of those notes that were not printed; if `quiet`, print them on stderr."""
+        lines = [f"note: {note}" for note in dict.fromkeys(notes) if note not in self.noted]
+        self.noted.update(notes)
+        if lines and self.quiet and not self.silent:
+            say_lines(lines, sys.stderr)
+        return lines
 
     def opened(self, source: Source, output: Path) -> None:
         """Call the function that the command gave."""
@@ -348,13 +357,9 @@ class Terminal(Reporter):
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         """Print the plan on stdout; if `quiet`, only the notes, on stderr. Of a second plan, print what is new."""
         self.close()
-        before, self.plan = self.plan, plan
+        self.plan = plan
+        self._new_notes([*plan.notes, *source.notes])
         if self.quiet:
-            printed_notes = () if before is None else before.notes
-            notes = plan.notes if before is not None else (*plan.notes, *source.notes)
-            for note in () if self.silent else notes:
-                if note not in printed_notes:
-                    say_lines([f"note: {note}"], sys.stderr)
             return
         from ..job import expected_download
         from ..report.cells import paragraphs
@@ -418,12 +423,17 @@ class Terminal(Reporter):
             say_lines([f"converted; uploading the rest to {repo}"], sys.stderr)
 
     def finished(self, result: Result, already_complete: bool) -> None:
-        """Print the summary."""
+        """Print notes that the plan did not have, and the summary."""
         self.close()
+        notes = self._new_notes(result.notes)
         if not self.quiet and self.plan is not None:
+            from ..report.cells import paragraphs
+            from ..report.escape import terminal
             from ..report.text import summary_text
 
-            self._print("\n" + summary_text(self.plan, result, already_complete, columns()))
+            width = columns()
+            text = summary_text(self.plan, result, already_complete, width)
+            self._print("\n".join(["", *map(terminal, paragraphs(notes, width)), text]))
 
     def close(self) -> None:
         """Remove the progress bar."""

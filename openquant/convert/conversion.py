@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,6 +111,21 @@ def worth_compiling(plan: Plan) -> bool:
     return num_weights >= (LARGE // 4 if searches else LARGE) and find_spec("numba") is not None
 
 
+@dataclass(frozen=True)
+class WeightFindings:
+    """What a conversion found in the weights that it read.
+
+    Attributes:
+        not_finite: by tensor name in the output, the numbers of NaN and of infinite elements in unquantized tensors,
+            which are written all the same; tensors without any are left out.
+        zero_layers: modules that were quantized and whose weights are all zero. Those whose codes were only copied are
+            not looked at.
+    """
+
+    not_finite: dict[str, NonFinite]
+    zero_layers: set[str]
+
+
 class ShardTransfer(Protocol):
     """Provides source shards and learns which output shards are finished. Any thread may call it."""
 
@@ -144,7 +160,7 @@ def convert(
     progress: Progress | None = None,
     against: Mapping[str, str] | None = None,
     fast: bool = False,
-) -> dict[str, NonFinite]:
+) -> WeightFindings:
     """Write output shards of a plan, or compare finished ones with what would be written now.
 
     Args:
@@ -160,8 +176,7 @@ def convert(
         fast: use compiled loops if numba can be imported. They make the same bytes.
 
     Returns:
-        By tensor name in the output, the numbers of NaN and of infinite elements in unquantized tensors, which are
-        written all the same; tensors without any are left out.
+        The NaN and infinities in unquantized tensors, and the layers of zeros.
 
     Raises:
         SourceError: a weight to be quantized has NaN or infinity, a source cannot be read, or a compared shard was not
@@ -244,7 +259,7 @@ class _Conversion:
         self.failure = FirstFailure(self.stopped.set)
         # By name, the shards that were begun and are not finished.
         self.files: dict[str, Target] = {}
-        self.non_finite: dict[str, NonFinite] = {}
+        self.findings = WeightFindings({}, set())
         self.tasks = self._make_tasks(shards)
 
     def _make_tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Job]]:
@@ -269,7 +284,7 @@ class _Conversion:
         del self.files[shard]
         self.transfer.finished(shard)
 
-    def run(self, workers: int) -> dict[str, NonFinite]:
+    def run(self, workers: int) -> WeightFindings:
         try:
             with Helpers(workers, "openquant-write") as writers:
                 in_threads(lambda: self._work(writers), workers, self.stopped)
@@ -277,7 +292,7 @@ class _Conversion:
             for file in self.files.values():
                 file.close()
         self.failure.check()
-        return self.non_finite
+        return self.findings
 
     def _work(self, writers: Helpers) -> None:
         worker = None
@@ -310,8 +325,14 @@ class _Conversion:
             dtype: safetensors dtype of the tensor, such as "BF16".
         """
         if count := count_non_finite(data, dtype):
+            not_finite = self.findings.not_finite
             with self.lock:
-                self.non_finite[name] = self.non_finite.get(name, NonFinite()) + count
+                not_finite[name] = not_finite.get(name, NonFinite()) + count
+
+    def add_zero_layer(self, weight: Weight) -> None:
+        """Note that all values of a weight are zero."""
+        with self.lock:
+            self.findings.zero_layers.add(weight.module)
 
     def advance(self, nbytes: int) -> None:
         """Report source bytes as done, if there are any; raise _Stopped if the conversion was stopped."""
@@ -528,12 +549,16 @@ class _Worker:
         """Return the largest absolute weight of fused layers, float32 [1, 1]."""
         largest = np.zeros((1, 1), np.float32)
         for weight in job.fused:
+            is_zero = True
             for bits in self.reader.rows(weight, 1):
                 loaded = self.kernels.load(bits, weight.dtype)
                 absmax = self.kernels.absmax(loaded, weight.dtype, (None, None))
                 require_finite(weight, absmax, self.reader.where)
+                is_zero = is_zero and not absmax.any()
                 largest = np.maximum(largest, absmax)
                 self.conversion.advance(0)
+            if is_zero:
+                self.conversion.add_zero_layer(weight)
         limit = job.scheme.largest
         if largest.item() > limit:
             names = ", ".join(weight.extent(self.reader.where).label for weight in job.fused)
@@ -548,6 +573,8 @@ class _Worker:
         target, scale_target, zero_target = piece.target, piece.scale_target, piece.zero_target
         importance = None if weight.transform is None else weight.transform.importance
         global_scale = None
+        # Where there is a shared one, _shared_absmax has looked.
+        is_zero = shared_absmax is None
         if shared_absmax is not None and piece.tied_target is not None:
             shared_scale = choose_shared_scale(fmt, shared_absmax)
             file.write(fmt.stored(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
@@ -557,6 +584,7 @@ class _Worker:
             if absmax is None or not fmt.shared:
                 absmax = self.kernels.absmax(loaded, weight.dtype, fmt.group)
                 require_in_range(weight, absmax, scheme, self.reader.where)
+            is_zero = is_zero and not absmax.any()
             # Scales are chosen on the CPU whatever the device, so that all devices choose the same.
             scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
             if shared_absmax is None or not fmt.shared:
@@ -572,6 +600,8 @@ class _Worker:
             buffer.send(file, codes, target)
             target += codes.nbytes
             self.conversion.advance(row_bytes(weight, len(bits)))
+        if is_zero:
+            self.conversion.add_zero_layer(weight)
 
 
 def _write_zero_points(zero_point: Floats, scheme: Scheme, file: Target, target: int) -> int:

@@ -6,6 +6,7 @@ from ..diagnosis.measured import MODEL, activations, measured_kl
 from ..diagnosis.result import Diagnosis
 from ..formats.schemes import SCHEMES
 from ..patterns import collapse
+from ..result import zero_notes
 from .cells import gigabytes, paragraphs, table
 from .escape import join_lines, terminal
 from .text import not_finite_notes
@@ -41,10 +42,11 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) 
         f"{name}: {diagnosis.architecture}, --scheme {diagnosis.scheme}",
         f"{len(diagnosis.layers)} layers, measured on {rows}",
     ]
+    zero = [layer.module for layer in diagnosis.layers if layer.is_zero]
     said = [
         "activations, which most schemes round too, are not counted",
         *not_finite_notes(diagnosis.not_finite),
-        *_zeros(diagnosis),
+        *(f"note: {terminal(note)}" for note in zero_notes(zero)),
         *_conspicuous(diagnosis),
     ]
     lines = [
@@ -56,12 +58,6 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) 
         *_choices(diagnosis, width),
     ]
     return join_lines(lines)
-
-
-def _zeros(diagnosis: Diagnosis) -> list[str]:
-    """A note on layers of zeros, as a part of a file has that was never downloaded."""
-    names = [terminal(layer.module) for layer in diagnosis.layers if layer.is_zero]
-    return [f"note: all weights are zero: {', '.join(collapse(names))}"] if names else []
 
 
 def _percent(share: float | None) -> str:

@@ -1,0 +1,99 @@
+"""Layers whose weights are all zero in the source: the run converts them, and says so by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import run_openquant
+from openquant import compress
+from openquant.files.output import OutputDirectory
+from openquant.weights import reading
+from support import small_checkpoints
+
+# One of three fused layers, and one that is fused with none.
+ZERO = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
+NOTE = f"all weights are zero: {', '.join(ZERO)}"
+
+
+def clear(held: dict[str, torch.Tensor]) -> None:
+    for module in ZERO:
+        held[f"{module}.weight"].zero_()
+    # What torch makes of a negative weight times zero.
+    held[f"{ZERO[0]}.weight"][0] = -0.0
+    # Zero in part only.
+    held["model.layers.0.mlp.down_proj.weight"][1:] = 0
+    held["model.layers.1.self_attn.q_proj.weight"][:-1] = 0
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    root = small_checkpoints.write(tmp_path / "source", shards=3)
+    small_checkpoints.change_weights(root, clear)
+    return root
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "channel", "block", "int4", "nvfp4", "mxfp4", "int8"])
+def test_the_run_names_them(source: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether fused layers share a scale or not, and a weight is read in one piece or in several."""
+    monkeypatch.setattr(reading, "BUFFER", 1 << 14)
+    result = compress(source, tmp_path / "out", scheme, workers=3)
+    assert [note for note in result.notes if "zero" in note] == [NOTE]
+
+
+def test_layers_that_stay_unquantized_are_not_looked_at(source: Path, tmp_path: Path) -> None:
+    result = compress(source, tmp_path / "out", ignore=["**.down_proj"])
+    assert f"all weights are zero: {ZERO[0]}" in result.notes
+
+
+def test_experts_of_a_stack(tmp_path: Path) -> None:
+    root = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", vocab=128)
+    stack = next(name for name in load_file(root / "model.safetensors") if name.endswith("experts.gate_up_proj"))
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        held[stack][1:3, :, held[stack].shape[2] // 2 :] = 0
+
+    small_checkpoints.change_weights(root, change)
+    result = compress(root, tmp_path / "out", "channel")
+    assert f"all weights are zero: {stack.replace('gate_up_proj', '{1..2}.up_proj')}" in result.notes
+
+
+def test_they_are_printed_and_in_json(source: Path, tmp_path: Path) -> None:
+    shown = run_openquant("compress", "-m", source, "-o", tmp_path / "out")
+    assert f"\n\nnote: {NOTE}\n{tmp_path / 'out'}: " in shown.stdout
+    assert (shown.returncode, shown.stdout.count("all weights are zero")) == (0, 1)
+    done = run_openquant("compress", "-m", source, "-o", tmp_path / "other", "--json")
+    assert f"note: {NOTE}\n" in done.stderr
+    assert json.loads(done.stdout)["notes"][-1] == NOTE
+    silent = run_openquant("compress", "-m", source, "-o", tmp_path / "third", "-q")
+    assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", "")
+
+
+def test_a_run_that_is_continued_names_those_that_it_quantizes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(Exception):
+        pass
+
+    publish = OutputDirectory.publish
+
+    def stopping(self: OutputDirectory, name: str) -> None:
+        publish(self, name)
+        if name == "model-00001-of-00003.safetensors":
+            raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputDirectory, "publish", stopping)
+        with pytest.raises(Stop):
+            compress(source, tmp_path / "out", "channel", workers=1)
+    expected = [
+        module for module in ZERO if f"{module}.weight" not in load_file(source / "model-00001-of-00003.safetensors")
+    ]
+    result = compress(source, tmp_path / "out", "channel")
+    assert result.resumed and 0 < len(expected) < len(ZERO)
+    assert f"all weights are zero: {', '.join(expected)}" in result.notes
+    assert not any("zero" in note for note in compress(source, tmp_path / "out", "channel").notes)
