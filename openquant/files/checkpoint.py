@@ -30,6 +30,8 @@ from .small_files import (
 )
 from .tensors import DAMAGED, MAX_TENSORS, TENSOR_NAME, Location, TensorInfo, read_header
 
+_PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
+
 # Headers that are read from the Hub at a time, and bytes of the first request: most headers are shorter.
 HEADERS_AT_ONCE = 8
 FIRST_PART = 1 << 17
@@ -406,7 +408,8 @@ def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> t
                 if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
                 size = path.stat().st_size
-                if size <= MAX_POINTER:
+                # Pictures of a card are often left as pointers, and no engine reads them.
+                if size <= MAX_POINTER and not relative.lower().endswith(_PICTURES):
                     with open_regular(path, str(path)) as file:
                         refuse_pointer(file.read(MAX_POINTER), str(path))
                 add(relative, size)

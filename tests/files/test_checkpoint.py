@@ -105,6 +105,11 @@ def test_a_pointer_of_git_lfs_in_place_of_a_small_file(source: Path, name: str) 
     assert caught.value.message == message
 
 
+def test_a_picture_may_be_a_pointer_of_git_lfs(source: Path) -> None:
+    (source / "Figure.PNG").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "Figure.PNG" in open_checkpoint(source).files
+
+
 def test_a_file_that_shows_a_pointer_of_git_lfs_is_none(source: Path) -> None:
     (source / "NOTICE").write_text("A pointer:\nversion https://git-lfs.github.com/spec/v1\n")
     assert "NOTICE" in open_checkpoint(source).files
