@@ -161,8 +161,8 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
         The text for a terminal, lines separated by newlines.
     """
     headline = (
-        f"{result.output} is already complete; nothing was written (headers, index and config were checked, codes were not: "
-        "openquant verify reads them, and --overwrite converts again)"
+        f"{result.output} is already complete; nothing was written (headers, index and config were checked, codes were "
+        "not: openquant verify reads them, and --overwrite converts again)"
         if already_complete
         else f"{result.output}: {gigabytes(result.source_bytes)} -> {gigabytes(result.output_bytes)}, "
         f"{_share(plan)}, in {result.seconds:.1f} s, "
