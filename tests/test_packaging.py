@@ -223,9 +223,9 @@ def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) 
     assert path.read_text().strip() == str(built.checkout)
     (tmp_path / "caller.py").write_text(CALLER)
     page = (ROOT / "docs" / "how-to" / "from-python.md").read_text()
-    first, second, third = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (tmp_path / "page.py").write_text(first + second)
-    (tmp_path / "packed.py").write_text(third)
+    *of_a_run, packed = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "page.py").write_text("".join(of_a_run))
+    (tmp_path / "packed.py").write_text(packed)
     python = tmp_path / "env" / "bin" / "python"
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "caller.py"]
     # torch and safetensors are not there.
