@@ -991,7 +991,8 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
     )
     no_prompts: bool = option(
         False,
-        "Answer no prompts, not even the built-in ones. The models are then compared along a text, as with `stream`.",
+        "Answer no prompts, not even the built-in ones. JSON and page then show predictions along a text, as with "
+        "`stream`.",
         TEXTS,
     )
     kv_cache: CacheScheme = option(

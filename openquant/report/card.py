@@ -156,13 +156,9 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         f"{CHANGED}, `broken` above. Intervals are of 95 %, over texts.{few}",
         "",
     ]
-    # Predictions along a text are no answers.
-    if evaluation["texts"] and "text" not in evaluation["texts"][0]:
-        lines += [
-            "<details><summary>The beginning of an answer of each</summary>",
-            "",
-            *_answer_table(evaluation["texts"][0]),
-        ]
+    answered = answers(evaluation)
+    if answered:
+        lines += ["<details><summary>The beginning of an answer of each</summary>", "", *_answer_table(answered[0])]
         lines += ["", "</details>", ""]
     commit = source_commit(card, source)
     source = f"{source}@{commit}" if commit else source
@@ -194,7 +190,7 @@ _TEXT_LENGTH, _SUSPECTS = 400, 5
 
 def _answer_table(text: Mapping[str, Any]) -> list[str]:
     """Return a Markdown table of a prompt and both answers."""
-    cells = [(name, markdown(shortened(text[name], _TEXT_LENGTH))) for name in SIDES if name in text]
+    cells = [(name, markdown(shortened(text[name], _TEXT_LENGTH))) for name in SIDES]
     difference = difference_text(text)
     return [
         "| | |",
@@ -205,21 +201,26 @@ def _answer_table(text: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# Keys of eval.json's `texts` in the order in which they are shown. Only teacher-forced ones have `text`.
-SIDES = ("prompt", "text", "source", "output")
+# Keys of eval.json's `texts` in the order in which they are shown.
+SIDES = ("prompt", "source", "output")
+
+
+def answers(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the answers to prompts in an evaluation's `texts`, without predictions along a text, which are no answers.
+
+    Args:
+        evaluation: the content of an eval.json.
+    """
+    return [text for text in evaluation["texts"] if "text" not in text]
 
 
 def difference_text(text: Mapping[str, Any]) -> str:
     """Say where both answers begin to differ: "they differ from token 13 on".
 
     Args:
-        text: one of eval.json's `texts`. `differs_at` is the index of the first token that differs, None if all are
-            equal; with `text`, the tokens are predictions along that text instead of answers.
+        text: one of `answers`. `differs_at` is the index of the first token that differs, None if all are equal.
     """
     at = text["differs_at"]
-    if "text" in text:
-        same = "they are the same" if at is None else f"the first that differs is token {at + 1}"
-        return f"the most probable token of each model at each position of the text: {same}"
     return "both answer alike" if at is None else f"they differ from token {at + 1} on"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..evaluation.verdict_word import kl_text
-from .card import SIDES, difference_text, percent
+from .card import SIDES, answers, difference_text, percent
 from .cells import gigabytes, paragraphs, table
 from .escape import join_lines, terminal
 from .tasks import task_rows
@@ -56,7 +56,7 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
             figures = table(task_rows(output["tasks"]), width=None if width is None else width - 2)
             lines += ["", *(f"  {line}".rstrip() for line in figures)]
             lines += paragraphs([f"  {output['tasks']['reading']}"], width)
-        for text in output["texts"][:SHOWN_PROMPTS]:
+        for text in answers(output)[:SHOWN_PROMPTS]:
             lines += ["", *_answers(text, width)]
     text = outputs[0]["text"]
     last = [f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 {text['sha256'][:16]}"]
@@ -82,7 +82,7 @@ def _layer_lines(output: Mapping[str, Any]) -> list[str]:
 
 def _answers(text: Mapping[str, Any], width: int | None) -> list[str]:
     """Return a prompt and both answers, and a line that says where they differ."""
-    rows = [(f"  {name}", str(text[name])[:SHOWN_CHARACTERS]) for name in SIDES if name in text]
+    rows = [(f"  {name}", str(text[name])[:SHOWN_CHARACTERS]) for name in SIDES]
     return [*table(rows, left=(0, 1), width=width), *paragraphs([f"  {difference_text(text)}"], width)]
 
 
