@@ -141,7 +141,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         (
             "measured on",
             f"{text['positions']:,} tokens of {text['documents']:,} texts{_texts_from(text)}, "
-            f"SHA-256 {markdown(text['sha256'][:12])}",
+            f"SHA-256 of the tokens {markdown(text['sha256'][:12])}",
         ),
     ]
     shown = [f"![KL divergence of each position from the source]({picture})", ""] if picture else []
@@ -382,7 +382,7 @@ def _frontier(found: Mapping[str, Any], is_gptq: bool) -> list[str]:
         lines.append(f"| {name} | {point['bits']:.2f} | {gigabytes(point['bytes'])} | {kl} | {bar} |")
     texts, on = found["texts"].partition(":")[0], ""
     if any(point["measured"] for point in found["points"]):
-        on = f" Measured on {texts}, SHA-256 {found['texts_sha256'][:12]}."
+        on = f" Measured on {texts}, SHA-256 of the tokens {found['texts_sha256'][:12]}."
     return [*lines, "", f'Weights rounded to nearest. "About": estimated from scores of single layers.{on}', ""]
 
 

@@ -59,7 +59,9 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
         for text in answers(output)[:SHOWN_PROMPTS]:
             lines += ["", *_answers(text, width)]
     text = outputs[0]["text"]
-    last = [f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 {text['sha256'][:16]}"]
+    last = [
+        f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 of the tokens {text['sha256'][:16]}"
+    ]
     lines += ["", *paragraphs([*last, *(f"note: {note}" for note in notes)], width)]
     return join_lines(lines)
 

@@ -371,7 +371,7 @@ EVALUATED = """## Measured against the source
 | mean KL to the source | 0.00129 nats [0.00121, 0.00137] (bfloat16's own noise 7e-05) |
 | same most probable token | 97.86 % (with bfloat16's own noise 99.61 %) |
 | perplexity | 12.31 -> 12.34, times 1.0021 [1.0008, 1.0035] |
-| measured on | 1,500 tokens of 8 texts (prose.txt), SHA-256 abababababab |
+| measured on | 1,500 tokens of 8 texts (prose.txt), SHA-256 of the tokens abababababab |
 
 KL says how far the probabilities of the next token are from the source's: 0 if they are equal, `same` if as near as \
 bfloat16's own noise, `close` up to 0.01 nats, `similar` up to 0.1, `changed` up to 0.5, `broken` above. Intervals are \
@@ -411,7 +411,7 @@ def test_a_card_names_the_texts_of_an_evaluation(origin: dict[str, object], word
     found = evaluation()
     del found["text"]["files"]
     found["text"] |= origin
-    assert f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 abababababab |" in evaluated_card("", "o/n", found)
+    assert f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 of the tokens abababababab |" in evaluated_card("", "o/n", found)
 
 
 def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
