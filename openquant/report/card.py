@@ -236,8 +236,11 @@ def _eval_command(repo: str, source: str, evaluation: Mapping[str, Any]) -> str:
         words += [("--server", "URL"), ("--server", "URL")]
     words += [("--limit", str(tasks["limit"]))] if tasks and tasks["limit"] is not None else []
     words += [("--samples", str(text["documents"])), ("--length", str(text["length"]))]
-    command = " ".join(f"{flag} {shell_word(value)}" for flag, value in words)
-    return f"{command} --apply-chat-template" if tasks and tasks.get("chat") else command
+    command = [f"{flag} {shell_word(value)}" for flag, value in words]
+    command += ["--apply-chat-template"] if tasks and tasks.get("chat") else []
+    # The card shows no answers then, and they can take longer than all else.
+    command += [] if answers(evaluation) else ["--no-prompts"]
+    return " ".join(command)
 
 
 def percent(share: float) -> str:

@@ -469,9 +469,12 @@ def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
 
 def test_what_models_find_along_a_text_is_no_answer() -> None:
     found = evaluation()
-    assert "answer" in evaluated_card("", "user/name", found)
-    found["texts"] = found["texts"][2:]
-    assert "text" in found["texts"][0] and "answer" not in evaluated_card("", "user/name", found)
+    shown = evaluated_card("", "user/name", found)
+    assert "answer" in shown and "--no-prompts" not in shown
+    assert "text" in found["texts"][2]
+    for texts in (found["texts"][2:], []):
+        shown = evaluated_card("", "user/name", {**found, "texts": texts})
+        assert "answer" not in shown and " --samples 8 --length 512 --no-prompts\n```\n" in shown
 
 
 def test_the_commands_of_a_card_name_the_commit_of_the_source() -> None:
@@ -490,7 +493,7 @@ def test_a_long_answer_is_cut_in_a_card() -> None:
     found["texts"][0]["source"] = "word " * 10_000
     assert len(evaluated_card("", "user/name", found)) < 2000
     found["texts"] = []
-    assert "prompt" not in evaluated_card("", "user/name", found)
+    assert "| prompt |" not in evaluated_card("", "user/name", found)
 
 
 def test_what_vllm_does_not_bring_is_installed_before_it_serves(tmp_path: Path) -> None:
