@@ -177,11 +177,19 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
 
 
 def _texts_from(text: Mapping[str, Any]) -> str:
-    """Say where the texts of an evaluation come from: " (prose.txt, code.jsonl)"; "" if that is not known."""
+    """Say where texts come from, without paths: " (prose.txt, code.jsonl)"; "" if that is not known."""
     builtin = text.get("builtin")
-    names = text.get("files") or filter(None, [text.get("dataset"), builtin and f"standard library of {builtin}"])
+    names = [name.rpartition("/")[2] for name in text.get("files", ())]
+    if not names:
+        names = list(filter(None, [_dataset_name(text), builtin and f"standard library of {builtin}"]))
     origin = ", ".join(map(markdown, names))
     return f" ({origin})" if origin else ""
+
+
+def _dataset_name(text: Mapping[str, Any]) -> str:
+    """Return the dataset of texts, "org/name:split", one on disk without its directories; "" if there is none."""
+    name = text.get("dataset") or ""
+    return name if re.match(r"[^/.][^/]*(/[^/]*)?$", name) else name.rpartition("/")[2]
 
 
 # Characters of each text in a card, and suspect layers that it names.
@@ -456,6 +464,7 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
 def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> list[str]:
     """Return the lines of a card before the source's text."""
     settings, transforms, computed = plan.quantization_config, plan.options.transforms, _computed_on(plan)
+    calibration, has_use = plan.options.calibration, transforms or plan.decisions.input_absmax or has_fp8_cache(plan)
     origin = commit = _title(name)
     if repo:
         origin = commit = f"[{repo}](https://huggingface.co/{repo})"
@@ -492,11 +501,12 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         "|---|---|",
         f"| {QUANTIZED_FROM if plan.scheme else WEIGHTS_OF} | {commit} |",
         f"| format | {summary.description(plan)}{serialized} |",
-        *([f"| rounded by | {ROUNDED_BY_GPTQ}, {tokens_of(plan.options.gptq)} |"] if plan.options.gptq else []),
+        *([f"| rounded by | {ROUNDED_BY_GPTQ}, {_size_and_origin(plan.options.gptq)} |"] if plan.options.gptq else []),
         *([f"| codes | {KEPT_CODES} |"] if plan.decisions.keeps else []),
         *([f"| KV cache | {cache} |"] if has_fp8_cache(plan) else []),
         *([f"| folded | {transforms.title} |"] if transforms and transforms.title else []),
         *([f"| scales | {WEIGHED.format(transforms.weighed)} |"] if transforms and transforms.weighed else []),
+        *([f"| calibrated on | {_size_and_origin(calibration.texts)} |"] if calibration and has_use else []),
         "",
         *(unquantized if plan.scheme else []),
         f"Made with openquant {__version__}{':' if command else '.'}",
@@ -504,6 +514,11 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         *(["```", command, "```", ""] if command else []),
         *(_frontier(plan.provenance.frontier, plan.options.gptq is not None) if plan.provenance.frontier else []),
     ]
+
+
+def _size_and_origin(texts: Mapping[str, Any]) -> str:
+    """Say how many calibration texts there were, and which: "128 x 512 tokens (prose.txt)"."""
+    return f"{markdown(tokens_of(texts))}{_texts_from(texts)}"
 
 
 def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:

@@ -215,6 +215,9 @@ def read_calibration(path: Path) -> Calibration:
         model, stamp, texts, inputs = facts["model"], facts["stamp"], facts["texts"], facts["inputs"]
         if not (_all_text([model, stamp]) and isinstance(texts, dict) and isinstance(inputs, list)):
             raise TypeError
+        named = [texts.get(key, "") for key in ("dataset", "builtin")]
+        if not (_all_text(texts.get("files", [])) and _all_text(named)):
+            raise TypeError
         statistics = tuple(_input_statistics(path, number, entry, tensors) for number, entry in enumerate(inputs))
         magnitudes = facts.get("cached", {})
         cached = {_layer_number(key): _cache_magnitudes(path, key, pair) for key, pair in magnitudes.items()}

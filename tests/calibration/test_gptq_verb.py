@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import resource
 import shutil
 import signal
@@ -85,7 +86,8 @@ def test_the_command_says_what_it_does(
     assert "GPTQ with 2 documents of 64 tokens: code (1), docs (1); no text was given: " in said.err
     assert shards(tmp_path / "out") == shards(made)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert "| rounded by | GPTQ, 2 x 64 tokens |\n" in (made / "README.md").read_text()
+    texts = f"2 x 64 tokens (standard library of Python {platform.python_version()})"
+    assert f"| rounded by | GPTQ, {texts} |\n" in (made / "README.md").read_text()
 
 
 def test_a_finished_output_needs_no_pass(made: Path, tmp_path: Path) -> None:

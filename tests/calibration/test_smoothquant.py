@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,7 +85,9 @@ def test_plan_and_card_name_the_method(made: Twin) -> None:
     assert "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings" in made.reporter.notes
     assert made.result.folded == "SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections"
     line = "| folded | SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections |"
-    assert line in (made.output / "README.md").read_text().splitlines()
+    card = (made.output / "README.md").read_text().splitlines()
+    texts = f"8 x 128 tokens (standard library of Python {platform.python_version()})"
+    assert line in card and f"| calibrated on | {texts} |" in card
     # The config is the same without smoothing.
     config = json.loads((made.output / "config.json").read_text())
     assert config["quantization_config"] == make_plan(open_checkpoint(made.source), INT8).quantization_config

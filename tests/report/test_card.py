@@ -402,8 +402,11 @@ openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length
     ("origin", "words"),
     [
         ({"builtin": "Python 3.12.4"}, " (standard library of Python 3.12.4)"),
-        ({"dataset": "org/name"}, " (org/name)"),
+        ({"dataset": "org/name:sub:test"}, " (org/name&#58;sub&#58;test)"),
+        ({"dataset": "/home/me/name:test"}, " (name&#58;test)"),
+        ({"dataset": "../name:test"}, " (name&#58;test)"),
         ({"files": ["a|b.txt", "c.txt"]}, " (a&#124;b.txt, c.txt)"),
+        ({"files": ["/home/me/one/a.txt", "two/a.txt"]}, " (a.txt, a.txt)"),
         ({}, ""),
     ],
 )
