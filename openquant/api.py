@@ -22,10 +22,12 @@ from .diagnosis.result import Diagnosis
 from .diagnosis.statistics import normal_row_error
 from .distributed import Ranks
 from .errors import UsageError
-from .files.cards import card_of, is_smoothed
+from .files.cards import card_of, is_smoothed, metadata_notes, source_of, split_card
 from .files.checkpoint import readable
+from .files.evaluation import evaluation_notes
 from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors
+from .files.names import CARD_FILE
 from .files.small_files import read_small
 from .fit.budget import refuse_options
 from .formats.names import (
@@ -581,7 +583,28 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
         reads=reads,
         does=(f"those of {len(reads)} files are uploaded that the repository does not have; {_commit_to(publisher)}",),
         writes=(Place(publisher.repo, f"a repository that {'exists' if exists else created}"),),
+        notes=tuple(push_notes(path)),
     )
+
+
+def push_notes(directory: str | os.PathLike[str]) -> list[str]:
+    """Say what the card of a directory that is published lacks.
+
+    Args:
+        directory: a finished output directory; or an eval.json, for which there are no notes.
+
+    Returns:
+        A sentence each: on license and base_model, and, of an output with quantized weights, on its evaluation.
+
+    Raises:
+        OpenQuantError: a file of the directory cannot be read.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        return []
+    card = _published_card(path).decode(errors="replace")
+    notes = metadata_notes(split_card(card)[1], str(path / CARD_FILE))
+    return [*notes, *evaluation_notes(path)] if source_of(card) else notes
 
 
 def _commit_to(publisher: Publisher) -> str:

@@ -16,16 +16,19 @@ from typing import Any, TypeVar
 from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .distributed import RERUN_CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
+from .files.cards import card_of, metadata_notes, split_card
 from .files.checkpoint import Checkpoint, readable
 from .files.claim import Claim, OutputContents
 from .files.fingerprint import Stamp
+from .files.names import CARD_FILE
 from .files.output import refuse_overlap, refuse_root
+from .files.small_files import read_small
 from .files.space import require_space
 from .hub.fetch import Download, memory_needed, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Source, find_source
 from .machine import available_cpus, find_device
-from .options import Run, files_read
+from .options import Push, Run, files_read
 from .plan import summary
 from .plan.gptq import rounded_bytes
 from .plan.plan import Plan
@@ -282,7 +285,25 @@ def prepare(
         for_workers = run.max_memory - converting.needed + per_worker
         workers = max(1, min(workers, for_workers // per_worker))
         fast = fast and for_workers >= workers * per_worker + COMPILED_MEMORY
+    if run.push is not None:
+        plan = replace(plan, notes=(*plan.notes, *_card_notes(run, run.push, opened, plan, target)))
     return Prepared(run, source, opened.checkpoint, opened.stamps, plan, target, workers, device, fast)
+
+
+def _card_notes(run: Run, push: Push, opened: Opened, plan: Plan, target: Path) -> list[str]:
+    """Say what the card that will be published does not give. Of a repository, the source's card is fetched."""
+    source, card = opened.source, target / CARD_FILE
+    with readable():
+        earlier = card.is_file() and not run.overwrite
+        text = read_small(card, str(card)).decode(errors="replace") if earlier else ""
+    if not earlier and CARD_FILE in plan.files:
+        source.fetch_files([CARD_FILE])
+        text = card_of(opened.checkpoint)
+    keys = {*split_card(text)[1]}
+    if not earlier:
+        # The card of an earlier run is published with what the user added. A new one has the base model that is known.
+        keys = keys - {"base_model"} | ({"base_model"} if source.repo else set())
+    return metadata_notes(keys, f"{CARD_FILE} in {push.name}" if push.only else str(card))
 
 
 def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoint:

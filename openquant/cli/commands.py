@@ -227,35 +227,21 @@ def _find_push(given: Given) -> Push | None:
 
 
 def _push(given: Given, interrupts: Interrupts) -> int:
-    from ..api import preview_push, push
+    from ..api import preview_push, push, push_notes
 
     target = _find_push(given)
     assert target is not None
     if _command(given).dry_run:
-        preview = preview_push(given["directory"], target)
-        _say_card_notes(Path(given["directory"]))
-        return _print_preview(preview, given, interrupts)
+        return _print_preview(preview_push(given["directory"], target), given, interrupts)
     address = push(given["directory"], target)
     interrupts.check()
-    _say_card_notes(Path(given["directory"]))
+    if notes := [f"note: {note}" for note in push_notes(given["directory"])]:
+        say_lines(notes, sys.stderr)
     if _command(given).json:
         print_json({"output": given["directory"], "pushed_to": address}, interrupts)
     else:
         require_printed(say_lines([f"pushed to {address}"], sys.stdout))
     return 0
-
-
-def _say_card_notes(directory: Path) -> None:
-    """Print what the card of a directory that was pushed lacks; nothing of an evaluation."""
-    from ..files.cards import metadata_notes
-    from ..files.small_files import read_small
-
-    path = directory / "README.md"
-    if not directory.is_dir():
-        return
-    card = read_small(path, str(path)).decode(errors="replace")
-    if notes := [f"note: {note}" for note in metadata_notes(card, str(path))]:
-        say_lines(notes, sys.stderr)
 
 
 def _print_preview(preview: Preview, given: Given, interrupts: Interrupts) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Container
 from typing import Any
 
 import yaml
@@ -259,18 +260,20 @@ def split_card(card: str) -> tuple[str, dict[str, Any], str]:
     return kept, _text_of(mapping), card[front_matter.end() :]
 
 
-def metadata_notes(card: str, path: str) -> list[str]:
+def metadata_notes(keys: Container[str], path: str) -> list[str]:
     """Say what the Hub shows beside a model and its card does not give.
 
     Args:
-        card: the text of README.md.
+        keys: the keys of the card's metadata.
         path: how the file is called.
 
     Returns:
         A list of one sentence; empty if license and base_model are there.
     """
-    absent = [key for key in ("license", "base_model") if key not in split_card(card)[1]]
-    return [f"the card names no {' and no '.join(absent)}: add to the metadata at the top of {path}"] if absent else []
+    absent = [key for key in ("license", "base_model") if key not in keys]
+    lines = " and ".join(f'"{key}: .."' for key in absent)
+    named = f"the card names no {' and no '.join(absent)}"
+    return [f"{named}: add {lines} to the metadata at the top of {path}"] if absent else []
 
 
 def _compose(metadata: str, loader: type[Any]) -> yaml.MappingNode | None:

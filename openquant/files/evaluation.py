@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from ..errors import SourceError
+from .cards import shell_word
 from .checkpoint import Checkpoint, readable
 from .destination import FileKind
 from .fingerprint import Fingerprint
@@ -299,8 +301,33 @@ def find_evaluation(checkpoint: Checkpoint, cached: bool = False) -> FoundEvalua
                 f"{EVAL_FILE} is of another model, or of an earlier version of this one",
                 f"{AGAIN}; if you changed nothing, openquant verify --source MODEL --full finds what is damaged",
             )
-        digest = evaluation_digest(evaluation).encode()
-        shown = [name for name in (EVAL_PAGE, EVAL_PICTURE) if folder.is_file(name)]
-        return FoundEvaluation(
-            evaluation, [EVAL_FILE, *(name for name in shown if digest in (folder.read(name, MAX_SMALL) or b""))]
-        )
+        shown = _shown(folder, evaluation)
+        return FoundEvaluation(evaluation, [EVAL_FILE, *(name for name, is_shown in shown.items() if is_shown)])
+
+
+def _shown(folder: Folder, evaluation: Mapping[str, Any]) -> dict[str, bool]:
+    """Return whether the page and the picture in a folder, if they are there, show an evaluation."""
+    digest = evaluation_digest(evaluation).encode()
+    present = [name for name in (EVAL_PAGE, EVAL_PICTURE) if folder.is_file(name)]
+    return {name: digest in (folder.read(name, MAX_SMALL) or b"") for name in present}
+
+
+def evaluation_notes(root: Path) -> list[str]:
+    """Say what of an evaluation is missing in a model's directory that is published.
+
+    Args:
+        root: the directory.
+
+    Returns:
+        One sentence if there is no eval.json, else one for each of page and picture that is of another evaluation.
+
+    Raises:
+        SourceError: a file cannot be read, or eval.json is damaged.
+    """
+    with readable(), Folder(root) as folder:
+        if not folder.is_file(EVAL_FILE):
+            command = f"openquant eval {shell_word(os.fspath(root))} --source SOURCE"
+            return [f"no figures are added to the card: {command}, then push again"]
+        shown = _shown(folder, read_evaluation(root))
+    names = [name for name, is_shown in shown.items() if not is_shown]
+    return [f"{name} is of another evaluation than {EVAL_FILE}, and is left out" for name in names]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE, ROOT, change_json, tree
-from openquant import compress, explain
+from openquant import compress, dequantize, explain
+from openquant.api import push_notes
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
+from openquant.files.evaluation import evaluation_digest
+from support.evaluation_files import evaluate
 from support.loopback_hub import LoopbackHub
 
 TEXTS = ("--samples", "2", "--length", "16")
@@ -128,8 +132,7 @@ def ask(hub: LoopbackHub, here: Path, *words: object, token: str = TOKEN) -> sub
 def test_a_push_is_described_and_makes_no_repository(hub: LoopbackHub, here: Path) -> None:
     before = tree(here / "FP8")
     done = ask(hub, here, "push", "FP8", "name", "--private", "--dry-run")
-    note = "note: the card names no base_model: add to the metadata at the top of FP8/README.md\n"
-    assert (done.returncode, done.stderr) == (0, note)
+    assert (done.returncode, done.stderr) == (0, "")
     files = sorted(name for name in before if name != ".openquant.json")
     reads = [f"reads   {here}/FP8/{name} (a {'shard' if name.endswith('.safetensors') else 'file'}, " for name in files]
     lines = done.stdout.splitlines()
@@ -137,6 +140,8 @@ def test_a_push_is_described_and_makes_no_repository(hub: LoopbackHub, here: Pat
     assert lines[len(reads) :] == [
         f"does    those of {len(files)} files are uploaded that the repository does not have; one commit to main",
         "writes  user/name (a repository that is created, private)",
+        'note    the card names no base_model: add "base_model: .." to the metadata at the top of FP8/README.md',
+        "note    no figures are added to the card: openquant eval FP8 --source SOURCE, then push again",
         "nothing was written",
     ]
     assert not hub.stored and tree(here / "FP8") == before
@@ -145,6 +150,65 @@ def test_a_push_is_described_and_makes_no_repository(hub: LoopbackHub, here: Pat
     done = ask(hub, here, "push", "FP8", "name", "--create-pr", "--dry-run")
     assert "a pull request is opened\nwrites  user/name (a repository that exists)\n" in done.stdout
     assert hub.commits("user/name") == commits
+
+
+def test_notes_of_a_push_are_the_same_without_it(hub: LoopbackHub, here: Path) -> None:
+    found = evaluate(here / "FP8")
+    for name, shown in (("eval.html", "another"), ("eval.png", evaluation_digest(found))):
+        (here / "FP8" / name).write_text(shown)
+    notes = [
+        'the card names no base_model: add "base_model: .." to the metadata at the top of FP8/README.md',
+        "eval.html is of another evaluation than eval.json, and is left out",
+    ]
+    done = ask(hub, here, "push", "FP8", "name", "--dry-run", "--json")
+    assert (done.returncode, done.stderr, json.loads(done.stdout)["notes"]) == (0, "", notes)
+    done = ask(hub, here, "push", "FP8", "name", "--json")
+    assert (done.returncode, done.stderr) == (0, "".join(f"note: {note}\n" for note in notes))
+    # What is added to the card is not asked for again.
+    card = here / "FP8" / "README.md"
+    card.write_text(card.read_text().replace("---\n", "---\nbase_model: org/name\n", 1))
+    (here / "FP8" / "eval.html").unlink()
+    done = ask(hub, here, "push", "FP8", "name", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_model_that_is_not_quantized_needs_no_figures(here: Path) -> None:
+    dequantize(here / "FP8", here / "BF16")
+    assert [note.partition(":")[0] for note in push_notes(here / "BF16")] == ["the card names no base_model"]
+
+
+def test_a_run_that_pushes_notes_what_its_card_lacks(hub: LoopbackHub, here: Path) -> None:
+    source = shutil.copytree(EXAMPLE, here / "source")
+    (source / "README.md").unlink()
+    words = ("compress", source, "-o", "out", "--push-to-hub", "user/name")
+    lacks = (
+        'the card names no license and no base_model: add "license: .." and "base_model: .." to the metadata at the top '
+        "of"
+    )
+    for more, place in ((("--dry-run",), "out/README.md"), (("--push-only", "--dry-run"), "README.md in user/name")):
+        done = ask(hub, here, *words, *more, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["notes"][-1] == f"{lacks} {place}"
+    done = ask(hub, here, *words, "--json")
+    assert done.returncode == 0 and f"note: {lacks} out/README.md\n" in done.stderr
+    card = here / "out" / "README.md"
+    card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\nbase_model: org/name\n", 1))
+    done = ask(hub, here, *words, "--json")
+    assert done.returncode == 0 and "the card names" not in done.stderr
+    # It would be written anew, from the source's card, whose base model is not that of the output.
+    (source / "README.md").write_text("---\nlicense: mit\nbase_model: org/base\n---\nA model.\n")
+    done = ask(hub, here, *words, "--overwrite", "--dry-run", "--json")
+    assert "the card names no base_model: add" in json.loads(done.stdout)["notes"][-1]
+    # Without a push the card need not have them.
+    done = ask(hub, here, "compress", source, "-o", "new", "--dry-run", "--json")
+    assert not [note for note in json.loads(done.stdout)["notes"] if note.startswith("the card")]
+
+
+def test_the_card_of_a_repository_is_fetched_before_it_is_noted(hub: LoopbackHub, here: Path) -> None:
+    hub.repositories["org/name"] = EXAMPLE
+    done = ask(hub, here, "compress", "org/name", "--stream", "--push-to-hub", "user/name", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "the card names" not in done.stdout
 
 
 def test_a_push_is_refused_as_without_it(hub: LoopbackHub, here: Path) -> None:

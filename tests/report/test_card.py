@@ -15,7 +15,7 @@ from openquant import __version__, compress, verify
 from openquant import run as running
 from openquant.errors import SourceError
 from openquant.files import cards
-from openquant.files.cards import metadata_notes
+from openquant.files.cards import metadata_notes, split_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.small_files import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
@@ -511,9 +511,18 @@ def test_what_vllm_does_not_bring_is_installed_before_it_serves(tmp_path: Path) 
     ("card", "notes"),
     [
         ("---\nlicense: mit\nbase_model: org/name\n---\n# x\n", []),
-        ("---\nlicense: mit\n---\n# x\n", ["the card names no base_model: add to the metadata at the top of x.md"]),
-        ("# x\n", ["the card names no license and no base_model: add to the metadata at the top of x.md"]),
+        (
+            "---\nlicense: mit\n---\n# x\n",
+            ['the card names no base_model: add "base_model: .." to the metadata at the top of x.md'],
+        ),
+        (
+            "# x\n",
+            [
+                'the card names no license and no base_model: add "license: .." and "base_model: .." to the metadata at '
+                "the top of x.md"
+            ],
+        ),
     ],
 )
 def test_what_a_card_lacks_for_the_hub(card: str, notes: list[str]) -> None:
-    assert metadata_notes(card, "x.md") == notes
+    assert metadata_notes(split_card(card)[1], "x.md") == notes
