@@ -284,7 +284,8 @@ def push_errors(repo: str) -> Iterator[None]:
     except OpenQuantError:
         raise
     except HFValidationError as error:
-        raise UsageError(f"{repo} is no repository id: {error_reason(error)}", "write org/name") from None
+        continues = " with --create-pr: the same push continues its pull request" if "@refs/pr/" in repo else ""
+        raise UsageError(f"{repo} is no repository id: {error_reason(error)}", f"write org/name{continues}") from None
     except LocalTokenNotFoundError:
         raise PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT) from None
     except OfflineModeIsEnabled:

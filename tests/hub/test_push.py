@@ -757,6 +757,18 @@ def test_what_the_hub_lost_is_uploaded_again(
     assert {oid: count for oid, count in hub.uploads.items() if count > 1} == {digest: 2}
 
 
+def test_a_directory_goes_into_its_pull_request_again_by_create_pr(
+    hub: LoopbackHub, source: Path, tmp_path: Path
+) -> None:
+    compress(source, tmp_path / "out")
+    hints = {"name@refs/pr/1": "write org/name with --create-pr: the same push continues its pull request"}
+    for name, hint in {**hints, "name@branch": "write org/name"}.items():
+        done = ask(hub, tmp_path, "push", tmp_path / "out", f"user/{name}")
+        assert done.returncode == 2
+        error, hinted = done.stderr.splitlines()
+        assert error.startswith(f"error: user/{name} is no repository id: ") and hinted == f"hint: {hint}"
+
+
 def test_without_a_token(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
     done = ask(hub, tmp_path, *push_of(source, tmp_path), HF_TOKEN="")
     assert done.returncode == 2
