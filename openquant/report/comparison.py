@@ -164,12 +164,15 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
         handles.append((filled, hatched))
         labels.append(NOISE)
     line = sorted((size, height) for size, height, good in zip(sizes, heights, best, strict=True) if good)
+    steps = [corner for (_, before), (size, height) in pairwise(line) for corner in ((size, before), (size, height))]
+    curves = [[line[0], *steps]]
     handles += axes.step(*zip(*line, strict=True), where="post", color=OUTPUT, linewidth=1.2, alpha=0.7)
     labels.append(FRONTIER)
     for evaluation, size, height, good in zip(evaluations, sizes, heights, best, strict=True):
         interval = evaluation["kl"]["interval"]
         if interval:
-            axes.plot([size, size], [max(edge, low) for edge in interval], color=OUTPUT, linewidth=2, alpha=0.5)
+            curves.append([(size, max(edge, low)) for edge in interval])
+            axes.plot(*zip(*curves[-1], strict=True), color=OUTPUT, linewidth=2, alpha=0.5)
         axes.plot(size, height, "o", markersize=7, color=OUTPUT, markerfacecolor=OUTPUT if good else "none")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(lambda size, _: _size_label(size, source))
@@ -180,7 +183,7 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
     axes.set_xlabel("size, and per cent of the source's" if source else "size")
     axes.set_ylabel("mean KL, nats (logarithmic)")
     axes.legend(handles, labels, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, borderaxespad=0.2)
-    place_names(axes, list(zip(sizes, heights, strict=True)), names, [line])
+    place_names(axes, list(zip(sizes, heights, strict=True)), names, curves)
 
 
 def _kl_limits(kls: Sequence[float]) -> tuple[float, float]:
@@ -358,7 +361,7 @@ def _crossings(
         cost += 200.0 * other.box.crossed_by(place.start, place.end)
         cost += 200.0 * place.box.crossed_by(other.start, other.end)
     cost += 150.0 * sum(marker.crossed_by(place.start, place.end) for marker in markers)
-    return cost + 12.0 * sum(place.box.crossed_by(*ends) for curve in curves for ends in pairwise(curve))
+    return cost + 30.0 * sum(place.box.crossed_by(*ends) for curve in curves for ends in pairwise(curve))
 
 
 def _doubt(box: _Box, spot: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:

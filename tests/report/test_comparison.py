@@ -132,6 +132,24 @@ def test_every_name_can_be_read(size: tuple[float, float], figures: dict[str, tu
         assert not one.overlaps(other)
 
 
+@pytest.mark.parametrize("of", [several(), evaluations(MEASURED)], ids=["several", "measured"])
+@pytest.mark.parametrize("size", SIZES)
+def test_no_line_runs_through_a_name(size: tuple[float, float], of: list[dict[str, Any]]) -> None:
+    """Neither the frontier nor an interval."""
+    axes = drawn(of, size)
+    lines = [line for line in axes.lines if line.get_drawstyle() == "steps-post" or line.get_alpha() == 0.5]
+    assert len(lines) == 1 + len(of)
+    for line in lines:
+        corners = list(line.get_xydata())
+        if line.get_drawstyle() == "steps-post":
+            corners = [corner for (_, y), (x, z) in itertools.pairwise(corners) for corner in ((x, y), (x, z))]
+            corners.insert(0, line.get_xydata()[0])
+        for (x, y), (end, z) in itertools.pairwise(axes.transData.transform(corners)):
+            for name, box in names(axes).items():
+                apart = max(x, end) <= box.x0 or min(x, end) >= box.x1 or max(y, z) <= box.y0 or min(y, z) >= box.y1
+                assert apart, name
+
+
 def test_the_nearest_point_to_a_name_is_its_own_or_a_line_leads_there() -> None:
     axes = drawn(evaluations(MEASURED))
     of = by_kl(evaluations(MEASURED))
