@@ -46,7 +46,7 @@ from .cells import gigabytes, shortened
 from .escape import join_lines, markdown
 from .source_card import source_section
 from .tasks import task_summary
-from .words import verdict_meaning
+from .words import texts_origin, verdict_meaning
 
 # Names that are safe in a Markdown link.
 _SAFE = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -177,19 +177,9 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
 
 
 def _texts_from(text: Mapping[str, Any]) -> str:
-    """Say where texts come from, without paths: " (prose.txt, code.jsonl)"; "" if that is not known."""
-    builtin = text.get("builtin")
-    names = [name.rpartition("/")[2] for name in text.get("files", ())]
-    if not names:
-        names = list(filter(None, [_dataset_name(text), builtin and f"standard library of {builtin}"]))
-    origin = ", ".join(map(markdown, names))
-    return f" ({origin})" if origin else ""
-
-
-def _dataset_name(text: Mapping[str, Any]) -> str:
-    """Return the dataset of texts, "org/name:split", one on disk without its directories; "" if there is none."""
-    name = text.get("dataset") or ""
-    return name if re.match(r"[^/.][^/]*(/[^/]*)?$", name) else name.rpartition("/")[2]
+    """Say where texts come from: " (prose.txt, code.jsonl)"; "" if that is not known."""
+    origin = texts_origin(text)
+    return f" ({markdown(origin)})" if origin else ""
 
 
 # Characters of each text in a card, and suspect layers that it names.

@@ -5,6 +5,7 @@ The page lists those that occur on it. `tests/report/test_words.py` checks that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -194,3 +195,19 @@ def verdict_meaning(evaluation: Mapping[str, Any]) -> str:
         change = "no change beyond chance" if low <= 0 <= high else f"{100 * metric['difference']:+.1f} points"
         meaning += f"; {change} in accuracy on {counted_questions(pooled['questions'])}"
     return meaning
+
+
+def texts_origin(text: Mapping[str, Any]) -> str:
+    """Say where texts come from, without directories: "prose.txt, code.jsonl"; "" if that is not known.
+
+    Args:
+        text: `text` of an eval.json, or `texts` of a calibration.
+    """
+    names = [name.rpartition("/")[2] for name in text.get("files", ())]
+    dataset, builtin = text.get("dataset") or "", text.get("builtin")
+    if dataset:
+        # "org/name:split" is on the Hub.
+        names.append(dataset if re.match(r"[^/.][^/]*(/[^/]*)?$", dataset) else dataset.rpartition("/")[2])
+    if builtin and not names:
+        names.append(f"standard library of {builtin}")
+    return ", ".join(names)

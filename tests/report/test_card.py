@@ -414,7 +414,9 @@ def test_a_card_names_the_texts_of_an_evaluation(origin: dict[str, object], word
     found = evaluation()
     del found["text"]["files"]
     found["text"] |= origin
-    assert f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 of the tokens abababababab |" in evaluated_card("", "o/n", found)
+    assert f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 of the tokens abababababab |" in evaluated_card(
+        "", "o/n", found
+    )
 
 
 def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:

@@ -9,11 +9,16 @@ import json
 import re
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from conftest import EXAMPLE, Run
 from openquant import compress
@@ -31,7 +36,7 @@ from openquant.report.html import PICTURE, PageContent, render_page
 from openquant.report.pages import diagnosed_page, evaluated_page, write_evaluated
 from openquant.report.weights import weight_lines
 from support import small_checkpoints
-from support.evaluation_files import EVIL, diagnosis, evaluate, evaluation, hostile, several
+from support.evaluation_files import EVIL, diagnosis, evaluate, evaluation, hostile, several, with_tasks
 from support.published_checkpoints import published
 
 ALLOWED = {
@@ -186,6 +191,56 @@ def test_a_picture_names_the_evaluations_it_shows() -> None:
         for one in shown:
             assert evaluation_digest(one).encode() in found
             assert evaluation_digest(one) in render_page(PageContent("x", evaluations=shown))
+
+
+def texts_in_picture(monkeypatch: pytest.MonkeyPatch, of: list[dict[str, Any]]) -> dict[str, Bbox]:
+    """The texts of a picture, and their rectangles in pixels."""
+    found: dict[str, Bbox] = {}
+    save = Figure.savefig
+
+    def saved(self: Figure, *arguments: Any, **options: Any) -> None:
+        save(self, *arguments, **options)
+        renderer = FigureCanvasAgg(self).get_renderer()
+        for text in self.findobj(Text):
+            if isinstance(text, Text) and text.get_visible() and text.get_text():
+                found[text.get_text()] = text.get_window_extent(renderer)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    draw_picture(of)
+    return found
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+def test_a_picture_of_one_output_says_what_its_figures_are(monkeypatch: pytest.MonkeyPatch, tasks: bool) -> None:
+    one = with_tasks(evaluation()) if tasks else evaluation()
+    one["source"]["name"] = "org/" + "long-name-" * 20
+    one["text"]["files"] = [f"/home/me/a-long-name-{number}.txt" for number in range(9)]
+    texts = texts_in_picture(monkeypatch, [one])
+    rows = [
+        ("size", "5.25 MB", "62.5 % of the source's 8.39 MB"),
+        ("mean KL", "0.00129 nats", "95 % interval: 0.00121 to 0.00137"),
+        ("floor", "7e-05 nats", "the source with bfloat16's noise"),
+        ("same top token", "97.86 %", "floor: 99.61 %"),
+        ("perplexity", "12.34", "source: 12.31"),
+        *([("recovery in tasks", "100.0 %", "of the source's accuracy")] if tasks else []),
+    ]
+    for row in rows:
+        name, value, below = (texts[text] for text in row)
+        assert name.y0 < value.y1 and value.y0 < name.y1 and name.x1 < value.x0
+        # The small print belongs to the value above it.
+        assert 0 <= value.y0 - below.y1 < value.height
+    boxes = [texts[text] for row in rows for text in row]
+    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+    [caption] = [text for text in texts if text.startswith("compared with org/long-name-")]
+    assert "\nmeasured on 1,500 tokens of 8 texts (a-long-name-0.txt, a-long-name-1.txt, " in caption
+    # 8 inches at 100 dots an inch.
+    assert texts[caption].x0 >= 0 and texts[caption].x1 <= 800
+
+
+def test_a_picture_of_several_outputs_names_source_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = texts_in_picture(monkeypatch, several())
+    assert "3 outputs of org/tiny" in texts
+    assert "bars are 95 % intervals; measured on 1,500 tokens of 8 texts (prose.txt)" in texts
 
 
 def test_a_page_ends_as_it_should() -> None:
