@@ -361,7 +361,7 @@ def _crossings(
         cost += 200.0 * other.box.crossed_by(place.start, place.end)
         cost += 200.0 * place.box.crossed_by(other.start, other.end)
     cost += 150.0 * sum(marker.crossed_by(place.start, place.end) for marker in markers)
-    return cost + 30.0 * sum(place.box.crossed_by(*ends) for curve in curves for ends in pairwise(curve))
+    return cost + 100.0 * sum(place.box.crossed_by(*ends) for curve in curves for ends in pairwise(curve))
 
 
 def _doubt(box: _Box, spot: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
