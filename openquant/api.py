@@ -14,13 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .calibration.prepare import run_texts, texts_steps
+from .calibration.prepare import run_texts, texts_needs, texts_steps
 from .calibration.run import read_texts
 from .diagnosis.diagnose import diagnose_layers, shards_to_read
 from .diagnosis.measured import choices, measured_kl
 from .diagnosis.result import Diagnosis
 from .diagnosis.statistics import normal_row_error
-from .distributed import Ranks
+from .distributed import Ranks, attempt
 from .errors import UsageError
 from .files.cards import card_of, is_smoothed, metadata_notes, source_of, split_card
 from .files.checkpoint import readable
@@ -29,6 +29,7 @@ from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors
 from .files.names import CARD_FILE
 from .files.small_files import read_small
+from .files.space import DiskSpace, Shortage, find_shortages
 from .fit.budget import refuse_options
 from .formats.names import (
     KEPT,
@@ -80,10 +81,11 @@ from .plan.plan import Plan, make_plan
 from .plan.serving import serving_to_json
 from .plan.unchanged import make_unchanged_plan
 from .recipes import recipe_of
+from .report.cells import gigabytes
 from .reporter import Reporter
 from .request import Request, check_recipe
 from .result import Place, Preview, Result, zero_notes
-from .run import Outcome, carry_out, evaluation_publisher, take_evaluation
+from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
 from .verification.finished import require_sound
 from .vllm_probe.choose import ArchitectureChoice
 from .weights.statistics import read_calibration
@@ -211,10 +213,9 @@ def compress(
             options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
         fitted = wanted.fit is not None
         prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks, again=fitted))
-        _report_plan(prepared, ranks, reporter)
+        space = _report_plan(prepared, texts, ranks, reporter)
         if run.dry_run:
             if not isinstance(reporter, _PlanKeeper):
-                _require_start(prepared, ranks)
                 if texts.text and prepared.plan.lacks:
                     read_texts(prepared.source, prepared.checkpoint, texts, ranks)
                 if "Hessians" in prepared.plan.lacks and not fitted and ranks.first:
@@ -223,16 +224,16 @@ def compress(
 
                     said = gptq_forecast(prepared.checkpoint, prepared.device, texts.samples, texts.length)
                     reporter.calibrating(said)
-            return _result(prepared, start, Outcome())
+            return _result(prepared, space, start, Outcome())
         corpus = None
         if prepared.plan.lacks:
-            _require_writable(run, ranks)
+            _require_writable(run, ranks, prepared.plan)
             calibrated, corpus = in_all_ranks(
                 ranks, lambda: run_texts(prepared, recipe, texts, options, ranks, reporter)
             )
             prepared = prepare_alike(ranks, lambda: _plan(run, request, calibrated, ranks, again=True))
             reporter.planned(prepared.plan, prepared.source, prepared.target)
-        return _write(prepared, corpus, ranks, reporter, start)
+        return _write(prepared, corpus, space, ranks, reporter, start)
 
 
 def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again: bool = False) -> Prepared:
@@ -330,11 +331,10 @@ def dequantize(
         if run.dry_run:
             _require_writable(run, ranks)
         prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
-        _report_plan(prepared, ranks, reporter)
+        space = _report_plan(prepared, CalibrationTexts(), ranks, reporter)
         if run.dry_run:
-            _require_start(prepared, ranks)
-            return _result(prepared, start, Outcome())
-        return _write(prepared, None, ranks, reporter, start)
+            return _result(prepared, space, start, Outcome())
+        return _write(prepared, None, space, ranks, reporter, start)
 
 
 def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
@@ -347,39 +347,95 @@ def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
     return prepare(run, opened, plan, ranks)
 
 
-def _require_writable(run: Run, ranks: Ranks) -> None:
+def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
     """Check that the output can be pushed, before passes that may take hours; without them `carry_out` is as early."""
     push = run.push
     if push is not None:
-        publisher = Publisher(push, Path(), "", ())
+        shards = [shard.name for shard in plan.layout.shards] if plan else []
+        publisher = Publisher(push, Path(), "", shards)
         in_all_ranks(ranks, lambda: publisher.require_writable() if ranks.first else None)
 
 
-def _report_plan(prepared: Prepared, ranks: Ranks, reporter: Reporter) -> None:
-    """Report the source and the plan, before a calibration that may take hours."""
-    in_all_ranks(ranks, lambda: reporter.opened(prepared.source, prepared.target))
-    reporter.planned(prepared.plan, prepared.source, prepared.target)
+def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> DiskSpace:
+    """Report the source, the disk space that the run needs and the plan, before a calibration that may take hours.
 
-
-def _require_start(prepared: Prepared, ranks: Ranks) -> None:
-    """Refuse in a dry run the output directory that the run would refuse.
+    Returns:
+        The disk space; in ranks but the first, that of a complete output.
 
     Raises:
-        OutputError: it is no output of a run, is that of a run with other options, or cannot be written to.
+        OutputError: the output directory is no output of a run, is that of a run with other options, or cannot be
+            written to; in a dry run also a PushError, if the repository would be refused.
     """
-    in_all_ranks(ranks, lambda: claim_of(prepared, {}, None, ranks, 0).missing_bytes() if ranks.first else 0)
+    in_all_ranks(ranks, lambda: reporter.opened(prepared.source, prepared.target))
+    space, error = None, None
+    if ranks.first and not isinstance(reporter, _PlanKeeper):
+        space, error = attempt(lambda: _find_space(prepared, texts, ranks))
+    if space is not None:
+        reporter.disk_space(space)
+    reporter.planned(prepared.plan, prepared.source, prepared.target)
+    ranks.agree(error)
+    return space or DiskSpace(0, 0, prepared.run.stream)
 
 
-def _write(prepared: Prepared, corpus: Corpus | None, ranks: Ranks, reporter: Reporter, start: float) -> Result:
+def _find_space(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> DiskSpace:
+    """Find the disk space that a run needs. A dry run also checks the repository to push to.
+
+    Raises:
+        OutputError: see `_report_plan`.
+    """
+    run, plan, source, target = prepared.run, prepared.plan, prepared.source, prepared.target
+    publisher = publisher_of(prepared)
+    if publisher and run.dry_run:
+        _preview_push(prepared, publisher)
+    generated = {} if plan.lacks else generate_files(prepared, plan.files)
+    claim = claim_of(prepared, generated, publisher, ranks, 0)
+    if plan.lacks:
+        needs = texts_needs(prepared, texts, ranks)
+    else:
+        needs = [[(target, claim.missing_bytes(final=True))]]
+        if source.remote and not run.stream:
+            needs.append([(source.root, source.remote_bytes(plan.source.shards))])
+    needed = max((sum(nbytes for path, nbytes in phase if path != source.root) for phase in needs), default=0)
+    notes = []
+    if run.dry_run and needed:
+        short: dict[object, Shortage] = {}
+        for shortage in (shortage for phase in needs for shortage in find_shortages(phase)):
+            # What lies beside the output is on its disk.
+            short.setdefault("the Hub's cache" if shortage.path == source.root else target, shortage)
+        for place, (_, nbytes, free) in short.items():
+            notes.append(f"the run needs {gigabytes(nbytes)} on the disk of {place}, which has {gigabytes(free)} free")
+    return DiskSpace(needed, sum(claim.contents.files.values()), run.stream, tuple(notes))
+
+
+def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
+    """Refuse a repository that the run would refuse. Nothing is changed on the Hub.
+
+    Raises:
+        PushError: the run would be refused.
+    """
+    plan, source = prepared.plan, prepared.source
+    if plan.lacks:
+        # Neither the card nor what tells the uploads of this plan from others is final.
+        publisher.require_writable()
+        return
+    source.fetch_files([CARD_FILE])
+    with silent():
+        publisher.recall()
+        publisher.prepare(generate_files(prepared)[CARD_FILE], source.downloaded_commit(), creates=False)
+
+
+def _write(
+    prepared: Prepared, corpus: Corpus | None, space: DiskSpace, ranks: Ranks, reporter: Reporter, start: float
+) -> Result:
     """Carry out a complete plan; `corpus` has the texts for GPTQ, if it rounds layers first."""
     in_all_ranks(ranks, lambda: prepared.source.fetch_files(prepared.plan.files))
     outcome = carry_out(prepared, ranks, reporter, corpus)
-    result = _result(prepared, start, outcome)
+    result = _result(prepared, space, start, outcome)
     reporter.finished(result, outcome.already_complete)
     return result
 
 
-def _result(prepared: Prepared, start: float, outcome: Outcome) -> Result:
+def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome) -> Result:
     """Return what a run that began at time `start` has done, or would do."""
     plan, source, published = prepared.plan, prepared.source, outcome.published
     return Result(
@@ -395,6 +451,7 @@ def _result(prepared: Prepared, start: float, outcome: Outcome) -> Result:
         source_bytes=summary.source_bytes(plan),
         output_bytes=summary.output_bytes(plan),
         download_bytes=source.remote_bytes([*plan.source.shards, *plan.files]),
+        disk_bytes=space.needed,
         repository=published.repository if published else None,
         pushed_to=published.address if published else None,
         pushed_revision=published.revision if published else None,
@@ -409,7 +466,7 @@ def _result(prepared: Prepared, start: float, outcome: Outcome) -> Result:
         resumed=outcome.resumed,
         not_finite={name: counts.text for name, counts in sorted(outcome.not_finite.items())},
         unread_shards=outcome.unread_shards,
-        notes=[*plan.notes, *source.notes, *zero_notes(sorted(outcome.zero_layers))],
+        notes=[*plan.notes, *source.notes, *space.notes, *zero_notes(sorted(outcome.zero_layers))],
         engines=list(summary.engines(plan)),
         fit=plan.provenance.frontier,
     )

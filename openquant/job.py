@@ -23,7 +23,7 @@ from .files.fingerprint import Stamp
 from .files.names import CARD_FILE
 from .files.output import refuse_overlap, refuse_root
 from .files.small_files import read_small
-from .files.space import require_space
+from .files.space import Needs
 from .hub.fetch import Download, memory_needed, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Source, find_source
@@ -395,7 +395,8 @@ def claim_of(
     contents = OutputContents(
         plan.digest,
         {shard.name: shard.nbytes for shard in plan.layout.shards},
-        {**plan.files, **{name: len(data) for name, data in generated.items()}},
+        # What replaces a file of the source counts as large as that, so that the size is known before it is made.
+        {**{name: len(data) for name, data in generated.items()}, **plan.files},
         plan.provenance,
         at_once=AT_ONCE if run.push and run.push.only else None,
         scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if run.stream else 0) + rounded,
@@ -409,28 +410,33 @@ def claim_of(
     )
 
 
-def require_output(prepared: Prepared, ranks: Ranks, passing: int) -> None:
-    """Check before a calibration that the output can be written after it.
+def calibration_needs(prepared: Prepared, ranks: Ranks, passing: int) -> list[Needs]:
+    """Return the disk space that a run with a calibration needs.
 
     Args:
         prepared: the run, with the plan before the calibration.
         ranks: the ranks of the run.
         passing: bytes of hidden states that the forward pass writes beside the output.
 
+    Returns:
+        What is written at the same time, for the output and for the forward pass before it, the larger first; empty if
+        the output is complete.
+
     Raises:
-        OutputError: the directory is no output of a run, cannot be written to, or its disk has too little room.
+        OutputError: the directory is no output of a run, is that of a run with other options, or cannot be written to.
     """
     plan, target, source = prepared.plan, prepared.target, prepared.source
     # The card and config.json of this plan are not final; they are small, so none are passed.
     rounded = rounded_bytes(plan.gptq_rounded) if plan.options.gptq is not None else 0
-    missing = claim_of(prepared, {}, None, ranks, rounded).missing_bytes()
+    missing = claim_of(prepared, {}, None, ranks, rounded).missing_bytes(final=False)
     if not missing:
-        return
+        return []
     # A calibration has three float32 statistics for each input of each layer.
     calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
-    needs = [(target, missing), (target.absolute().parent, calibration)]
+    parent = target.absolute().parent
+    cached = []
     if source.remote and not prepared.run.stream:
-        needs.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
-    require_space(needs)
+        cached.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
     # The files of the forward pass are deleted before the output is written.
-    require_space([(target.absolute().parent, passing + calibration), *needs[2:]])
+    needs = [[(target, missing), (parent, calibration), *cached], [(parent, passing + calibration), *cached]]
+    return needs if missing >= passing else needs[::-1]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .files.space import DiskSpace
     from .hub.source import Source
     from .plan.plan import Plan
     from .result import Result
@@ -21,6 +22,12 @@ class Reporter:
 
     def opened(self, source: Source, output: Path) -> None:
         """Called when the source is opened and the output directory is chosen, before any weight is read."""
+
+    def disk_space(self, space: DiskSpace) -> None:
+        """Called with the disk space that the run needs, once, before the first `planned`.
+
+        It is not called if the run will be refused because of its output directory.
+        """
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         """Called when the plan is made, before anything is written.

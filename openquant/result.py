@@ -41,6 +41,8 @@ class Result:
         source_bytes: size of the source's tensors in bytes.
         output_bytes: size of the output's tensors in bytes.
         download_bytes: bytes of the shards and other files that are fetched from the Hub.
+        disk_bytes: the most bytes that the run has to write to the disk of its output at a time, the output included; 0
+            if it was complete already.
         repository: Hub repository that the output was published in; None if it was not published.
         pushed_to: address of the commit or pull request that published the output; None if it was not published.
         pushed_revision: revision of the output while a pull request is open, such as "refs/pr/1"; None for main.
@@ -74,6 +76,7 @@ class Result:
     source_bytes: int
     output_bytes: int
     download_bytes: int
+    disk_bytes: int
     repository: str | None
     pushed_to: str | None
     pushed_revision: str | None

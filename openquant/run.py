@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -151,11 +151,10 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
         OutputError: the output cannot be claimed, written or published, or another rank failed.
         UsageError: the device failed, or the name of the repository to push to is not valid.
     """
-    plan, push = prepared.plan, prepared.run.push
+    plan = prepared.plan
     # Generated before the conversion, so that nothing about them can fail after hours.
-    generated = _generate_files(prepared)
-    shards = {shard.name: shard.nbytes for shard in plan.layout.shards}
-    publisher = Publisher(push, prepared.target, plan.digest, shards) if push else None
+    generated = generate_files(prepared)
+    publisher = publisher_of(prepared)
     rounded = missing_bytes(prepared) if corpus is not None else 0
     claim = claim_of(prepared, generated, publisher, ranks, rounded)
     writing = _Writing(prepared, generated, claim, publisher, ranks, reporter)
@@ -427,16 +426,31 @@ def _require_all(target: Path, shards: Iterable[str]) -> None:
             )
 
 
-def _generate_files(prepared: Prepared) -> dict[str, bytes]:
+def publisher_of(prepared: Prepared) -> Publisher | None:
+    """Return what publishes the output of a run; None if it is not published."""
+    plan, push = prepared.plan, prepared.run.push
+    return Publisher(push, prepared.target, plan.digest, [shard.name for shard in plan.layout.shards]) if push else None
+
+
+def generate_files(prepared: Prepared, but: Container[str] = ()) -> dict[str, bytes]:
     """Return the files that are written rather than copied.
 
     config.json is last, since engines take no directory without it for a model.
+
+    Args:
+        prepared: options of the run, source checkpoint, complete plan and output directory. The source's card must be
+            on disk.
+        but: names of files that are not wanted.
+
+    Returns:
+        The contents of each file by its name.
     """
-    generated = {CARD_FILE: _card(prepared.plan, prepared.source, prepared.target)}
-    if prepared.plan.source.indexed:
-        generated[INDEX_FILE] = _index(prepared.plan)
-    generated["config.json"] = _config(prepared.plan)
-    return generated
+    plan = prepared.plan
+    makers: dict[str, Callable[[], bytes]] = {CARD_FILE: lambda: _card(plan, prepared.source, prepared.target)}
+    if plan.source.indexed:
+        makers[INDEX_FILE] = lambda: _index(plan)
+    makers["config.json"] = lambda: _config(plan)
+    return {name: make() for name, make in makers.items() if name not in but}
 
 
 def _compare_shards(writing: _Writing, shards: Sequence[Shard], changed: Set[str], progress: Progress) -> None:

@@ -17,10 +17,11 @@ from ..distributed import Ranks, attempt
 from ..errors import PlanError
 from ..files.atomic import make_directory
 from ..files.checkpoint import Checkpoint
+from ..files.space import Needs, require_space
 from ..formats.numbers import Floats
 from ..hub.shards import supply_shards
 from ..hub.source import Source
-from ..job import Prepared, in_all_ranks, require_output
+from ..job import Prepared, calibration_needs, in_all_ranks
 from ..machine import resident
 from ..options import Calibrate, CalibrationTexts, Recipe, Run
 from ..patterns import collapse
@@ -136,15 +137,35 @@ def run_texts(
     return options, corpus
 
 
-def _require_room(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> None:
-    """Refuse an output that does not fit on its disk, before texts run for hours."""
+def texts_needs(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> list[Needs]:
+    """Return the disk space that a run needs whose plan lacks something; see `calibration_needs`.
+
+    Args:
+        prepared: options of the run, source checkpoint, plan and output directory.
+        texts: options that say how many texts, and how long.
+        ranks: the processes of this run.
+
+    Raises:
+        OutputError: the output directory is no output of a run, is that of a run with other options, or cannot be
+            written to.
+    """
     run, checkpoint, plan = prepared.run, prepared.checkpoint, prepared.plan
     hidden = hidden_bytes(checkpoint, texts.samples * texts.length)
     steps = texts_steps(run, texts.length, prepared.source, checkpoint, plan, prepared.target)
     free = memory_left(run.max_memory, steps, refuse=False)
     # The pass checkpoint has all hidden states; those that do not fit in memory are also in the offload file.
     pass_bytes = hidden + (hidden if hidden > (BUDGET if free is None else free // 2) else 0)
-    in_all_ranks(ranks, lambda: require_output(prepared, ranks, pass_bytes) if ranks.first else None)
+    return calibration_needs(prepared, ranks, pass_bytes)
+
+
+def _require_room(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> None:
+    """Refuse an output that does not fit on its disk, before texts run for hours."""
+
+    def require() -> None:
+        for needs in texts_needs(prepared, texts, ranks) if ranks.first else []:
+            require_space(needs)
+
+    in_all_ranks(ranks, require)
 
 
 def _calibrate(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Calibration:

@@ -24,6 +24,7 @@ from ..streaming.forecast import spoken
 from .interrupts import INTERRUPTED, leave
 
 if TYPE_CHECKING:
+    from ..files.space import DiskSpace
     from ..hub.source import Source
     from ..plan.plan import Plan
     from ..result import Result
@@ -336,6 +337,7 @@ class Terminal(Reporter):
         self.plan: Plan | None = None
         self.planned_lines: frozenset[str] = frozenset()
         self.noted: set[str] = set()
+        self.space: DiskSpace | None = None
         self.failure: OSError | None = None
 
     def _print(self, text: str) -> None:
@@ -354,11 +356,16 @@ class Terminal(Reporter):
         """Call the function that the command gave."""
         self._opened(source, output)
 
+    def disk_space(self, space: DiskSpace) -> None:
+        """Keep the disk space for the plan."""
+        self.space = space
+
     def planned(self, plan: Plan, source: Source, output: Path) -> None:
         """Print the plan on stdout; if `quiet`, only the notes, on stderr. Of a second plan, print what is new."""
         self.close()
         self.plan = plan
-        self._new_notes([*plan.notes, *source.notes])
+        others = [*source.notes, *(self.space.notes if self.space else ())]
+        self._new_notes([*plan.notes, *others])
         if self.quiet:
             return
         from ..job import expected_download
@@ -368,7 +375,8 @@ class Terminal(Reporter):
         printed_lines = self.planned_lines
 
         def planned_text(width: int | None) -> str:
-            text = plan_text(plan, source.place, output, expected_download(source, plan), source.notes, width)
+            download = expected_download(source, plan)
+            text = plan_text(plan, source.place, output, download, others, self.space, width)
             return f"{text}\n{details_text(plan, width)}" if self.verbose else text
 
         lines = planned_text(None).split("\n")

@@ -246,12 +246,15 @@ class Claim:
     def _write_journal(self, done: bool) -> None:
         self.directory.write(JOURNAL, self.contents.journal(self.sources, done))
 
-    def missing_bytes(self) -> int:
+    def missing_bytes(self, final: bool) -> int:
         """Return the bytes of disk that the run still needs, less those that it frees first. Nothing is written.
 
+        Args:
+            final: whether the plan's digest is final. Before a calibration it is not, and options are compared instead.
+
         Raises:
-            OutputError: the directory could not be claimed: it is not an output, is that of a run with other options,
-                or cannot be written to. The plan's digest is not compared, because it may not be final yet.
+            OutputError: the directory could not be claimed: it is not an output, is that of another run, or cannot be
+                written to.
         """
         path, exists = self._path, False
         try:
@@ -265,13 +268,17 @@ class Claim:
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
                 if not os.access(parent, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            if not self._overwrite:
+                self._elsewhere = self._find_elsewhere()
             if not exists:
-                return self.contents.needed(list(self.contents.files), 0)
+                return self.contents.needed([name for name in self.contents.files if name not in self._elsewhere], 0)
             journal, modes = _earlier_files(self.directory.folder, self.contents.files, self._overwrite)
-            if journal and not self._overwrite and any(not is_work(name) for name, _ in modes):
+            begun = bool(self._elsewhere) or any(not is_work(name) for name, _ in modes)
+            if journal and not self._overwrite and begun:
                 recipes = (journal.get("recipe") or {}, self.contents.provenance.recipe or {})
                 earlier_options, options = (recipe.get("options") for recipe in recipes)
-                if earlier_options is not None and earlier_options != options:
+                differs = earlier_options is not None and earlier_options != options
+                if journal["digest"] != self.contents.digest if final else differs:
                     raise _another_run(path)
             needed, freed = self._needed(journal)
             return max(0, needed - freed)

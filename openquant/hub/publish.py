@@ -167,7 +167,8 @@ class Publisher:
         """Check the token and its permissions, before hours of work. Nothing is changed on the Hub.
 
         Raises:
-            PushError: the user is not logged in, may not write there, or may not create the repository.
+            PushError: the user is not logged in, may not write there, may not create the repository, or it holds
+                weights that would stay beside the shards.
             UsageError: the repository's name is not valid.
         """
         repository = self.find()
@@ -176,6 +177,8 @@ class Publisher:
                 require_namespace(self.repo)
             else:
                 require_permission(self.repo, write=not self.push.create_pr)
+                if self.shards:
+                    refuse_foreign_weights(repository, self.shards)
 
     def find(self) -> ModelInfo | None:
         """Look for the repository; `repo` is then its current full name.

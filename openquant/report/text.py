@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..files.space import DiskSpace
 from ..hub.fetch import Download
 from ..patterns import collapse
 from ..plan import summary
@@ -25,7 +26,13 @@ _LONGEST_REASON = 80
 
 
 def plan_text(
-    plan: Plan, model: str, output: Path, download: Download, notes: Sequence[str], width: int | None = None
+    plan: Plan,
+    model: str,
+    output: Path,
+    download: Download,
+    notes: Sequence[str],
+    space: DiskSpace | None = None,
+    width: int | None = None,
 ) -> str:
     """Format a plan for a terminal: a table with a line for each group of layers that are alike, then sizes and notes.
 
@@ -34,7 +41,8 @@ def plan_text(
         model: the source's name.
         output: the output directory.
         download: sizes of the files that are fetched from the Hub.
-        notes: notes on the download.
+        notes: notes on the download and the disk.
+        space: the disk space that the run needs; None if it is not known.
         width: the most characters of a line; None for any number.
 
     Returns:
@@ -53,7 +61,7 @@ def plan_text(
         rows.append(("keep", f"{count} tensors of fewer than two axes", "", size, size, "norm, bias or the like"))
     heading = [f"{model} -> {output}", f"{plan.model.name}, {summary.description(plan)}", ""]
     lines = table(rows, left=(0, 1, 5), width=width, keys=2)
-    return join_lines([*paragraphs(heading, width), *lines, "", *_facts(plan, download, notes, width)])
+    return join_lines([*paragraphs(heading, width), *lines, "", *_facts(plan, download, notes, space, width)])
 
 
 def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
@@ -67,10 +75,13 @@ def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
     )
 
 
-def _facts(plan: Plan, download: Download, notes: Sequence[str], width: int | None) -> list[str]:
+def _facts(
+    plan: Plan, download: Download, notes: Sequence[str], space: DiskSpace | None, width: int | None
+) -> list[str]:
     unchanged = plan.scheme is None and plan.quantization_config
     layers = "" if unchanged else f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
     before, after = summary.source_bytes(plan), summary.output_bytes(plan)
+    at_a_time = gigabytes(space.needed) if space and space.needed not in (0, space.output) else None
     lines = [
         f"weights:  {gigabytes(before)} -> {gigabytes(after)}, {_share(plan)}{layers}",
         f"disk:     {gigabytes(after + sum(plan.files.values()))} in "
@@ -79,14 +90,19 @@ def _facts(plan: Plan, download: Download, notes: Sequence[str], width: int | No
             f", and {gigabytes(rounded_bytes(plan.gptq_rounded))} meanwhile for rounded layers"
             if plan.gptq_rounded
             else ""
-        ),
+        )
+        + (f"; the run needs {at_a_time} at a time" if at_a_time else ""),
     ]
     if download.nbytes:
         other_files = (
             f" ({gigabytes(download.file_bytes)} in {_count(download.files, 'other file')})" if download.files else ""
         )
-        streamed = f", or with --stream {gigabytes(download.streamed)} at a time" if download.streamed else ""
-        lines.append(f"download: {gigabytes(download.nbytes)}{other_files} to the Hub's cache{streamed}")
+        streamed = f"{gigabytes(download.streamed)} at a time" if download.streamed else None
+        if space and space.streamed:
+            where = f", of which {streamed}" if streamed else ""
+        else:
+            where = " to the Hub's cache" + (f", or with --stream {streamed}" if streamed else "")
+        lines.append(f"download: {gigabytes(download.nbytes)}{other_files}{where}")
     if plan.quantization_config:
         sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")

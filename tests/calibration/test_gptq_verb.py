@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+<<<<<<< HEAD
 import platform
+=======
+import re
+>>>>>>> a821ae9 (A plan says how much disk the run needs at a time; a dry run notes a disk that is too small, and refuses a repository that the run would refuse)
 import resource
 import shutil
 import signal
@@ -78,7 +82,7 @@ def test_the_command_says_what_it_does(
     said = capsys.readouterr()
     note = "note: GPTQ rounds 28 layers with their Hessians over 2 x 64 tokens\n"
     assert note in said.out
-    assert " meanwhile for rounded layers\n" in said.out
+    assert re.search(r" meanwhile for rounded layers; the run\s+needs \S+ MB at a time\n", said.out)
     assert not list(tmp_path.iterdir())
     assert main(words) == 0
     said = capsys.readouterr()

@@ -29,7 +29,7 @@ from support.forked_ranks import COMMANDS, finish, forked
 
 KEYS = [
     "model", "revision", "output", "scheme", "schemes", "kv_cache", "folded", "architecture", "dry_run", "source_bytes", "output_bytes",
-    "download_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "serving", "seconds", "peak_rss_bytes", "resumed", "not_finite", "unread_shards", "notes", "engines", "fit",
+    "download_bytes", "disk_bytes", "repository", "pushed_to", "pushed_revision", "quantized_tensors", "decoded_tensors", "ignored_layers", "shards", "tensor_parallel", "serving", "seconds", "peak_rss_bytes", "resumed", "not_finite", "unread_shards", "notes", "engines", "fit",
 ]  # fmt: skip
 
 SHOWN = "$ python compress_fp8.py -m examples/tiny-qwen3 --dry-run\n"
@@ -83,6 +83,10 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         5249280,
     )
     fixed = {key: value for key, value in found.items() if key not in ("serving", "seconds", "peak_rss_bytes")}
+    # Config and card count as large as those of the source.
+    index = tmp_path / "here" / "tiny-qwen3-FP8-W128" / "model.safetensors.index.json"
+    others = [path for path in EXAMPLE.iterdir() if not path.name.startswith("model")]
+    written = 5249280 + sum(path.stat().st_size for path in (index, *others))
     assert fixed == {
         "model": str(EXAMPLE),
         "revision": None,
@@ -96,6 +100,7 @@ def test_json_is_one_object_for_runs_and_dry_runs(run: Run, tmp_path: Path) -> N
         "source_bytes": 8394240,
         "output_bytes": 5249280,
         "download_bytes": 0,
+        "disk_bytes": written,
         "repository": None,
         "pushed_to": None,
         "pushed_revision": None,

@@ -234,6 +234,7 @@ def test_a_conversion_is_refused_as_the_run_would_be(here: Path, capsys: pytest.
     gptq = ["--scheme", "int4", "--gptq", *TEXTS, "--text"]
     for words, message in (
         (["-o", "foreign"], "foreign is not empty and was not made by openquant: it holds notes.txt"),
+        (["-o", "FP8", "-w", "128"], "FP8 holds the output of another run: other options, another source or another"),
         (["-o", "new", *gptq, "nope.jsonl"], "nope.jsonl cannot be read: No such file or directory"),
     ):
         assert main(["compress", str(EXAMPLE), *words, "--dry-run"]) == 2

@@ -6,15 +6,18 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import EXAMPLE
-from openquant import Reporter, compress
+from openquant import Reporter, Result, compress
 from openquant.errors import OutputError
+from openquant.files.checkpoint import open_checkpoint
 from openquant.files.space import require_space
+from openquant.report.cells import gigabytes
 
-SIZE = 8 << 20
+SIZE = 16 << 20
 
 
 @pytest.fixture
@@ -59,6 +62,54 @@ def test_a_small_disk_is_refused_before_texts_are_run(disk: Path, recipe: dict[s
     with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has [0-9,]+ free"):
         compress(EXAMPLE, disk / "out", samples=2, length=64, reporter=NoPass(), **recipe)  # type: ignore[arg-type]
     assert [path.name for path in disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("recipe", [{}, {"overwrite": True}, *RECIPES], ids=str)
+def test_a_dry_run_says_what_the_run_is_refused_for(disk: Path, recipe: dict[str, object]) -> None:
+    texts = {"samples": 2, "length": 64} if recipe in RECIPES else {}
+
+    def run(dry_run: bool) -> Result:
+        reporter = Reporter() if dry_run else NoPass()
+        return compress(EXAMPLE, disk / "out", dry_run=dry_run, reporter=reporter, **texts, **recipe)  # type: ignore[arg-type]
+
+    small = SIZE - (1 << 20)
+    (disk / "filler").write_bytes(bytes(small))
+    planned = run(dry_run=True)
+    with pytest.raises(OutputError) as caught:
+        run(dry_run=False)
+    assert caught.value.message == f"{disk}/out needs {planned.disk_bytes:,} bytes, its disk has {SIZE - small:,} free"
+    assert planned.notes[-1] == (
+        f"the run needs {gigabytes(planned.disk_bytes)} on the disk of {disk}/out, which has 1.05 MB free"
+    )
+    assert [path.name for path in disk.iterdir()] == ["filler"]
+    (disk / "filler").unlink()
+    assert run(dry_run=True).notes == planned.notes[:-1]
+
+
+def test_long_texts_need_more_than_the_output(disk: Path) -> None:
+    """Hidden states lie on the disk while they run; the larger of both is what is said."""
+    static: dict[str, Any] = {"activation_scheme": "static", "samples": 64, "length": 512}
+    planned = compress(EXAMPLE, disk / "out", dry_run=True, **static)
+    with pytest.raises(OutputError) as caught:
+        compress(EXAMPLE, disk / "out", reporter=NoPass(), **static)
+    assert caught.value.message == f"{disk} needs {planned.disk_bytes:,} bytes, its disk has {SIZE:,} free"
+    # Two bytes of each of 256 channels of a token, once.
+    assert planned.disk_bytes > 64 * 512 * 256 * 2
+    (note,) = [note for note in planned.notes if "disk" in note]
+    assert note == f"the run needs {gigabytes(planned.disk_bytes)} on the disk of {disk}/out, which has 16.8 MB free"
+
+
+def test_only_what_is_missing_is_needed(tmp_path: Path) -> None:
+    whole = compress(EXAMPLE, tmp_path / "out").disk_bytes
+    assert compress(EXAMPLE, tmp_path / "out", dry_run=True).disk_bytes == 0
+    shard = sorted((tmp_path / "out").glob("*.safetensors"))[1]
+    checkpoint = open_checkpoint(tmp_path / "out")
+    tensors = sum(
+        info.nbytes for name, info in checkpoint.tensors.items() if checkpoint.where[name].shard == shard.name
+    )
+    shard.unlink()
+    assert 0 < tensors < whole
+    assert compress(EXAMPLE, tmp_path / "out", dry_run=True).disk_bytes == tensors
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

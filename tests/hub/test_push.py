@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from openquant.api import push
 from openquant.files.evaluation import evaluation_digest
 from openquant.hub.publish import Publisher
 from openquant.options import Push
+from openquant.report.cells import gigabytes
 from support import forked_ranks, small_checkpoints
 from support.evaluation_files import evaluate
 from support.forked_ranks import COMMANDS, Rank, finish, forked
@@ -38,6 +40,18 @@ TOKEN = "hf_secretsecret"
 def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
     with LoopbackHub(tmp_path / "hub", token=TOKEN) as server:
         yield server
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with half a megabyte."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "openquant", place]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user cannot mount a file system")
+    yield place
+    subprocess.run(["umount", place], check=True)
 
 
 def write(root: Path) -> Path:
@@ -525,6 +539,89 @@ def test_push_of_a_dequantized_directory(hub: LoopbackHub, source: Path, tmp_pat
     assert held(hub).keys() == published(tree(tmp_path / "out")).keys()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--stream",),
+        ("--push-to-hub", "user/name", "--push-only"),
+        ("--stream", "--push-to-hub", "user/name", "--push-only"),
+    ],
+    ids=["plain", "streamed", "deleted", "both"],
+)
+def test_a_dry_run_says_how_much_disk_the_run_needs(
+    hub: LoopbackHub, tmp_path: Path, small_disk: Path, options: tuple[str, ...]
+) -> None:
+    source = hub.repositories["org/name"] = small_checkpoints.write(
+        tmp_path / "source", "Qwen3MoeForCausalLM", shards=14
+    )
+    (source / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
+    command = ["compress", "-m", "org/name", "-o", small_disk / "out", "--scheme", "channel", *options]
+    plan = ask(hub, tmp_path, *command, "--dry-run", COLUMNS="200")
+    planned = ask(hub, tmp_path, *command, "--dry-run", "--json")
+    assert (plan.returncode, planned.returncode) == (0, 0), plan.stderr + planned.stderr
+    found = json.loads(planned.stdout)
+    assert "user/name" not in hub.stored
+    done = ask(hub, tmp_path, *command)
+    free = shutil.disk_usage(small_disk).free
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-2] == (
+        f"error: {small_disk}/out needs {found['disk_bytes']:,} bytes, its disk has {free:,} free"
+    )
+    note = f"the run needs {gigabytes(found['disk_bytes'])} on the disk of {small_disk}/out, which has {gigabytes(free)} free"
+    assert f"\nnote: {note}\n" in plan.stdout and note in found["notes"]
+    # Where it has room, it needs that much: the output or three shards of it, and five of the source.
+    compress(source, tmp_path / "whole", "channel")
+    outputs = sorted(path.stat().st_size for path in (tmp_path / "whole").glob("*.safetensors"))
+    inputs = sorted(path.stat().st_size for path in source.glob("*.safetensors"))
+    expected = sum(outputs[-3:] if "--push-only" in options else outputs) + sum(
+        inputs[-5:] if "--stream" in options else ()
+    )
+    others = sum(path.stat().st_size for path in (tmp_path / "whole").iterdir() if path.suffix != ".safetensors")
+    assert 0.6 * expected < found["disk_bytes"] < expected + others
+    said = f"; the run needs {gigabytes(found['disk_bytes'])} at a time\n"
+    assert (said in plan.stdout) == bool(options)
+    streamed = re.search(r"\ndownload: .*, of which \S+ MB at a time\n", plan.stdout)
+    assert bool(streamed) == ("--stream" in options)
+
+
+def test_a_dry_run_says_that_the_cache_is_too_small(hub: LoopbackHub, tmp_path: Path, small_disk: Path) -> None:
+    source = hub.repositories["org/name"] = write(tmp_path / "source")
+    command = ["compress", "-m", "org/name", "-o", tmp_path / "out"]
+    planned = ask(hub, tmp_path, *command, "--dry-run", "--json", HF_HOME=str(small_disk))
+    assert planned.returncode == 0, planned.stderr
+    done = ask(hub, tmp_path, *command, HF_HOME=str(small_disk))
+    needed = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    assert done.returncode == 2
+    assert f" needs {needed:,} bytes for org/name, its disk has " in done.stderr
+    (note,) = json.loads(planned.stdout)["notes"]
+    assert re.fullmatch(
+        rf"the run needs {gigabytes(needed)} on the disk of the Hub's cache, which has [45]\d\d kB free", note
+    )
+    streamed = ask(hub, tmp_path, *command, "--stream", "--dry-run", "--json", HF_HOME=str(small_disk))
+    assert json.loads(streamed.stdout)["notes"] == []
+
+
+@pytest.mark.parametrize("more", [(), ("--activation-scheme", "static", "--samples", 2, "--length", 16)], ids=str)
+def test_a_dry_run_refuses_foreign_weights(
+    hub: LoopbackHub, source: Path, tmp_path: Path, more: tuple[object, ...]
+) -> None:
+    """Before a calibration the names of the shards are known too."""
+    hub.create("user/name", private=False)
+    digest = hashlib.sha256(b"weights").hexdigest()
+    (hub.blobs / digest).write_bytes(b"weights")
+    hub.commit("user/name", "main", "old", {"model-00001-of-00002.safetensors": digest}, deleted=[])
+    said = []
+    for dry_run in (["--dry-run"], []):
+        done = ask(hub, tmp_path, *push_of(source, tmp_path, *more, *dry_run))
+        assert done.returncode == 2
+        assert "calibrat" not in done.stderr
+        said.append(done.stderr.splitlines()[-2:])
+    assert said[0] == said[1]
+    assert said[0][0].startswith("error: user/name already holds model-00001-of-00002.safetensors, ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_push_only_keeps_few_shards_on_disk(hub: LoopbackHub, tmp_path: Path) -> None:
     """From one repository to another; neither the source nor the output is ever whole on this disk."""
     source = hub.repositories["org/name"] = small_checkpoints.write(
@@ -552,6 +649,8 @@ def test_push_only_keeps_few_shards_on_disk(hub: LoopbackHub, tmp_path: Path) ->
     assert not list(out.glob("*.safetensors"))
     assert not list((tmp_path / "hf").rglob("*.safetensors"))
     # Again, everything is known to be there.
+    planned = ask(hub, tmp_path, *command, "--dry-run", "--json")
+    assert json.loads(planned.stdout)["disk_bytes"] == 0
     requests = dict(hub.requests)
     again = ask(hub, tmp_path, *command)
     assert again.returncode == 0, again.stderr
