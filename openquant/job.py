@@ -438,5 +438,6 @@ def calibration_needs(prepared: Prepared, ranks: Ranks, passing: int) -> list[Ne
     if source.remote and not prepared.run.stream:
         cached.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
     # The files of the forward pass are deleted before the output is written.
-    needs = [[(target, missing), (parent, calibration), *cached], [(parent, passing + calibration), *cached]]
-    return needs if missing >= passing else needs[::-1]
+    output: Needs = [(target, missing), (parent, calibration), *cached]
+    forward: Needs = [(parent, passing + calibration), *cached]
+    return [output, forward] if missing >= passing else [forward, output]

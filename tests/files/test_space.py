@@ -16,6 +16,7 @@ from openquant.errors import OutputError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.space import require_space
 from openquant.report.cells import gigabytes
+from support import small_checkpoints
 
 SIZE = 16 << 20
 
@@ -97,6 +98,17 @@ def test_long_texts_need_more_than_the_output(disk: Path) -> None:
     assert planned.disk_bytes > 64 * 512 * 256 * 2
     (note,) = [note for note in planned.notes if "disk" in note]
     assert note == f"the run needs {gigabytes(planned.disk_bytes)} on the disk of {disk}/out, which has 16.8 MB free"
+
+
+def test_a_dry_run_refuses_the_output_of_another_source(tmp_path: Path) -> None:
+    """Its options are the same."""
+    source = small_checkpoints.write(tmp_path / "source")
+    compress(source, tmp_path / "out")
+    shutil.rmtree(source)
+    small_checkpoints.write(source, dtype="float32")
+    for dry_run in (True, False):
+        with pytest.raises(OutputError, match="out holds the output of another run: other options, another source or"):
+            compress(source, tmp_path / "out", dry_run=dry_run)
 
 
 def test_only_what_is_missing_is_needed(tmp_path: Path) -> None:

@@ -71,6 +71,13 @@ def shards(hub: LoopbackHub, repo: str = "user/name-FP8", rev: str = "main") -> 
     return {name: path.read_bytes() for name, path in files.items() if name.endswith(".safetensors")}
 
 
+def planned_disk(hub: LoopbackHub, tmp_path: Path) -> int:
+    """The disk space that a dry run says another machine needs."""
+    done = run(hub, tmp_path, "second", "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    return int(json.loads(done.stdout)["disk_bytes"])
+
+
 def stopped(hub: LoopbackHub, tmp_path: Path, after: int = 3, *more: str) -> None:
     """Run it until uploads fail for good; the machine is then gone."""
     hub.faults.append(Fault(r"/lfs/", "PUT", after=after, times=None, status=403))
@@ -82,10 +89,13 @@ def stopped(hub: LoopbackHub, tmp_path: Path, after: int = 3, *more: str) -> Non
 
 def test_another_machine_continues(hub, tmp_path):
     compress(tmp_path / "source", tmp_path / "expected")
+    whole = planned_disk(hub, tmp_path)
     stopped(hub, tmp_path)
     (branch,) = branches(hub)
     assert list(shards(hub, rev=branch)) == [f"model-0000{number}-of-00005.safetensors" for number in (1, 2, 3)]
     assert shards(hub) == {}
+    # Two shards are left, of which three would be there at a time.
+    assert planned_disk(hub, tmp_path) < whole - 100_000
     done = run(hub, tmp_path, "second")
     assert done.returncode == 0, done.stderr
     assert "continuing: 6" in done.stderr
