@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-<<<<<<< HEAD
 import platform
-=======
 import re
->>>>>>> a821ae9 (A plan says how much disk the run needs at a time; a dry run notes a disk that is too small, and refuses a repository that the run would refuse)
 import resource
 import shutil
 import signal
