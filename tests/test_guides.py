@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
 import messages
 from conftest import EXAMPLE, ROOT
+from openquant import compress, explain, verify
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
 from openquant.formats.gpus import find_gpu
@@ -152,6 +154,12 @@ def test_python_on_the_pages_compiles_and_runs(tmp_path: Path, monkeypatch: pyte
     assert ran == 2
 
 
+def python_of(page: str) -> list[CodeType]:
+    """The Python code of a page of docs, block by block."""
+    blocks = BLOCK.findall((ROOT / "docs" / page).read_text())
+    return [compile(block, page, "exec") for language, block in blocks if language == "python"]
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_tensors_of_a_wrapped_model_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
     """The code of the page makes the files that were saved without the wrapper."""
@@ -159,11 +167,42 @@ def test_tensors_of_a_wrapped_model_are_renamed(tmp_path: Path, monkeypatch: pyt
     expected = small_checkpoints.write(tmp_path / "expected", weights=weights, shards=shards)
     wrapped = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
     small_checkpoints.write(tmp_path / "my-model", weights=wrapped, shards=shards)
-    blocks = dict(BLOCK.findall((HOW_TO / "check-a-checkpoint.md").read_text()))
     monkeypatch.chdir(tmp_path)
-    exec(compile(blocks["python"], "check-a-checkpoint.md", "exec"), {})
+    exec(python_of("how-to/check-a-checkpoint.md")[0], {})
     found = {path.name: path.read_bytes() for path in Path("my-model-renamed").iterdir()}
     assert found == {path.name: path.read_bytes() for path in expected.iterdir()}
+
+
+def test_a_lost_tensor_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = "model.layers.1.self_attn.v_proj.weight"
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    base = small_checkpoints.write(tmp_path / "base", weights=weights, shards=3)
+    rest = {name: weight for name, weight in weights.items() if name != lost}
+    small_checkpoints.write(tmp_path / "my-merge", weights=rest, shards=3)
+    monkeypatch.chdir(tmp_path)
+    exec(python_of("how-to/check-a-checkpoint.md")[1], {})
+    assert compress("my-merge", dry_run=True).notes == compress(base, dry_run=True).notes
+    compress("my-merge", "merged")
+    compress(base, "whole")
+    assert verify("merged", base, full=True).problems == ()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_tied_model_is_copied_with_a_head_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    tied = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+    source = small_checkpoints.write(tmp_path / "my-model", weights=tied, shards=shards)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    monkeypatch.chdir(tmp_path)
+    [code] = python_of("formats.md")
+    exec(code, {})
+    compress("my-model-untied", "out", "channel", quantize_lm_head=True)
+    assert verify("out", "my-model-untied", full=True).problems == ()
+    layers = explain("out", "lm_head", "keep").layers
+    assert [layer.scheme for layer in layers] == ["channel"]
 
 
 def test_a_card_gets_schemes_that_engines_compute_there() -> None:
