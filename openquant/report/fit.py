@@ -212,8 +212,8 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
 
 def _left_as_it_is(found: FitTable) -> int | None:
     """Tokens that a quantized source leaves room for."""
-    source = _source(found)
-    return source.holds[0].left if found.quantized_source and source.holds else None
+    holds = _source(found).holds if found.quantized_source else ()
+    return holds[0].left if holds else None
 
 
 def _source(found: FitTable) -> SchemeFit:
