@@ -363,8 +363,8 @@ def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, repo
         The disk space; in ranks but the first, that of a complete output.
 
     Raises:
-        OutputError: the output directory is no output of a run, is that of a run with other options, or cannot be
-            written to; in a dry run also a PushError, if the repository would be refused.
+        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
+        PushError: in a dry run, the repository would be refused.
     """
     in_all_ranks(ranks, lambda: reporter.opened(prepared.source, prepared.target))
     space, error = None, None

@@ -423,7 +423,7 @@ def calibration_needs(prepared: Prepared, ranks: Ranks, passing: int) -> list[Ne
         the output is complete.
 
     Raises:
-        OutputError: the directory is no output of a run, is that of a run with other options, or cannot be written to.
+        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
     """
     plan, target, source = prepared.plan, prepared.target, prepared.source
     # The card and config.json of this plan are not final; they are small, so none are passed.

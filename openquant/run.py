@@ -195,7 +195,7 @@ def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
 
     Raises:
         SourceError: the output there was made from another source.
-        OutputError: the directory is no output of a run, or cannot be written to.
+        OutputError: openquant did not write the output directory, or it cannot be written to.
     """
     ranks = writing.ranks
 
@@ -432,7 +432,7 @@ def publisher_of(prepared: Prepared) -> Publisher | None:
     return Publisher(push, prepared.target, plan.digest, [shard.name for shard in plan.layout.shards]) if push else None
 
 
-def generate_files(prepared: Prepared, but: Container[str] = ()) -> dict[str, bytes]:
+def generate_files(prepared: Prepared, leave_out: Container[str] = ()) -> dict[str, bytes]:
     """Return the files that are written rather than copied.
 
     config.json is last, since engines take no directory without it for a model.
@@ -440,7 +440,7 @@ def generate_files(prepared: Prepared, but: Container[str] = ()) -> dict[str, by
     Args:
         prepared: options of the run, source checkpoint, complete plan and output directory. The source's card must be
             on disk.
-        but: names of files that are not wanted.
+        leave_out: names of files that are not needed.
 
     Returns:
         The contents of each file by its name.
@@ -450,7 +450,7 @@ def generate_files(prepared: Prepared, but: Container[str] = ()) -> dict[str, by
     if plan.source.indexed:
         makers[INDEX_FILE] = lambda: _index(plan)
     makers["config.json"] = lambda: _config(plan)
-    return {name: make() for name, make in makers.items() if name not in but}
+    return {name: make() for name, make in makers.items() if name not in leave_out}
 
 
 def _compare_shards(writing: _Writing, shards: Sequence[Shard], changed: Set[str], progress: Progress) -> None:

@@ -146,8 +146,7 @@ def texts_needs(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> li
         ranks: the processes of this run.
 
     Raises:
-        OutputError: the output directory is no output of a run, is that of a run with other options, or cannot be
-            written to.
+        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
     """
     run, checkpoint, plan = prepared.run, prepared.checkpoint, prepared.plan
     hidden = hidden_bytes(checkpoint, texts.samples * texts.length)

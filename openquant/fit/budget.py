@@ -93,7 +93,7 @@ def refuse_options(recipe: Recipe) -> None:
 
 
 def refuse_ranks(ranks: Ranks) -> None:
-    """Refuse several processes.
+    """Refuse --fit in several processes.
 
     Args:
         ranks: the processes of the run.

@@ -92,7 +92,7 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
 
 
 def _set_caption(figure: Figure, evaluation: Mapping[str, Any], start: str) -> None:
-    """Write below a figure which texts the evaluation is of."""
+    """Write below a figure which texts the outputs were compared on."""
     text = evaluation["text"]
     origin = chart_name(texts_origin(text), _LONGEST_ORIGIN)
     texts = f"{text['positions']:,} tokens of {text['documents']:,} texts{f' ({origin})' if origin else ''}"
