@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from openquant.errors import PlanError
+from openquant.files.checkpoint import Checkpoint
 from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHANNEL, TENSOR, TENSOR_COMPRESSED, VARIANTS
 from openquant.models import MODELS
 from openquant.patterns import translate
@@ -18,11 +19,12 @@ from openquant.plan.config import ignored_layers, output_config
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.engines import find_refusal
 from openquant.plan.plain import make_plain_plan
-from openquant.plan.plan import make_plan
-from openquant.registry.architecture import Architecture
+from openquant.plan.plan import Plan, make_plan
+from openquant.registry.rules import ModuleRules
+from openquant.verification.verify import model_problems
 from openquant.version import VLLM
 from support import small_checkpoints
-from support.published_checkpoints import NAMES, lines_of, published
+from support.published_checkpoints import NAMES, lines_of, published, shortened
 
 # Layers quantized, modules kept (as in ignored_layers, one spelling each), tensor-parallel sizes for blocks.
 EXPECTED = {
@@ -235,25 +237,39 @@ def test_every_architecture_has_a_names_file_and_a_small_model() -> None:
     assert set(MODELS) - {"GptOssForCausalLM"} == set(small_checkpoints.ARCHITECTURES)
 
 
+# Planned whole; of all others, three layers of each kind and four experts stand for the rest.
+WHOLE = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+
 @pytest.mark.parametrize("name", [*EXPECTED, *MORE])
 def test_published_names_plan_without_a_misfit(name: str) -> None:
     count, ignored, parallel = EXPECTED[name] if name in EXPECTED else (MORE[name][0], None, MORE[name][1])
     of_tensor, of_rows, of_block = (count[0], *count[-2:]) if isinstance(count, tuple) else (count,) * 3
-    checkpoint = published(name)
-    model = MODELS[checkpoint.architecture]
-    expected = {TENSOR: of_tensor, BLOCK: of_block}
-    # Which has other scales than the first, and no more: of many thousand tensors it takes seconds to say.
-    if len(checkpoint.tensors) < 5000:
-        expected = {TENSOR: of_tensor, CHANNEL: of_rows, BLOCK: of_block}
-    schemes = [scheme for scheme in expected if not find_refusal(model.refused, scheme)] or [BLOCK_COMPRESSED]
-    plans = [make_plan(checkpoint, scheme) for scheme in schemes]
-    assert [summary.quantized_tensors(plan) for plan in plans] == [expected.get(scheme, of_block) for scheme in schemes]
-    plan = plans[-1]
+    whole = published(name)
+    model = MODELS[whole.architecture]
+    assert model_problems(ModuleRules(model), whole.tensors.values(), whole) == []
+
+    few, stands_for = shortened(whole)
+    assert stands_for.total() == len(whole.tensors)
+    checkpoint = whole if name in WHOLE else few
+    expected = {TENSOR: of_tensor, CHANNEL: of_rows, BLOCK: of_block, BLOCK_COMPRESSED: of_block}
+    blocks = BLOCK_COMPRESSED if find_refusal(model.refused, BLOCK) else BLOCK
+    schemes = [scheme for scheme in (TENSOR, CHANNEL, blocks) if not find_refusal(model.refused, scheme)]
+    for scheme in schemes:
+        plan = make_plan(checkpoint, scheme)
+        quantized = (weight.source.name for weight, _ in plan.decisions.quantized)
+        assert sum(1 if name in WHOLE else stands_for[tensor] for tensor in quantized) == expected[scheme]
+        assert sum(line.bytes_before for line in plan.lines) == summary.source_bytes(plan)
+        assert sum(line.bytes_after for line in plan.lines) == summary.output_bytes(plan)
+
     assert summary.parallel_sizes(plan) == parallel
-    assert not [note for note in plan.notes if "lacks" in note or "does not fit the tensors" in note]
     if ignored is not None:
-        assert ignored_layers(plan) == ignored
-    # Every source tensor is in the output: under its own name, or split into experts.
+        assert ignored_layers(plan if name in WHOLE else make_plan(whole, schemes[-1])) == ignored
+    assert_all_tensors_are_in_the_output(checkpoint, plan)
+
+
+def assert_all_tensors_are_in_the_output(checkpoint: Checkpoint, plan: Plan) -> None:
+    """Every source tensor is there under its own name, or split into experts."""
     outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
     stacks = {stacked.name: (experts, stacked) for experts in plan.model.experts for stacked in experts.stacked}
     for info in checkpoint.tensors.values():
@@ -266,9 +282,6 @@ def test_published_names_plan_without_a_misfit(name: str) -> None:
         rows, cols = (cols, rows) if stacked.transposed else (rows, cols)
         for expert, part in itertools.product(range(number), stacked.parts):
             assert outputs[f"{path}.{expert}.{part}.weight"].shape == (rows // len(stacked.parts), cols)
-    for each in plans:
-        assert sum(line.bytes_before for line in each.lines) == summary.source_bytes(each)
-        assert sum(line.bytes_after for line in each.lines) == summary.output_bytes(each)
 
 
 def test_state_spaces_of_falcon_are_listed_as_layers_beyond_the_last() -> None:
@@ -392,14 +405,14 @@ def test_what_engines_read_beside_the_quantization_is_written() -> None:
     assert "expert_dtype" not in output_config(make_plan(published("DeepseekV3ForCausalLM"), BLOCK))
 
 
-@pytest.mark.parametrize("entry", MODELS.values(), ids=MODELS)
-def test_entries_are_sound(entry: Architecture) -> None:
-    patterns = [*entry.compress, *(keep.pattern for keep in entry.keep), *(fused.pattern for fused in entry.fused)]
-    patterns += [split.pattern for split in entry.splits] + [experts.path for experts in entry.experts]
-    for pattern in patterns:
-        re.compile(translate(entry.layers + pattern if pattern.startswith(".") else pattern))
-    assert all(split.axis in ("in", "out") for split in entry.splits)
-    assert all(keep.why for keep in entry.keep)
+def test_entries_are_sound() -> None:
+    for name, entry in MODELS.items():
+        patterns = [*entry.compress, *(keep.pattern for keep in entry.keep), *(fused.pattern for fused in entry.fused)]
+        patterns += [split.pattern for split in entry.splits] + [experts.path for experts in entry.experts]
+        for pattern in patterns:
+            re.compile(translate(entry.layers + pattern if pattern.startswith(".") else pattern))
+        assert all(split.axis in ("in", "out") for split in entry.splits), name
+        assert all(keep.why for keep in entry.keep), name
 
 
 def test_wrappers_with_their_sizes_at_the_top_are_understood() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from openquant.errors import SourceError
 from openquant.files import tensors
 from openquant.files.checkpoint import open_checkpoint
-from openquant.models import MODELS
 from openquant.streaming import pass_checkpoint
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.matmul import products_in_float32
@@ -21,10 +20,8 @@ from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from openquant.streaming.text_cache import TextCache
 from openquant.streaming.transformers_internals import cache_argument
-from support import small_checkpoints
 from support.conversions import Shelf
-
-CONTINUED = [name for name in small_checkpoints.RUNNABLE if not MODELS[name].repeats]
+from support.representatives import representatives
 
 
 def logits(streamed: StreamedModel, ids: Tensor, cached: bool) -> Tensor:
@@ -61,7 +58,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("architecture", CONTINUED)
+@pytest.mark.parametrize("architecture", representatives())
 def test_passes_continue_before_the_output_head(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:

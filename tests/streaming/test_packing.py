@@ -16,6 +16,7 @@ from openquant.streaming.model import StreamedModel
 from openquant.streaming.packing import ChoiceRequest, Pack, Packing, make_packs, packed_logits, packing_of
 from support import small_checkpoints
 from support.conversions import Shelf
+from support.representatives import ALONE, NOT_TREES, expected_packing, representatives
 
 GENERATOR = np.random.default_rng(0)
 
@@ -52,26 +53,11 @@ def chosen(model: StreamedModel, longest: int = 40) -> Packing:
     return packing_of(model.model, MODELS.get(model.checkpoint.architecture), longest)
 
 
-# Layers that keep a state, pick or compress tokens, or add biases by distance.
-NOT_TREES = {
-    *("BloomForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "FalconH1ForCausalLM"),
-    *("Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM", "GraniteMoeHybridForCausalLM", "HYV4ForCausalLM"),
-    *("JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
-    *("Lfm2VlForConditionalGeneration", "Mamba2ForCausalLM", "MiniCPMV4_6ForConditionalGeneration"),
-    *("MiniCPMV4_7ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration", "NemotronHForCausalLM"),
-    *("NemotronH_Omni_Reasoning_V3", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"),
-    *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    *("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration", "VibeVoiceAsrForConditionalGeneration"),
-}
-ALONE = {"PaliGemmaForConditionalGeneration"}
-
-
-@pytest.mark.parametrize("architecture", small_checkpoints.RUNNABLE)
+@pytest.mark.parametrize("architecture", representatives())
 def test_what_is_computed_together_is_what_each_request_gets_alone(shelf: Shelf, architecture: str) -> None:
     model = StreamedModel(open_checkpoint(shelf.source(architecture)), dtype=torch.float32)
     packing = chosen(model)
-    expected: Packing = "batch" if architecture in NOT_TREES else "alone" if architecture in ALONE else "tree"
-    assert packing == expected
+    assert packing == expected_packing(architecture)
     alone = loglikelihoods(model, make_packs(REQUESTS, LENGTH, "alone"))
     packs = make_packs(REQUESTS, LENGTH, packing)
     assert packing == "alone" or len(packs) < len(REQUESTS) / 2

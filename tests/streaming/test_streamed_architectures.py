@@ -1,4 +1,7 @@
-"""Every architecture that transformers has, run streamed: the same logits to the last bit as from_pretrained's model."""
+"""Streamed logits, to the last bit: of the oldest transformers, of quantized outputs, of experts one by one.
+
+tests/registry/test_every_architecture.py has those of every architecture in the installed transformers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import transformers
 
 from conftest import ROOT
 from openquant import dequantize
@@ -22,23 +24,9 @@ from openquant.streaming.model import StreamedModel
 from openquant.streaming.transformers_internals import TESTED
 from support import small_checkpoints, tiny_architectures
 from support.conversions import Shelf
-from support.streamed_logits import all_equal, computes_the_same, plain_logits, streamed_logits
+from support.streamed_logits import all_equal, computes_the_same, streamed_logits
 
 OLDEST = "OPENQUANT_OLDEST_TRANSFORMERS"
-
-
-@pytest.mark.parametrize("architecture", small_checkpoints.RUNNABLE)
-def test_logits_are_those_of_from_pretrained(shelf: Shelf, architecture: str) -> None:
-    assert computes_the_same(shelf.source(architecture))
-
-
-@pytest.mark.parametrize("architecture", small_checkpoints.FAILING)
-def test_classes_that_fail_in_transformers_itself_are_refused(shelf: Shelf, architecture: str) -> None:
-    source = shelf.source(architecture)
-    with pytest.raises(AttributeError):
-        plain_logits(source, getattr(transformers, architecture))
-    with pytest.raises(SourceError, match=rf"^{architecture} of transformers \S+ cannot be run: "):
-        StreamedModel(open_checkpoint(source))
 
 
 def test_logits_are_those_of_from_pretrained_in_the_oldest_transformers(shelf: Shelf) -> None:

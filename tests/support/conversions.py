@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from openquant import Result, compress
-from openquant.formats.schemes import INTEGER_GROUPS, TENSOR, VARIANTS, Scheme
+from openquant.formats.schemes import INTEGER_GROUPS, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern
 from openquant.registry.architecture import absolute_patterns
 from support import small_checkpoints
+from support.representatives import everything
 
 Stamps = dict[Path, tuple[int, int, int]]
 
@@ -45,25 +48,25 @@ def experts_of(architecture: str) -> list[str]:
     return [pattern for pattern in dict.fromkeys(found) if any(map(compile_pattern(pattern).fullmatch, modules))]
 
 
-def covering() -> list[tuple[str, Scheme]]:
-    """Every architecture in the default scheme, in two others, in turn, and in 5 or 6 bits: all pairs would take minutes.
+@cache
+def walks() -> dict[str, tuple[Scheme, ...]]:
+    """The schemes that each architecture is converted to.
 
-    Each scheme meets many kinds of layers: with experts, in stacks and one by one, with odd shapes, beside vision towers.
+    In a usual run that is one each: of those it can be served in, the one that was taken least among dense models, or among
+    mixtures of experts. At night it is also the default, two more in turn, and one of 5 or 6 bits.
     """
-    # Of widths, only int4 is here in each of its groups.
-    alike = [scheme for bits, groups in INTEGER_GROUPS.items() if bits != 4 for scheme in groups[1:]]
-    others = [scheme for scheme in VARIANTS if scheme is not TENSOR and scheme not in alike]
-    found = []
+    taken: Counter[tuple[bool, Scheme]] = Counter()
+    found = {}
     for number, name in enumerate(small_checkpoints.ARCHITECTURES):
-        first = 2 * number % len(others)
-        served = [
-            scheme
-            for scheme in (TENSOR, *others[first:], *others[:first])
-            if small_checkpoints.refused(name, scheme) is None
-        ]
-        width = INTEGER_GROUPS[5 + number % 2][0]
-        chosen = [*served[:3], *(width for _ in range(small_checkpoints.refused(name, width) is None))]
-        found += [(name, scheme) for scheme in dict.fromkeys(chosen)]
+        mixture = bool(MODELS[name].experts)
+        served = [scheme for scheme in VARIANTS if small_checkpoints.refused(name, scheme) is None]
+        least = min(served, key=lambda scheme: taken[mixture, scheme])
+        taken[mixture, least] += 1
+        found[name] = (least,)
+        if everything():
+            turn = [*served[2 * number % len(served) :], *served][:2]
+            width = INTEGER_GROUPS[5 + number % 2][0]
+            found[name] = tuple(dict.fromkeys((served[0], least, *turn, *({width} & {*served}))))
     return found
 
 

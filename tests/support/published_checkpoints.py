@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,38 @@ def with_few_experts(checkpoint: Checkpoint) -> Checkpoint:
         name: info for name, info in checkpoint.tensors.items() if not re.search(r"\.experts\.(\d\d|[4-9])", name)
     }
     return replace(checkpoint, tensors=tensors, where={name: checkpoint.where[name] for name in tensors})
+
+
+def shortened(checkpoint: Checkpoint) -> tuple[Checkpoint, Counter[str]]:
+    """The same with three layers of each kind and four experts, and how many tensors each of its tensors stands for.
+
+    Layers are of one kind if their tensors have equal names, shapes and dtypes. The third stands for all further ones, and
+    the fourth expert for all further experts.
+    """
+    stands_for: Counter[str] = Counter()
+    for name in checkpoint.tensors:
+        stands_for[re.sub(r"\.experts\.(\d\d+|[4-9])\.", ".experts.3.", name)] += 1
+
+    layers: dict[str, dict[str, list[TensorInfo]]] = {}
+    for name in stands_for:
+        prefix, number, _ = (
+            re.split(r"\.(\d+)(?=\.)", name, maxsplit=1) if re.search(r"\.\d+\.", name) else (name, "", "")
+        )
+        layers.setdefault(prefix, {}).setdefault(number, []).append(checkpoint.tensors[name])
+
+    found: Counter[str] = Counter()
+    for prefix, by_number in layers.items():
+        kinds: dict[frozenset[object], list[str]] = {}
+        for number, tensors in by_number.items():
+            place = f"{prefix}.{number}."
+            kind = frozenset((info.name.removeprefix(place), info.shape, info.dtype) for info in tensors)
+            numbers = kinds.setdefault(kind, [])
+            numbers.append(number)
+            for info in tensors:
+                kept = f"{prefix}.{numbers[:3][-1]}.{info.name.removeprefix(place)}" if number else info.name
+                found[kept] += stands_for[info.name]
+    tensors = {name: checkpoint.tensors[name] for name in found}
+    return replace(checkpoint, tensors=tensors, where={name: checkpoint.where[name] for name in found}), found
 
 
 def lines_of(file: str) -> list[str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from openquant.formats.schemes import SCHEMES, TENSOR, VARIANTS
+from openquant.formats.schemes import TENSOR, VARIANTS
 from openquant.models import MODELS
 from support import small_checkpoints
-from support.conversions import Shelf, covering
+from support.conversions import Shelf, walks
 
 WRITES: list[Callable[[Path], object]] = [
     lambda root: (root / "config.json").write_text("{}"),
@@ -42,26 +42,17 @@ def test_a_write_is_noticed(tmp_path: Path, place: str, write: Callable[[Path], 
     assert not (tmp_path / "shelf").exists()
 
 
-def test_pairs_cover_every_architecture_and_each_scheme_with_several() -> None:
-    pairs = covering()
-    # DeepSeek V4 has two.
-    served = [
-        sum(small_checkpoints.refused(name, scheme) is None for scheme in VARIANTS)
-        for name in small_checkpoints.ARCHITECTURES
-    ]
-    assert len(set(pairs)) == len(pairs) >= sum(min(count, 3) for count in served)
-    default = {name for name in small_checkpoints.ARCHITECTURES if small_checkpoints.refused(name, TENSOR) is None}
-    assert {name for name, scheme in pairs if scheme is TENSOR} == default
-    widths = {name for name, scheme in pairs if scheme.name in ("int5", "int6")}
-    fives = [
-        name for name in small_checkpoints.ARCHITECTURES if small_checkpoints.refused(name, SCHEMES["int5"]) is None
-    ]
-    assert widths == set(fives)
-    for scheme in VARIANTS:
-        if scheme.name != "int4" and scheme.group_size not in (None, "128"):
-            continue
-        names = [name for name, other in pairs if other == scheme]
-        assert len(names) >= 7
-        assert sum(bool(MODELS[name].experts) for name in names) >= 2
-        assert sum(not MODELS[name].experts for name in names) >= 2
-        assert all(small_checkpoints.refused(name, scheme) is None for name in names)
+def test_walks_meet_every_scheme_in_dense_models_and_in_mixtures_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for at_night in (False, True):
+        monkeypatch.setenv("OPENQUANT_ALL", str(int(at_night)))
+        walks.cache_clear()
+        pairs = [(name, scheme) for name, schemes in walks().items() for scheme in schemes]
+        assert all(small_checkpoints.refused(name, scheme) is None for name, scheme in pairs)
+        for mixture in (False, True):
+            assert {scheme for name, scheme in pairs if bool(MODELS[name].experts) == mixture} == {*VARIANTS}
+        # DeepSeek V4 has two.
+        served = {name: sum(small_checkpoints.refused(name, scheme) is None for scheme in VARIANTS) for name in walks()}
+        assert tuple(walks()) == small_checkpoints.ARCHITECTURES
+        assert all(len(schemes) >= (min(served[name], 3) if at_night else 1) for name, schemes in walks().items())
+        assert len(set(pairs)) == len(pairs)
+    walks.cache_clear()
