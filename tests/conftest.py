@@ -13,7 +13,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from support import small_checkpoints
+from support import small_checkpoints, starting
 from support.conversions import Shelf
 
 # How long an example takes says nothing about it.
@@ -118,24 +117,20 @@ def shelf(all_converted: Shelf) -> Iterator[Shelf]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run the command as a user does, in an empty working directory."""
+    """Run `python compress_fp8.py WORDS...` as a user does, in an empty working directory (see support/starting.py)."""
     here = tmp_path / "here"
     here.mkdir()
 
     def start(*arguments: object, cwd: Path = here, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(ROOT / "compress_fp8.py"), *map(str, arguments)]
-        return subprocess.run(
-            command, cwd=cwd, capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
-        )
+        return starting.run([ROOT / "compress_fp8.py", *arguments], cwd=cwd, env={**os.environ, **environment})
 
     return start
 
 
 def run_openquant(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run `openquant WORDS` as a user does, in the repository or another directory."""
-    command = [sys.executable, "-m", "openquant", *map(str, arguments)]
+    """Run `openquant WORDS...` as a user does, in the repository or another directory."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment)
+    return starting.run(["-m", "openquant", *arguments], cwd=cwd, env=environment)
 
 
 def heed_ctrl_c() -> None:
