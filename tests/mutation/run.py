@@ -52,7 +52,7 @@ IMPORTED = (
     *("huggingface_hub", "hypothesis.extra.numpy", "safetensors.torch", "torch", "yaml"),
     *("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
 )
-OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+OPTIONS = ("-q", "-x", "-n0", "-p", "no:cacheprovider", "--tb=short", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
 
 @dataclass(frozen=True)
