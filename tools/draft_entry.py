@@ -3,7 +3,7 @@
     OPENQUANT_VLLM=DIR/bin/python python tools/draft_entry.py ARCHITECTURE [--model CONFIG.json] [--layers]
 
 Prints the small model that it asks with, as
-tests/support/tiny_architectures.py has it; the entries that say the same as the engine; a draft
+tests/support/small_models.yaml has it; the entries that say the same as the engine; a draft
 of one from the engine's answers; and where there is an entry, what that says otherwise. vLLM builds the class small
 and loads tensors into it under the names that transformers saves: where their rows go is watched. Nothing is taken from
 what a class says of itself, and no weights are needed. docs/adding-an-architecture.md says more.
@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pprint
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -30,8 +31,8 @@ from openquant.models import MODELS  # noqa: E402
 from openquant.registry.rules import ModuleRules  # noqa: E402
 from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine  # noqa: E402
 from openquant.vllm_probe.modules import engine_modules  # noqa: E402
-from support import small_checkpoints, tiny_architectures  # noqa: E402
-from support.tiny_architecture import Small  # noqa: E402
+from support import small_checkpoints, small_models  # noqa: E402
+from support.small_models import Small  # noqa: E402
 
 STUB = ROOT / "tests" / "serve" / "stub"
 # What makes a configuration small, by its keys; the first that matches. What
@@ -89,13 +90,13 @@ def shrunk(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def small_model(architecture: str, config: Mapping[str, Any] | None) -> Small:
-    """The model of tiny_architectures.py; a draft of one where there is none.
+    """The model of small_models.yaml; a draft of one where there is none.
 
     Raises:
         UsageError: transformers does not have the class.
     """
-    if architecture in tiny_architectures.ZOO:
-        return tiny_architectures.ZOO[architecture]
+    if architecture in small_models.MODELS:
+        return small_models.MODELS[architecture]
     import transformers
 
     if config is None:
@@ -103,7 +104,7 @@ def small_model(architecture: str, config: Mapping[str, Any] | None) -> Small:
         if made is None:
             raise UsageError(
                 f"transformers {transformers.__version__} has no {architecture}",
-                "--model CONFIG.json of a published model; or write its lines in tests/support/tiny_architectures.py "
+                "--model CONFIG.json of a published model; or write its lines in tests/support/small_models.yaml "
                 "first, with made_as",
             )
         config = made.config_class().to_dict()
@@ -143,9 +144,9 @@ def hold_small(architecture: str) -> None:
     import torch
     import transformers
 
-    made_as, model_type = tiny_architectures.ZOO[architecture].made_as or (
+    made_as, model_type = small_models.MODELS[architecture].made_as or (
         architecture,
-        tiny_architectures.ZOO[architecture].model_type,
+        small_models.MODELS[architecture].model_type,
     )
     known = {key: value for key, value in small_checkpoints.config(architecture).items() if key != "model_type"}
     with torch.device("meta"):
@@ -154,7 +155,7 @@ def hold_small(architecture: str) -> None:
     if count > LARGEST:
         raise UsageError(
             f"the small model of {architecture} would have {count:,} weights",
-            "write it in tests/support/tiny_architectures.py: parts of its configuration still have their usual sizes",
+            "write it in tests/support/small_models.yaml: parts of its configuration still have their usual sizes",
         )
 
 
@@ -187,11 +188,11 @@ def report(architecture: str, given: Path | None, every: bool) -> None:
     if given is not None:
         config = json.loads((given / "config.json" if given.is_dir() else given).read_text())
     if architecture not in small_checkpoints.ARCHITECTURES:
-        small = tiny_architectures.ZOO[architecture] = small_model(architecture, config)
-        print("# tests/support/tiny_architectures.py: compare it with a published config.json")
-        fields = [f'"{small.model_type}"', pprint.pformat(dict(small.config), width=100, sort_dicts=False)]
-        fields += [f"{key}={value!r}" for key in ("vision", "beside") if (value := getattr(small, key))]
-        print(f'"{architecture}": Small({", ".join(fields)}),\n')
+        small = small_models.MODELS[architecture] = small_model(architecture, config)
+        print("# tests/support/small_models.yaml: compare it with a published config.json")
+        keys = ("model_type", "config", "vision", "beside")
+        fields = {key: value for key in keys if (value := getattr(small, key))}
+        print(yaml.safe_dump({architecture: fields}, sort_keys=False, default_flow_style=None, width=116))
     entry = MODELS.get(architecture)
     asking = question(architecture, [])
     modules = [name.removesuffix(".weight") for name, shape in asking.shapes.items() if len(shape) > 1]

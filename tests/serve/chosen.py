@@ -47,7 +47,7 @@ def choose(only: str, everything: bool) -> tuple[str, ...]:
     if only:
         named = only.split(",")
         if unknown := sorted({*named} - {*small_checkpoints.ARCHITECTURES}):
-            raise ValueError(f"OPENQUANT_ONLY: tests/support/tiny_architectures.py has no {', '.join(unknown)}")
+            raise ValueError(f"OPENQUANT_ONLY: tests/support/small_models.yaml has no {', '.join(unknown)}")
         return tuple(name for name in small_checkpoints.ARCHITECTURES if name in named)
     return tuple(name for name in small_checkpoints.ARCHITECTURES if everything or name in KINDS)
 

@@ -22,7 +22,7 @@ from openquant.formats.schemes import BLOCK, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.transformers_internals import TESTED
-from support import small_checkpoints, tiny_architectures
+from support import small_checkpoints, small_models
 from support.conversions import Shelf
 from support.streamed_logits import all_equal, computes_the_same, streamed_logits
 
@@ -35,7 +35,7 @@ def test_logits_are_those_of_from_pretrained_in_the_oldest_transformers(shelf: S
     if not folder:
         assert os.environ.get("OPENQUANT_REQUIRE_SERVE") != "1", f"{OLDEST} is not set, and must be here"
         pytest.skip(f"{OLDEST} names no directory with transformers {TESTED[0]}.0 (.ci/run makes one)")
-    newer = {name for name, small in tiny_architectures.ZOO.items() if small.newer}
+    newer = {name for name, small in small_models.MODELS.items() if small.newer}
     sources = [shelf.source(architecture) for architecture in small_checkpoints.STREAMED if architecture not in newer]
     path = os.pathsep.join([folder, str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}

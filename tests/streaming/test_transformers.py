@@ -18,12 +18,12 @@ from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, VARIANTS, Scheme, find_scheme
 from openquant.models import MODELS
-from support import small_checkpoints, tiny_architectures
+from support import small_checkpoints, small_models
 from support.conversions import Shelf
 
 # The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.
 # Of what it makes the language model alone, it reads none as a whole.
-ALONE = [name for name, small in tiny_architectures.ZOO.items() if small.alone]
+ALONE = [name for name, small in small_models.MODELS.items() if small.alone]
 ARCHITECTURES = [
     name
     for name in small_checkpoints.ARCHITECTURES
@@ -64,7 +64,7 @@ def logits(directory: Path, tokens: torch.Tensor, **options: object) -> torch.Te
     import transformers
 
     architecture = json.loads((directory / "config.json").read_text())["architectures"][0]
-    small = tiny_architectures.ZOO.get(architecture)
+    small = small_models.MODELS.get(architecture)
     architecture, _ = (small and small.made_as) or (architecture, "")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

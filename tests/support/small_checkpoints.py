@@ -16,7 +16,7 @@ from openquant.models import MODELS
 from openquant.plan.engines import find_refusal
 from openquant.registry.architecture import Refusal
 from openquant.streaming import transformers_internals
-from support import tiny_architectures
+from support import small_models
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MLP, LAYERS, EXPERTS = 256, 4, 2, 64, 512, 2, 4
 VISION = 128
@@ -75,9 +75,9 @@ HAND_MADE = (
     "Llama4ForCausalLM",
     "Llama4ForConditionalGeneration",
 )
-ARCHITECTURES = (*HAND_MADE, *tiny_architectures.ZOO)
+ARCHITECTURES = (*HAND_MADE, *small_models.MODELS)
 # Those that transformers has.
-STREAMED = (*HAND_MADE, *(name for name, small in tiny_architectures.ZOO.items() if small.streamed))
+STREAMED = (*HAND_MADE, *(name for name, small in small_models.MODELS.items() if small.streamed))
 # Those of them that the installed release cannot run itself.
 FAILING = tuple(
     name for name, release in transformers_internals.FAILING if version("transformers").startswith(f"{release}.")
@@ -88,8 +88,8 @@ RUNNABLE = tuple(name for name in STREAMED if name not in FAILING)
 def config(architecture: str, vocab: int = 512) -> dict[str, Any]:
     """config.json of a small model."""
     common = {**COMMON, "vocab_size": vocab}
-    if architecture in tiny_architectures.ZOO:
-        return tiny_architectures.config(architecture, common)
+    if architecture in small_models.MODELS:
+        return small_models.config(architecture, common)
     name = {"architectures": [architecture]}
     if architecture == "LlamaForCausalLM":
         return {**name, "model_type": "llama", **common, "mlp_bias": False}
@@ -165,8 +165,8 @@ def config(architecture: str, vocab: int = 512) -> dict[str, Any]:
 
 def shapes(architecture: str, vocab: int = 512) -> dict[str, tuple[int, ...]]:
     """Every tensor of a small model, in the order of the real files."""
-    if architecture in tiny_architectures.ZOO:
-        return tiny_architectures.shapes(architecture, json.dumps(config(architecture, vocab)))
+    if architecture in small_models.MODELS:
+        return small_models.shapes(architecture, json.dumps(config(architecture, vocab)))
     wrapped = architecture.endswith("ForConditionalGeneration")
     model = "language_model.model" if wrapped else "model"
     found: dict[str, tuple[int, ...]] = {f"{model}.embed_tokens.weight": (vocab, HIDDEN)}
@@ -264,20 +264,20 @@ def tensors(architecture: str, seed: int = 0, dtype: str = "bfloat16", vocab: in
     """Random weights; norms near one (Gemma's near zero, which it adds one to)."""
     generator = torch.Generator().manual_seed(seed)
     zero_norms = (
-        tiny_architectures.ZOO[architecture].zero_norms
-        if architecture in tiny_architectures.ZOO
+        small_models.MODELS[architecture].zero_norms
+        if architecture in small_models.MODELS
         else architecture.startswith("Gemma3")
     )
     centre = 0.0 if zero_norms else 1.0
-    indices = tiny_architectures.ZOO[architecture].indices if architecture in tiny_architectures.ZOO else {}
+    indices = small_models.MODELS[architecture].indices if architecture in small_models.MODELS else {}
     found = {}
     for name, shape in shapes(architecture, vocab).items():
         value = torch.randn(shape, generator=generator) * 0.05
         if "norm" in name and len(shape) == 1 and name.endswith("weight"):
             value += centre
         found[name] = value.to(getattr(torch, dtype))
-    if architecture in tiny_architectures.ZOO:
-        found |= tiny_architectures.constants(architecture, json.dumps(config(architecture, vocab)))
+    if architecture in small_models.MODELS:
+        found |= small_models.constants(architecture, json.dumps(config(architecture, vocab)))
     for name, below in ((name, below) for name in found for end, below in indices.items() if name.endswith(end)):
         rows, chosen = found[name].shape
         found[name] = torch.rand(rows, below, generator=generator).argsort(-1)[:, :chosen].contiguous()
