@@ -45,6 +45,32 @@ DEAREST = 12
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+# The tests marked quick: files, and of the walk through all architectures these.
+QUICK = (
+    *("formats/test_schemes.py", "formats/test_kernels.py", "plan/test_plan.py", "plan/test_tensor_parallel.py"),
+    *("convert/test_written.py", "files/test_output.py", "files/test_checkpoint.py", "weights/test_stacks.py"),
+    *(
+        "calibration/test_gptq_update.py",
+        "evaluation/test_kl.py",
+        "cli/test_cli.py",
+        "test_options.py",
+        "test_house.py",
+    ),
+)
+WALKED_QUICKLY = re.compile(
+    r"\[(Qwen3|Qwen3Moe|Gemma3|Llama4|Phi3|DeepseekV3|Qwen3Next|GraniteMoe)ForCausalLM\]|Gemma3ForConditionalGeneration"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `-m quick` runs."""
+    for item in items:
+        file = item.path.relative_to(ROOT / "tests").as_posix()
+        walked = file == "registry/test_every_architecture.py" and WALKED_QUICKLY.search(item.name)
+        if file in QUICK or walked:
+            item.add_marker(pytest.mark.quick)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Count a test's processor seconds; those of a fixture count for the test that asked for it first."""

@@ -43,6 +43,10 @@ from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT / "tests")]
+
+from support import starting  # noqa: E402
+
 SKIPPED = ("tests/serve", "tests/fuzz", "tests/mutation")
 CONTEXT = "OPENQUANT_TEST"
 # What a test may take beyond this process, and a mutant that never ends before it counts as found.
@@ -336,6 +340,8 @@ def main() -> int:
     files = options.tests or sorted(
         name for name in tracked.split("\0") if Path(name).match("test_*.py") and not name.startswith(SKIPPED)
     )
+    # All tests start their commands in forks of one process.
+    starting.address()
     for module in IMPORTED:
         importlib.import_module(module)
     fork(tree, where / "collect.log", 600, ["--collect-only", *files], [], caches=True)

@@ -17,6 +17,7 @@ import os
 import re
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -42,7 +43,7 @@ IMPORTED = (
 )
 _processes: list[subprocess.Popen[bytes]] = []  # Kept, since the process ends with its stdin.
 # What Python and these modules read as they start: another value needs a start of its own.
-READ_AT_IMPORT = re.compile(r"(PYTHON(?!PATH)|HF_|HUGGINGFACE|TRANSFORMERS|TORCH|OMP_|MKL_|OPENBLAS|NUMBA|TQDM|LC_|LANG).*|SSL_.*|HOME|.*_(PROXY|proxy)")  # fmt: skip
+READ_AT_IMPORT = re.compile(r"(PYTHON(?!PATH|DONTWRITEBYTECODE)|HF_|HUGGINGFACE|TRANSFORMERS|TORCH|OMP_|MKL_|OPENBLAS|NUMBA|TQDM|LC_|LANG).*|SSL_.*|HOME|.*_(PROXY|proxy)")  # fmt: skip
 
 
 def run(
@@ -50,8 +51,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGUMENTS...` to its end, with nothing on stdin; its first argument is a script, or `-m` and a module."""
     words = [str(argument) for argument in arguments]
-    address = None if _read_at_import(env) != _read_at_import(os.environ) else _address()
-    if address is None:
+    server_address = address()
+    if _read_at_import(env) != json.loads(Path(f"{server_address}.json").read_text()):
         return subprocess.run(
             [sys.executable, *words],
             cwd=cwd,
@@ -63,7 +64,7 @@ def run(
         )
 
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, socket.socket(socket.AF_UNIX) as server:
-        server.connect(address)
+        server.connect(server_address)
         request = json.dumps({"words": words, "cwd": str(cwd), "env": dict(env)}).encode()
         descriptors = array.array("i", [out.fileno(), err.fileno()])
         server.sendmsg([len(request).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
@@ -86,22 +87,19 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if READ_AT_IMPORT.fullmatch(name)}
 
 
-def _address() -> str:
-    """The socket of the process, which is started if nobody has."""
+def address() -> str:
+    """The socket of the process, which is started if nobody has; what it read of the environment is beside it."""
     if ADDRESS not in os.environ:
-        folder = tempfile.mkdtemp(prefix="openquant-starter-")
-        address = f"{folder}/socket"
-        command = [sys.executable, __file__, address]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        socket_path = f"{tempfile.mkdtemp(prefix='openquant-starter-')}/socket"
+        Path(f"{socket_path}.json").write_text(json.dumps(_read_at_import(os.environ)))
+        process = subprocess.Popen(
+            [sys.executable, __file__, socket_path], stdin=subprocess.PIPE, start_new_session=True
+        )
         _processes.append(process)
-        os.environ[ADDRESS] = address
-
-        # It ends as its stdin does; a forked child of this process must not keep that open.
-        assert process.stdin is not None
-        os.set_inheritable(process.stdin.fileno(), False)
-        while not Path(address).exists():
+        while not Path(socket_path).exists():
             assert process.poll() is None, "the process that starts commands has ended"
             time.sleep(0.02)
+        os.environ[ADDRESS] = socket_path
     return os.environ[ADDRESS]
 
 
@@ -114,6 +112,7 @@ def serve(address: str) -> None:
         importlib.import_module(name)
     # Nobody waits for those that wait for a command.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    atexit.register(shutil.rmtree, Path(address).parent)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(f"{address}.new")
         server.listen()
@@ -121,6 +120,7 @@ def serve(address: str) -> None:
         while server in select.select([server, sys.stdin], [], [])[0]:
             client, _ = server.accept()
             if os.fork() == 0:
+                atexit.unregister(shutil.rmtree)
                 server.close()
                 _attend(client)
             client.close()
@@ -157,6 +157,7 @@ def _become(request: dict[str, object], descriptors: Sequence[int]) -> NoReturn:
         os.chdir(str(request["cwd"]))
         os.environ.clear()
         os.environ.update(request["env"])  # type: ignore[call-overload]
+        sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
         code = _run(request["words"])  # type: ignore[arg-type]
     except BaseException:
         traceback.print_exc()
