@@ -69,68 +69,60 @@ def unpack(root: Path, path: Path, change: Callable[[Weights], Any] = lambda _: 
     return root / "stored", root / "decoded"
 
 
-def scale_of(weights: Weights) -> torch.Tensor:
-    return next(weights[f"layer.{last}"] for last in SCALES if f"layer.{last}" in weights)
+def scale_name(weights: Weights) -> str:
+    return next(f"layer.{last}" for last in SCALES if f"layer.{last}" in weights)
+
+
+def nan_code(weights: Weights) -> None:
+    next(codes for codes in weights.values() if codes.dtype == torch.float8_e4m3fn).view(torch.uint8)[0, 5] = 127
 
 
 def first(value: float) -> Callable[[Weights], None]:
     """Puts a value into the first scale of the layer; what E8M0 has for NaN, if it is in bytes."""
 
     def change(weights: Weights) -> None:
-        scale = scale_of(weights)
+        scale = weights[scale_name(weights)]
         scale.view(-1)[0] = value if scale.is_floating_point() else 255
 
     return change
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
-def test_files_that_the_tools_wrote(tmp_path: Path, path: Path) -> None:
-    stored, decoded = unpack(tmp_path, path)
-    report = verify(stored)
-    assert (report.problems, report.quantized) == ((), 1)
-    assert report.notes == (f"1 layer in {TITLES[path.stem]}: layer",)
-    [error] = verify(stored, decoded, full=True).errors
-    # bitsandbytes multiplies by the largest weight first, and then by 1 / 127.
-    assert error.relative <= (2.0**-23 if path.stem == "bitsandbytes-int8" else 0)
+def test_files_that_the_tools_wrote_and_damaged_ones(subtests: pytest.Subtests, tmp_path: Path, path: Path) -> None:
+    with subtests.test("sound"):
+        stored, decoded = unpack(tmp_path / "sound", path)
+        report = verify(stored)
+        assert (report.problems, report.quantized) == ((), 1)
+        assert report.notes == (f"1 layer in {TITLES[path.stem]}: layer",)
+        [error] = verify(stored, decoded, full=True).errors
+        # bitsandbytes multiplies by the largest weight first, and then by 1 / 127.
+        assert error.relative <= (2.0**-23 if path.stem == "bitsandbytes-int8" else 0)
 
+    with subtests.test("a scale that is not finite"):
+        stored, _ = unpack(tmp_path / "nan", path, first(float("nan")))
+        [problem] = verify(stored).problems
+        assert "scale" in problem and " holds nan" in problem, problem
 
-@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
-def test_scales_that_are_not_finite(tmp_path: Path, path: Path) -> None:
-    stored, _ = unpack(tmp_path, path, first(float("nan")))
-    [problem] = verify(stored).problems
-    assert "scale" in problem and " holds nan" in problem, problem
+    # Only bitsandbytes stores 0 for weights that are all zero.
+    with subtests.test("a scale of zero"):
+        stored, _ = unpack(tmp_path / "zero", path, first(0))
+        problems = verify(stored).problems
+        if path.stem.startswith(("quark-fp8", "quark-int8", "torchao")):
+            [problem] = problems
+            assert "_scale holds 0" in problem and ": scales are finite and " in problem
+        elif path.stem != "quark-mxfp4":
+            assert problems == ()
 
+    with subtests.test("a missing scale"):
+        stored, _ = unpack(tmp_path / "missing", path, lambda weights: weights.pop(scale_name(weights)))
+        [problem] = verify(stored).problems
+        assert problem.startswith(f"{ONE}: layer.") and " has no " in problem and problem.endswith(" is missing")
 
-@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
-def test_scales_that_are_zero(tmp_path: Path, path: Path) -> None:
-    """Only bitsandbytes stores 0 for weights that are all zero."""
-    stored, _ = unpack(tmp_path, path, first(0))
-    problems = verify(stored).problems
-    if path.stem.startswith(("quark-fp8", "quark-int8", "torchao")):
-        [problem] = problems
-        assert "_scale holds 0" in problem and ": scales are finite and " in problem
-    elif path.stem != "quark-mxfp4":
-        assert problems == ()
-
-
-@pytest.mark.parametrize("path", [path for path in WRITTEN if "fp8" in path.stem], ids=lambda path: path.stem)
-def test_codes_that_are_not_a_number(tmp_path: Path, path: Path) -> None:
-    def change(weights: Weights) -> None:
-        next(codes for codes in weights.values() if codes.dtype == torch.float8_e4m3fn).view(torch.uint8)[0, 5] = 127
-
-    stored, _ = unpack(tmp_path, path, change)
-    [problem] = verify(stored).problems
-    assert problem.endswith(f" in {ONE} holds NaN")
-
-
-@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
-def test_scales_that_are_missing(tmp_path: Path, path: Path) -> None:
-    def change(weights: Weights) -> None:
-        del weights[next(f"layer.{last}" for last in SCALES if f"layer.{last}" in weights)]
-
-    stored, _ = unpack(tmp_path, path, change)
-    [problem] = verify(stored).problems
-    assert problem.startswith(f"{ONE}: layer.") and " has no " in problem and problem.endswith(" is missing")
+    if "fp8" in path.stem:
+        with subtests.test("a code that is not a number"):
+            stored, _ = unpack(tmp_path / "code", path, nan_code)
+            [problem] = verify(stored).problems
+            assert problem.endswith(f" in {ONE} holds NaN")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import sys
@@ -125,12 +126,14 @@ DAMAGE: dict[str, Callable[[Weights], None]] = {
 }
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", DAMAGE)
-def test_what_dequantize_refuses_is_a_problem(outputs: dict[str, Path], tmp_path: Path, name: str, scheme: str) -> None:
-    root = small_checkpoints.changed_copy(outputs[scheme], tmp_path / "out", DAMAGE[name])
-    if refusal(root, tmp_path / "plain") is not None:
-        assert problems(root)
+def test_what_dequantize_refuses_is_a_problem(
+    subtests: pytest.Subtests, outputs: dict[str, Path], tmp_path: Path
+) -> None:
+    for scheme, name in itertools.product(SCHEMES, DAMAGE):
+        with subtests.test(scheme=scheme, damage=name):
+            root = small_checkpoints.changed_copy(outputs[scheme], tmp_path / f"{scheme} {name}", DAMAGE[name])
+            if refusal(root, tmp_path / "plain") is not None:
+                assert problems(root)
 
 
 def test_a_weight_beside_its_qweight(foreign: dict[str, Path], tmp_path: Path) -> None:
@@ -163,12 +166,12 @@ def test_scales_that_a_global_scale_makes_infinite(outputs: dict[str, Path], tmp
     assert message in problems(root)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_damage_by_chance(outputs: dict[str, Path], foreign: dict[str, Path], tmp_path: Path, seed: int) -> None:
+def test_damage_by_chance(outputs: dict[str, Path], foreign: dict[str, Path], tmp_path: Path) -> None:
     """A few of what tests/fuzz plays by the thousand."""
-    rng = random.Random(seed)
-    root = shutil.copytree(rng.choice([*outputs.values(), *foreign.values()]), tmp_path / "out")
     ways = [damage._tensor, damage._tensor, damage._tensor, damage._header, damage._quantization, damage._bytes]
-    done = rng.choice(ways)(rng, root)
-    refused = refusal(root, tmp_path / "plain")
-    assert refused is None or problems(root), (done, refused)
+    for seed in range(40):
+        rng = random.Random(seed)
+        root = shutil.copytree(rng.choice([*outputs.values(), *foreign.values()]), tmp_path / f"{seed}")
+        done = rng.choice(ways)(rng, root)
+        refused = refusal(root, tmp_path / "plain")
+        assert refused is None or problems(root), (seed, done, refused)

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from conftest import change_json, run_openquant
 from openquant import Report, compress, verify
-from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS, Scheme
+from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS
 from openquant.formats.settings import check_config_values
 from openquant.verification.configs import judge_config
 from support import small_checkpoints
-from support.conversions import Shelf, asking
+from support.conversions import Shelf
 from support.quantized_checkpoints import BLOCKS, by_blocks, store
 from support.small_checkpoints import change_weights
 
@@ -80,21 +80,21 @@ def test_the_journal_or_the_card_says_that_it_is_ours(ours: Path, source: Path) 
     assert problems == ("README.md is missing: the run that made this directory wrote it", message)
 
 
-@pytest.mark.parametrize("scheme", VARIANTS, ids=[scheme.suffix for scheme in VARIANTS])
-def test_a_deleted_key_does_not_make_it_another_tool_s(tmp_path: Path, source: Path, scheme: Scheme) -> None:
-    out = tmp_path / "out"
-    compress(source, out, **asking(scheme))
-    key = "fmt" if scheme.method == "fp8" else "quantization_status"
-    held = scheme.settings[key]
-    change_settings(out, lambda settings: settings.pop(key))
-    change_json(out / CONFIG, lambda config: config.update(num_key_value_heads=1))
-    assert found(verify(out, source, full=True)) == (
-        (
-            f'config.json: quantization_config.{key} is missing, openquant writes "{held}"',
-            "config.json: num_key_value_heads is 1, the source has 2",
-        ),
-        (),
-    )
+def test_a_deleted_key_does_not_make_it_another_tool_s(shelf: Shelf, subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for scheme in VARIANTS:
+        with subtests.test(scheme=scheme.suffix):
+            source, out = shelf.copied("Qwen3ForCausalLM", scheme, tmp_path / scheme.suffix)
+            key = "fmt" if scheme.method == "fp8" else "quantization_status"
+            held = scheme.settings[key]
+            change_settings(out, lambda settings, key=key: settings.pop(key))
+            change_json(out / CONFIG, lambda config: config.update(num_key_value_heads=1))
+            assert found(verify(out, source, full=True)) == (
+                (
+                    f'config.json: quantization_config.{key} is missing, openquant writes "{held}"',
+                    "config.json: num_key_value_heads is 1, the source has 2",
+                ),
+                (),
+            )
 
 
 def test_groups_that_we_do_not_write(tmp_path: Path, source: Path) -> None:
@@ -167,30 +167,23 @@ NOT_COMPUTED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), COMPUTED)
-def test_what_is_computed_otherwise_is_a_problem_in_others(
-    others: Path, source: Path, change: dict[str, Any], message: str
+def changed(config: bytes, change: dict[str, Any]) -> str:
+    """A config.json with other values; without the keys whose value is `...`."""
+    return json.dumps({key: value for key, value in (json.loads(config) | change).items() if value is not ...})
+
+
+def test_what_is_computed_otherwise_is_a_problem_in_others_and_the_rest_a_note(
+    subtests: pytest.Subtests, others: Path, source: Path
 ) -> None:
-    def make(config: dict[str, Any]) -> None:
-        config |= change
-        for key in [key for key, value in config.items() if value is ...]:
-            del config[key]
-
-    change_json(others / CONFIG, make)
-    assert f"config.json: {message}" in verify(others, source).problems
-
-
-@pytest.mark.parametrize(("change", "messages"), NOT_COMPUTED)
-def test_the_rest_is_a_note_in_others(
-    others: Path, source: Path, change: dict[str, Any], messages: tuple[str, ...]
-) -> None:
-    def make(config: dict[str, Any]) -> None:
-        config |= change
-        for key in [key for key, value in config.items() if value is ...]:
-            del config[key]
-
-    change_json(others / CONFIG, make)
-    assert found(verify(others, source)) == ((), tuple(f"config.json: {message}" for message in messages))
+    config = (others / CONFIG).read_bytes()
+    for change, message in COMPUTED:
+        with subtests.test(change=change):
+            (others / CONFIG).write_text(changed(config, change))
+            assert f"config.json: {message}" in verify(others, source).problems
+    for change, messages in NOT_COMPUTED:
+        with subtests.test(change=change):
+            (others / CONFIG).write_text(changed(config, change))
+            assert found(verify(others, source)) == ((), tuple(f"config.json: {message}" for message in messages))
 
 
 @pytest.mark.parametrize(
@@ -255,11 +248,14 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize(("place", "value", "message"), UNREAD)
-def test_values_that_nothing_reads_in_the_fp8_format(others: Path, place: str, value: str, message: str) -> None:
+def test_values_that_nothing_reads_in_the_fp8_format(subtests: pytest.Subtests, others: Path) -> None:
     assert found(verify(others)) == ((), ())
-    change_settings(others, lambda settings: put(settings, place, value))
-    assert found(verify(others)) == ((f"config.json: quantization_config.{place} {message}",), ())
+    config = (others / CONFIG).read_bytes()
+    for place, value, message in UNREAD:
+        with subtests.test(place=place):
+            (others / CONFIG).write_bytes(config)
+            change_settings(others, lambda settings, place=place, value=value: put(settings, place, value))
+            assert found(verify(others)) == ((f"config.json: quantization_config.{place} {message}",), ())
 
 
 def test_the_sentence_for_transformers_is_for_one_scale_per_tensor_only(tmp_path: Path, source: Path) -> None:
@@ -291,16 +287,19 @@ UNREAD_GROUPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("place", "value", "message"), UNREAD_GROUPS)
 def test_values_that_nothing_reads_in_compressed_tensors(
-    source: Path, tmp_path: Path, place: str, value: Any, message: str
+    subtests: pytest.Subtests, source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     compress(source, out, "channel", workers=1)
     (out / ".openquant.json").unlink()
     (out / "README.md").unlink()
-    change_settings(out, lambda settings: put(settings, place, value))
-    assert f"config.json: quantization_config.{message}" in verify(out).problems
+    config = (out / CONFIG).read_bytes()
+    for place, value, message in UNREAD_GROUPS:
+        with subtests.test(place=place, value=value):
+            (out / CONFIG).write_bytes(config)
+            change_settings(out, lambda settings, place=place, value=value: put(settings, place, value))
+            assert f"config.json: quantization_config.{message}" in verify(out).problems
 
 
 def test_keys_that_nothing_reads_are_a_note(source: Path, tmp_path: Path) -> None:
@@ -470,14 +469,15 @@ def test_a_config_in_another_encoding(ours: Path, encoding: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_quantizing_the_source_again_gives_all_of_it(tmp_path: Path, scheme: str, dtype: str) -> None:
+def test_quantizing_the_source_again_gives_all_of_it(subtests: pytest.Subtests, tmp_path: Path, dtype: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM", dtype=dtype)
-    compress(source, tmp_path / "out", scheme)
-    report = verify(tmp_path / "out", source, full=True)
-    assert found(report) == ((), ())
-    assert report.recomputed
-    assert report.compared_codes == report.equal_codes > 10**6
+    for scheme in SCHEMES:
+        with subtests.test(scheme=scheme):
+            compress(source, tmp_path / scheme, scheme)
+            report = verify(tmp_path / scheme, source, full=True)
+            assert found(report) == ((), ())
+            assert report.recomputed
+            assert report.compared_codes == report.equal_codes > 10**6
 
 
 @pytest.mark.parametrize("whose", ["ours", "others"])
