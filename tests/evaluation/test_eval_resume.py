@@ -276,8 +276,6 @@ def test_servers_do_not_answer_twice(outputs: list[Path], tmp_path: Path, monkey
 
 
 # Of a mixture of experts, whose values are in part beyond what FP8 holds.
-
-
 IDS = tuple(tuple((7 * at * at + 31 * number) % 500 for at in range(24)) for number in range(3))
 CORPUS = Corpus(tuple(Document(f"domain {at % 2}", f"text {at}", each) for at, each in enumerate(IDS)), "", {})
 
@@ -340,63 +338,63 @@ def test_experts_and_clipped_values_are_counted_once(mixture: tuple[Path, Path],
 Facts = dict[str, Any]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda facts: [facts], "list indices must be integers"),
-        (lambda facts: facts.clear(), "'counts'"),
-        (lambda facts: facts["counts"].update(routes=7), "'int' object is not iterable"),
-        (lambda facts: facts["counts"]["distances"].clear(), "it has no distances of a layer that is computed"),
-        (lambda facts: facts["counts"]["distances"].__delitem__(0), "it has no distances of a layer that is computed"),
-        (lambda facts: facts["counts"]["distances"].append(facts["counts"]["distances"][0]), "distances are of another"),
-        (lambda facts: row(facts, "distances", 0, "model.layers.1"), "distances are of another model"),
-        (lambda facts: row(facts, "distances", 0, ["x"]), "unhashable"),
-        (lambda facts: row(facts, "distances", 1, 0), "distances are of another model"),
-        (lambda facts: row(facts, "distances", 1, 9), "distances are of another model"),
-        (lambda facts: row(facts, "distances", 2, [0.5]), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "distances", 2, [0.5, -0.5, 0.5]), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "distances", 2, [0.5, 1e999, 0.5]), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "distances", 2, [0.5, "x", 0.5]), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "distances", 3, 0), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "routes", 0, "model.layers.0.mlp"), "routes are of another model"),
-        (lambda facts: row(facts, "routes", 1, 9), "routes are of another model"),
-        (lambda facts: row(facts, "routes", 2, 10**9), "counts of model.layers.1.mlp.experts are invalid"),
-        (lambda facts: row(facts, "routes", 2, -1), "counts of model.layers.1.mlp.experts are invalid"),
-        (lambda facts: row(facts, "routes", 3, "x"), "counts of model.layers.1.mlp.experts are invalid"),
-        (lambda facts: facts["counts"]["routes"][0].__setitem__(slice(2, 4), [0, 0]), "mlp.experts are invalid"),
-        (lambda facts: facts["counts"].update(clipped=[]), "shorter"),
-        (lambda facts: facts["counts"]["clipped"][0].append([0, 5, 4]), "clipped activations are of another model"),
-        (lambda facts: facts["counts"]["clipped"][0].append([99, 0, 4]), "clipped activations are of another model"),
-        (lambda facts: facts["counts"]["clipped"][0].append(["\033[2J", 0, 4]), "clipped activations are of another model"),
-        (lambda facts: facts["counts"]["clipped"][0].__setitem__(0, [0, 5, 4]), "counts of 0 are invalid"),
-        (lambda facts: facts.update(changes=[]), "shorter"),
-        (lambda facts: facts["changes"][0].append(["\033[2J", True, 0.0, 0.0, 0.0, 0.0]), "differences of weights are inv"),
-        (lambda facts: facts["changes"][0][0].__setitem__(1, 1), "differences of weights are invalid"),
-        (lambda facts: facts["changes"][0][0].__setitem__(2, "x"), "differences of weights are invalid"),
-        (lambda facts: facts["changes"][0][0].__delitem__(5), "differences of weights are invalid"),
-        (lambda facts: facts["compared"].append(["x", 2]), "weights are of another model"),
-        (lambda facts: facts.update(generated=[[]]), "generated texts are invalid"),
-        (lambda facts: facts.update(generated=[[], ["x"]]), "generated texts are invalid"),
-    ],
-)  # fmt: skip
-def test_invalid_measurements_are_refused(
-    mixture: tuple[Path, Path], saved: Path, change: Callable[[Facts], object], said: str
-) -> None:
-    sealed(saved, change)
-    with pytest.raises(SourceError) as caught:
-        compared(mixture, PassCheckpoint(saved, dict))
-    assert caught.value.message.startswith(f"{saved} cannot be continued: ")
-    assert said in caught.value.message
-    assert caught.value.hint == "remove it to begin again"
-
-
 def row(facts: Facts, what: str, at: int, value: object) -> None:
     facts["counts"][what][0][at] = value
 
 
-@pytest.mark.parametrize("noise", [b"", bytes(5056), bytes(99)])
-def test_an_invalid_state_of_the_noise_is_refused(mixture: tuple[Path, Path], saved: Path, noise: bytes) -> None:
-    sealed(saved, noise=noise)
-    with pytest.raises(SourceError) as caught:
-        compared(mixture, PassCheckpoint(saved, dict))
-    assert caught.value.message.startswith(f"{saved} cannot be continued: ")
+INVALID: list[tuple[Callable[[Facts], object], str]] = [
+    (lambda facts: [facts], "list indices must be integers"),
+    (lambda facts: facts.clear(), "'counts'"),
+    (lambda facts: facts["counts"].update(routes=7), "'int' object is not iterable"),
+    (lambda facts: facts["counts"]["distances"].clear(), "it has no distances of a layer that is computed"),
+    (lambda facts: facts["counts"]["distances"].__delitem__(0), "it has no distances of a layer that is computed"),
+    (lambda facts: facts["counts"]["distances"].append(facts["counts"]["distances"][0]), "distances are of another"),
+    (lambda facts: row(facts, "distances", 0, "model.layers.1"), "distances are of another model"),
+    (lambda facts: row(facts, "distances", 0, ["x"]), "unhashable"),
+    (lambda facts: row(facts, "distances", 1, 0), "distances are of another model"),
+    (lambda facts: row(facts, "distances", 1, 9), "distances are of another model"),
+    (lambda facts: row(facts, "distances", 2, [0.5]), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "distances", 2, [0.5, -0.5, 0.5]), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "distances", 2, [0.5, 1e999, 0.5]), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "distances", 2, [0.5, "x", 0.5]), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "distances", 3, 0), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "routes", 0, "model.layers.0.mlp"), "routes are of another model"),
+    (lambda facts: row(facts, "routes", 1, 9), "routes are of another model"),
+    (lambda facts: row(facts, "routes", 2, 10**9), "counts of model.layers.1.mlp.experts are invalid"),
+    (lambda facts: row(facts, "routes", 2, -1), "counts of model.layers.1.mlp.experts are invalid"),
+    (lambda facts: row(facts, "routes", 3, "x"), "counts of model.layers.1.mlp.experts are invalid"),
+    (lambda facts: facts["counts"]["routes"][0].__setitem__(slice(2, 4), [0, 0]), "mlp.experts are invalid"),
+    (lambda facts: facts["counts"].update(clipped=[]), "shorter"),
+    (lambda facts: facts["counts"]["clipped"][0].append([0, 5, 4]), "clipped activations are of another model"),
+    (lambda facts: facts["counts"]["clipped"][0].append([99, 0, 4]), "clipped activations are of another model"),
+    (lambda facts: facts["counts"]["clipped"][0].append(["\033[2J", 0, 4]), "clipped activations are of another model"),
+    (lambda facts: facts["counts"]["clipped"][0].__setitem__(0, [0, 5, 4]), "counts of 0 are invalid"),
+    (lambda facts: facts.update(changes=[]), "shorter"),
+    (lambda facts: facts["changes"][0].append(["\033[2J", True, 0.0, 0.0, 0.0, 0.0]), "differences of weights are inv"),
+    (lambda facts: facts["changes"][0][0].__setitem__(1, 1), "differences of weights are invalid"),
+    (lambda facts: facts["changes"][0][0].__setitem__(2, "x"), "differences of weights are invalid"),
+    (lambda facts: facts["changes"][0][0].__delitem__(5), "differences of weights are invalid"),
+    (lambda facts: facts["compared"].append(["x", 2]), "weights are of another model"),
+    (lambda facts: facts.update(generated=[[]]), "generated texts are invalid"),
+    (lambda facts: facts.update(generated=[[], ["x"]]), "generated texts are invalid"),
+]  # fmt: skip
+
+
+def test_invalid_measurements_are_refused(mixture: tuple[Path, Path], saved: Path) -> None:
+    data = saved.read_bytes()
+
+    def refused() -> str:
+        with pytest.raises(SourceError) as caught:
+            compared(mixture, PassCheckpoint(saved, dict))
+        assert caught.value.hint == "remove it to begin again"
+        assert caught.value.message.startswith(f"{saved} cannot be continued: ")
+        saved.write_bytes(data)
+        return caught.value.message
+
+    for number, (change, said) in enumerate(INVALID):
+        sealed(saved, change)
+        assert said in refused(), number
+    # An invalid state of the noise.
+    for noise in (b"", bytes(5056), bytes(99)):
+        sealed(saved, noise=noise)
+        assert refused(), noise

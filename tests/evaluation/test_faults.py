@@ -291,9 +291,15 @@ def write_mixture(root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_a_fault_of_a_dense_model_is_found_and_placed(dense: dict[str, dict[str, Any]], name: str) -> None:
-    require(dense[name], DENSE[name])
+def test_faults_are_found_and_placed(
+    dense: dict[str, dict[str, Any]], mixture: dict[str, dict[str, Any]], subtests: pytest.Subtests
+) -> None:
+    for found, faults in ((dense, DENSE), (mixture, MIXED)):
+        for name, fault in faults.items():
+            with subtests.test(name):
+                one = found[name]
+                assert fault.suspects <= set(one["suspects"]) <= fault.suspects | fault.also, one["reasons"]
+                assert one["verdict"] in fault.verdict, one["reasons"]
 
 
 def test_figures_say_how_far_a_fault_goes(dense: dict[str, dict[str, Any]]) -> None:
@@ -312,32 +318,19 @@ def test_tokens_that_go_elsewhere_are_counted_where_there_are_experts(
     assert not any("routed_otherwise" in layer for layer in dense["channel"]["layers"])
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_a_fault_of_a_mixture_is_found_and_placed(mixture: dict[str, dict[str, Any]], name: str) -> None:
-    require(mixture[name], MIXED[name])
-
-
-def require(found: dict[str, Any], fault: Fault) -> None:
-    assert fault.suspects <= set(found["suspects"]) <= fault.suspects | fault.also, found["reasons"]
-    assert found["verdict"] in fault.verdict, found["reasons"]
-
-
-@pytest.mark.parametrize("name", SCHEMES)
 def test_nothing_is_suspected_of_a_sound_output(
-    dense: dict[str, dict[str, Any]], mixture: dict[str, dict[str, Any]], name: str
+    dense: dict[str, dict[str, Any]], mixture: dict[str, dict[str, Any]]
 ) -> None:
-    for found in (dense[name], mixture[name]):
-        assert found["suspects"] == []
-        assert found["kl"]["mean"] <= 0.05
+    for name in SCHEMES:
+        for found in (dense[name], mixture[name]):
+            assert found["suspects"] == [], name
+            assert found["kl"]["mean"] <= 0.05, name
 
 
 def test_two_tokens_that_are_swapped_are_found(tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "out", "int8-weights")
     two_tokens_swapped(tmp_path / "out")
-    (tmp_path / "prompts.txt").write_text("import\n")
-    found = openquant.evaluate(
-        [tmp_path / "out"], EXAMPLE, samples=2, length=16, prompts=tmp_path / "prompts.txt"
-    ).outputs[0]
+    [found] = openquant.evaluate(tmp_path / "out", EXAMPLE, samples=2, length=16, no_prompts=True).outputs
     assert (found["verdict"], found["suspects"]) == ("broken", ["tokenizer"])
     assert "tokenizer: it differs from the source's in 2 of 2048 tokens" in found["reasons"]
 
