@@ -96,29 +96,33 @@ def scales(root: Path) -> dict[str, float]:
     return {name.removesuffix(".input_scale"): float(tensor) for name, tensor in held.items()}
 
 
-@pytest.mark.parametrize("format", ["fp8", "compressed-tensors"])
-def test_scales_are_those_of_the_calibration(calibration: Path, tmp_path: Path, format: str) -> None:
-    out, seen = tmp_path / "out", read_calibration(calibration)
-    static = {"activation_scheme": "static", "calibration": calibration, "format": format}
-    assert compress(EXAMPLE, out, **static).quantized_tensors == 28
-    found = scales(out)
-    assert len(found) == 28
-    for module, scale in found.items():
-        inputs = seen.of(f"{module}.weight")
-        assert inputs is not None
-        assert scale == np.float32(2 * inputs.largest / 448)
-    assert len({found[f"model.layers.0.self_attn.{letter}_proj"] for letter in "qkv"}) == 1
-    compress(EXAMPLE, tmp_path / "dynamic", format=format)
-    weights, dynamic = small_checkpoints.read(out), small_checkpoints.read(tmp_path / "dynamic")
-    assert weights.keys() - dynamic.keys() == {f"{module}.input_scale" for module in found}
-    assert all(torch.equal(weights[name].float(), dynamic[name].float()) for name in dynamic)
-    report = verify(out, EXAMPLE, full=True)
-    assert (report.problems, report.notes, report.recomputed) == ((), (), True)
-    # As with any output a second run has nothing to do, and other scales are another output.
-    assert compress(EXAMPLE, out, **static).resumed
-    other = calibrate(EXAMPLE, tmp_path / "other.safetensors", samples=3, length=32)
-    with pytest.raises(OutputError, match="holds the output of another run: other options"):
-        compress(EXAMPLE, out, **{**static, "calibration": other})
+def test_scales_are_those_of_the_calibration(
+    calibration: Path, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for format in ["fp8", "compressed-tensors"]:
+        with subtests.test(format=format):
+            root = tmp_path_factory.mktemp("row")
+            out, seen = root / "out", read_calibration(calibration)
+            static = {"activation_scheme": "static", "calibration": calibration, "format": format}
+            assert compress(EXAMPLE, out, **static).quantized_tensors == 28
+            found = scales(out)
+            assert len(found) == 28
+            for module, scale in found.items():
+                inputs = seen.of(f"{module}.weight")
+                assert inputs is not None
+                assert scale == np.float32(2 * inputs.largest / 448)
+            assert len({found[f"model.layers.0.self_attn.{letter}_proj"] for letter in "qkv"}) == 1
+            compress(EXAMPLE, root / "dynamic", format=format)
+            weights, dynamic = small_checkpoints.read(out), small_checkpoints.read(root / "dynamic")
+            assert weights.keys() - dynamic.keys() == {f"{module}.input_scale" for module in found}
+            assert all(torch.equal(weights[name].float(), dynamic[name].float()) for name in dynamic)
+            report = verify(out, EXAMPLE, full=True)
+            assert (report.problems, report.notes, report.recomputed) == ((), (), True)
+            # As with any output a second run has nothing to do, and other scales are another output.
+            assert compress(EXAMPLE, out, **static).resumed
+            other = calibrate(EXAMPLE, root / "other.safetensors", samples=3, length=32)
+            with pytest.raises(OutputError, match="holds the output of another run: other options"):
+                compress(EXAMPLE, out, **{**static, "calibration": other})
 
 
 def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
@@ -272,19 +276,25 @@ def test_layers_without_inputs_stay_unquantized(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["calibration", "calibrate"])
-def test_keys_and_values_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path, how: str) -> None:
-    seen = read_calibration(calibration)
-    options: dict[str, Any] = {"calibration": calibration} if how == "calibration" else {"calibrate": True, **SMALL}
-    compress(EXAMPLE, tmp_path / "out", "channel", kv_cache="fp8", **options)
-    held = small_checkpoints.read(tmp_path / "out")
-    assert list(seen.cached) == [0, 1, 2, 3]
-    for number, both in seen.cached.items():
-        for last, largest in zip(("k_scale", "v_scale"), both, strict=True):
-            scale = float(held[f"model.layers.{number}.self_attn.{last}"])
-            assert largest / 448 <= scale < 2 * largest / 448
-            assert math.frexp(scale)[0] == 0.5
-    assert not verify(tmp_path / "out", EXAMPLE).problems
+def test_keys_and_values_have_the_scales_of_a_calibration(
+    calibration: Path, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for how in ["calibration", "calibrate"]:
+        with subtests.test(how=how):
+            root = tmp_path_factory.mktemp("row")
+            seen = read_calibration(calibration)
+            options: dict[str, Any] = (
+                {"calibration": calibration} if how == "calibration" else {"calibrate": True, **SMALL}
+            )
+            compress(EXAMPLE, root / "out", "channel", kv_cache="fp8", **options)
+            held = small_checkpoints.read(root / "out")
+            assert list(seen.cached) == [0, 1, 2, 3]
+            for number, both in seen.cached.items():
+                for last, largest in zip(("k_scale", "v_scale"), both, strict=True):
+                    scale = float(held[f"model.layers.{number}.self_attn.{last}"])
+                    assert largest / 448 <= scale < 2 * largest / 448
+                    assert math.frexp(scale)[0] == 0.5
+            assert not verify(root / "out", EXAMPLE).problems
 
 
 def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path) -> None:
@@ -304,9 +314,10 @@ def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, 
     assert not verify(tmp_path / "out").problems
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
+def test_options_that_exclude_each_other_are_refused(
+    calibration: Path, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for options, kind, message in [
         ({"calibration": "CALIBRATION"}, UsageError, "nothing uses calibration"),
         (
             {"calibration": "missing", "activation_scheme": "static"},
@@ -330,15 +341,12 @@ def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, 
             UsageError,
             'scheme="block" has no static activations',
         ),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(
-    calibration: Path, tmp_path: Path, options: dict[str, Any], kind: type[OpenQuantError], message: str
-) -> None:
-    given = {name: calibration if value == "CALIBRATION" else value for name, value in options.items()}
-    with pytest.raises(kind, match=f"^{message}"):
-        compress(EXAMPLE, tmp_path / "out", **given)
-    assert not (tmp_path / "out").exists()
+    ]:
+        with subtests.test(options=options):
+            given = {name: calibration if value == "CALIBRATION" else value for name, value in options.items()}
+            with pytest.raises(kind, match=f"^{message}"):
+                compress(EXAMPLE, tmp_path / "out", **given)
+            assert not (tmp_path / "out").exists()
 
 
 def test_a_calibration_is_of_one_model(calibration: Path, tmp_path: Path) -> None:
@@ -347,19 +355,17 @@ def test_a_calibration_is_of_one_model(calibration: Path, tmp_path: Path) -> Non
         compress(other, tmp_path / "out", activation_scheme="static", calibration=calibration)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_sources_that_cannot_be_calibrated_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for options, message in [
         ({"stream": True}, "is a local directory, nothing of it can be streamed$"),
         ({"device": "tpu"}, "^tpu is not a device$"),
         ({"samples": 0}, "^0 samples$"),
         ({"out": "/proc/x"}, "^/proc/x"),
-    ],
-)
-def test_sources_that_cannot_be_calibrated_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OpenQuantError, match=message):
-        calibrate(EXAMPLE, **{**SMALL, "out": tmp_path / "x", **options})
-    assert not (tmp_path / "x").exists()
+    ]:
+        with subtests.test(options=options, message=message):
+            with pytest.raises(OpenQuantError, match=message):
+                calibrate(EXAMPLE, **{**SMALL, "out": tmp_path / "x", **options})
+            assert not (tmp_path / "x").exists()
 
 
 def test_choosing_scales_reports_progress(calibration: Path, tmp_path: Path) -> None:
@@ -393,79 +399,72 @@ def test_a_fine_tune_of_one_weight_is_another_model(calibration: Path, tmp_path:
         compress(source, tmp_path / "out", **options)
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "eval", "gptq"])
-def test_a_shard_that_changes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
-    source = shutil.copytree(EXAMPLE, tmp_path / "source")
-    if verb == "eval":
-        compress(source, tmp_path / "out")
-    done: list[int] = []
+def test_a_shard_that_changes_meanwhile_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for verb in ("calibrate", "eval", "gptq"):
+        with subtests.test(verb):
+            source, output = Path(shutil.copytree(EXAMPLE, tmp_path / verb)), tmp_path / f"{verb}-out"
+            if verb == "eval":
+                compress(source, output)
 
-    def progress(*_: int) -> None:
-        if not done:
-            other_byte(source)
-        done.append(1)
+            def change(*_: int, left: list[Path] = [source]) -> None:  # noqa: B006
+                if left:
+                    other_byte(left.pop())
 
-    class Changing(Reporter):
-        def calibrated(self, *_: int) -> None:
-            progress()
-
-    with pytest.raises(SourceError, match=rf"^{source}/\S+\.safetensors changed while it was being read$"):
-        if verb == "calibrate":
-            calibrate(source, tmp_path / "x", progress=progress, **SMALL)
-        elif verb == "eval":
-            evaluate([tmp_path / "out"], source, progress=progress, **SMALL)
-        else:
-            compress(source, tmp_path / "out", "int4", gptq=True, reporter=Changing(), **SMALL)
-    assert not (tmp_path / "x").exists()
-    assert not (tmp_path / "out" / "eval.json").exists()
+            reporter = Reporter()
+            reporter.calibrated = change  # type: ignore[method-assign]
+            with pytest.raises(SourceError, match=rf"^{source}/\S+\.safetensors changed while it was being read$"):
+                if verb == "calibrate":
+                    calibrate(source, tmp_path / "x", progress=change, **SMALL)
+                elif verb == "eval":
+                    evaluate([output], source, progress=change, no_prompts=True, **SMALL)
+                else:
+                    compress(source, output, "int4", gptq=True, reporter=reporter, **SMALL)
+            assert not (tmp_path / "x").exists()
+            assert not (output / "eval.json").exists()
 
 
-@pytest.mark.parametrize("width", [0, 3, 512])
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_inputs_of_another_width_are_refused(calibration: Path, tmp_path: Path) -> None:
+    seen, name = read_calibration(calibration), "model.layers.0.self_attn.q_proj.weight"
+    options: list[dict[str, Any]] = [
         {"activation_scheme": "static"},
         {"scheme": "channel", "kv_cache": "fp8"},
         {"scheme": "none", "kv_cache": "fp8"},
         {"scheme": "int8", "smooth": 0.5},
         {"scheme": "int4", "awq": True},
-    ],
-)
-def test_inputs_of_another_width_are_refused(
-    calibration: Path, tmp_path: Path, options: dict[str, Any], width: int
-) -> None:
-    seen, name = read_calibration(calibration), "model.layers.0.self_attn.q_proj.weight"
-    some = np.ones(width, np.float32)
-    inputs = [
-        replace(each, absmax=some, mean=some, square=some) if name in each.tensors else each for each in seen.inputs
     ]
-    (tmp_path / "x").write_bytes(replace(seen, inputs=tuple(inputs)).to_bytes())
-    with pytest.raises(SourceError) as caught:
-        compress(EXAMPLE, tmp_path / "out", calibration=tmp_path / "x", **options)
-    # Queries, keys and values have one input.
-    layer = r"model\.layers\.0\.self_attn\.[qkv]_proj\.weight"
-    said = rf"{tmp_path / 'x'}: {layer} has 256 inputs, and the calibration {width}"
-    assert re.fullmatch(said, caught.value.message)
-    assert not (tmp_path / "out").exists()
+    for width in (0, 3, 512):
+        some = np.ones(width, np.float32)
+        inputs = [
+            replace(each, absmax=some, mean=some, square=some) if name in each.tensors else each for each in seen.inputs
+        ]
+        (tmp_path / "x").write_bytes(replace(seen, inputs=tuple(inputs)).to_bytes())
+        # Queries, keys and values have one input.
+        layer = r"model\.layers\.0\.self_attn\.[qkv]_proj\.weight"
+        for each in options if width == 3 else options[width > 3 :: 2]:
+            with pytest.raises(SourceError) as caught:
+                compress(EXAMPLE, tmp_path / "out", calibration=tmp_path / "x", **each)
+            said = rf"{tmp_path / 'x'}: {layer} has 256 inputs, and the calibration {width}"
+            assert re.fullmatch(said, caught.value.message), each
+            assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["x.part", "x.part.new"])
-def test_a_pipe_in_place_of_the_checkpoint_is_a_two_line_error(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    done = run_openquant("calibrate", EXAMPLE, "-o", "x", *TEXTS, "--json", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {name} is not a regular file\nhint: remove it to begin again\n"
-    assert json.loads(done.stdout)["error"] == f"{name} is not a regular file"
-
-
-def test_magnitudes_beyond_float32_are_a_two_line_error(calibration: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_a_two_line_error(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.part", "x.part.new"):
+        os.mkfifo(name)
+        assert main(["calibrate", str(EXAMPLE), "-o", "x", *map(str, TEXTS), "--json"]) == 2
+        said = capsys.readouterr()
+        assert said.err == f"error: {name} is not a regular file\nhint: remove it to begin again\n"
+        assert json.loads(said.out)["error"] == f"{name} is not a regular file"
+        Path(name).unlink()
+    # Magnitudes beyond float32.
     seen = replace(read_calibration(calibration), cached={0: (2e41, 1.0)})
-    (tmp_path / "x").write_bytes(seen.to_bytes())
-    words = ("compress", "-m", EXAMPLE, "--scheme", "channel", "--kv-cache", "fp8", "--calibration", "x")
-    done = run_openquant(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
+    Path("x").write_bytes(seen.to_bytes())
+    words = ["compress", "-m", str(EXAMPLE), "--scheme", "channel", "--kv-cache", "fp8", "--calibration", "x"]
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
         "error: x: magnitudes of keys or values of layer 0 are negative or not finite\n"
         "hint: make it again: openquant calibrate MODEL -o FILE\n"
     )

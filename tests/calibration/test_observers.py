@@ -188,28 +188,32 @@ def test_every_layer_of_a_plan_is_observed(shelf: Shelf, tmp_path: Path, archite
         assert 0 < summary.cache_layers(plan) == len(calibration.cached)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3NextForCausalLM"])
-def test_keys_and_values_are_observed_as_they_are_cached(shelf: Shelf, architecture: str) -> None:
-    root = shelf.source(architecture)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
-    expected: dict[int, list[float]] = {}
-    ranged = CacheObserver(model.config, {})
-    for ids in IDS:
-        with torch.inference_mode(), products_in_float32():
-            answer = model(input_ids=torch.tensor([ids]), use_cache=True)
-            watched = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): ranged})
-        assert torch.equal(answer.logits, watched.logits)
-        ranged = CacheObserver(model.config, {})
-        for number, layer in enumerate(answer.past_key_values.layers):
-            if getattr(layer, "keys", None) is not None:
-                both = expected.setdefault(number, [0.0, 0.0])
-                both[:] = map(max, both, (float(part.abs().max()) for part in (layer.keys, layer.values)))
-        for layer in watched.past_key_values.layers:
-            held = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
-            assert all(state is None for state in (*held, getattr(layer, "keys", None)))
-    assert calibrated(root).cached == {number: tuple(both) for number, both in expected.items()}
+def test_keys_and_values_are_observed_as_they_are_cached(shelf: Shelf, subtests: pytest.Subtests) -> None:
+    for architecture in ["Qwen3ForCausalLM", "Qwen3NextForCausalLM"]:
+        with subtests.test(architecture=architecture):
+            root = shelf.source(architecture)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+            expected: dict[int, list[float]] = {}
+            ranged = CacheObserver(model.config, {})
+            for ids in IDS:
+                with torch.inference_mode(), products_in_float32():
+                    answer = model(input_ids=torch.tensor([ids]), use_cache=True)
+                    watched = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): ranged})
+                assert torch.equal(answer.logits, watched.logits)
+                ranged = CacheObserver(model.config, {})
+                for number, layer in enumerate(answer.past_key_values.layers):
+                    if getattr(layer, "keys", None) is not None:
+                        both = expected.setdefault(number, [0.0, 0.0])
+                        both[:] = map(max, both, (float(part.abs().max()) for part in (layer.keys, layer.values)))
+                for layer in watched.past_key_values.layers:
+                    held = (
+                        *getattr(layer, "conv_states", {}).values(),
+                        *getattr(layer, "recurrent_states", {}).values(),
+                    )
+                    assert all(state is None for state in (*held, getattr(layer, "keys", None)))
+            assert calibrated(root).cached == {number: tuple(both) for number, both in expected.items()}
 
 
 @pytest.mark.usefixtures("at_once")
@@ -255,15 +259,23 @@ def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path)
     path = tmp_path / "x.part"
     ended_early(source, PassCheckpoint(path, dict))
     data = path.read_bytes()
-    flipped = (bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]) for at in range(0, len(data), len(data) // 40))
-    for damaged in (b"", b"no file of ours", data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 128]), *flipped):
-        path.write_bytes(damaged)
+
+    def refused() -> None:
         with pytest.raises(SourceError) as caught:
             PassCheckpoint(path, dict)
         assert (caught.value.message, caught.value.hint) == (
             f"{path} cannot be continued: it is damaged or incomplete",
             "remove it to begin again",
         )
+
+    flipped = (bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]) for at in range(0, len(data), len(data) // 40))
+    for damaged in (b"", b"no file of ours", data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 128]), *flipped):
+        path.write_bytes(damaged)
+        refused()
+    # Bytes beyond the header are not hashed: these are more than can be read within hours.
+    path.write_bytes(data)
+    os.truncate(path, 1 << 42)
+    refused()
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -291,79 +303,67 @@ def sealed(path: Path, facts: Change = dict, own: Change = dict) -> None:
     path.write_bytes(data + hashlib.sha256(data).digest())
 
 
-@pytest.mark.usefixtures("at_once")
-def test_bytes_beyond_the_header_are_not_hashed(source: Path, tmp_path: Path) -> None:
-    path = tmp_path / "x.part"
-    ended_early(source, PassCheckpoint(path, dict))
-    # More than can be read within hours.
-    os.truncate(path, 1 << 42)
-    with pytest.raises(SourceError, match="it is damaged or incomplete"):
-        PassCheckpoint(path, dict)
-
-
 FIRST, SECOND = "model.layers.0", "model.layers.1"
 
 
-@pytest.mark.parametrize(
-    ("what", "change", "said"),
-    [
-        ("facts", lambda facts: [facts], "list indices must be integers"),
-        ("facts", lambda facts: facts.update(about=[]), "its metadata are incomplete"),
-        ("facts", lambda facts: facts.update(gave=[1]), "cannot convert dictionary update"),
-        ("facts", lambda facts: facts.update(unit="model.layers.7"), "the model has no model.layers.7"),
-        ("facts", lambda facts: facts["gave"].update({"x": [0, 0]}), "the model has no x"),
-        ("facts", lambda facts: facts["gave"].clear(), f"it has statistics of {FIRST}"),
-        ("facts", lambda facts: facts["gave"].update({SECOND: facts["gave"][FIRST]}), f"it has no statistics of {SECOND}"),
-        ("facts", lambda facts: facts.update(unit="lm_head"), f"{SECOND} comes before lm_head, but was not computed"),
-        ("facts", lambda facts: facts.update(unit=FIRST), f"no unit is left to compute at {FIRST}"),
-        ("facts", lambda facts: facts["gave"].update({FIRST: 7}), "'int' object is not subscriptable"),
-        ("facts", lambda facts: facts["gave"].update({FIRST: [0]}), "list index out of range"),
-        ("facts", lambda facts: facts["gave"].update({FIRST: [0, 9]}), "list index out of range"),
-        ("facts", lambda facts: facts.update(descriptions=7), "'int' object is not iterable"),
-        ("facts", lambda facts: facts.update(calls={}), f"it has the arguments of {SECOND} for other passes"),
-        ("facts", lambda facts: facts["calls"].update({"2.0": 1}), f"it has the arguments of {SECOND} for other passes"),
-        ("facts", lambda facts: facts["calls"].update({"0.0": 9}), "list index out of range"),
-        ("facts", lambda facts: facts["descriptions"].__setitem__(1, {"plain": 1}), f"{SECOND} is called with other arguments"),
-        ("facts", lambda facts: facts["descriptions"].__setitem__(1, 1), "'int' object has no attribute 'items'"),
-        ("facts", lambda facts: facts["descriptions"][1]["tuple"].pop(), f"{SECOND} is called with other arguments"),
-        ("facts", lambda facts: facts["descriptions"][1]["tuple"][1]["dict"].append(["x", {"plain": 1}]), "is called with oth"),
-        ("facts", lambda facts: facts["descriptions"][1]["tuple"][0]["tuple"][0].update(shape=[1, 1]), "is called with other"),
-        ("facts", lambda facts: facts["descriptions"][1]["tuple"][0]["tuple"][0].update(dtype="float64"), "is called with othe"),
-        ("facts", lambda facts: facts["descriptions"][1]["tuple"][0]["tuple"][0].update(tensor=77), "'0.0.77'"),
-        ("own", lambda own: own.pop("0"), "it has statistics of other layers"),
-        ("own", lambda own: own.update({"99": own["0"]}), "it has statistics of other layers"),
-        ("own", lambda own: own.update({"00": own["0"]}), "it has statistics of other layers"),
-        ("own", lambda own: own.update({n: e[:, :0] for n, e in own.items()}), f"it has no statistics of {FIRST}"),
-        ("own", lambda own: own.update({"0": own["0"][:, :-1].copy()}), "are of another width"),
-        ("own", lambda own: own.update({"0": own["0"][:-1]}), "are of another width"),
-        ("own", lambda own: own.update({"0": -own["0"]}), "self_attn.q_proj.weight are invalid"),
-        ("own", lambda own: own.update({"0": own["0"] * np.inf}), "self_attn.q_proj.weight are invalid"),
-        ("own", lambda own: own.update({"0": own["0"] * 1e300}), "self_attn.q_proj.weight are invalid"),
-        ("own", lambda own: own.update({"0": own["0"] + 0.5}), "self_attn.q_proj.weight are invalid"),
-        ("own", lambda own: own["0"].__setitem__(0, 1e39), "self_attn.q_proj.weight are invalid"),
-        ("own", lambda own: own["0"].__setitem__((3, 0), 1), "self_attn.q_proj.weight are invalid"),
-        ("own", lambda own: own.update({"0": own["0"].astype(np.float32)}), "self_attn.q_proj.weight are invalid"),
-        ("own", lambda own: own.update({"0 routed": np.ones(4)}), "are of other experts"),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("at_once")
-def test_invalid_checkpoints_are_refused(source: Path, tmp_path: Path, what: str, change: Change, said: str) -> None:
-    path = tmp_path / "x.part"
-    ended_early(source, PassCheckpoint(path, dict))
-    sealed(path, **{what: change})
-    with pytest.raises(SourceError) as caught:
-        observe_inputs(
-            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
-        )
-    assert caught.value.message.startswith(f"{path} cannot be continued: ")
-    assert said in caught.value.message
-    assert caught.value.hint == "remove it to begin again"
+INVALID: list[tuple[str, Change, str]] = [
+    ("facts", lambda facts: [facts], "list indices must be integers"),
+    ("facts", lambda facts: facts.update(about=[]), "its metadata are incomplete"),
+    ("facts", lambda facts: facts.update(gave=[1]), "cannot convert dictionary update"),
+    ("facts", lambda facts: facts.update(unit="model.layers.7"), "the model has no model.layers.7"),
+    ("facts", lambda facts: facts["gave"].update({"x": [0, 0]}), "the model has no x"),
+    ("facts", lambda facts: facts["gave"].clear(), f"it has statistics of {FIRST}"),
+    ("facts", lambda facts: facts["gave"].update({SECOND: facts["gave"][FIRST]}), f"it has no statistics of {SECOND}"),
+    ("facts", lambda facts: facts.update(unit="lm_head"), f"{SECOND} comes before lm_head, but was not computed"),
+    ("facts", lambda facts: facts.update(unit=FIRST), f"no unit is left to compute at {FIRST}"),
+    ("facts", lambda facts: facts["gave"].update({FIRST: 7}), "'int' object is not subscriptable"),
+    ("facts", lambda facts: facts["gave"].update({FIRST: [0]}), "list index out of range"),
+    ("facts", lambda facts: facts["gave"].update({FIRST: [0, 9]}), "list index out of range"),
+    ("facts", lambda facts: facts.update(descriptions=7), "'int' object is not iterable"),
+    ("facts", lambda facts: facts.update(calls={}), f"it has the arguments of {SECOND} for other passes"),
+    ("facts", lambda facts: facts["calls"].update({"2.0": 1}), f"it has the arguments of {SECOND} for other passes"),
+    ("facts", lambda facts: facts["calls"].update({"0.0": 9}), "list index out of range"),
+    ("facts", lambda facts: facts["descriptions"].__setitem__(1, {"plain": 1}), f"{SECOND} is called with other arguments"),
+    ("facts", lambda facts: facts["descriptions"].__setitem__(1, 1), "'int' object has no attribute 'items'"),
+    ("facts", lambda facts: facts["descriptions"][1]["tuple"].pop(), f"{SECOND} is called with other arguments"),
+    ("facts", lambda facts: facts["descriptions"][1]["tuple"][1]["dict"].append(["x", {"plain": 1}]), "is called with oth"),
+    ("facts", lambda facts: facts["descriptions"][1]["tuple"][0]["tuple"][0].update(shape=[1, 1]), "is called with other"),
+    ("facts", lambda facts: facts["descriptions"][1]["tuple"][0]["tuple"][0].update(dtype="float64"), "is called with othe"),
+    ("facts", lambda facts: facts["descriptions"][1]["tuple"][0]["tuple"][0].update(tensor=77), "'0.0.77'"),
+    ("own", lambda own: own.pop("0"), "it has statistics of other layers"),
+    ("own", lambda own: own.update({"99": own["0"]}), "it has statistics of other layers"),
+    ("own", lambda own: own.update({"00": own["0"]}), "it has statistics of other layers"),
+    ("own", lambda own: own.update({n: e[:, :0] for n, e in own.items()}), f"it has no statistics of {FIRST}"),
+    ("own", lambda own: own.update({"0": own["0"][:, :-1].copy()}), "are of another width"),
+    ("own", lambda own: own.update({"0": own["0"][:-1]}), "are of another width"),
+    ("own", lambda own: own.update({"0": -own["0"]}), "self_attn.q_proj.weight are invalid"),
+    ("own", lambda own: own.update({"0": own["0"] * np.inf}), "self_attn.q_proj.weight are invalid"),
+    ("own", lambda own: own.update({"0": own["0"] * 1e300}), "self_attn.q_proj.weight are invalid"),
+    ("own", lambda own: own.update({"0": own["0"] + 0.5}), "self_attn.q_proj.weight are invalid"),
+    ("own", lambda own: own["0"].__setitem__(0, 1e39), "self_attn.q_proj.weight are invalid"),
+    ("own", lambda own: own["0"].__setitem__((3, 0), 1), "self_attn.q_proj.weight are invalid"),
+    ("own", lambda own: own.update({"0": own["0"].astype(np.float32)}), "self_attn.q_proj.weight are invalid"),
+    ("own", lambda own: own.update({"0 routed": np.ones(4)}), "are of other experts"),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_resealed_checkpoint_without_a_change_continues(source: Path, tmp_path: Path) -> None:
+def test_invalid_checkpoints_are_refused(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
     ended_early(source, PassCheckpoint(path, dict))
+    data = path.read_bytes()
+    for number, (what, change, said) in enumerate(INVALID):
+        path.write_bytes(data)
+        sealed(path, **{what: change})
+        with pytest.raises(SourceError) as caught:
+            observe_inputs(
+                StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
+            )
+        assert caught.value.message.startswith(f"{path} cannot be continued: "), number
+        assert said in caught.value.message, number
+        assert caught.value.hint == "remove it to begin again"
+    # Sealed without a change it continues.
+    path.write_bytes(data)
     sealed(path)
     inputs, cached = observe_inputs(
         StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
@@ -371,20 +371,23 @@ def test_a_resealed_checkpoint_without_a_change_continues(source: Path, tmp_path
     assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(source, IDS[:2]).to_bytes()
 
 
-@pytest.mark.parametrize("name", ["x.part", "x.part.new"])
-@pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "link", "dangling", "device"])
-def test_special_files_are_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
-    path = tmp_path / name
-    if kind in ("link", "dangling", "device"):
-        (tmp_path / "file").touch()
-        path.symlink_to({"link": "file", "dangling": "nowhere", "device": "/dev/zero"}[kind])
-    elif kind == "directory":
-        path.mkdir()
-    else:
-        os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
-    with pytest.raises(SourceError) as caught:
-        PassCheckpoint(tmp_path / "x.part", dict)
-    assert (caught.value.message, caught.value.hint) == (f"{path} is not a regular file", "remove it to begin again")
+def test_special_files_are_not_waited_for(tmp_path: Path) -> None:
+    for name in ("x.part", "x.part.new"):
+        for kind in ("pipe", "socket", "directory", "link", "dangling", "device"):
+            root = tmp_path / f"{name} {kind}"
+            root.mkdir()
+            path = root / name
+            if kind in ("link", "dangling", "device"):
+                (root / "file").touch()
+                path.symlink_to({"link": "file", "dangling": "nowhere", "device": "/dev/zero"}[kind])
+            elif kind == "directory":
+                path.mkdir()
+            else:
+                os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
+            with pytest.raises(SourceError) as caught:
+                PassCheckpoint(root / "x.part", dict)
+            assert caught.value.message == f"{path} is not a regular file"
+            assert caught.value.hint == "remove it to begin again"
 
 
 @pytest.mark.usefixtures("at_once")
@@ -464,14 +467,18 @@ class Ranks:
         raise AssertionError
 
 
-@pytest.mark.parametrize("size", [2, 5])
-def test_ranks_together_observe_what_one_process_does(tmp_path: Path, size: int) -> None:
-    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
-    given: list[bytes] = []
-    for rank in reversed(range(size)):
-        streamed = StreamedModel(open_checkpoint(root))
-        inputs, cached = observe_inputs(streamed, corpus(IDS), ranks=Ranks(rank, size, given))
-    assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(root).to_bytes()
+def test_ranks_together_observe_what_one_process_does(
+    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for size in [2, 5]:
+        with subtests.test(size=size):
+            root = tmp_path_factory.mktemp("row")
+            root = small_checkpoints.write(root / "source", "Qwen3MoeForCausalLM")
+            given: list[bytes] = []
+            for rank in reversed(range(size)):
+                streamed = StreamedModel(open_checkpoint(root))
+                inputs, cached = observe_inputs(streamed, corpus(IDS), ranks=Ranks(rank, size, given))
+            assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(root).to_bytes()
 
 
 def test_squares_of_the_largest_bfloat16_are_finite() -> None:

@@ -122,19 +122,19 @@ def another_bit(weights: Weights) -> None:
     weights["model.layers.1.self_attn.q_norm.weight"][3] *= 2
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
+def test_a_changed_norm_is_named(
+    made: Twin, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for change, problem in [
         (no_power, "their ratio is no power of two (1 of 256 elements have none)"),
         (no_columns, "does not match model.layers.1.self_attn.k_proj, which reads its output: column 7 there is"),
         (another_bit, "model.layers.1.self_attn.q_norm.weight differs from the source's, first in byte"),
-    ],
-    ids=["no_power", "no_columns", "no_fold"],
-)
-def test_a_changed_norm_is_named(made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str) -> None:
-    problems = verify(small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source).problems
-    name = NORM if change is not another_bit else "q_norm"
-    assert any(name in found and problem in found for found in problems), problems
+    ]:
+        with subtests.test(problem):
+            root = tmp_path_factory.mktemp("row")
+            problems = verify(small_checkpoints.changed_copy(made.output, root / "x", change), made.source).problems
+            name = NORM if change is not another_bit else "q_norm"
+            assert any(name in found and problem in found for found in problems), problems
 
 
 def test_a_changed_row_is_reported(made: Twin, tmp_path: Path) -> None:
@@ -157,9 +157,8 @@ def with_shape(name: str, *shape: int) -> Callable[[Weights], Any]:
     return lambda weights: weights.update({name: torch.ones(shape, dtype=weights[name].dtype)})
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
+def test_damage_is_reported(made: Twin, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
+    for change, problem in [
         (without("model.layers.1.mlp.up_proj.weight_scale"), "model.layers.1.mlp.up_proj.weight_scale"),
         (without("model.layers.1.self_attn.k_proj.weight_scale"), "model.layers.1.self_attn.k_proj.weight_scale"),
         (without("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight"),
@@ -167,13 +166,13 @@ def with_shape(name: str, *shape: int) -> Callable[[Weights], Any]:
         (without(NORM), f"{NORM} is missing"),
         (with_shape(NORM, 128), f"{NORM} is BF16 [128], the source has BF16 [256]"),
         (with_shape("model.layers.1.self_attn.v_proj.weight", 64, 256), "v_proj"),
-    ],
-)
-def test_damage_is_reported(made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str) -> None:
-    problems = verify(
-        small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source, full=True
-    ).problems
-    assert any(problem in found for found in problems), problems
+    ]:
+        with subtests.test(problem):
+            root = tmp_path_factory.mktemp("row")
+            problems = verify(
+                small_checkpoints.changed_copy(made.output, root / "x", change), made.source, full=True
+            ).problems
+            assert any(problem in found for found in problems), problems
 
 
 def test_weights_that_overflow_float32_are_refused(made: Twin, tmp_path: Path) -> None:
@@ -253,67 +252,79 @@ def logits(root: Path) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "architecture",
-    ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"],
-)
-def test_a_smoothed_model_computes_the_same(tmp_path: Path, architecture: str) -> None:
+def test_a_smoothed_model_computes_the_same(
+    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
     """Whatever it has: routers, biases, norms that one is added to, several layers in a tensor, shared experts."""
-    source = small_checkpoints.write(tmp_path / "source", architecture, dtype="float32")
-    plan = make_plan(open_checkpoint(source), INT8)
-    transforms = transforms_of(plan, source)
-    reader, changed = opened(source), dict[str, torch.Tensor]()
-    tuned = make_plan(open_checkpoint(source), INT8, PlanOptions(transforms=transforms))
-    weights = small_checkpoints.read(source)
-    for weight in (*tuned.layers.values(), *(kept.smoothed for kept in tuned.decisions.passthrough)):
-        if not isinstance(weight, Weight):
-            continue
-        values = np.concatenate([bits.view(np.float32).copy() for bits in reader.rows(weight, 1)])
-        changed[f"{weight.module}.weight"] = torch.from_numpy(values)
-    for name, data in transforms.tensors.items():
-        changed[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)
-    assert sum(not torch.equal(tensor, weights[name]) for name, tensor in changed.items()) > 10
-    folded = tmp_path / "folded"
-    folded.mkdir()
-    (folded / "config.json").write_bytes((source / "config.json").read_bytes())
-    save_file({**weights, **changed}, folded / "model.safetensors", {"format": "pt"})
-    before, after = logits(source), logits(folded)
-    assert (before - after).abs().max() < 1e-4 * before.abs().max()
+    for architecture in [
+        "Qwen3MoeForCausalLM",
+        "Qwen2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2MoeForCausalLM",
+    ]:
+        with subtests.test(architecture=architecture):
+            root = tmp_path_factory.mktemp("row")
+            source = small_checkpoints.write(root / "source", architecture, dtype="float32")
+            plan = make_plan(open_checkpoint(source), INT8)
+            transforms = transforms_of(plan, source)
+            reader, changed = opened(source), dict[str, torch.Tensor]()
+            tuned = make_plan(open_checkpoint(source), INT8, PlanOptions(transforms=transforms))
+            weights = small_checkpoints.read(source)
+            for weight in (*tuned.layers.values(), *(kept.smoothed for kept in tuned.decisions.passthrough)):
+                if not isinstance(weight, Weight):
+                    continue
+                values = np.concatenate([bits.view(np.float32).copy() for bits in reader.rows(weight, 1)])
+                changed[f"{weight.module}.weight"] = torch.from_numpy(values)
+            for name, data in transforms.tensors.items():
+                changed[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)
+            assert sum(not torch.equal(tensor, weights[name]) for name, tensor in changed.items()) > 10
+            folded = root / "folded"
+            folded.mkdir()
+            (folded / "config.json").write_bytes((source / "config.json").read_bytes())
+            save_file({**weights, **changed}, folded / "model.safetensors", {"format": "pt"})
+            before, after = logits(source), logits(folded)
+            assert (before - after).abs().max() < 1e-4 * before.abs().max()
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM"])
-def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None:
-    source = small_checkpoints.write(tmp_path / "source", architecture)
-    plan = make_plan(open_checkpoint(source), INT8)
-    calibration = replace(random_calibration(plan), model=Fingerprint(plan.source).hexdigest())
-    (tmp_path / "of.safetensors").write_bytes(calibration.to_bytes())
-    out = tmp_path / "out"
-    compress(source, out, "int8", smooth=0.5, calibration=tmp_path / "of.safetensors")
-    report = verify(out, source, full=True)
-    assert (report.problems, report.equal_share) == ((), 1)
-    assert "smoothed" in report.notes[0]
-    found, weights = small_checkpoints.read(out), small_checkpoints.read(source)
-    lasts = {
-        name.split(".", 3)[-1]
-        for name, tensor in weights.items()
-        if name in found and found[name].dtype == tensor.dtype and not torch.equal(found[name], tensor)
-    }
-    assert any("layernorm.weight" in name for name in lasts)
-    if architecture == "Qwen3MoeForCausalLM":
-        assert "mlp.gate.weight" in lasts
-        small_checkpoints.change_weights(out, lambda held: held["model.layers.1.mlp.gate.weight"][0, 0].mul_(3))
-        [problem] = verify(out, source).problems
-        assert re.search(r"mlp\.gate\.weight differs from .* after smoothing", problem)
-    if architecture == "Qwen2ForCausalLM":
-        assert "self_attn.v_proj.bias" in lasts
-        small_checkpoints.change_weights(out, lambda held: held["model.layers.1.self_attn.v_proj.bias"][3].mul_(3))
-        [problem] = verify(out, source).problems
-        assert "v_proj.bias differs from the source's after smoothing" in problem
+def test_any_architecture_is_verified(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
+    for architecture in ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM"]:
+        with subtests.test(architecture=architecture):
+            root = tmp_path_factory.mktemp("row")
+            source = small_checkpoints.write(root / "source", architecture)
+            plan = make_plan(open_checkpoint(source), INT8)
+            calibration = replace(random_calibration(plan), model=Fingerprint(plan.source).hexdigest())
+            (root / "of.safetensors").write_bytes(calibration.to_bytes())
+            out = root / "out"
+            compress(source, out, "int8", smooth=0.5, calibration=root / "of.safetensors")
+            report = verify(out, source, full=True)
+            assert (report.problems, report.equal_share) == ((), 1)
+            assert "smoothed" in report.notes[0]
+            found, weights = small_checkpoints.read(out), small_checkpoints.read(source)
+            lasts = {
+                name.split(".", 3)[-1]
+                for name, tensor in weights.items()
+                if name in found and found[name].dtype == tensor.dtype and not torch.equal(found[name], tensor)
+            }
+            assert any("layernorm.weight" in name for name in lasts)
+            if architecture == "Qwen3MoeForCausalLM":
+                assert "mlp.gate.weight" in lasts
+                small_checkpoints.change_weights(out, lambda held: held["model.layers.1.mlp.gate.weight"][0, 0].mul_(3))
+                [problem] = verify(out, source).problems
+                assert re.search(r"mlp\.gate\.weight differs from .* after smoothing", problem)
+            if architecture == "Qwen2ForCausalLM":
+                assert "self_attn.v_proj.bias" in lasts
+                small_checkpoints.change_weights(
+                    out, lambda held: held["model.layers.1.self_attn.v_proj.bias"][3].mul_(3)
+                )
+                [problem] = verify(out, source).problems
+                assert "v_proj.bias differs from the source's after smoothing" in problem
 
 
-@pytest.mark.parametrize(
-    ("architecture", "name", "tensor"),
-    [
+def test_tensors_that_cannot_be_divided_are_not(
+    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for architecture, name, tensor in [
         (
             "Qwen2ForCausalLM",
             "model.layers.0.self_attn.v_proj.bias",
@@ -322,19 +333,16 @@ def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None
         ("Qwen2ForCausalLM", "model.layers.0.self_attn.v_proj.bias", torch.zeros(3).bfloat16()),
         ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.zeros(small_checkpoints.HIDDEN).int()),
         ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.tensor(1.0)),
-    ],
-    ids=["integers", "short", "norm", "number"],
-)
-def test_tensors_that_cannot_be_divided_are_not(
-    tmp_path: Path, architecture: str, name: str, tensor: torch.Tensor
-) -> None:
-    source = small_checkpoints.write(tmp_path / "source", architecture)
-    all_places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
-    small_checkpoints.change_weights(source, lambda weights: weights.update({name: tensor}))
-    places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
-    assert {each.smooth_layer for each in all_places} - {each.smooth_layer for each in places} == {
-        name.rpartition(".")[0]
-    }
+    ]:
+        with subtests.test(name=name):
+            root = tmp_path_factory.mktemp("row")
+            source = small_checkpoints.write(root / "source", architecture)
+            all_places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
+            small_checkpoints.change_weights(source, lambda weights, new={name: tensor}: weights.update(new))
+            places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
+            assert {each.smooth_layer for each in all_places} - {each.smooth_layer for each in places} == {
+                name.rpartition(".")[0]
+            }
 
 
 def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -345,18 +353,15 @@ def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_unsupported_options_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for options, message in [
         ({"scheme": "channel"}, 'smooth brings scheme="channel" nothing'),
         ({"scheme": "int4"}, 'smooth brings scheme="int4" nothing'),
         ({"smooth": 0.0}, "smooth=0 is not above 0 and at most 1"),
         ({"smooth": float("nan")}, "smooth nan is not above 0 and at most 1"),
-    ],
-)
-def test_unsupported_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        compress(EXAMPLE, tmp_path / "out", **{"scheme": "int8", "smooth": 0.5, **options})
+    ]:
+        with subtests.test(options=options, message=message), pytest.raises(UsageError, match=message):
+            compress(EXAMPLE, tmp_path / "out", **{"scheme": "int8", "smooth": 0.5, **options})
 
 
 def test_quantized_sources_are_refused(made: Twin, tmp_path: Path) -> None:

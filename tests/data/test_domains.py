@@ -87,9 +87,8 @@ def test_lines_of_json_hold_texts_or_chats(tmp_path: Path) -> None:
     assert [part for block in parts(path) for part in block] == ["one", CHAT, ""]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_broken_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for line, message in [
         (b"{", "a.jsonl line 3 is not valid JSON: Expecting property name"),
         (b"[1]", "a.jsonl line 3 is [1], not an object"),
         (b'{"prompt": "x"}', "a.jsonl line 3 has neither `text` nor `messages`, only 'prompt'"),
@@ -100,12 +99,11 @@ def test_lines_of_json_hold_texts_or_chats(tmp_path: Path) -> None:
         (b'{"messages": [{"content": "x"}]}', "a.jsonl line 3 has `messages` that hold one without a `role`"),
         (b'{"text": "\xff"}', "a.jsonl line 3 is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
         (b'{"text": ' + b"[" * 100 + b"]" * 100 + b"}", "a.jsonl line 3 is nested more than 64 levels deep"),
-    ],
-)
-def test_a_broken_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "' + b"x" * 600_000 + b'"}\n\n' + line + b"\n")
-    assert refusal(path).startswith(message)
+    ]:
+        with subtests.test(line=line, message=message):
+            path = tmp_path / "a.jsonl"
+            path.write_bytes(b'{"text": "' + b"x" * 600_000 + b'"}\n\n' + line + b"\n")
+            assert refusal(path).startswith(message)
 
 
 def test_a_line_is_read_only_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,18 +200,16 @@ def test_a_small_dataset_is_halved(dataset: Path) -> None:
     assert [message["content"] for message in domain.read(0)[0].content] == ["Hi", None]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_a_dataset_that_cannot_be_read(dataset: Path, subtests: pytest.Subtests) -> None:
+    for name, message in [
         ("{}:nothing", "dataset {}:nothing cannot be read: "),
         ("{}::nothing", "dataset {}::nothing cannot be read: "),
         ("{}/nowhere", "dataset {}/nowhere cannot be read: "),
-    ],
-)
-def test_a_dataset_that_cannot_be_read(dataset: Path, name: str, message: str) -> None:
-    with pytest.raises(SourceError) as caught:
-        open_dataset(name.format(dataset), 2)
-    assert str(caught.value).startswith(message.format(dataset))
+    ]:
+        with subtests.test(name=name, message=message):
+            with pytest.raises(SourceError) as caught:
+                open_dataset(name.format(dataset), 2)
+            assert str(caught.value).startswith(message.format(dataset))
 
 
 def test_a_dataset_without_text_is_named_with_its_columns(dataset: Path) -> None:
@@ -236,16 +232,15 @@ def test_scripts_of_a_dataset_are_not_run(dataset: Path, tmp_path: Path) -> None
     assert not (tmp_path / "planted").exists()
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
+def test_datasets_is_an_extra(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
+    for module, message in [
         ("raise ImportError", "--dataset needs datasets, which is not installed"),
         ("__version__ = '3.6.0'", "--dataset needs datasets 4 or newer; 3.6.0 is installed"),
-    ],
-)
-def test_datasets_is_an_extra(tmp_path: Path, module: str, message: str) -> None:
-    (tmp_path / "datasets.py").write_text(module)
-    script = "from openquant.data.domains import open_dataset; open_dataset('a', 2)"
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1] == f"openquant.errors.UsageError: {message}"
+    ]:
+        with subtests.test(module=module, message=message):
+            root = tmp_path_factory.mktemp("row")
+            (root / "datasets.py").write_text(module)
+            script = "from openquant.data.domains import open_dataset; open_dataset('a', 2)"
+            environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{ROOT}"}
+            done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+            assert done.stderr.splitlines()[-1] == f"openquant.errors.UsageError: {message}"

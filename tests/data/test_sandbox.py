@@ -35,35 +35,32 @@ def refusal(template: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("answered", [False, True])
-def test_templates_render_as_in_transformers(answered: bool) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(EXAMPLE, local_files_only=True)
-    whole = tokenizer.apply_chat_template(
-        CHATS, chat_template=CHATML, tokenize=False, add_generation_prompt=not answered
-    )
-    assert render(CHATML, CHATS, ["a", "b"], {"eos_token": "<|endoftext|>"}, answered) == whole
+def test_templates_render_as_in_transformers() -> None:
+    for answered in [False, True]:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(EXAMPLE, local_files_only=True)
+        whole = tokenizer.apply_chat_template(
+            CHATS, chat_template=CHATML, tokenize=False, add_generation_prompt=not answered
+        )
+        assert render(CHATML, CHATS, ["a", "b"], {"eos_token": "<|endoftext|>"}, answered) == whole
 
 
 def test_it_is_always_the_same_day() -> None:
     assert rendered("{{ strftime_now('%d %b %Y') }}") == ["01 Jan 2026"]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
+def test_a_template_that_does_not_end_is_ended(subtests: pytest.Subtests) -> None:
+    for template in [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% set x = 9 ** (9 ** 9) %}",
-    ],
-)
-def test_a_template_that_does_not_end_is_ended(template: str) -> None:
-    begun = time.monotonic()
-    assert refusal(template) == "the model's chat template did not end within 1 seconds of processor time"
-    assert time.monotonic() - begun < 40
+    ]:
+        with subtests.test(template=template):
+            begun = time.monotonic()
+            assert refusal(template) == "the model's chat template did not end within 1 seconds of processor time"
+            assert time.monotonic() - begun < 40
 
 
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
+def test_a_template_that_fails_is_named(subtests: pytest.Subtests) -> None:
+    for template, problem in [
         ("{% for a in range(10**9) %}{% endfor %}", "Range too big. The sandbox blocks ranges larger than MAX_RANGE"),
         (
             "{% set x = namespace(s='a' * 1000) %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}",
@@ -75,15 +72,14 @@ def test_a_template_that_does_not_end_is_ended(template: str) -> None:
         ("{{ raise_exception('only\x1b[2J \u202eusers') }}", "'only\\x1b[2J \\u202eusers'"),
         ("{% include '/etc/passwd' %}", "no loader for this environment specified"),
         ("{{ " + "(" * 5000 + ")" * 5000 + " }}", ""),
-    ],
-)
-def test_a_template_that_fails_is_named(template: str, problem: str) -> None:
-    said = refusal(template)
-    assert said.startswith(
-        ("the model's chat template fails for prompts.jsonl line 7: ", "the chat template could not")
-    )
-    assert problem in said
-    assert said.isprintable() and len(said) < 200
+    ]:
+        with subtests.test(template[:60]):
+            said = refusal(template)
+            assert said.startswith(
+                ("the model's chat template fails for prompts.jsonl line 7: ", "the chat template could not")
+            )
+            assert problem in said
+            assert said.isprintable() and len(said) < 200
 
 
 def test_no_module_of_the_working_directory_is_imported(tmp_path: Path) -> None:

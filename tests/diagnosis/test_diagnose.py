@@ -7,8 +7,6 @@ import math
 import os
 import threading
 from bisect import bisect
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ import torch
 
 from conftest import EXAMPLE, run_openquant
 from openquant import Diagnosis, compress, dequantize, diagnose, verify
+from openquant.cli.commands import main
 from openquant.diagnosis.diagnose import sample_step
 from openquant.diagnosis.result import LayerDiagnosis
 from openquant.errors import SourceError, UsageError
@@ -92,39 +91,35 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
     return math.sqrt(sum(off) / sum(signal)), math.sqrt(mean_square)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_errors_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) -> None:
-    weight = noise(128, 128, dtype=dtype)
-    # Something becomes zero, something is zero, one weight stands out.
-    weight[3, :20], weight[5, 7], weight[9], weight[11, 5] = 1e-6, 40.0, 0.0, 0.0
-    layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=weight)))
-    plain = weight.double().numpy()
-    assert (layer.shape, layer.rows) == ((128, 128), 128)
-    for name, scheme in SCHEMES.items():
-        error, row_error = stored_by_loop(plain, scheme, 40.0)
-        assert layer.errors[name] == pytest.approx(error, rel=1e-4), name
-        assert layer.row_errors[name] == pytest.approx(row_error, rel=1e-4), name
+def test_errors_are_those_of_a_plain_loop(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
+    for dtype in [torch.bfloat16, torch.float16, torch.float32]:
+        with subtests.test(dtype=str(dtype)):
+            root = tmp_path_factory.mktemp("row")
+            weight = noise(128, 128, dtype=dtype)
+            # Something becomes zero, something is zero, one weight stands out.
+            weight[3, :20], weight[5, 7], weight[9], weight[11, 5] = 1e-6, 40.0, 0.0, 0.0
+            layer = only(diagnose(model(root / "model", mlp__down_proj=weight)))
+            plain = weight.double().numpy()
+            assert (layer.shape, layer.rows) == ((128, 128), 128)
+            for name, scheme in SCHEMES.items():
+                error, row_error = stored_by_loop(plain, scheme, 40.0)
+                assert layer.errors[name] == pytest.approx(error, rel=1e-4), name
+                assert layer.row_errors[name] == pytest.approx(row_error, rel=1e-4), name
 
 
-@cache
-def diagnosed(source: Path) -> dict[str, LayerDiagnosis]:
-    """All rows of all layers in all schemes."""
-    return {layer.module: layer for layer in diagnose(source, full=True).layers}
-
-
-@pytest.mark.parametrize("scheme", FULL, ids=lambda scheme: scheme.name)
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Llama4ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_errors_are_those_that_verify_finds(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
+def test_errors_are_those_that_verify_finds(shelf: Shelf, subtests: pytest.Subtests) -> None:
     """Fused layers in different shards, experts in tensors of their own, and stacked with rows as columns."""
-    if small_checkpoints.refused(architecture, scheme):
-        return
-    source, output, _ = shelf.converted(architecture, scheme)
-    found = diagnosed(source)
-    errors = verify(output, source, full=True).errors
-    assert len(errors) >= 14
-    for error in errors:
-        assert found[error.module].errors[scheme.name] == pytest.approx(error.relative, rel=1e-6), error.module
-        assert found[error.module].shape == error.shape
+    for architecture in ("Qwen3ForCausalLM", "Llama4ForCausalLM", "Qwen3MoeForCausalLM"):
+        found = {layer.module: layer for layer in diagnose(shelf.source(architecture), full=True).layers}
+        for scheme in (scheme for scheme in FULL if not small_checkpoints.refused(architecture, scheme)):
+            with subtests.test(architecture=architecture, scheme=scheme.name):
+                source, output, _ = shelf.converted(architecture, scheme)
+                errors = verify(output, source, full=True).errors
+                assert len(errors) >= 14
+                for error in errors:
+                    layer = found[error.module]
+                    assert layer.errors[scheme.name] == pytest.approx(error.relative, rel=1e-6), error.module
+                    assert layer.shape == error.shape
 
 
 def spiked(rows: int = 1024, cols: int = 512) -> torch.Tensor:
@@ -134,16 +129,18 @@ def spiked(rows: int = 1024, cols: int = 512) -> torch.Tensor:
     return weight
 
 
-@pytest.mark.parametrize("make", [noise, spiked])
-def test_a_sample_is_close_to_all_rows(tmp_path: Path, make: Callable[[int, int], torch.Tensor]) -> None:
-    source = model(tmp_path / "model", mlp__down_proj=make(1024, 512))
-    sampled, full = diagnose(source), diagnose(source, full=True)
-    layer, exact = only(sampled), only(full)
-    assert sampled.rows_read == layer.rows / 1024 < 0.25 < full.rows_read == 1.0
-    assert exact.rows == 1024
-    for name in SCHEMES:
-        assert layer.errors[name] == pytest.approx(exact.errors[name], rel=0.03), name
-        assert layer.row_errors[name] == pytest.approx(exact.row_errors[name], rel=0.03), name
+def test_a_sample_is_close_to_all_rows(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
+    for make in [noise, spiked]:
+        with subtests.test(make.__name__):
+            root = tmp_path_factory.mktemp("row")
+            source = model(root / "model", mlp__down_proj=make(1024, 512))
+            sampled, full = diagnose(source), diagnose(source, full=True)
+            layer, exact = only(sampled), only(full)
+            assert sampled.rows_read == layer.rows / 1024 < 0.25 < full.rows_read == 1.0
+            assert exact.rows == 1024
+            for name in SCHEMES:
+                assert layer.errors[name] == pytest.approx(exact.errors[name], rel=0.03), name
+                assert layer.row_errors[name] == pytest.approx(exact.row_errors[name], rel=0.03), name
 
 
 def test_the_step_is_odd_and_measures_enough() -> None:
@@ -175,19 +172,23 @@ def test_all_but_one_weight_zero(tmp_path: Path) -> None:
     assert layer.errors["tensor"] == 0
 
 
-@pytest.mark.parametrize("shape", [(1, 7), (1, 256), (130, 96), (3, 1), (257, 33)])
-def test_layers_that_a_scheme_cannot_store_have_no_error(tmp_path: Path, shape: tuple[int, int]) -> None:
-    layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=noise(*shape))))
-    stored = {name for name, error in layer.errors.items() if error is not None}
-    # int4 falls back to groups of 32.
-    assert stored == {
-        name
-        for name, scheme in SCHEMES.items()
-        if any(form and form.format.shape_error(shape) is None for form in (scheme, scheme.fallback))
-    }
-    assert {"tensor", "channel", "int8"} <= stored
-    assert {name for name, error in layer.row_errors.items() if error is not None} == stored
-    assert layer.rows == shape[0]
+def test_layers_that_a_scheme_cannot_store_have_no_error(
+    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for shape in [(1, 7), (1, 256), (130, 96), (3, 1), (257, 33)]:
+        with subtests.test(shape=shape):
+            root = tmp_path_factory.mktemp("row")
+            layer = only(diagnose(model(root / "model", mlp__down_proj=noise(*shape))))
+            stored = {name for name, error in layer.errors.items() if error is not None}
+            # int4 falls back to groups of 32.
+            assert stored == {
+                name
+                for name, scheme in SCHEMES.items()
+                if any(form and form.format.shape_error(shape) is None for form in (scheme, scheme.fallback))
+            }
+            assert {"tensor", "channel", "int8"} <= stored
+            assert {name for name, error in layer.row_errors.items() if error is not None} == stored
+            assert layer.rows == shape[0]
 
 
 def test_fused_layers_share_a_per_tensor_scale(tmp_path: Path) -> None:
@@ -231,19 +232,19 @@ def test_per_tensor_codes_stay_if_fused_layers_share_a_scale(tmp_path: Path) -> 
     assert min(layer.errors["tensor"] or 0 for layer in found.layers) > 0.01
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("row", [0, 500])
-def test_nan_or_infinity_among_weights_is_refused(tmp_path: Path, value: float, row: int) -> None:
-    weight = noise(1024, 512)
-    weight[row, 5] = value
-    source = model(tmp_path / "model", mlp__down_proj=weight, mlp__up_proj=noise(64, 64))
-    with pytest.raises(SourceError) as caught:
-        diagnose(source)
-    assert caught.value.message == f"{DOWN}.weight in model.safetensors holds NaN or infinity"
-    assert caught.value.hint == "the weights are damaged: download or save them again"
-    done = run_openquant("diagnose", source)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {caught.value.message}\nhint: the weights are damaged")
+def test_nan_or_infinity_among_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = f"{DOWN}.weight in model.safetensors holds NaN or infinity"
+    for value, row in ((math.nan, 0), (math.nan, 500), (math.inf, 0), (math.inf, 500)):
+        weight = noise(1024, 512)
+        weight[row, 5] = value
+        source = model(tmp_path / f"{value}{row}", mlp__down_proj=weight, mlp__up_proj=noise(64, 64))
+        with pytest.raises(SourceError) as caught:
+            diagnose(source)
+        assert caught.value.message == message, (value, row)
+        assert caught.value.hint == "the weights are damaged: download or save them again"
+    assert main(["diagnose", str(source)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"error: {message}\nhint: {caught.value.hint}\n")
     # As it says.
     assert len(diagnose(source, ignore=["**.down_proj"]).layers) == 1
 
@@ -328,25 +329,23 @@ def test_the_smaller_groups_that_compress_falls_back_to_are_measured(tmp_path: P
     assert only(diagnose(source, full=True)).errors["int4"] == pytest.approx(error.relative, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_invalid_options_are_refused(example: Path, subtests: pytest.Subtests) -> None:
+    for given, message in [
         ({"workers": 0}, "0 workers cannot work"),
         ({"scratch": "there"}, "scratch is where stream=True keeps shards"),
         ({"scheme": "int1"}, "int1 is not a scheme"),
         ({"stream": True}, f"{EXAMPLE} is a local directory, nothing of it can be streamed"),
         ({"ignore": ["**"]}, None),
         ({"ignore": "**"}, None),
-    ],
-)
-def test_invalid_options_are_refused(example: Path, given: dict[str, object], message: str | None) -> None:
-    if message is None:
-        found = diagnose(example, **given)  # type: ignore[arg-type]
-        assert (found.layers, found.rows_read) == ((), 1.0)
-        return
-    with pytest.raises(UsageError) as caught:
-        diagnose(example, **given)  # type: ignore[arg-type]
-    assert caught.value.message == message
+    ]:
+        with subtests.test(given=given, message=message):
+            if message is None:
+                found = diagnose(example, **given)  # type: ignore[arg-type]
+                assert (found.layers, found.rows_read) == ((), 1.0)
+                return
+            with pytest.raises(UsageError) as caught:
+                diagnose(example, **given)  # type: ignore[arg-type]
+            assert caught.value.message == message
 
 
 def test_list_is_another_verb(example: Path) -> None:
@@ -398,15 +397,19 @@ def test_the_table_says_what_was_measured(tmp_path: Path) -> None:
     assert lines[1] == "2 layers, measured on 11 % of their rows, spread evenly; scales from all"
 
 
-@pytest.mark.parametrize("power", [110, -80])
-def test_errors_of_weights_whose_squares_overflow_float32(tmp_path: Path, power: int) -> None:
-    plain, other = (
-        only(diagnose(model(tmp_path / str(shift), mlp__down_proj=noise(256, 128) * 2.0**shift)))
-        for shift in (0, power)
-    )
-    for name in ("channel", "block", "mxfp8", "int8"):
-        assert other.errors[name] == pytest.approx(plain.errors[name], rel=1e-5), name
-        assert other.row_errors[name] == pytest.approx(plain.row_errors[name], rel=1e-5), name
+def test_errors_of_weights_whose_squares_overflow_float32(
+    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for power in [110, -80]:
+        with subtests.test(power=power):
+            root = tmp_path_factory.mktemp("row")
+            plain, other = (
+                only(diagnose(model(root / str(shift), mlp__down_proj=noise(256, 128) * 2.0**shift)))
+                for shift in (0, power)
+            )
+            for name in ("channel", "block", "mxfp8", "int8"):
+                assert other.errors[name] == pytest.approx(plain.errors[name], rel=1e-5), name
+                assert other.row_errors[name] == pytest.approx(plain.row_errors[name], rel=1e-5), name
 
 
 def test_names_do_not_move_the_cursor(tmp_path: Path) -> None:

@@ -33,9 +33,8 @@ def test_the_figures_are_those_of_the_results() -> None:
     assert {row.scheme.name for row in MEASURED} == set(SCHEME_NAMES) - {"block", "int2", "int3", "int7"}
 
 
-@pytest.mark.parametrize(
-    ("scheme", "expected"),
-    [
+def test_what_lost_less_at_about_the_same_size(example: Path, subtests: pytest.Subtests) -> None:
+    for scheme, expected in [
         ("tensor", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
         ("int8", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
         ("int8-weights", []),
@@ -50,17 +49,16 @@ def test_the_figures_are_those_of_the_results() -> None:
                 *("--scheme nvfp4", "--scheme int4 --group-size 32", "--scheme int4 --asymmetric"),
             ],
         ),
-    ],
-)
-def test_what_lost_less_at_about_the_same_size(example: Path, scheme: str, expected: list[str]) -> None:
-    found = diagnose(example, scheme)  # type: ignore[arg-type]
-    assert [choice.options for choice in found.choices] == expected
-    assert found.kl is not None
-    for choice in found.choices:
-        assert choice.gain == pytest.approx(1 - choice.kl / found.kl)
-        assert choice.gain >= 0.1
-        assert 0.9 * found.bytes < choice.bytes < 1.11 * found.bytes
-        assert choice.readings == sum(word in choice.options for word in ("--awq", "--gptq", "--smooth"))
+    ]:
+        with subtests.test(scheme=scheme, expected=expected):
+            found = diagnose(example, scheme)  # type: ignore[arg-type]
+            assert [choice.options for choice in found.choices] == expected
+            assert found.kl is not None
+            for choice in found.choices:
+                assert choice.gain == pytest.approx(1 - choice.kl / found.kl)
+                assert choice.gain >= 0.1
+                assert 0.9 * found.bytes < choice.bytes < 1.11 * found.bytes
+                assert choice.readings == sum(word in choice.options for word in ("--awq", "--gptq", "--smooth"))
 
 
 def test_options_can_be_typed_and_sizes_are_as_promised(tmp_path: Path) -> None:
@@ -73,13 +71,17 @@ def test_options_can_be_typed_and_sizes_are_as_promised(tmp_path: Path) -> None:
                 assert verify(output, source).nbytes == choice.bytes
 
 
-@pytest.mark.parametrize("options", sorted({row.options for row in MEASURED if row.readings}))
-def test_options_that_read_texts_can_be_typed(options: str, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    assert main(["compress", "-m", str(EXAMPLE), "-o", str(output), "-q", *TEXTS, *shlex.split(options)]) == 0
-    scheme = options.split()[1]
-    sizes = {choice.options: choice.bytes for choice in diagnose(EXAMPLE, scheme).choices}  # type: ignore[arg-type]
-    assert verify(output).nbytes == sizes[options]
+def test_options_that_read_texts_can_be_typed(
+    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for options in sorted({row.options for row in MEASURED if row.readings}):
+        with subtests.test(options=options):
+            root = tmp_path_factory.mktemp("row")
+            output = root / "out"
+            assert main(["compress", "-m", str(EXAMPLE), "-o", str(output), "-q", *TEXTS, *shlex.split(options)]) == 0
+            scheme = options.split()[1]
+            sizes = {choice.options: choice.bytes for choice in diagnose(EXAMPLE, scheme).choices}  # type: ignore[arg-type]
+            assert verify(output).nbytes == sizes[options]
 
 
 def test_ignored_layers_stay_out_of_sizes(example: Path) -> None:

@@ -196,8 +196,8 @@ def test_a_saved_pass_of_another_run_is_never_used(
 
 def test_a_damaged_file_is_refused(outputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     part = stopped(outputs[0], monkeypatch)
-    data = part.read_bytes()
-    for damaged in (b"", data[:-1], data[: len(data) // 2] + b"?" + data[len(data) // 2 + 1 :]):
+    data, middle = part.read_bytes(), len(part.read_bytes()) // 2
+    for damaged in (b"", data[:-1], data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]):
         part.write_bytes(damaged)
         said = f"{part} cannot be continued: it is damaged or incomplete"
         assert refusal(outputs[0]) == (said, "remove it to begin again")

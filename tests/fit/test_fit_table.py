@@ -306,15 +306,15 @@ CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"
 DENSE = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
 
 
-@pytest.mark.parametrize(("numbers", "fp8"), [("float", True), ("int", False)])
-def test_an_fp8_cache_of_the_config_is_counted(tmp_path: Path, model: Path, numbers: str, fp8: bool) -> None:
-    settings = DENSE | {"kv_cache_scheme": CACHE | {"type": numbers}}
-    stored = qwen(tmp_path / "stored", quantization_config=settings)
-    found, same = fit_table(stored, "A6000"), fit_table(model, "A6000", kv_cache="fp8" if fp8 else "auto")
-    assert (found.kv_cache, found.cache_in_config) == (same.kv_cache, fp8) and found.schemes == same.schemes
-    assert same.command is not None and found.command == same.command.replace(str(model), str(stored))
-    said = "FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"
-    assert (said in fit_text(found).splitlines()) is fp8 and said not in fit_text(same)
+def test_an_fp8_cache_of_the_config_is_counted(tmp_path: Path, model: Path) -> None:
+    for numbers, fp8 in (("float", True), ("int", False)):
+        settings = DENSE | {"kv_cache_scheme": CACHE | {"type": numbers}}
+        stored = qwen(tmp_path / numbers, quantization_config=settings)
+        found, same = fit_table(stored, "A6000"), fit_table(model, "A6000", kv_cache="fp8" if fp8 else "auto")
+        assert (found.kv_cache, found.cache_in_config) == (same.kv_cache, fp8) and found.schemes == same.schemes
+        assert same.command is not None and found.command == same.command.replace(str(model), str(stored))
+        said = "FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"
+        assert (said in fit_text(found).splitlines()) is fp8 and said not in fit_text(same)
 
 
 def test_an_fp8_cache_that_compress_refuses_leaves_the_table_as_it_was(
@@ -331,11 +331,11 @@ def test_an_fp8_cache_that_compress_refuses_leaves_the_table_as_it_was(
     assert found.schemes == fit_table(model, "A6000").schemes
 
 
-@pytest.mark.parametrize("gpu", [None, "4090", "2x4090", "T4", "H100", "48GB", "cpu"])
-def test_the_table_fits_a_terminal(tmp_path: Path, gpu: str | None) -> None:
+def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
     moe = qwen(tmp_path / "moe", experts=8, layers=8)
-    text = fit_text(fit_table(moe, gpu, context=40000)).split("\n\n")[1]
-    assert max(map(len, text.splitlines())) <= 80
+    for gpu in (None, "4090", "2x4090", "T4", "H100", "48GB", "cpu"):
+        text = fit_text(fit_table(moe, gpu, context=40000)).split("\n\n")[1]
+        assert max(map(len, text.splitlines())) <= 80, gpu
 
 
 def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
@@ -456,9 +456,8 @@ def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
     assert "--max-model-len" not in fit_text(fit_table(model, "H100", context="16k"))
 
 
-@pytest.mark.parametrize(
-    ("given", "message", "hint"),
-    [
+def test_refusals(subtests: pytest.Subtests) -> None:
+    for given, message, hint in [
         ({"gpu": "4091"}, 'gpu="4091" is no GPU that is known', "did you mean RTX 4090"),
         ({"gpu": "24"}, 'gpu="24" is no GPU that is known', 'give its memory: gpu="24GB"'),
         ({"gpu": "5.0bits"}, 'gpu="5.0bits" is no GPU', "give its memory"),
@@ -476,13 +475,12 @@ def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
         ({"gpu": "T4", "engines": "sglang"}, "no scheme is left", "name another engine or GPU"),
         ({"ignore": ["**"]}, "no scheme is left, such as tensor: it quantizes nothing", ""),
         ({"ignore": ["no.such.**"]}, "", ""),
-    ],
-)
-def test_refusals(given: dict[str, Any], message: str, hint: str) -> None:
-    with pytest.raises(OpenQuantError) as caught:
-        fit_table(EXAMPLE, **given)
-    assert caught.value.message.startswith(message), caught.value.message
-    assert caught.value.hint.startswith(hint), caught.value.hint
+    ]:
+        with subtests.test(given=given):
+            with pytest.raises(OpenQuantError) as caught:
+                fit_table(EXAMPLE, **given)
+            assert caught.value.message.startswith(message), caught.value.message
+            assert caught.value.hint.startswith(hint), caught.value.hint
 
 
 def test_the_command_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -520,9 +518,8 @@ def test_gpus_load_no_mtp_layers(tmp_path: Path) -> None:
     assert row.holds[0].sequences == room // cached
 
 
-@pytest.mark.parametrize(
-    ("config", "unknown"),
-    [
+def test_a_hostile_config_is_no_crash(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
+    for config, unknown in [
         ({"max_position_embeddings": 10**11}, None),
         ({"max_position_embeddings": 10**30}, None),
         ({"max_position_embeddings": -1}, None),
@@ -538,18 +535,18 @@ def test_gpus_load_no_mtp_layers(tmp_path: Path) -> None:
             "the window: config.json's sliding_window is -4",
         ),
         ({"layer_types": [None, 3]}, None),
-    ],
-)
-def test_a_hostile_config_is_no_crash(tmp_path: Path, config: dict[str, Any], unknown: str | None) -> None:
-    root = qwen(tmp_path / "model", layers=8, **config)
-    for gpu in (None, "4090", "2xA100-80"):
-        try:
-            found = fit_table(root, gpu, context="8k")
-        except OpenQuantError:
-            continue
-        assert found.unknown is None if unknown is None else str(found.unknown).startswith(unknown)
-        text = fit_text(found)
-        assert ("the KV cache is not counted: it is not known" in text) is (unknown is not None)
+    ]:
+        with subtests.test(config=config):
+            root = tmp_path_factory.mktemp("row")
+            root = qwen(root / "model", layers=8, **config)
+            for gpu in (None, "4090", "2xA100-80"):
+                try:
+                    found = fit_table(root, gpu, context="8k")
+                except OpenQuantError:
+                    continue
+                assert found.unknown is None if unknown is None else str(found.unknown).startswith(unknown)
+                text = fit_text(found)
+                assert ("the KV cache is not counted: it is not known" in text) is (unknown is not None)
 
 
 def test_what_is_not_known_of_the_cache_leaves_the_weights(tmp_path: Path) -> None:
@@ -598,11 +595,11 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert "\x1b" not in text and "'" in text.splitlines()[-2]
 
 
-@pytest.mark.parametrize("options", [{}, {"fp8_kv_cache": True, "texts": {"documents": 1, "length": 2}}])
-def test_the_lines_of_a_plan_add_up_to_its_output(options: dict[str, Any]) -> None:
-    for scheme in SCHEMES.values():
-        try:
-            plan = make_plan(open_checkpoint(EXAMPLE), scheme, PlanOptions(**options))
-        except (PlanError, UsageError):
-            continue
-        assert sum(line.bytes_after for line in plan.lines) == summary.output_bytes(plan)
+def test_the_lines_of_a_plan_add_up_to_its_output() -> None:
+    for options in [{}, {"fp8_kv_cache": True, "texts": {"documents": 1, "length": 2}}]:
+        for scheme in SCHEMES.values():
+            try:
+                plan = make_plan(open_checkpoint(EXAMPLE), scheme, PlanOptions(**options))
+            except (PlanError, UsageError):
+                continue
+            assert sum(line.bytes_after for line in plan.lines) == summary.output_bytes(plan)

@@ -86,32 +86,38 @@ def same(records: list[DocumentRecord], expected: list[np.ndarray]) -> bool:
     return all(np.array_equal(record.kl, kl) for record, kl in zip(records, expected, strict=True))
 
 
-@pytest.mark.parametrize("architecture", KINDS)
-def test_a_single_scheme_answers_as_its_output(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
-    source = shelf.source(architecture)
-    name = small_checkpoints.served_in(architecture, "nvfp4", "int8-weights").name
-    compress(source, tmp_path / "out", name)
-    plans = plans_of(source, name)
-    uniform = {number: name for number, unit in enumerate(units_of(plans)) if name in unit.choices}
-    [records] = measured(source, plans, [uniform]).records
-    assert same(records, written(source, tmp_path / "out"))
-
-
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3nForCausalLM"])
-def test_each_unit_alone_answers_as_an_output_in_which_only_it_is_quantized(
-    shelf: Shelf, tmp_path: Path, architecture: str
+def test_a_single_scheme_answers_as_its_output(
+    shelf: Shelf, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
 ) -> None:
-    source = shelf.source(architecture)
-    plans = plans_of(source, "int8-weights")
-    units = units_of(plans)
-    mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
-    records = measured(source, plans, mixtures, changes=changes).records
-    # The last one, so that all layers before it are those of the source.
-    number = len(units) - 1
-    others = [pattern for at, unit in enumerate(units) if at != number for pattern in unit.patterns]
-    compress(source, tmp_path / "out", "int8-weights", ignore=others)
-    at = mixtures.index({number: "int8-weights"})
-    assert same(records[at], written(source, tmp_path / "out"))
+    for architecture in KINDS:
+        with subtests.test(architecture=architecture):
+            root = tmp_path_factory.mktemp("row")
+            source = shelf.source(architecture)
+            name = small_checkpoints.served_in(architecture, "nvfp4", "int8-weights").name
+            compress(source, root / "out", name)
+            plans = plans_of(source, name)
+            uniform = {number: name for number, unit in enumerate(units_of(plans)) if name in unit.choices}
+            [records] = measured(source, plans, [uniform]).records
+            assert same(records, written(source, root / "out"))
+
+
+def test_each_unit_alone_answers_as_an_output_in_which_only_it_is_quantized(
+    shelf: Shelf, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for architecture in ["Qwen3MoeForCausalLM", "Gemma3nForCausalLM"]:
+        with subtests.test(architecture=architecture):
+            root = tmp_path_factory.mktemp("row")
+            source = shelf.source(architecture)
+            plans = plans_of(source, "int8-weights")
+            units = units_of(plans)
+            mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
+            records = measured(source, plans, mixtures, changes=changes).records
+            # The last one, so that all layers before it are those of the source.
+            number = len(units) - 1
+            others = [pattern for at, unit in enumerate(units) if at != number for pattern in unit.patterns]
+            compress(source, root / "out", "int8-weights", ignore=others)
+            at = mixtures.index({number: "int8-weights"})
+            assert same(records[at], written(source, root / "out"))
 
 
 def test_the_head_is_a_unit_and_all_its_schemes_are_measured(example: Path, tmp_path: Path) -> None:
@@ -171,28 +177,34 @@ def test_a_weight_that_no_scheme_can_hold_is_named(tmp_path: Path) -> None:
         measured(source, plans, [{unit: "nvfp4"}])
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
-@pytest.mark.parametrize("name", ["channel", "int8", "nvfp4-w4a4"])
 def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
-    shelf: Shelf, tmp_path: Path, architecture: str, name: str
+    shelf: Shelf, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
 ) -> None:
-    source = shelf.source(architecture)
-    compress(source, tmp_path / "out", name)
-    plans = plans_of(source, name)
-    [records] = measured(source, plans, [dict.fromkeys(range(len(units_of(plans))), name)]).records
-    served = ServedModel(StreamedModel(open_checkpoint(tmp_path / "out")))
-    plain = StreamedModel(open_checkpoint(source))
-    found: list[torch.Tensor] = []
-    passes = [[ForwardPass(plain, partial(logits, plain, ids)), served.passes(ids)[1]] for ids in BATCH]
-    run_interleaved(passes, finished=lambda *value: found.append(value[2]))
-    names = ModelNames("source", "output")
-    expected = [
-        compare_logits(before, after, ids, "", "", names).kl
-        for before, after, ids in zip(found[::2], found[1::2], BATCH, strict=True)
-    ]
-    assert same(records, expected)
-    [weights_alone] = measured(source, plans_of(source, "nvfp4"), [{}]).records
-    assert not any(record.kl.any() for record in weights_alone)
+    for architecture, name in [
+        ("Qwen3ForCausalLM", "channel"),
+        ("Qwen3MoeForCausalLM", "channel"),
+        ("Qwen3MoeForCausalLM", "int8"),
+        ("Qwen3ForCausalLM", "nvfp4-w4a4"),
+    ]:
+        with subtests.test(architecture=architecture, name=name):
+            root = tmp_path_factory.mktemp("row")
+            source = shelf.source(architecture)
+            compress(source, root / "out", name)
+            plans = plans_of(source, name)
+            [records] = measured(source, plans, [dict.fromkeys(range(len(units_of(plans))), name)]).records
+            served = ServedModel(StreamedModel(open_checkpoint(root / "out")))
+            plain = StreamedModel(open_checkpoint(source))
+            found: list[torch.Tensor] = []
+            passes = [[ForwardPass(plain, partial(logits, plain, ids)), served.passes(ids)[1]] for ids in BATCH]
+            run_interleaved(passes, finished=lambda *value, found=found: found.append(value[2]))
+            names = ModelNames("source", "output")
+            expected = [
+                compare_logits(before, after, ids, "", "", names).kl
+                for before, after, ids in zip(found[::2], found[1::2], BATCH, strict=True)
+            ]
+            assert same(records, expected)
+            [weights_alone] = measured(source, plans_of(source, "nvfp4"), [{}]).records
+            assert not any(record.kl.any() for record in weights_alone)
 
 
 def test_each_choice_of_a_unit_is_made_once_and_alone_in_memory(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,13 +245,14 @@ def test_experts_without_tokens_are_counted(shelf: Shelf) -> None:
 ALL = small_checkpoints.RUNNABLE if os.environ.get("OPENQUANT_ALL") == "1" else KINDS
 
 
-@pytest.mark.parametrize("architecture", ALL)
-def test_every_unit_has_a_score_in_every_scheme(shelf: Shelf, architecture: str) -> None:
-    source = shelf.source(architecture)
-    plans = plans_of(
-        source, small_checkpoints.served_in(architecture, "nvfp4", "int8-weights", "channel", "block").name
-    )
-    units = units_of(plans)
-    mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
-    scores = scores_of(units, mixtures, changes, measured(source, plans, mixtures, changes=changes))
-    assert all(0 < kl < 10 for found in scores.kl for name, kl in found.items() if name != UNQUANTIZED)
+def test_every_unit_has_a_score_in_every_scheme(shelf: Shelf, subtests: pytest.Subtests) -> None:
+    for architecture in ALL:
+        with subtests.test(architecture=architecture):
+            source = shelf.source(architecture)
+            plans = plans_of(
+                source, small_checkpoints.served_in(architecture, "nvfp4", "int8-weights", "channel", "block").name
+            )
+            units = units_of(plans)
+            mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
+            scores = scores_of(units, mixtures, changes, measured(source, plans, mixtures, changes=changes))
+            assert all(0 < kl < 10 for found in scores.kl for name, kl in found.items() if name != UNQUANTIZED)
