@@ -358,10 +358,7 @@ def test_the_table_and_json(example: Path) -> None:
     done = run_openquant("diagnose", example)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[:2] == [
-        f"{example}: Qwen3ForCausalLM, --scheme tensor",
-        "28 layers, measured on all their rows",
-    ]
+    assert lines[:2] == [f"{example}: Qwen3ForCausalLM, --scheme tensor", "28 layers, measured on all their rows"]
     assert sum(line.startswith("model.layers.") for line in lines) == 10
     assert lines[14:] == [
         "normally distributed weights      "

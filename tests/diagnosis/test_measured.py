@@ -38,10 +38,7 @@ def test_what_lost_less_at_about_the_same_size(example: Path, subtests: pytest.S
         ("tensor", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
         ("int8", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
         ("int8-weights", []),
-        (
-            "nvfp4",
-            ["--scheme nvfp4 --gptq", "--scheme int5", "--scheme int4 --awq --gptq", "--scheme int4 --gptq"],
-        ),
+        ("nvfp4", ["--scheme nvfp4 --gptq", "--scheme int5", "--scheme int4 --awq --gptq", "--scheme int4 --gptq"]),
         (
             "int4",
             [

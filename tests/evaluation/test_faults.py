@@ -219,10 +219,7 @@ DENSE = {
         "int4, AWQ", scaled(f"{UP}.weight_scale", 2), {"model.layers.2"}, ("similar", "changed")
     ),
     "KV scales fifty times too small": Fault(
-        "channel",
-        with_cache_scales(1 / 50),
-        {f"model.layers.{number}" for number in range(4)},
-        ("changed", "broken"),
+        "channel", with_cache_scales(1 / 50), {f"model.layers.{number}" for number in range(4)}, ("changed", "broken")
     ),
     "KV scales of one layer fifty times too small": Fault(
         "channel", with_cache_scales(1 / 50, (2,)), {"model.layers.2"}, ("close", "similar", "changed", "broken")

@@ -61,10 +61,7 @@ def knows(count: int, wrong: str = " x") -> Complete:
 
 @contextmanager
 def servers(output: Path, source: Complete, made: Complete) -> Iterator[tuple[LoopbackEngine, LoopbackEngine]]:
-    with (
-        LoopbackEngine({"a-name": EXAMPLE}, source) as first,
-        LoopbackEngine({str(output): output}, made) as second,
-    ):
+    with LoopbackEngine({"a-name": EXAMPLE}, source) as first, LoopbackEngine({str(output): output}, made) as second:
         yield first, second
 
 
