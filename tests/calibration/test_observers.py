@@ -243,18 +243,6 @@ def test_a_continued_pass_computes_no_layer_twice(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_a_checkpoint_belongs_to_one_pass(source: Path, tmp_path: Path) -> None:
-    path = tmp_path / "x.part"
-    ended_early(source, PassCheckpoint(path, lambda: {"texts": "a", "weights": "b"}))
-    with pytest.raises(SourceError) as caught:
-        PassCheckpoint(path, lambda: {"texts": "a", "weights": "c"})
-    assert (caught.value.message, caught.value.hint) == (
-        f"{path} is from a run with other weights",
-        "remove it to begin again, or use the same weights",
-    )
-
-
-@pytest.mark.usefixtures("at_once")
 def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
     ended_early(source, PassCheckpoint(path, dict))

@@ -40,17 +40,11 @@ from openquant.weights.weight import Weight
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.outlier_channels import twin
+from support.random_calibrations import Planned, skewed
 
 INT8 = SCHEMES["int8"]
 SMALL: dict[str, Any] = {"samples": 8, "length": 128}
 Weights = dict[str, torch.Tensor]
-
-
-class Planned(Reporter):
-    """Keeps the plan that is carried out."""
-
-    def planned(self, plan: Plan, *_: Any) -> None:
-        self.notes = plan.notes
 
 
 class Twin:
@@ -82,7 +76,10 @@ def test_outliers_cost_nothing_with_smoothquant(made: Twin, tmp_path: Path, monk
 
 
 def test_plan_and_card_name_the_method(made: Twin) -> None:
-    assert "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings" in made.reporter.notes
+    assert (
+        "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings"
+        in made.reporter.plan.notes
+    )
     assert made.result.folded == "SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections"
     line = "| folded | SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections |"
     card = (made.output / "README.md").read_text().splitlines()
@@ -107,46 +104,12 @@ def test_verify_recognizes_scales(made: Twin, tmp_path: Path) -> None:
     assert verify(plain, made.source, full=True).problems == ()
 
 
-NORM = "model.layers.1.input_layernorm.weight"
+LAYER = "model.layers.1"
+NORM, UP, DOWN = f"{LAYER}.input_layernorm.weight", f"{LAYER}.mlp.up_proj.weight", f"{LAYER}.mlp.down_proj.weight"
 
 
-def no_power(weights: Weights) -> None:
-    weights[NORM][7] *= 1.25
-
-
-def no_columns(weights: Weights) -> None:
-    weights[NORM][7] *= 2
-
-
-def another_bit(weights: Weights) -> None:
-    weights["model.layers.1.self_attn.q_norm.weight"][3] *= 2
-
-
-def test_a_changed_norm_is_named(
-    made: Twin, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for change, problem in [
-        (no_power, "their ratio is no power of two (1 of 256 elements have none)"),
-        (no_columns, "does not match model.layers.1.self_attn.k_proj, which reads its output: column 7 there is"),
-        (another_bit, "model.layers.1.self_attn.q_norm.weight differs from the source's, first in byte"),
-    ]:
-        with subtests.test(problem):
-            root = tmp_path_factory.mktemp("row")
-            problems = verify(small_checkpoints.changed_copy(made.output, root / "x", change), made.source).problems
-            name = NORM if change is not another_bit else "q_norm"
-            assert any(name in found and problem in found for found in problems), problems
-
-
-def test_a_changed_row_is_reported(made: Twin, tmp_path: Path) -> None:
-    def change(weights: Weights) -> None:
-        weights["model.layers.1.mlp.up_proj.weight_scale"][5] *= 2
-
-    report = verify(small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source, full=True)
-    assert any("up_proj.weight does not match model.layers.1.mlp.down_proj" in found for found in report.problems)
-    damaged = small_checkpoints.changed_copy(
-        made.output, tmp_path / "y", lambda held: held["model.layers.1.mlp.up_proj.weight_scale"][5].fill_(np.nan)
-    )
-    assert "holds nan" in "; ".join(verify(damaged, made.source).problems)
+def times(name: str, factor: float, at: int) -> Callable[[Weights], Any]:
+    return lambda weights: weights[name][at].mul_(factor)
 
 
 def without(name: str) -> Callable[[Weights], Any]:
@@ -157,22 +120,28 @@ def with_shape(name: str, *shape: int) -> Callable[[Weights], Any]:
     return lambda weights: weights.update({name: torch.ones(shape, dtype=weights[name].dtype)})
 
 
-def test_damage_is_reported(made: Twin, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
-    for change, problem in [
-        (without("model.layers.1.mlp.up_proj.weight_scale"), "model.layers.1.mlp.up_proj.weight_scale"),
-        (without("model.layers.1.self_attn.k_proj.weight_scale"), "model.layers.1.self_attn.k_proj.weight_scale"),
-        (without("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight"),
-        (without("model.layers.1.mlp.down_proj.weight"), "model.layers.1.mlp.down_proj.weight"),
-        (without(NORM), f"{NORM} is missing"),
-        (with_shape(NORM, 128), f"{NORM} is BF16 [128], the source has BF16 [256]"),
-        (with_shape("model.layers.1.self_attn.v_proj.weight", 64, 256), "v_proj"),
-    ]:
-        with subtests.test(problem):
-            root = tmp_path_factory.mktemp("row")
-            problems = verify(
-                small_checkpoints.changed_copy(made.output, root / "x", change), made.source, full=True
-            ).problems
-            assert any(problem in found for found in problems), problems
+# What is done to an output, whether all of it must be read, and what is said of it.
+DAMAGE: list[tuple[Callable[[Weights], Any], bool, str]] = [
+    (times(NORM, 1.25, 7), False, f"{NORM}.*their ratio is no power of two \\(1 of 256 elements have none\\)"),
+    (times(NORM, 2, 7), False, f"{NORM} does not match {LAYER}.self_attn.k_proj, which reads its output: column 7 there is"),
+    (times(f"{LAYER}.self_attn.q_norm.weight", 2, 3), False, "self_attn.q_norm.weight differs from the source's, first in byte"),
+    (times(f"{UP}_scale", 2, 5), True, f"{UP} does not match {LAYER}.mlp.down_proj"),
+    (times(f"{UP}_scale", np.nan, 5), False, "holds nan"),
+    (without(f"{UP}_scale"), True, f"{UP}_scale"),
+    (without(f"{LAYER}.self_attn.k_proj.weight_scale"), True, f"{LAYER}.self_attn.k_proj.weight_scale"),
+    (without(UP), True, UP),
+    (without(DOWN), True, DOWN),
+    (without(NORM), True, f"{NORM} is missing"),
+    (with_shape(NORM, 128), True, f"{NORM} is BF16 \\[128\\], the source has BF16 \\[256\\]"),
+    (with_shape(f"{LAYER}.self_attn.v_proj.weight", 64, 256), True, "v_proj"),
+]  # fmt: skip
+
+
+def test_damage_is_reported(made: Twin, tmp_path: Path) -> None:
+    for number, (change, full, problem) in enumerate(DAMAGE):
+        damaged = small_checkpoints.changed_copy(made.output, tmp_path / str(number), change)
+        problems = verify(damaged, made.source, full=full).problems
+        assert any(re.search(problem, found) for found in problems), (problem, problems)
 
 
 def test_weights_that_overflow_float32_are_refused(made: Twin, tmp_path: Path) -> None:
@@ -184,7 +153,7 @@ def test_weights_that_overflow_float32_are_refused(made: Twin, tmp_path: Path) -
     # Multiplied columns would be infinite: the estimated error excludes this mapping.
     compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=reporter)
     assert "model.layers.0.post_attention_layernorm: the layers' estimated error would not be" in "; ".join(
-        reporter.notes
+        reporter.plan.notes
     )
     assert verify(tmp_path / "out", source, full=True).problems == ()
 
@@ -203,7 +172,7 @@ def test_a_divided_norm_without_multiplied_columns_is_a_change(shelf: Shelf, tmp
 def test_dequantized_weights_stay_smoothed(made: Twin, tmp_path: Path) -> None:
     reporter = Planned()
     dequantize(made.output, tmp_path / "plain", reporter=reporter)
-    assert "norms stay as the output has them, folded with the weights" in "; ".join(reporter.notes)
+    assert "norms stay as the output has them, folded with the weights" in "; ".join(reporter.plan.notes)
     found, weights = small_checkpoints.read(tmp_path / "plain"), small_checkpoints.read(made.source)
     ids = torch.randint(10, 2000, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -221,20 +190,8 @@ def opened(root: Path) -> Reader:
     return Reader(checkpoint.where, root.joinpath)
 
 
-def random_calibration(plan: Plan) -> Calibration:
-    """Inputs of which some are far larger than others."""
-    random = np.random.default_rng(3)
-    found: dict[str, InputStatistics] = {}
-    for weight in plan.layers.values():
-        largest = np.exp(random.normal(0, 2, weight.shape[1])).astype(np.float32)
-        found.setdefault(
-            weight.source.name, InputStatistics((weight.source.name,), largest, largest / 4, 9, largest**2 / 9)
-        )
-    return Calibration(tuple(found.values()), "", {})
-
-
 def transforms_of(plan: Plan, root: Path, exponent: float = 0.5) -> WeightTransforms:
-    reader, calibration = opened(root), random_calibration(plan)
+    reader, calibration = opened(root), read_calibration(skewed(plan, root / "of"))
     parts = []
     for mapping in usable_mappings(plan).mappings:
         scale = smoothquant_scale(mapping, plan, reader, calibration, exponent)
@@ -293,10 +250,8 @@ def test_any_architecture_is_verified(tmp_path_factory: pytest.TempPathFactory, 
             root = tmp_path_factory.mktemp("row")
             source = small_checkpoints.write(root / "source", architecture)
             plan = make_plan(open_checkpoint(source), INT8)
-            calibration = replace(random_calibration(plan), model=Fingerprint(plan.source).hexdigest())
-            (root / "of.safetensors").write_bytes(calibration.to_bytes())
             out = root / "out"
-            compress(source, out, "int8", smooth=0.5, calibration=root / "of.safetensors")
+            compress(source, out, "int8", smooth=0.5, calibration=skewed(plan, root / "of.safetensors"))
             report = verify(out, source, full=True)
             assert (report.problems, report.equal_share) == ((), 1)
             assert "smoothed" in report.notes[0]
@@ -349,7 +304,7 @@ def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     reporter = Planned()
     result = compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, dry_run=True, reporter=reporter)
     assert result.dry_run
-    assert "smoothing factors are chosen when the weights are read, not in a dry run" in "; ".join(reporter.notes)
+    assert "smoothing factors are chosen when the weights are read, not in a dry run" in "; ".join(reporter.plan.notes)
     assert not list(tmp_path.iterdir())
 
 
@@ -384,7 +339,7 @@ def test_notes_name_unused_mappings(made: Twin, tmp_path: Path) -> None:
     compress(
         made.source, out, "int8", smooth=0.5, calibration=made.calibration, kv_cache="fp8", reporter=reporter, **options
     )
-    notes = "\n".join(reporter.notes)
+    notes = "\n".join(reporter.plan.notes)
     assert "in 9 of 16 smoothing mappings" in notes
     assert "no smoothing at model.layers.{0..3}.self_attn.v_proj: the KV cache is in FP8" in notes
     assert "no smoothing at model.layers.0.mlp.up_proj: a layer is not quantized (--ignore **.layers.0.mlp" in notes
@@ -417,13 +372,9 @@ def test_a_mapping_that_does_not_help_is_not_used(tmp_path: Path) -> None:
 
 def test_models_without_mappings_are_not_smoothed(tmp_path: Path) -> None:
     source, reporter = small_checkpoints.write(tmp_path / "source", "Olmo2ForCausalLM"), Planned()
-    calibration = replace(
-        random_calibration(make_plan(open_checkpoint(source), INT8)),
-        model=Fingerprint(open_checkpoint(source)).hexdigest(),
-    )
-    (tmp_path / "of").write_bytes(calibration.to_bytes())
-    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=reporter)
-    assert "SmoothQuant 0.5 changes nothing: no smoothing mappings of Olmo2ForCausalLM are known" in reporter.notes
+    calibration = skewed(make_plan(open_checkpoint(source), INT8), tmp_path / "of")
+    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=reporter)
+    assert "SmoothQuant 0.5 changes nothing: no smoothing mappings of Olmo2ForCausalLM are known" in reporter.plan.notes
     assert "folded" not in (tmp_path / "out" / "README.md").read_text()
     assert verify(tmp_path / "out", source, full=True).problems == ()
 
