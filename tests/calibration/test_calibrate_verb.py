@@ -141,14 +141,17 @@ def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", name]
 
 
-def test_static_activations_are_calibrated_first(calibration: Path, tmp_path: Path) -> None:
-    words = ("compress", "-m", EXAMPLE, "-o", "made/out", "--activation-scheme", "static", *TEXTS)
-    assert run_openquant(*words, "--dry-run", cwd=tmp_path).returncode == 0
+def test_static_activations_are_calibrated_first(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["compress", "-m", str(EXAMPLE), "-o", "made/out", "--activation-scheme", "static", *map(str, TEXTS)]
+    assert main([*words, "--dry-run"]) == 0
     assert not list(tmp_path.iterdir())
-    done = run_openquant(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    capsys.readouterr()
+    assert main(words) == 0
     kept = "made/tiny-qwen3.calibration.safetensors"
-    assert done.stderr.splitlines()[0].endswith(f" has yours; kept in {kept}")
+    assert capsys.readouterr().err.splitlines()[0].endswith(f" has yours; kept in {kept}")
     assert (tmp_path / kept).read_bytes() == calibration.read_bytes()
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["out", Path(kept).name]
     # Its bytes are those of the same in two steps.
@@ -317,35 +320,20 @@ def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, 
 def test_options_that_exclude_each_other_are_refused(
     calibration: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    for options, kind, message in [
-        ({"calibration": "CALIBRATION"}, UsageError, "nothing uses calibration"),
-        (
-            {"calibration": "missing", "activation_scheme": "static"},
-            SourceError,
-            "missing cannot be read: No such file",
-        ),
+    static, of = {"activation_scheme": "static"}, {"calibration": calibration}
+    rows: list[tuple[dict[str, Any], type[OpenQuantError], str]] = [
+        (of, UsageError, "nothing uses calibration"),
+        (static | {"calibration": "missing"}, SourceError, "missing cannot be read: No such file"),
         ({"calibrate": True}, UsageError, "nothing uses calibrate=True$"),
-        (
-            {"calibrate": True, "calibration": "CALIBRATION", "activation_scheme": "static"},
-            UsageError,
-            "calibrate=True and calibration are both given$",
-        ),
-        (
-            {"calibration": "CALIBRATION", "activation_scheme": "static", "samples": 3},
-            UsageError,
-            "texts are given, and nothing is calibrated$",
-        ),
+        (static | of | {"calibrate": True}, UsageError, "calibrate=True and calibration are both given$"),
+        (static | of | {"samples": 3}, UsageError, "texts are given, and nothing is calibrated$"),
         ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated$"),
-        (
-            {"calibration": "CALIBRATION", "activation_scheme": "static", "scheme": "block"},
-            UsageError,
-            'scheme="block" has no static activations',
-        ),
-    ]:
-        with subtests.test(options=options):
-            given = {name: calibration if value == "CALIBRATION" else value for name, value in options.items()}
+        (static | of | {"scheme": "block"}, UsageError, 'scheme="block" has no static activations'),
+    ]
+    for options, kind, message in rows:
+        with subtests.test(message):
             with pytest.raises(kind, match=f"^{message}"):
-                compress(EXAMPLE, tmp_path / "out", **given)
+                compress(EXAMPLE, tmp_path / "out", **options)
             assert not (tmp_path / "out").exists()
 
 

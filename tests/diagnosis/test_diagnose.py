@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import EXAMPLE, run_openquant
+from conftest import EXAMPLE
 from openquant import Diagnosis, compress, dequantize, diagnose, verify
 from openquant.cli.commands import main
 from openquant.diagnosis.diagnose import sample_step
@@ -159,6 +159,10 @@ def test_a_layer_of_zeros_has_no_error(tmp_path: Path) -> None:
     for full in (False, True):
         layer = only(diagnose(source, full=full))
         assert layer.errors == layer.row_errors == dict.fromkeys(SCHEMES, 0.0)
+    # It is named.
+    assert f"note: all weights are zero: {DOWN}\n" in diagnosis_text(diagnose(source), every=False)
+    sound = model(tmp_path / "sound", mlp__up_proj=noise(64, 64))
+    assert "all weights are zero" not in diagnosis_text(diagnose(sound), every=False)
 
 
 def test_all_but_one_weight_zero(tmp_path: Path) -> None:
@@ -354,10 +358,14 @@ def test_list_is_another_verb(example: Path) -> None:
     assert caught.value.hint.endswith('; openquant.explain(MODEL, "**").layers lists them')
 
 
-def test_the_table_and_json(example: Path) -> None:
-    done = run_openquant("diagnose", example)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+def test_the_table_and_json(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        assert main(["diagnose", str(example), *words]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    lines = said().splitlines()
     assert lines[:2] == [f"{example}: Qwen3ForCausalLM, --scheme tensor", "28 layers, measured on all their rows"]
     assert sum(line.startswith("model.layers.") for line in lines) == 10
     assert lines[14:] == [
@@ -375,23 +383,27 @@ def test_the_table_and_json(example: Path) -> None:
         "--scheme int8 --smooth 0.5    0.0202  43 % less  5.29 MB         INT8       once",
         "--scheme channel              0.0299  16 % less  5.29 MB          FP8         no",
     ]
-    every = run_openquant("diagnose", example, "--verbose").stdout.splitlines()
+    every = said("--verbose").splitlines()
     assert [line.split()[0] for line in every if line.startswith("model.layers.")] == [
         layer.module for layer in diagnose(example).layers
     ]
-    done = run_openquant("diagnose", example, "--json", "--scheme", "channel", "--full")
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout, parse_constant=pytest.fail)
+    found = json.loads(said("--json", "--scheme", "channel", "--full"), parse_constant=pytest.fail)
     assert found == json.loads(json.dumps(diagnose(example, "channel", full=True).to_json())) | {"model": str(example)}
     assert (found["scheme"], found["rows_read"], len(found["layers"])) == ("channel", 1.0, 28)
     layer = found["layers"][0]
     assert layer["row_errors"]["channel"] > 0
 
 
-def test_the_table_says_what_was_measured(tmp_path: Path) -> None:
-    done = run_openquant("diagnose", model(tmp_path / "model", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128)))
-    lines = done.stdout.splitlines()
-    assert lines[1] == "2 layers, measured on 11 % of their rows, spread evenly; scales from all"
+def test_the_table_says_what_was_measured_and_names_do_not_move_the_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = model(tmp_path / "a\x1b[31mb", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128))
+    assert main(["diagnose", str(source)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "\x1b" not in out
+    first, second, *_ = out.splitlines()
+    assert first.startswith(f"{tmp_path}/a\\x1b[31mb: ")
+    assert second == "2 layers, measured on 11 % of their rows, spread evenly; scales from all"
 
 
 def test_errors_of_weights_whose_squares_overflow_float32(
@@ -409,15 +421,6 @@ def test_errors_of_weights_whose_squares_overflow_float32(
                 assert other.row_errors[name] == pytest.approx(plain.row_errors[name], rel=1e-5), name
 
 
-def test_names_do_not_move_the_cursor(tmp_path: Path) -> None:
-    done = run_openquant(
-        "diagnose", model(tmp_path / "a\x1b[31mb", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128))
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
-    assert done.stdout.startswith(f"{tmp_path}/a\\x1b[31mb: ")
-
-
 def test_no_more_threads_than_tasks_are_started(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[threading.Thread] = []
     start = threading.Thread.start
@@ -427,12 +430,3 @@ def test_no_more_threads_than_tasks_are_started(example: Path, monkeypatch: pyte
     started.clear()
     assert diagnose(example, workers=100_000) == few
     assert len(started) - alone < max(16, os.cpu_count() or 1)
-
-
-def test_a_layer_of_zeros_is_named(tmp_path: Path) -> None:
-    source = model(
-        tmp_path / "model", mlp__down_proj=torch.zeros(128, 512, dtype=torch.bfloat16), mlp__up_proj=noise(64, 64)
-    )
-    assert f"note: all weights are zero: {DOWN}\n" in diagnosis_text(diagnose(source), every=False)
-    sound = model(tmp_path / "sound", mlp__up_proj=noise(64, 64))
-    assert "all weights are zero" not in diagnosis_text(diagnose(sound), every=False)

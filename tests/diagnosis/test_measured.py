@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import EXAMPLE, ROOT, run_openquant
+from conftest import EXAMPLE, ROOT
 from openquant import compress, diagnose, evaluate, verify
 from openquant.cli.commands import main
 from openquant.diagnosis.measured import MEASURED, MODEL
@@ -100,17 +100,18 @@ def test_schemes_that_engines_cannot_load_are_left_out(tmp_path: Path) -> None:
     assert {choice.options.split()[1] for choice in found.choices} == {"int8-weights", "int8", "channel"}
 
 
-def test_a_scheme_that_was_not_measured(tmp_path: Path) -> None:
+def test_a_scheme_that_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = diagnose(EXAMPLE, "block")
     assert (found.kl, found.choices) == (None, ())
-    assert (
-        f"--scheme block was not measured on {MODEL}" in run_openquant("diagnose", EXAMPLE, "--scheme", "block").stdout
-    )
-    done = run_openquant("diagnose", EXAMPLE, "--scheme", "int8-weights")
-    assert done.stdout.splitlines()[-1] == f"nothing of about this size lost a tenth less on {MODEL}"
+    assert main(["diagnose", str(EXAMPLE), "--scheme", "block"]) == 0
+    assert f"--scheme block was not measured on {MODEL}" in capsys.readouterr().out
+    assert main(["diagnose", str(EXAMPLE), "--scheme", "int8-weights"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"nothing of about this size lost a tenth less on {MODEL}"
 
 
-def test_conspicuous_layers_and_a_scheme_in_which_they_are_not(tmp_path: Path) -> None:
+def test_conspicuous_layers_and_a_scheme_in_which_they_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     weights["model.layers.1.mlp.down_proj.weight"][7, 3] = 9000.0
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
@@ -118,7 +119,8 @@ def test_conspicuous_layers_and_a_scheme_in_which_they_are_not(tmp_path: Path) -
     assert [layer.module for layer in found.conspicuous] == ["model.layers.1.mlp.down_proj"]
     assert found.to_json()["conspicuous"] == ["model.layers.1.mlp.down_proj"]
     assert diagnose(source, "channel").conspicuous == []
-    text = run_openquant("diagnose", source).stdout
+    assert main(["diagnose", str(source)]) == 0
+    text = capsys.readouterr().out
     assert (
         "1 of 14 layers lose more than twice what normally distributed weights do, or cannot be stored: "
         "model.layers.1.mlp.down_proj; none does with --scheme channel or mxfp8\n"

@@ -130,17 +130,8 @@ def test_ranks_evaluate_and_go_on_together(output: Path, tmp_path: Path) -> None
 
 def test_ranks_fold_alike(tmp_path: Path) -> None:
     source = twin(EXAMPLE, tmp_path / "twin")
-    given = (
-        "-m",
-        source,
-        "-o",
-        tmp_path / "out",
-        "--scheme",
-        "int8",
-        "--smooth",
-        "0.5",
-        *("--samples", 2, "--length", 64),
-    )
+    texts = ("--samples", 2, "--length", 64)
+    given = ("-m", source, "-o", tmp_path / "out", "--scheme", "int8", "--smooth", "0.5", *texts)
     with forked_ranks.job() as job:
         done = job.finish(2, *map(str, given))
     assert done.returncode == 0, done.stderr

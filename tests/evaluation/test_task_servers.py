@@ -114,14 +114,8 @@ def test_probabilities_stay_in_our_pass_beside_generated_texts(output: Path, tmp
     # A choice's exact match is whether it is greedy; there is one metric for both.
     choices = write_lm_eval(tmp_path / "b", "chosen", metric_list=[{"metric": "acc"}, *match])
     with servers(output, knows(8), knows(8)) as (first, second):
-        found = evaluate(
-            output,
-            EXAMPLE,
-            **QUICK,
-            tasks=[choices, generated],
-            server=[first.url, second.url],
-            out=tmp_path / "e.json",
-        )
+        urls = [first.url, second.url]
+        found = evaluate(output, EXAMPLE, **QUICK, tasks=[choices, generated], server=urls, out=tmp_path / "e.json")
     tasks = {each["task"]: each for each in found.outputs[0]["tasks"]["tasks"]}
     assert tasks["made"]["kl"] is None and tasks["chosen"]["kl"] == found.outputs[0]["tasks"]["pooled"]["kl"] > 0
     assert tasks["made"]["answered_otherwise"] == 0
