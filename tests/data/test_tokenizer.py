@@ -68,21 +68,22 @@ def test_what_a_tokenizer_sets_before_a_text_is_known(model: Path) -> None:
     assert tokenizer.encode("Hello") == load_tokenizer(EXAMPLE).encode("Hello")
 
 
-def test_the_template_is_found_wherever_it_is(model: Path, subtests: pytest.Subtests) -> None:
-    for place in ["jinja", "config", "named", "processor"]:
+def test_the_template_is_found_wherever_it_is(model: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    for place in ("jinja", "config", "named", "processor"):
         with subtests.test(place=place):
-            template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+            copy = Path(shutil.copytree(model, tmp_path / place))
             if place == "jinja":
-                (model / "chat_template.jinja").write_text(template)
-                configure(model, chat_template="another")
+                (copy / "chat_template.jinja").write_text(template)
+                configure(copy, chat_template="another")
             elif place == "config":
-                configure(model, chat_template=template)
+                configure(copy, chat_template=template)
             elif place == "named":
                 several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
-                configure(model, chat_template=several)
+                configure(copy, chat_template=several)
             else:
-                (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-            assert load_tokenizer(model).render_chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
+                (copy / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+            assert load_tokenizer(copy).render_chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
 
 
 def test_a_model_without_a_template_takes_no_chats(model: Path) -> None:
