@@ -16,7 +16,6 @@ from openquant.calibration.awq import EXPONENTS, SampledRows, sample_rows, searc
 from openquant.calibration.mappings import SmoothingMapping
 from openquant.calibration.smoothing import nearest_powers_of_two
 from openquant.errors import SourceError, UsageError
-from openquant.evaluation import answers
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.reference import decode, encode, group_absmax, group_ranges
 from openquant.formats.schemes import INT4_SHIFTED, INT4_W4A16, SCHEMES, Scheme
@@ -38,22 +37,19 @@ def sampled(seed: int, scheme: Scheme = INT4_W4A16, rows: int = 16) -> SampledRo
     return SampledRows(values, SQUARE, scheme, 1.0)
 
 
-def test_the_output_error_is_that_of_rounding(subtests: pytest.Subtests) -> None:
-    for scheme in [INT4_W4A16, INT4_SHIFTED]:
-        with subtests.test(scheme.suffix):
-            each, form = sampled(1, scheme), scheme.format
-            columns = np.exp2(RANDOM.integers(-3, 4, WIDTH)).astype(np.float32)
-            folded = torch.from_numpy(each.rows * columns)
-            if form.zero_point is None:
-                scale, zero = torch.from_numpy(form.scales(group_absmax(folded, form.group).numpy())), None
-            else:
-                scale, zero = group_ranges(folded, form)
-            off = (decode(encode(folded, scale, form, zero), scale, form, zero) - folded).double() / torch.from_numpy(
-                columns
-            )
-            wanted = (off.square() * torch.from_numpy(SQUARE)).sum().item()
-            assert each.output_error(columns) == pytest.approx(wanted, rel=1e-5)
-            assert replace(each, share=3.0).output_error(columns) == pytest.approx(3 * wanted, rel=1e-5)
+@pytest.mark.parametrize("scheme", [INT4_W4A16, INT4_SHIFTED], ids=lambda scheme: scheme.suffix)
+def test_the_output_error_is_that_of_rounding(scheme: Scheme) -> None:
+    each, form = sampled(1, scheme), scheme.format
+    columns = np.exp2(RANDOM.integers(-3, 4, WIDTH)).astype(np.float32)
+    folded = torch.from_numpy(each.rows * columns)
+    if form.zero_point is None:
+        scale, zero = torch.from_numpy(form.scales(group_absmax(folded, form.group).numpy())), None
+    else:
+        scale, zero = group_ranges(folded, form)
+    off = (decode(encode(folded, scale, form, zero), scale, form, zero) - folded).double() / torch.from_numpy(columns)
+    wanted = (off.square() * torch.from_numpy(SQUARE)).sum().item()
+    assert each.output_error(columns) == pytest.approx(wanted, rel=1e-5)
+    assert replace(each, share=3.0).output_error(columns) == pytest.approx(3 * wanted, rel=1e-5)
 
 
 def test_much_larger_inputs_have_larger_scales() -> None:
@@ -93,14 +89,14 @@ def test_query_heads_share_the_scale_of_their_value_head() -> None:
     assert int(found.argmax()) == 32 + 3
 
 
-def test_sampled_rows_are_evenly_spaced() -> None:
-    for most in [16, 100, 5000]:
-        plan = make_plan(open_checkpoint(EXAMPLE), INT4_W4A16)
-        reader = Reader(plan.decoded.where, EXAMPLE.joinpath)
-        weight = plan.layers["model.layers.1.mlp.up_proj"]
-        values = small_checkpoints.read(EXAMPLE)["model.layers.1.mlp.up_proj.weight"].float().numpy()
-        found = sample_rows(weight, reader, most)
-        assert np.array_equal(found, values[[number * 768 // min(most, 768) for number in range(min(most, 768))]])
+@pytest.mark.parametrize("most", [16, 100, 5000])
+def test_sampled_rows_are_evenly_spaced(most: int) -> None:
+    plan = make_plan(open_checkpoint(EXAMPLE), INT4_W4A16)
+    reader = Reader(plan.decoded.where, EXAMPLE.joinpath)
+    weight = plan.layers["model.layers.1.mlp.up_proj"]
+    values = small_checkpoints.read(EXAMPLE)["model.layers.1.mlp.up_proj.weight"].float().numpy()
+    found = sample_rows(weight, reader, most)
+    assert np.array_equal(found, values[[number * 768 // min(most, 768) for number in range(min(most, 768))]])
 
 
 class Twin:
@@ -119,12 +115,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Twin:
     return Twin(tmp_path_factory.mktemp("awq"))
 
 
-def test_outliers_cost_little(made: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Answers take most of the time.
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
+def test_outliers_cost_little(made: Twin, tmp_path: Path) -> None:
     shifted = tmp_path / "shifted"
     compress(made.source, shifted, "int4", asymmetric=True, awq=True, calibration=made.calibration)
-    found = evaluate([made.plain, made.output, shifted], made.source, samples=8, length=160).outputs
+    found = evaluate([made.plain, made.output, shifted], made.source, samples=8, length=160, no_prompts=True).outputs
     before, after, with_zero_points = (each["kl"]["mean"] for each in found)
     assert before > 0.04
     assert after < 0.2 * before
@@ -133,11 +127,11 @@ def test_outliers_cost_little(made: Twin, tmp_path: Path, monkeypatch: pytest.Mo
     assert verify(shifted, made.source, full=True).problems == ()
 
 
-def test_without_outliers_it_loses_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
+def test_without_outliers_it_loses_little(tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "plain", "int4")
     compress(EXAMPLE, tmp_path / "out", "int4", awq=True, samples=8, length=128)
-    found = evaluate([tmp_path / "plain", tmp_path / "out"], EXAMPLE, samples=8, length=160).outputs
+    outputs = [tmp_path / "plain", tmp_path / "out"]
+    found = evaluate(outputs, EXAMPLE, samples=8, length=160, no_prompts=True).outputs
     before, after = (each["kl"]["mean"] for each in found)
     # 0.95 to 1.03 of it, by the texts of a release of Python.
     assert after < 1.08 * before
@@ -245,26 +239,24 @@ def test_unsupported_options_are_refused(made: Twin, tmp_path: Path) -> None:
         compress(made.source, tmp_path / "out", "int4", awq=True, calibration=tmp_path / "old", workers=1)
 
 
-def test_any_valid_calibration_works(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_any_valid_calibration_works(tmp_path: Path, asymmetric: bool) -> None:
     """As large as float32 is, next to nothing, or nothing at all."""
-    for asymmetric in [False, True]:
-        with subtests.test(asymmetric=asymmetric):
-            root = tmp_path_factory.mktemp("row")
-            source, reporter = small_checkpoints.write(root / "source"), Planned()
-            path = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), root / "of.safetensors")
-            found = read_calibration(path)
-            extreme = [np.float32(each) for each in (3e38, 1e-45, 0, 1)]
-            for number, each in enumerate(found.inputs):
-                for part in (each.absmax, each.mean, each.square):
-                    assert part is not None
-                    part[:] = np.resize(np.roll(extreme, number)[: 1 + number % 4], part.shape)
-            path.write_bytes(found.to_bytes())
-            compress(source, root / "out", "int4", awq=True, asymmetric=asymmetric, calibration=path, reporter=reporter)
-            report = verify(root / "out", source, full=True)
-            assert (report.problems, report.equal_share) == ((), 1)
-            assert reporter.plan.options.transforms is not None
-            assert all(
-                np.isfinite(each.importance).all()
-                for each in reporter.plan.options.transforms.weights.values()
-                if each.importance is not None
-            )
+    source, reporter = small_checkpoints.write(tmp_path / "source"), Planned()
+    path = skewed(make_plan(open_checkpoint(source), SCHEMES["int4"]), tmp_path / "of.safetensors")
+    found = read_calibration(path)
+    extreme = [np.float32(each) for each in (3e38, 1e-45, 0, 1)]
+    for number, each in enumerate(found.inputs):
+        for part in (each.absmax, each.mean, each.square):
+            assert part is not None
+            part[:] = np.resize(np.roll(extreme, number)[: 1 + number % 4], part.shape)
+    path.write_bytes(found.to_bytes())
+    compress(source, tmp_path / "out", "int4", awq=True, asymmetric=asymmetric, calibration=path, reporter=reporter)
+    report = verify(tmp_path / "out", source, full=True)
+    assert (report.problems, report.equal_share) == ((), 1)
+    assert reporter.plan.options.transforms is not None
+    assert all(
+        np.isfinite(each.importance).all()
+        for each in reporter.plan.options.transforms.weights.values()
+        if each.importance is not None
+    )

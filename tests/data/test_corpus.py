@@ -51,21 +51,15 @@ def test_documents_are_pieces_of_the_text(tmp_path: Path, tokenizer: Tokenizer) 
     assert corpus.notes == ()
 
 
-def test_purposes_share_no_text_however_much_is_read(
-    tmp_path: Path, tokenizer: Tokenizer, subtests: pytest.Subtests
-) -> None:
-    for samples, length in [(3, 16), (64, 100), (1, 700)]:
-        for words in [300, 3_000, 60_000]:
-            with subtests.test(samples=samples, length=length, words=words):
-                text = write(tmp_path / "a.txt", words)
-                for_evaluation = read_corpus(Texts(text=[text], samples=samples, length=length), tokenizer)
-                lines = pieces(for_evaluation, tokenizer)
-                for other in (
-                    Texts(text=[text], samples=200, length=50),
-                    Texts(text=[text], samples=samples, length=length),
-                ):
-                    theirs = pieces(read_corpus(other, tokenizer, "calibration"), tokenizer)
-                    assert theirs and lines and not theirs & lines
+@pytest.mark.parametrize("words", [300, 3_000, 60_000])
+def test_purposes_share_no_text_however_much_is_read(tmp_path: Path, tokenizer: Tokenizer, words: int) -> None:
+    text = [write(tmp_path / "a.txt", words)]
+    many = pieces(read_corpus(Texts(text=text, samples=200, length=50), tokenizer, "calibration"), tokenizer)
+    for samples, length in ((3, 16), (64, 100), (1, 700)):
+        options = Texts(text=text, samples=samples, length=length)
+        lines = pieces(read_corpus(options, tokenizer), tokenizer)
+        theirs = pieces(read_corpus(options, tokenizer, "calibration"), tokenizer)
+        assert many and theirs and lines and not (many | theirs) & lines, (samples, length)
 
 
 def test_the_same_is_read_each_time(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -101,26 +95,21 @@ def test_a_short_text_gives_what_it_has(tmp_path: Path, tokenizer: Tokenizer) ->
     assert corpus.notes == (f"a.txt has {len(corpus.documents)} documents of 16 tokens for evaluation, not 32",)
 
 
-def test_a_text_shorter_than_the_length(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    for content, length, message, hint in [
-        (
-            "word " * 60,
-            512,
-            "a.txt has 30 tokens in one piece for evaluation (the other half is for calibration), fewer than --length 512",
-            "give a longer text, or --length 30 or less",
-        ),
-        (
-            "\n",
-            512,
-            "a.txt has 0 tokens in one piece for evaluation (the other half is for calibration), fewer than --length 512",
-            "give a longer text",
-        ),
-    ]:
-        (tmp_path / "a.txt").write_text(content)
-        with pytest.raises(OpenQuantError) as caught:
-            read_corpus(Texts(text=[tmp_path / "a.txt"], length=length), tokenizer)
-        assert re.sub(r"\d+ tokens", "30 tokens", caught.value.message) == re.sub(r"\d+ tokens", "30 tokens", message)
-        assert re.sub(r"\d+", "30", caught.value.hint) == hint
+@pytest.mark.parametrize(
+    ("content", "length", "message", "hint"),
+    [
+        ("word " * 60, 512, "a.txt has 30 tokens in one piece for evaluation (the other half is for calibration), fewer than --length 512", "give a longer text, or --length 30 or less"),
+        ("\n", 512, "a.txt has 0 tokens in one piece for evaluation (the other half is for calibration), fewer than --length 512", "give a longer text"),
+    ],
+)  # fmt: skip
+def test_a_text_shorter_than_the_length(
+    tmp_path: Path, tokenizer: Tokenizer, content: str, length: int, message: str, hint: str
+) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(OpenQuantError) as caught:
+        read_corpus(Texts(text=[tmp_path / "a.txt"], length=length), tokenizer)
+    assert re.sub(r"\d+ tokens", "30 tokens", caught.value.message) == re.sub(r"\d+ tokens", "30 tokens", message)
+    assert re.sub(r"\d+", "30", caught.value.hint) == hint
 
 
 def test_what_a_tokenizer_sets_before_a_text_begins_every_document(tmp_path: Path, tokenizer: Tokenizer) -> None:

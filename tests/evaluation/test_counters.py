@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,40 +15,38 @@ from support import small_checkpoints
 
 
 # One gives experts the numbers of those that were chosen, the other every token, as zeros where it was not.
-def test_tokens_that_go_to_other_experts_are_counted(
-    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for architecture, router in [("Qwen3MoeForCausalLM", "mlp.gate"), ("Llama4ForCausalLM", "feed_forward.router")]:
-        with subtests.test(architecture=architecture, router=router):
-            root = tmp_path_factory.mktemp("row")
-            streamed = StreamedModel(open_checkpoint(small_checkpoints.write(root / "source", architecture)))
-            routes = RouteCounts()
-            routes.register_hooks(streamed.model)
-            ids = torch.randint(0, 500, (1, 40), generator=torch.Generator().manual_seed(0))
-            chosen: list[list[list[int]]] = []
+@pytest.mark.parametrize(
+    ("architecture", "router"), [("Qwen3MoeForCausalLM", "mlp.gate"), ("Llama4ForCausalLM", "feed_forward.router")]
+)
+def test_tokens_that_go_to_other_experts_are_counted(architecture: str, router: str, tmp_path: Path) -> None:
+    streamed = StreamedModel(open_checkpoint(small_checkpoints.write(tmp_path / "source", architecture)))
+    routes = RouteCounts()
+    routes.register_hooks(streamed.model)
+    ids = torch.randint(0, 500, (1, 40), generator=torch.Generator().manual_seed(0))
+    chosen: list[list[list[int]]] = []
 
-            def note(module: Any, args: tuple[torch.Tensor, ...], output: object, chosen: Any = chosen) -> None:
-                del output
-                logits = torch.nn.functional.linear(args[0].reshape(-1, module.weight.shape[1]), module.weight)
-                chosen.append(logits.topk(module.top_k).indices.sort(-1).values.tolist())
+    def note(module: Any, args: tuple[torch.Tensor, ...], output: object) -> None:
+        del output
+        logits = torch.nn.functional.linear(args[0].reshape(-1, module.weight.shape[1]), module.weight)
+        chosen.append(logits.topk(module.top_k).indices.sort(-1).values.tolist())
 
-            with streamed.resident() as model:
-                gate = model.get_submodule(f"model.layers.1.{router}")
-                gate.register_forward_hook(note)
-                for number in range(3):
-                    routes.pass_number = number
-                    model(input_ids=ids, use_cache=False)
-                    # The second pass goes as the first did, the third otherwise.
-                    if number == 1:
-                        gate.weight.data = gate.weight.flip(0).clone()
-            before, same, after = chosen
-            expected = sum(mine != theirs for mine, theirs in zip(before, after, strict=True)) / 40
-            assert (before == same, expected > 0.2) == (True, True)
-            assert [routes.share("model.layers.1", number) for number in (1, 2)] == [0, expected]
-            assert routes.share("model.layers.0", 1) is None
-            # As another process that counted the same adds it.
-            routes.add_counts(routes.counts())
-            assert routes.share("model.layers.1", 2) == expected
+    with streamed.resident() as model:
+        gate = model.get_submodule(f"model.layers.1.{router}")
+        gate.register_forward_hook(note)
+        for number in range(3):
+            routes.pass_number = number
+            model(input_ids=ids, use_cache=False)
+            # The second pass goes as the first did, the third otherwise.
+            if number == 1:
+                gate.weight.data = gate.weight.flip(0).clone()
+    before, same, after = chosen
+    expected = sum(mine != theirs for mine, theirs in zip(before, after, strict=True)) / 40
+    assert (before == same, expected > 0.2) == (True, True)
+    assert [routes.share("model.layers.1", number) for number in (1, 2)] == [0, expected]
+    assert routes.share("model.layers.0", 1) is None
+    # As another process that counted the same adds it.
+    routes.add_counts(routes.counts())
+    assert routes.share("model.layers.1", 2) == expected
 
 
 def test_distances_are_the_mean_over_all_tokens_of_all_documents() -> None:

@@ -69,16 +69,13 @@ def found(converted: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
 
 # Of vLLM, whose CPU kernels round activations for one scale per row alone, with the plugin of tests/serve/shim
 # for FP4 too: the mean over the same positions.
-def test_the_kl_is_that_of_an_engine(found: Mapping[str, Any], subtests: pytest.Subtests) -> None:
-    for scheme, whole, kl in [
-        ("tensor", False, 0.0013),
-        ("channel", True, 0.0030),
-        ("block", False, 0.0012),
-        ("nvfp4-w4a4", True, 0.0364),
-    ]:
-        with subtests.test(scheme=scheme, whole=whole, kl=kl):
-            one = found[scheme]
-            assert (one["kl"]["mean"] if whole else one["weights_only"]["kl"]) == pytest.approx(kl, rel=0.05)
+@pytest.mark.parametrize(
+    ("scheme", "whole", "kl"),
+    [("tensor", False, 0.0013), ("channel", True, 0.0030), ("block", False, 0.0012), ("nvfp4-w4a4", True, 0.0364)],
+)
+def test_the_kl_is_that_of_an_engine(found: Mapping[str, Any], scheme: str, whole: bool, kl: float) -> None:
+    one = found[scheme]
+    assert (one["kl"]["mean"] if whole else one["weights_only"]["kl"]) == pytest.approx(kl, rel=0.05)
 
 
 def test_perplexity_is_that_of_a_plain_loop(found: Mapping[str, Any]) -> None:
@@ -203,16 +200,12 @@ def test_models_must_be_one(tmp_path: Path) -> None:
         judge(EXAMPLE, llama)
 
 
-def test_other_architectures_have_no_suspects(
-    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for architecture in ["Gemma3ForConditionalGeneration", "Qwen3NextForCausalLM"]:
-        with subtests.test(architecture=architecture):
-            root = tmp_path_factory.mktemp("row")
-            source = small_checkpoints.write(root / "source", architecture)
-            compress(source, root / "out", "channel")
-            found = judge(source, root / "out", texts=corpus(10, 500, count=2, length=24))
-            assert found.outputs[0]["suspects"] == []
-            assert all(note.startswith("an interval from") for note in found.notes)
-            # Layers of towers for images, which no text goes through, are not among them.
-            assert len(found.outputs[0]["layers"]) == small_checkpoints.LAYERS
+@pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Qwen3NextForCausalLM"])
+def test_other_architectures_have_no_suspects(architecture: str, tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", architecture)
+    compress(source, tmp_path / "out", "channel")
+    found = judge(source, tmp_path / "out", texts=corpus(10, 500, count=2, length=24))
+    assert found.outputs[0]["suspects"] == []
+    assert all(note.startswith("an interval from") for note in found.notes)
+    # Layers of towers for images, which no text goes through, are not among them.
+    assert len(found.outputs[0]["layers"]) == small_checkpoints.LAYERS

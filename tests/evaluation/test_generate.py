@@ -40,17 +40,15 @@ def plain(directory: Path, prompts: tuple[Prompt, ...], tokens: int, **options: 
     return [tuple(ids[0, len(each.ids) :].tolist()) for ids, each in zip(written, prompts, strict=True)]
 
 
-def test_continuations_are_those_of_transformers(
-    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for architecture in ["Qwen3NextForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"]:
-        with subtests.test(architecture=architecture):
-            root = tmp_path_factory.mktemp("row")
-            source = small_checkpoints.write(root / "source", architecture)
-            model = StreamedModel(open_checkpoint(source))
-            found = continue_prompts(model, IDS, (), 24)
-            assert found == plain(source, IDS, 24)
-            assert [len(ids) for ids in found] == [24, 24, 24]
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3NextForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"]
+)
+def test_continuations_are_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    source = small_checkpoints.write(tmp_path / "source", architecture)
+    model = StreamedModel(open_checkpoint(source))
+    found = continue_prompts(model, IDS, (), 24)
+    assert found == plain(source, IDS, 24)
+    assert [len(ids) for ids in found] == [24, 24, 24]
 
 
 def test_the_example_goes_on_with_python() -> None:
@@ -94,17 +92,19 @@ def test_nothing_of_the_checkpoint_says_how_it_is_continued(tmp_path: Path) -> N
     assert end_tokens(source, {}) == (0, 7)
 
 
-def test_where_answers_end(tmp_path_factory: pytest.TempPathFactory) -> None:
-    for said, config, expected in [
+@pytest.mark.parametrize(
+    ("said", "config", "expected"),
+    [
         ({"eos_token_id": 3}, {"eos_token_id": 4}, (3,)),
         ({}, {"eos_token_id": [4, "x", -1, True]}, (4,)),
         ([], {"text_config": {"eos_token_id": 5}}, (5,)),
         (None, {}, ()),
-    ]:
-        root = tmp_path_factory.mktemp("row")
-        if said is not None:
-            (root / "generation_config.json").write_text(json.dumps(said))
-        assert end_tokens(root, config) == expected
+    ],
+)
+def test_where_answers_end(tmp_path: Path, said: object, config: dict[str, object], expected: tuple[int, ...]) -> None:
+    if said is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert end_tokens(tmp_path, config) == expected
 
 
 def test_where_answers_end_is_read_with_care(tmp_path: Path) -> None:
