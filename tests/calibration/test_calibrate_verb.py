@@ -90,33 +90,29 @@ def scales(root: Path) -> dict[str, float]:
     return {name.removesuffix(".input_scale"): float(tensor) for name, tensor in held.items()}
 
 
-def test_scales_are_those_of_the_calibration(
-    calibration: Path, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for format in ["fp8", "compressed-tensors"]:
-        with subtests.test(format=format):
-            root = tmp_path_factory.mktemp("row")
-            out, seen = root / "out", read_calibration(calibration)
-            static = {"activation_scheme": "static", "calibration": calibration, "format": format}
-            assert compress(EXAMPLE, out, **static).quantized_tensors == 28
-            found = scales(out)
-            assert len(found) == 28
-            for module, scale in found.items():
-                inputs = seen.of(f"{module}.weight")
-                assert inputs is not None
-                assert scale == np.float32(2 * inputs.largest / 448)
-            assert len({found[f"model.layers.0.self_attn.{letter}_proj"] for letter in "qkv"}) == 1
-            compress(EXAMPLE, root / "dynamic", format=format)
-            weights, dynamic = small_checkpoints.read(out), small_checkpoints.read(root / "dynamic")
-            assert weights.keys() - dynamic.keys() == {f"{module}.input_scale" for module in found}
-            assert all(torch.equal(weights[name].float(), dynamic[name].float()) for name in dynamic)
-            report = verify(out, EXAMPLE, full=True)
-            assert (report.problems, report.notes, report.recomputed) == ((), (), True)
-            # As with any output a second run has nothing to do, and other scales are another output.
-            assert compress(EXAMPLE, out, **static).resumed
-            other = calibrate(EXAMPLE, root / "other.safetensors", samples=3, length=32)
-            with pytest.raises(OutputError, match="holds the output of another run: other options"):
-                compress(EXAMPLE, out, **{**static, "calibration": other})
+@pytest.mark.parametrize("format", ["fp8", "compressed-tensors"])
+def test_scales_are_those_of_the_calibration(calibration: Path, tmp_path: Path, format: str) -> None:
+    out, seen = tmp_path / "out", read_calibration(calibration)
+    static = {"activation_scheme": "static", "calibration": calibration, "format": format}
+    assert compress(EXAMPLE, out, **static).quantized_tensors == 28
+    found = scales(out)
+    assert len(found) == 28
+    for module, scale in found.items():
+        inputs = seen.of(f"{module}.weight")
+        assert inputs is not None
+        assert scale == np.float32(2 * inputs.largest / 448)
+    assert len({found[f"model.layers.0.self_attn.{letter}_proj"] for letter in "qkv"}) == 1
+    compress(EXAMPLE, tmp_path / "dynamic", format=format)
+    weights, dynamic = small_checkpoints.read(out), small_checkpoints.read(tmp_path / "dynamic")
+    assert weights.keys() - dynamic.keys() == {f"{module}.input_scale" for module in found}
+    assert all(torch.equal(weights[name].float(), dynamic[name].float()) for name in dynamic)
+    report = verify(out, EXAMPLE, full=True)
+    assert (report.problems, report.notes, report.recomputed) == ((), (), True)
+    # As with any output a second run has nothing to do, and other scales are another output.
+    assert compress(EXAMPLE, out, **static).resumed
+    other = calibrate(EXAMPLE, tmp_path / "other.safetensors", samples=3, length=32)
+    with pytest.raises(OutputError, match="holds the output of another run: other options"):
+        compress(EXAMPLE, out, **{**static, "calibration": other})
 
 
 def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
@@ -273,25 +269,19 @@ def test_layers_without_inputs_stay_unquantized(tmp_path: Path) -> None:
     )
 
 
-def test_keys_and_values_have_the_scales_of_a_calibration(
-    calibration: Path, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for how in ["calibration", "calibrate"]:
-        with subtests.test(how=how):
-            root = tmp_path_factory.mktemp("row")
-            seen = read_calibration(calibration)
-            options: dict[str, Any] = (
-                {"calibration": calibration} if how == "calibration" else {"calibrate": True, **SMALL}
-            )
-            compress(EXAMPLE, root / "out", "channel", kv_cache="fp8", **options)
-            held = small_checkpoints.read(root / "out")
-            assert list(seen.cached) == [0, 1, 2, 3]
-            for number, both in seen.cached.items():
-                for last, largest in zip(("k_scale", "v_scale"), both, strict=True):
-                    scale = float(held[f"model.layers.{number}.self_attn.{last}"])
-                    assert largest / 448 <= scale < 2 * largest / 448
-                    assert math.frexp(scale)[0] == 0.5
-            assert not verify(root / "out", EXAMPLE).problems
+@pytest.mark.parametrize("how", ["calibration", "calibrate"])
+def test_keys_and_values_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path, how: str) -> None:
+    seen = read_calibration(calibration)
+    options: dict[str, Any] = {"calibration": calibration} if how == "calibration" else {"calibrate": True, **SMALL}
+    compress(EXAMPLE, tmp_path / "out", "channel", kv_cache="fp8", **options)
+    held = small_checkpoints.read(tmp_path / "out")
+    assert list(seen.cached) == [0, 1, 2, 3]
+    for number, both in seen.cached.items():
+        for last, largest in zip(("k_scale", "v_scale"), both, strict=True):
+            scale = float(held[f"model.layers.{number}.self_attn.{last}"])
+            assert largest / 448 <= scale < 2 * largest / 448
+            assert math.frexp(scale)[0] == 0.5
+    assert not verify(tmp_path / "out", EXAMPLE).problems
 
 
 def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, tmp_path: Path) -> None:
@@ -337,17 +327,19 @@ def test_a_calibration_is_of_one_model(calibration: Path, tmp_path: Path) -> Non
         compress(other, tmp_path / "out", activation_scheme="static", calibration=calibration)
 
 
-def test_sources_that_cannot_be_calibrated_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for options, message in [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"stream": True}, "is a local directory, nothing of it can be streamed$"),
         ({"device": "tpu"}, "^tpu is not a device$"),
         ({"samples": 0}, "^0 samples$"),
         ({"out": "/proc/x"}, "^/proc/x"),
-    ]:
-        with subtests.test(options=options, message=message):
-            with pytest.raises(OpenQuantError, match=message):
-                calibrate(EXAMPLE, **{**SMALL, "out": tmp_path / "x", **options})
-            assert not (tmp_path / "x").exists()
+    ],
+)
+def test_sources_that_cannot_be_calibrated_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OpenQuantError, match=message):
+        calibrate(EXAMPLE, **{**SMALL, "out": tmp_path / "x", **options})
+    assert not (tmp_path / "x").exists()
 
 
 def test_choosing_scales_reports_progress(calibration: Path, tmp_path: Path) -> None:

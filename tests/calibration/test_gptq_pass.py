@@ -136,23 +136,19 @@ def test_the_search_for_scales_is_weighted_by_the_hessian(
         assert np.array_equal(stored, choose_scales(scheme, bits, "BF16", importance=weighting).scale), kind
 
 
+@pytest.mark.parametrize("name", ["CohereForCausalLM", "DeepseekV3ForCausalLM", "Gemma3ForConditionalGeneration"])
 def test_layers_that_share_an_input_without_being_fused_are_rounded_too(
-    shelf: Shelf, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+    shelf: Shelf, tmp_path: Path, name: str
 ) -> None:
-    for name in ["CohereForCausalLM", "DeepseekV3ForCausalLM", "Gemma3ForConditionalGeneration"]:
-        with subtests.test(name=name):
-            root = tmp_path_factory.mktemp("row")
-            source = shelf.source(name)
-            plan = compressed(source, root / "gptq", SCHEMES["int8-weights"], gptq=True)
-            compressed(source, root / "nearest", SCHEMES["int8-weights"], gptq=False)
-            one, other = (small_checkpoints.read(root / kind) for kind in ("gptq", "nearest"))
-            found = {weight.module for weight, _ in plan.gptq_rounded}
-            same = {
-                module for module in found if torch.equal(*(each[f"{module}.weight_packed"] for each in (one, other)))
-            }
-            # Those of towers are in no decoder layer, nor are draft layers run.
-            assert {module for module in same if ".layers." in module and "vision" not in module} == set()
-            assert len(found) > len(same)
+    source = shelf.source(name)
+    plan = compressed(source, tmp_path / "gptq", SCHEMES["int8-weights"], gptq=True)
+    compressed(source, tmp_path / "nearest", SCHEMES["int8-weights"], gptq=False)
+    one, other = (small_checkpoints.read(tmp_path / kind) for kind in ("gptq", "nearest"))
+    found = {weight.module for weight, _ in plan.gptq_rounded}
+    same = {module for module in found if torch.equal(*(each[f"{module}.weight_packed"] for each in (one, other)))}
+    # Those of towers are in no decoder layer, nor are draft layers run.
+    assert {module for module in same if ".layers." in module and "vision" not in module} == set()
+    assert len(found) > len(same)
 
 
 # What comes last in one of the experts of images, the latter four of eight: a text is sent to none, and what is known of

@@ -185,32 +185,24 @@ def test_parts_fit_in_memory_or_have_one_hessian() -> None:
     assert [len(part) for part in in_memory_parts(hessians, 1 << 20)] == [5]
 
 
-def test_layers_in_parts_are_rounded_as_in_one(
-    shelf: Shelf, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for name in ["Qwen3MoeForCausalLM", "Llama4ForCausalLM", "NemotronHForCausalLM"]:
-        with subtests.test(name=name):
-            root = tmp_path_factory.mktemp("row")
-            checkpoint, plan = planned(shelf.source(name), name)
-            made: list[dict[str, bytes]] = []
-            for max_bytes in (1 << 30, 300_000):
-                folder = LayerStore(root / str(max_bytes), "0" * 64)
-                folder.claim()
-                places = round_layers(
-                    StreamedModel(checkpoint), plan, CORPUS, folder, kernels, max_hessian_bytes=max_bytes
-                )
-                files = {place.path.name for place in places.values()}
-                assert any("-" in file for file in files) == (max_bytes < 1 << 30)
-                sizes = {
-                    info.name: info.nbytes for hessian in _all(checkpoint, plan) for info in hessian.output_tensors
-                }
-                made.append({tensor: _bytes(*place, sizes[tensor]) for tensor, place in places.items()})
-                # Read again, they are the same.
-                assert (
-                    round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, max_hessian_bytes=max_bytes)
-                    == places
-                )
-            assert made[0] == made[1]
+@pytest.mark.parametrize("name", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM", "NemotronHForCausalLM"])
+def test_layers_in_parts_are_rounded_as_in_one(shelf: Shelf, tmp_path: Path, name: str) -> None:
+    checkpoint, plan = planned(shelf.source(name), name)
+    made: list[dict[str, bytes]] = []
+    for max_bytes in (1 << 30, 300_000):
+        folder = LayerStore(tmp_path / str(max_bytes), "0" * 64)
+        folder.claim()
+        places = round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, max_hessian_bytes=max_bytes)
+        files = {place.path.name for place in places.values()}
+        assert any("-" in file for file in files) == (max_bytes < 1 << 30)
+        sizes = {info.name: info.nbytes for hessian in _all(checkpoint, plan) for info in hessian.output_tensors}
+        made.append({tensor: _bytes(*place, sizes[tensor]) for tensor, place in places.items()})
+        # Read again, they are the same.
+        assert (
+            round_layers(StreamedModel(checkpoint), plan, CORPUS, folder, kernels, max_hessian_bytes=max_bytes)
+            == places
+        )
+    assert made[0] == made[1]
 
 
 def _all(checkpoint: Checkpoint, plan: Plan) -> list[Hessian]:

@@ -188,32 +188,28 @@ def test_every_layer_of_a_plan_is_observed(shelf: Shelf, tmp_path: Path, archite
         assert 0 < summary.cache_layers(plan) == len(calibration.cached)
 
 
-def test_keys_and_values_are_observed_as_they_are_cached(shelf: Shelf, subtests: pytest.Subtests) -> None:
-    for architecture in ["Qwen3ForCausalLM", "Qwen3NextForCausalLM"]:
-        with subtests.test(architecture=architecture):
-            root = shelf.source(architecture)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
-            expected: dict[int, list[float]] = {}
-            ranged = CacheObserver(model.config, {})
-            for ids in IDS:
-                with torch.inference_mode(), products_in_float32():
-                    answer = model(input_ids=torch.tensor([ids]), use_cache=True)
-                    watched = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): ranged})
-                assert torch.equal(answer.logits, watched.logits)
-                ranged = CacheObserver(model.config, {})
-                for number, layer in enumerate(answer.past_key_values.layers):
-                    if getattr(layer, "keys", None) is not None:
-                        both = expected.setdefault(number, [0.0, 0.0])
-                        both[:] = map(max, both, (float(part.abs().max()) for part in (layer.keys, layer.values)))
-                for layer in watched.past_key_values.layers:
-                    held = (
-                        *getattr(layer, "conv_states", {}).values(),
-                        *getattr(layer, "recurrent_states", {}).values(),
-                    )
-                    assert all(state is None for state in (*held, getattr(layer, "keys", None)))
-            assert calibrated(root).cached == {number: tuple(both) for number, both in expected.items()}
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3NextForCausalLM"])
+def test_keys_and_values_are_observed_as_they_are_cached(shelf: Shelf, architecture: str) -> None:
+    root = shelf.source(architecture)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.bfloat16)
+    expected: dict[int, list[float]] = {}
+    ranged = CacheObserver(model.config, {})
+    for ids in IDS:
+        with torch.inference_mode(), products_in_float32():
+            answer = model(input_ids=torch.tensor([ids]), use_cache=True)
+            watched = model(input_ids=torch.tensor([ids]), use_cache=True, **{cache_argument(model): ranged})
+        assert torch.equal(answer.logits, watched.logits)
+        ranged = CacheObserver(model.config, {})
+        for number, layer in enumerate(answer.past_key_values.layers):
+            if getattr(layer, "keys", None) is not None:
+                both = expected.setdefault(number, [0.0, 0.0])
+                both[:] = map(max, both, (float(part.abs().max()) for part in (layer.keys, layer.values)))
+        for layer in watched.past_key_values.layers:
+            held = (*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values())
+            assert all(state is None for state in (*held, getattr(layer, "keys", None)))
+    assert calibrated(root).cached == {number: tuple(both) for number, both in expected.items()}
 
 
 @pytest.mark.usefixtures("at_once")
@@ -455,18 +451,14 @@ class Ranks:
         raise AssertionError
 
 
-def test_ranks_together_observe_what_one_process_does(
-    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for size in [2, 5]:
-        with subtests.test(size=size):
-            root = tmp_path_factory.mktemp("row")
-            root = small_checkpoints.write(root / "source", "Qwen3MoeForCausalLM")
-            given: list[bytes] = []
-            for rank in reversed(range(size)):
-                streamed = StreamedModel(open_checkpoint(root))
-                inputs, cached = observe_inputs(streamed, corpus(IDS), ranks=Ranks(rank, size, given))
-            assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(root).to_bytes()
+@pytest.mark.parametrize("size", [2, 5])
+def test_ranks_together_observe_what_one_process_does(tmp_path: Path, size: int) -> None:
+    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
+    given: list[bytes] = []
+    for rank in reversed(range(size)):
+        streamed = StreamedModel(open_checkpoint(root))
+        inputs, cached = observe_inputs(streamed, corpus(IDS), ranks=Ranks(rank, size, given))
+    assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(root).to_bytes()
 
 
 def test_squares_of_the_largest_bfloat16_are_finite() -> None:

@@ -274,28 +274,21 @@ def test_any_architecture_is_verified(tmp_path_factory: pytest.TempPathFactory, 
                 assert "v_proj.bias differs from the source's after smoothing" in problem
 
 
-def test_tensors_that_cannot_be_divided_are_not(
-    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for architecture, name, tensor in [
-        (
-            "Qwen2ForCausalLM",
-            "model.layers.0.self_attn.v_proj.bias",
-            torch.zeros(small_checkpoints.KV_HEADS * small_checkpoints.HEAD_DIM).int(),
-        ),
-        ("Qwen2ForCausalLM", "model.layers.0.self_attn.v_proj.bias", torch.zeros(3).bfloat16()),
-        ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.zeros(small_checkpoints.HIDDEN).int()),
-        ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.tensor(1.0)),
-    ]:
-        with subtests.test(name=name):
-            root = tmp_path_factory.mktemp("row")
-            source = small_checkpoints.write(root / "source", architecture)
-            all_places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
-            small_checkpoints.change_weights(source, lambda weights, new={name: tensor}: weights.update(new))
+def test_tensors_that_cannot_be_divided_are_not(tmp_path: Path) -> None:
+    bias, norm = "model.layers.0.self_attn.v_proj.bias", "model.layers.0.input_layernorm.weight"
+    integers = {bias: torch.zeros(small_checkpoints.KV_HEADS * small_checkpoints.HEAD_DIM).int()}
+    for architecture, others in (
+        ("Qwen2ForCausalLM", (integers, {bias: torch.zeros(3).bfloat16()})),
+        ("Qwen3ForCausalLM", ({norm: torch.zeros(small_checkpoints.HIDDEN).int()}, {norm: torch.tensor(1.0)})),
+    ):
+        source = small_checkpoints.write(tmp_path / architecture, architecture)
+        all_places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
+        for other in others:
+            small_checkpoints.change_weights(source, lambda weights, other=other: weights.update(other))
             places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
-            assert {each.smooth_layer for each in all_places} - {each.smooth_layer for each in places} == {
-                name.rpartition(".")[0]
-            }
+            [name] = other
+            missing = {each.smooth_layer for each in all_places} - {each.smooth_layer for each in places}
+            assert missing == {name.rpartition(".")[0]}, other
 
 
 def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,14 +299,15 @@ def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not list(tmp_path.iterdir())
 
 
-def test_unsupported_options_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
-    for options, message in [
+def test_unsupported_options_are_refused(tmp_path: Path) -> None:
+    options: dict[str, Any]
+    for options, message in (
         ({"scheme": "channel"}, 'smooth brings scheme="channel" nothing'),
         ({"scheme": "int4"}, 'smooth brings scheme="int4" nothing'),
         ({"smooth": 0.0}, "smooth=0 is not above 0 and at most 1"),
         ({"smooth": float("nan")}, "smooth nan is not above 0 and at most 1"),
-    ]:
-        with subtests.test(options=options, message=message), pytest.raises(UsageError, match=message):
+    ):
+        with pytest.raises(UsageError, match=message):
             compress(EXAMPLE, tmp_path / "out", **{"scheme": "int8", "smooth": 0.5, **options})
 
 

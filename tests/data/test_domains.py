@@ -200,16 +200,18 @@ def test_a_small_dataset_is_halved(dataset: Path) -> None:
     assert [message["content"] for message in domain.read(0)[0].content] == ["Hi", None]
 
 
-def test_a_dataset_that_cannot_be_read(dataset: Path, subtests: pytest.Subtests) -> None:
-    for name, message in [
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
         ("{}:nothing", "dataset {}:nothing cannot be read: "),
         ("{}::nothing", "dataset {}::nothing cannot be read: "),
         ("{}/nowhere", "dataset {}/nowhere cannot be read: "),
-    ]:
-        with subtests.test(name=name, message=message):
-            with pytest.raises(SourceError) as caught:
-                open_dataset(name.format(dataset), 2)
-            assert str(caught.value).startswith(message.format(dataset))
+    ],
+)
+def test_a_dataset_that_cannot_be_read(dataset: Path, name: str, message: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        open_dataset(name.format(dataset), 2)
+    assert str(caught.value).startswith(message.format(dataset))
 
 
 def test_a_dataset_without_text_is_named_with_its_columns(dataset: Path) -> None:
@@ -232,15 +234,16 @@ def test_scripts_of_a_dataset_are_not_run(dataset: Path, tmp_path: Path) -> None
     assert not (tmp_path / "planted").exists()
 
 
-def test_datasets_is_an_extra(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
-    for module, message in [
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
         ("raise ImportError", "--dataset needs datasets, which is not installed"),
         ("__version__ = '3.6.0'", "--dataset needs datasets 4 or newer; 3.6.0 is installed"),
-    ]:
-        with subtests.test(module=module, message=message):
-            root = tmp_path_factory.mktemp("row")
-            (root / "datasets.py").write_text(module)
-            script = "from openquant.data.domains import open_dataset; open_dataset('a', 2)"
-            environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{ROOT}"}
-            done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-            assert done.stderr.splitlines()[-1] == f"openquant.errors.UsageError: {message}"
+    ],
+)
+def test_datasets_is_an_extra(tmp_path: Path, module: str, message: str) -> None:
+    (tmp_path / "datasets.py").write_text(module)
+    script = "from openquant.data.domains import open_dataset; open_dataset('a', 2)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == f"openquant.errors.UsageError: {message}"

@@ -35,28 +35,30 @@ def refusal(template: str) -> str:
     return str(caught.value)
 
 
-def test_templates_render_as_in_transformers() -> None:
-    for answered in [False, True]:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(EXAMPLE, local_files_only=True)
-        whole = tokenizer.apply_chat_template(
-            CHATS, chat_template=CHATML, tokenize=False, add_generation_prompt=not answered
-        )
-        assert render(CHATML, CHATS, ["a", "b"], {"eos_token": "<|endoftext|>"}, answered) == whole
+@pytest.mark.parametrize("answered", [False, True])
+def test_templates_render_as_in_transformers(answered: bool) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(EXAMPLE, local_files_only=True)
+    whole = tokenizer.apply_chat_template(
+        CHATS, chat_template=CHATML, tokenize=False, add_generation_prompt=not answered
+    )
+    assert render(CHATML, CHATS, ["a", "b"], {"eos_token": "<|endoftext|>"}, answered) == whole
 
 
 def test_it_is_always_the_same_day() -> None:
     assert rendered("{{ strftime_now('%d %b %Y') }}") == ["01 Jan 2026"]
 
 
-def test_a_template_that_does_not_end_is_ended(subtests: pytest.Subtests) -> None:
-    for template in [
+@pytest.mark.parametrize(
+    "template",
+    [
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% set x = 9 ** (9 ** 9) %}",
-    ]:
-        with subtests.test(template=template):
-            begun = time.monotonic()
-            assert refusal(template) == "the model's chat template did not end within 1 seconds of processor time"
-            assert time.monotonic() - begun < 40
+    ],
+)
+def test_a_template_that_does_not_end_is_ended(template: str) -> None:
+    begun = time.monotonic()
+    assert refusal(template) == "the model's chat template did not end within 1 seconds of processor time"
+    assert time.monotonic() - begun < 40
 
 
 def test_a_template_that_fails_is_named(subtests: pytest.Subtests) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from bisect import bisect
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -91,20 +92,18 @@ def stored_by_loop(weight: np.ndarray, scheme: Scheme, largest: float) -> tuple[
     return math.sqrt(sum(off) / sum(signal)), math.sqrt(mean_square)
 
 
-def test_errors_are_those_of_a_plain_loop(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
-    for dtype in [torch.bfloat16, torch.float16, torch.float32]:
-        with subtests.test(dtype=str(dtype)):
-            root = tmp_path_factory.mktemp("row")
-            weight = noise(128, 128, dtype=dtype)
-            # Something becomes zero, something is zero, one weight stands out.
-            weight[3, :20], weight[5, 7], weight[9], weight[11, 5] = 1e-6, 40.0, 0.0, 0.0
-            layer = only(diagnose(model(root / "model", mlp__down_proj=weight)))
-            plain = weight.double().numpy()
-            assert (layer.shape, layer.rows) == ((128, 128), 128)
-            for name, scheme in SCHEMES.items():
-                error, row_error = stored_by_loop(plain, scheme, 40.0)
-                assert layer.errors[name] == pytest.approx(error, rel=1e-4), name
-                assert layer.row_errors[name] == pytest.approx(row_error, rel=1e-4), name
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_errors_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight = noise(128, 128, dtype=dtype)
+    # Something becomes zero, something is zero, one weight stands out.
+    weight[3, :20], weight[5, 7], weight[9], weight[11, 5] = 1e-6, 40.0, 0.0, 0.0
+    layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=weight)))
+    plain = weight.double().numpy()
+    assert (layer.shape, layer.rows) == ((128, 128), 128)
+    for name, scheme in SCHEMES.items():
+        error, row_error = stored_by_loop(plain, scheme, 40.0)
+        assert layer.errors[name] == pytest.approx(error, rel=1e-4), name
+        assert layer.row_errors[name] == pytest.approx(row_error, rel=1e-4), name
 
 
 def test_errors_are_those_that_verify_finds(shelf: Shelf, subtests: pytest.Subtests) -> None:
@@ -129,18 +128,16 @@ def spiked(rows: int = 1024, cols: int = 512) -> torch.Tensor:
     return weight
 
 
-def test_a_sample_is_close_to_all_rows(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
-    for make in [noise, spiked]:
-        with subtests.test(make.__name__):
-            root = tmp_path_factory.mktemp("row")
-            source = model(root / "model", mlp__down_proj=make(1024, 512))
-            sampled, full = diagnose(source), diagnose(source, full=True)
-            layer, exact = only(sampled), only(full)
-            assert sampled.rows_read == layer.rows / 1024 < 0.25 < full.rows_read == 1.0
-            assert exact.rows == 1024
-            for name in SCHEMES:
-                assert layer.errors[name] == pytest.approx(exact.errors[name], rel=0.03), name
-                assert layer.row_errors[name] == pytest.approx(exact.row_errors[name], rel=0.03), name
+@pytest.mark.parametrize("make", [noise, spiked])
+def test_a_sample_is_close_to_all_rows(tmp_path: Path, make: Callable[[int, int], torch.Tensor]) -> None:
+    source = model(tmp_path / "model", mlp__down_proj=make(1024, 512))
+    sampled, full = diagnose(source), diagnose(source, full=True)
+    layer, exact = only(sampled), only(full)
+    assert sampled.rows_read == layer.rows / 1024 < 0.25 < full.rows_read == 1.0
+    assert exact.rows == 1024
+    for name in SCHEMES:
+        assert layer.errors[name] == pytest.approx(exact.errors[name], rel=0.03), name
+        assert layer.row_errors[name] == pytest.approx(exact.row_errors[name], rel=0.03), name
 
 
 def test_the_step_is_odd_and_measures_enough() -> None:
@@ -406,19 +403,15 @@ def test_the_table_says_what_was_measured_and_names_do_not_move_the_cursor(
     assert second == "2 layers, measured on 11 % of their rows, spread evenly; scales from all"
 
 
-def test_errors_of_weights_whose_squares_overflow_float32(
-    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
-) -> None:
-    for power in [110, -80]:
-        with subtests.test(power=power):
-            root = tmp_path_factory.mktemp("row")
-            plain, other = (
-                only(diagnose(model(root / str(shift), mlp__down_proj=noise(256, 128) * 2.0**shift)))
-                for shift in (0, power)
-            )
-            for name in ("channel", "block", "mxfp8", "int8"):
-                assert other.errors[name] == pytest.approx(plain.errors[name], rel=1e-5), name
-                assert other.row_errors[name] == pytest.approx(plain.row_errors[name], rel=1e-5), name
+@pytest.mark.parametrize("power", [110, -80])
+def test_errors_of_weights_whose_squares_overflow_float32(tmp_path: Path, power: int) -> None:
+    plain, other = (
+        only(diagnose(model(tmp_path / str(shift), mlp__down_proj=noise(256, 128) * 2.0**shift)))
+        for shift in (0, power)
+    )
+    for name in ("channel", "block", "mxfp8", "int8"):
+        assert other.errors[name] == pytest.approx(plain.errors[name], rel=1e-5), name
+        assert other.row_errors[name] == pytest.approx(plain.row_errors[name], rel=1e-5), name
 
 
 def test_no_more_threads_than_tasks_are_started(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,16 +95,17 @@ def test_values_are_those_of_a_plain_implementation(subtests: pytest.Subtests) -
                 assert (found != plainly(x, inputs)).float().mean() < 0.01
 
 
-def test_scales_have_a_smallest(subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize(
+    ("power_of_two", "smallest"), [(True, 2.0**-17), (False, 1 / (448 * 512))], ids=["power of two", "any scale"]
+)
+def test_scales_have_a_smallest(power_of_two: bool, smallest: float) -> None:
     """Below it values are multiples of the least code, 2**-9."""
-    for power_of_two, smallest in [(True, 2.0**-17), (False, 1 / (448 * 512))]:
-        with subtests.test(power_of_two=power_of_two, smallest=smallest):
-            x = torch.tensor([[1e-7, -3e-8, 2e-9, 0.0]])
-            least = smallest * 2.0**-9
-            expected = [[round(value / least) * least for value in row] for row in x.tolist()]
-            found = round_activations(x, ActivationQuantization(E4M3, (1, None), power_of_two=power_of_two))
-            assert found.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
-            assert found[0, 0] > 0 == found[0, 2]
+    x = torch.tensor([[1e-7, -3e-8, 2e-9, 0.0]])
+    least = smallest * 2.0**-9
+    expected = [[round(value / least) * least for value in row] for row in x.tolist()]
+    found = round_activations(x, ActivationQuantization(E4M3, (1, None), power_of_two=power_of_two))
+    assert found.tolist() == [pytest.approx(row, rel=1e-6) for row in expected]
+    assert found[0, 0] > 0 == found[0, 2]
 
 
 def test_a_stored_scale_is_taken_as_it_is() -> None:
@@ -113,24 +114,23 @@ def test_a_stored_scale_is_taken_as_it_is() -> None:
     assert round_activations(x.new_tensor([[1000.0, -1000.0]]), STATIC, 0.5).tolist() == [[224, -224]]
 
 
-def test_fp4_under_a_stored_scale_is_what_compressed_tensors_makes_of_it(subtests: pytest.Subtests) -> None:
-    for global_scale in [0.25, 1.0, 300.0]:
-        with subtests.test(global_scale=global_scale):
-            from compressed_tensors.quantization import QuantizationArgs
-            from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-            from compressed_tensors.quantization.utils import calculate_qparams
+@pytest.mark.parametrize("global_scale", [0.25, 1.0, 300.0])
+def test_fp4_under_a_stored_scale_is_what_compressed_tensors_makes_of_it(global_scale: float) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
 
-            x = values(2, 5, 64)
-            args = QuantizationArgs.model_validate(NVFP4_W4A4.group["input_activations"])
-            tokens, above = x.reshape(-1, 64).float(), torch.tensor([global_scale])
-            grouped = tokens.unflatten(1, (4, 16))
-            scale, zero = calculate_qparams(grouped.amin(2), grouped.amax(2), args, global_scale=above)
-            expected = fake_quantize(tokens, scale, zero, args, global_scale=above).reshape(x.shape).to(x.dtype)
-            found = round_activations(x, LOCAL, global_scale)
-            # It keeps the least scales from becoming 0.
-            large = (x.abs() > 2.0**-6 / global_scale) | (x == 0)
-            assert large.float().mean() > 0.5
-            torch.testing.assert_close(found[large], expected[large], rtol=2**-7, atol=0)
+    x = values(2, 5, 64)
+    args = QuantizationArgs.model_validate(NVFP4_W4A4.group["input_activations"])
+    tokens, above = x.reshape(-1, 64).float(), torch.tensor([global_scale])
+    grouped = tokens.unflatten(1, (4, 16))
+    scale, zero = calculate_qparams(grouped.amin(2), grouped.amax(2), args, global_scale=above)
+    expected = fake_quantize(tokens, scale, zero, args, global_scale=above).reshape(x.shape).to(x.dtype)
+    found = round_activations(x, LOCAL, global_scale)
+    # It keeps the least scales from becoming 0.
+    large = (x.abs() > 2.0**-6 / global_scale) | (x == 0)
+    assert large.float().mean() > 0.5
+    torch.testing.assert_close(found[large], expected[large], rtol=2**-7, atol=0)
 
 
 def test_fp4_has_bounds_under_a_stored_scale() -> None:

@@ -23,6 +23,7 @@ from openquant.formats.schemes import (
     MXFP8,
     NVFP4,
     TENSOR,
+    Scheme,
 )
 
 SCHEMES = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4]
@@ -38,10 +39,10 @@ def stored(weight: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tens
     return encode(weight, scale, form), scale
 
 
-def test_what_rounding_explains_is_no_more_than_that(subtests: pytest.Subtests) -> None:
+def test_what_rounding_explains_is_no_more_than_that_and_one_scale_too_large_is_off(subtests: pytest.Subtests) -> None:
+    weight = weights()
     for scheme in SCHEMES:
         with subtests.test(scheme.name):
-            weight = weights()
             codes, scale = stored(weight, scheme.format)
             made = decode(codes, scale, scheme.format)
             found = compare_weights("up", weight, made.bfloat16(), scheme.format)
@@ -49,37 +50,29 @@ def test_what_rounding_explains_is_no_more_than_that(subtests: pytest.Subtests) 
             assert (found.name, found.quantized, found.bad_groups) == ("up", True, 0)
             assert found.rounding_error == pytest.approx(error, rel=1e-4)
             assert found.error == pytest.approx(error, rel=0.05)
-
-
-def test_one_scale_too_large_is_off(subtests: pytest.Subtests) -> None:
-    for scheme in SCHEMES:
-        with subtests.test(scheme.name):
-            weight = weights()
-            codes, scale = stored(weight, scheme.format)
             scale[-1, -1] *= 1.5
             found = compare_weights("up", weight, decode(codes, scale, scheme.format).bfloat16(), scheme.format)
             assert found.bad_groups == 1 / scale.numel()
             assert found.error > found.rounding_error
 
 
-def test_a_scale_is_wrong_where_it_is_twice_or_half_as_large(subtests: pytest.Subtests) -> None:
-    for scheme in [CHANNEL, BLOCK, INT4_W4A16, NVFP4]:
-        with subtests.test(scheme.name):
-            weight = weights()
-            codes, scale = stored(weight, scheme.format)
-            sound = decode(codes, scale, scheme.format).bfloat16()
-            assert compare_weights("up", weight, sound, scheme.format).wrong_scales == 0
-            # Of groups of 16 weights GPTQ turns some round, so it takes more of them.
-            few = scheme is NVFP4
-            for factor, wrong in ((1.6, 0), (1 / 1.6, 0), (2.2, 1), (0.45, 1), (0, 1), (-1, 1)):
-                other = scale.clone()
-                other[-1, -1] *= factor
-                made = decode(codes, other, scheme.format).bfloat16()
-                found = compare_weights("up", weight, made, scheme.format).wrong_scales
-                assert found == (0 if few else wrong / scale.numel())
-                other[: len(other) // 8] *= factor
-                made = decode(codes, other, scheme.format).bfloat16()
-                assert (compare_weights("up", weight, made, scheme.format).wrong_scales > MOST_MOVED) == bool(wrong)
+@pytest.mark.parametrize("scheme", [CHANNEL, BLOCK, INT4_W4A16, NVFP4], ids=lambda scheme: scheme.name)
+def test_a_scale_is_wrong_where_it_is_twice_or_half_as_large(scheme: Scheme) -> None:
+    weight = weights()
+    codes, scale = stored(weight, scheme.format)
+    sound = decode(codes, scale, scheme.format).bfloat16()
+    assert compare_weights("up", weight, sound, scheme.format).wrong_scales == 0
+    # Of groups of 16 weights GPTQ turns some round, so it takes more of them.
+    few = scheme is NVFP4
+    for factor, wrong in ((1.6, 0), (1 / 1.6, 0), (2.2, 1), (0.45, 1), (0, 1), (-1, 1)):
+        other = scale.clone()
+        other[-1, -1] *= factor
+        made = decode(codes, other, scheme.format).bfloat16()
+        found = compare_weights("up", weight, made, scheme.format).wrong_scales
+        assert found == (0 if few else wrong / scale.numel())
+        other[: len(other) // 8] *= factor
+        made = decode(codes, other, scheme.format).bfloat16()
+        assert (compare_weights("up", weight, made, scheme.format).wrong_scales > MOST_MOVED) == bool(wrong)
 
 
 def test_rounding_with_zero_points_is_explained() -> None:
@@ -123,15 +116,14 @@ def test_stacks_lie_the_other_way_round() -> None:
     assert compare_weights("up", weight.T, made.T, CHANNEL.format, transposed=True) == plain
 
 
-def test_numbers_that_only_numpy_encodes_are_explained_too(subtests: pytest.Subtests) -> None:
-    for number in [E2M1, INT4]:
-        with subtests.test(number.name):
-            weight, form = weights(64, 96), replace(MXFP8.format, number=number)
-            scale = group_scale(group_absmax(weight, (1, 32)), form).repeat_interleave(32, 1)
-            made = torch.from_numpy(number.decode(number.encode((weight / scale).numpy()))) * scale
-            found = compare_weights("up", weight, made, form)
-            assert (found.error, found.bad_groups) == (pytest.approx(found.rounding_error, rel=1e-5), 0)
-            assert 0.05 < found.rounding_error < 0.3
+@pytest.mark.parametrize("number", [E2M1, INT4])
+def test_numbers_that_only_numpy_encodes_are_explained_too(number) -> None:
+    weight, form = weights(64, 96), replace(MXFP8.format, number=number)
+    scale = group_scale(group_absmax(weight, (1, 32)), form).repeat_interleave(32, 1)
+    made = torch.from_numpy(number.decode(number.encode((weight / scale).numpy()))) * scale
+    found = compare_weights("up", weight, made, form)
+    assert (found.error, found.bad_groups) == (pytest.approx(found.rounding_error, rel=1e-5), 0)
+    assert 0.05 < found.rounding_error < 0.3
 
 
 def test_groups_at_the_edge_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:

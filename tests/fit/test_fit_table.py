@@ -595,11 +595,11 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert "\x1b" not in text and "'" in text.splitlines()[-2]
 
 
-def test_the_lines_of_a_plan_add_up_to_its_output() -> None:
-    for options in [{}, {"fp8_kv_cache": True, "texts": {"documents": 1, "length": 2}}]:
-        for scheme in SCHEMES.values():
-            try:
-                plan = make_plan(open_checkpoint(EXAMPLE), scheme, PlanOptions(**options))
-            except (PlanError, UsageError):
-                continue
-            assert sum(line.bytes_after for line in plan.lines) == summary.output_bytes(plan)
+@pytest.mark.parametrize("options", [{}, {"fp8_kv_cache": True, "texts": {"documents": 1, "length": 2}}])
+def test_the_lines_of_a_plan_add_up_to_its_output(options: dict[str, Any]) -> None:
+    for scheme in SCHEMES.values():
+        try:
+            plan = make_plan(open_checkpoint(EXAMPLE), scheme, PlanOptions(**options))
+        except (PlanError, UsageError):
+            continue
+        assert sum(line.bytes_after for line in plan.lines) == summary.output_bytes(plan)

@@ -101,23 +101,21 @@ def test_a_single_scheme_answers_as_its_output(
             assert same(records, written(source, root / "out"))
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3nForCausalLM"])
 def test_each_unit_alone_answers_as_an_output_in_which_only_it_is_quantized(
-    shelf: Shelf, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+    shelf: Shelf, tmp_path: Path, architecture: str
 ) -> None:
-    for architecture in ["Qwen3MoeForCausalLM", "Gemma3nForCausalLM"]:
-        with subtests.test(architecture=architecture):
-            root = tmp_path_factory.mktemp("row")
-            source = shelf.source(architecture)
-            plans = plans_of(source, "int8-weights")
-            units = units_of(plans)
-            mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
-            records = measured(source, plans, mixtures, changes=changes).records
-            # The last one, so that all layers before it are those of the source.
-            number = len(units) - 1
-            others = [pattern for at, unit in enumerate(units) if at != number for pattern in unit.patterns]
-            compress(source, root / "out", "int8-weights", ignore=others)
-            at = mixtures.index({number: "int8-weights"})
-            assert same(records[at], written(source, root / "out"))
+    source = shelf.source(architecture)
+    plans = plans_of(source, "int8-weights")
+    units = units_of(plans)
+    mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
+    records = measured(source, plans, mixtures, changes=changes).records
+    # The last one, so that all layers before it are those of the source.
+    number = len(units) - 1
+    others = [pattern for at, unit in enumerate(units) if at != number for pattern in unit.patterns]
+    compress(source, tmp_path / "out", "int8-weights", ignore=others)
+    at = mixtures.index({number: "int8-weights"})
+    assert same(records[at], written(source, tmp_path / "out"))
 
 
 def test_the_head_is_a_unit_and_all_its_schemes_are_measured(example: Path, tmp_path: Path) -> None:
@@ -177,34 +175,30 @@ def test_a_weight_that_no_scheme_can_hold_is_named(tmp_path: Path) -> None:
         measured(source, plans, [{unit: "nvfp4"}])
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("Qwen3MoeForCausalLM", "channel"), ("Qwen3MoeForCausalLM", "int8"), ("Qwen3ForCausalLM", "nvfp4-w4a4")],
+)
 def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
-    shelf: Shelf, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+    shelf: Shelf, tmp_path: Path, architecture: str, name: str
 ) -> None:
-    for architecture, name in [
-        ("Qwen3ForCausalLM", "channel"),
-        ("Qwen3MoeForCausalLM", "channel"),
-        ("Qwen3MoeForCausalLM", "int8"),
-        ("Qwen3ForCausalLM", "nvfp4-w4a4"),
-    ]:
-        with subtests.test(architecture=architecture, name=name):
-            root = tmp_path_factory.mktemp("row")
-            source = shelf.source(architecture)
-            compress(source, root / "out", name)
-            plans = plans_of(source, name)
-            [records] = measured(source, plans, [dict.fromkeys(range(len(units_of(plans))), name)]).records
-            served = ServedModel(StreamedModel(open_checkpoint(root / "out")))
-            plain = StreamedModel(open_checkpoint(source))
-            found: list[torch.Tensor] = []
-            passes = [[ForwardPass(plain, partial(logits, plain, ids)), served.passes(ids)[1]] for ids in BATCH]
-            run_interleaved(passes, finished=lambda *value, found=found: found.append(value[2]))
-            names = ModelNames("source", "output")
-            expected = [
-                compare_logits(before, after, ids, "", "", names).kl
-                for before, after, ids in zip(found[::2], found[1::2], BATCH, strict=True)
-            ]
-            assert same(records, expected)
-            [weights_alone] = measured(source, plans_of(source, "nvfp4"), [{}]).records
-            assert not any(record.kl.any() for record in weights_alone)
+    source = shelf.source(architecture)
+    compress(source, tmp_path / "out", name)
+    plans = plans_of(source, name)
+    [records] = measured(source, plans, [dict.fromkeys(range(len(units_of(plans))), name)]).records
+    served = ServedModel(StreamedModel(open_checkpoint(tmp_path / "out")))
+    plain = StreamedModel(open_checkpoint(source))
+    found: list[torch.Tensor] = []
+    passes = [[ForwardPass(plain, partial(logits, plain, ids)), served.passes(ids)[1]] for ids in BATCH]
+    run_interleaved(passes, finished=lambda *value: found.append(value[2]))
+    names = ModelNames("source", "output")
+    expected = [
+        compare_logits(before, after, ids, "", "", names).kl
+        for before, after, ids in zip(found[::2], found[1::2], BATCH, strict=True)
+    ]
+    assert same(records, expected)
+    [weights_alone] = measured(source, plans_of(source, "nvfp4"), [{}]).records
+    assert not any(record.kl.any() for record in weights_alone)
 
 
 def test_each_choice_of_a_unit_is_made_once_and_alone_in_memory(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
