@@ -210,7 +210,7 @@ def test_a_damaged_file_is_refused(outputs: list[Path], monkeypatch: pytest.Monk
 def test_a_full_disk_is_an_error_and_the_run_continues_from_what_was_saved_before(
     outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate(outputs[0], EXAMPLE, **SMALL)
+    evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
     expected = (outputs[0] / "eval.json").read_bytes()
     (outputs[0] / "eval.json").unlink()
     fsync, left = os.fsync, [2]
@@ -225,12 +225,12 @@ def test_a_full_disk_is_an_error_and_the_run_continues_from_what_was_saved_befor
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OutputError) as caught:
-            evaluate(outputs[0], EXAMPLE, **SMALL)
+            evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
     assert caught.value.message == f"{part} cannot be written: No space left on device"
     assert caught.value.hint == "free some space, or give another place"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", part.name, "int4"]
     assert list(facts_of(part)["gave"]) == ["model.layers.0"]
-    evaluate(outputs[0], EXAMPLE, **SMALL)
+    evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
     assert (outputs[0] / "eval.json").read_bytes() == expected
 
 
@@ -269,7 +269,7 @@ def test_servers_do_not_answer_twice(outputs: list[Path], tmp_path: Path, monkey
         LoopbackEngine({"a-name": EXAMPLE}, complete) as first,
         LoopbackEngine({str(output): output}, complete) as second,
     ):
-        given = {"tasks": task, "server": [first.url, second.url], **SMALL}
+        given = {"tasks": task, "server": [first.url, second.url], "no_prompts": True, **SMALL}
         stopped(output, monkeypatch, **given)
         asked = next(count)
         found = evaluate(output, EXAMPLE, **given)

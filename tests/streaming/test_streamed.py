@@ -20,11 +20,10 @@ from greenlet import getcurrent, greenlet
 
 from conftest import change_json
 from openquant import dequantize
-from openquant.errors import OpenQuantError, OutputError
+from openquant.errors import OpenQuantError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import interleaved
 from openquant.streaming import model as module
-from openquant.streaming import offload as scratch_module
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
 from openquant.streaming.lazy_tensors import LazyTensors
 from openquant.streaming.model import StreamedModel
@@ -168,18 +167,6 @@ def test_what_waits_before_a_unit_counts_beside_what_waits_after_it(tmp_path: Pa
                 assert sum(each.in_memory for [each] in groups) <= budget
             # No more is put away than must be.
             assert sum(each.in_memory for [each] in groups) > budget - groups[0][0].call[0].numel() * 8, unit
-
-
-def test_a_scratch_directory_in_memory_must_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch_module, "file_system", lambda _: "tmpfs")
-    with pytest.raises(OutputError, match="is kept in memory"):
-        OffloadFile(tmp_path, 0)
-    with (
-        OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch,
-        pytest.raises(OutputError, match="which has room for"),
-    ):
-        scratch.require_room(1 << 60)
-    assert list(tmp_path.iterdir()) == []
 
 
 def resident_files() -> int:
