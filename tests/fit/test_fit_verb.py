@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +52,11 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The scores of the example in the default schemes, and the output that came with them, with its report."""
     root = tmp_path_factory.mktemp("kept")
-    words = ("-o", "out", "--fit", f"size={LIMIT}B", "--report", "page.html")
-    done = run_openquant("compress", "-m", EXAMPLE, *words, cwd=root)
-    assert done.returncode == 0, done.stderr
-    (root / "said").write_text(done.stderr)
+    words = ["-m", str(EXAMPLE), "-o", "out", "--fit", f"size={LIMIT}B", "--report", "page.html"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as err, redirect_stdout(StringIO()):
+        patch.chdir(root)
+        assert main(["compress", *words]) == 0, err.getvalue()
+    (root / "said").write_text(err.getvalue())
     return root
 
 

@@ -25,6 +25,7 @@ from openquant.formats.schemes import find_scheme
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
+from openquant.streaming.matmul import products_in_float32
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -71,9 +72,12 @@ def measured(
 
 def written(source: Path, output: Path) -> list[np.ndarray]:
     """The KL divergence at each position of each document, of an output that lies on disk."""
-    before, after = (
-        streamed_logits(StreamedModel(open_checkpoint(root)), [ids[None] for ids in BATCH]) for root in (source, output)
-    )
+    # As mixtures are measured, whatever this processor multiplies in.
+    with products_in_float32():
+        before, after = (
+            streamed_logits(StreamedModel(open_checkpoint(root)), [ids[None] for ids in BATCH])
+            for root in (source, output)
+        )
     names = ModelNames("source", "output")
     return [
         compare_logits(plain[0], rounded[0], ids, "", "", names).kl
@@ -190,7 +194,8 @@ def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     plain = StreamedModel(open_checkpoint(source))
     found: list[torch.Tensor] = []
     passes = [[ForwardPass(plain, partial(logits, plain, ids)), served.passes(ids)[1]] for ids in BATCH]
-    run_interleaved(passes, finished=lambda *value: found.append(value[2]))
+    with products_in_float32():
+        run_interleaved(passes, finished=lambda *value: found.append(value[2]))
     names = ModelNames("source", "output")
     expected = [
         compare_logits(before, after, ids, "", "", names).kl
