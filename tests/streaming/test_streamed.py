@@ -402,14 +402,15 @@ HOSTILE: list[tuple[dict, str]] = [
 ]
 
 
-def test_configs_that_name_no_model_are_refused(source: Path) -> None:
+def test_configs_that_name_no_model_are_refused(source: Path, subtests: pytest.Subtests) -> None:
     sound = (source / "config.json").read_text()
     for change, says in HOSTILE:
-        change_json(source / "config.json", lambda found, change=change: found.update(change))
-        with pytest.raises(OpenQuantError, match=says):
-            streamed_logits(StreamedModel(open_checkpoint(source)), BATCHES[:1])
-        assert passes_left() == [], change
-        (source / "config.json").write_text(sound)
+        with subtests.test(change=change):
+            (source / "config.json").write_text(sound)
+            change_json(source / "config.json", lambda found, change=change: found.update(change))
+            with pytest.raises(OpenQuantError, match=says):
+                streamed_logits(StreamedModel(open_checkpoint(source)), BATCHES[:1])
+            assert passes_left() == []
 
 
 def test_what_config_asks_to_run_or_fetch_is_ignored(source: Path) -> None:
