@@ -19,7 +19,6 @@ from conftest import EXAMPLE, run_openquant
 from openquant import Reporter, calibrate, compress, evaluate, verify
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
-from openquant.evaluation import answers
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.fingerprint import Fingerprint
 from openquant.plan.plan import Plan
@@ -78,15 +77,10 @@ def test_the_command_writes_a_file(
     assert sum(len(each.tensors) for each in found.inputs) == 28
 
 
-def test_evaluation_refuses_calibration_texts(
-    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Answers take most of the time.
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
+def test_evaluation_has_other_texts_than_a_calibration(calibration: Path, tmp_path: Path) -> None:
     made = compress(EXAMPLE, tmp_path / "out").output
-    assert (
-        evaluate([made], EXAMPLE, **SMALL).outputs[0]["text"]["sha256"] != read_calibration(calibration).texts["sha256"]
-    )
+    [found] = evaluate([made], EXAMPLE, no_prompts=True, **SMALL).outputs
+    assert found["text"]["sha256"] != read_calibration(calibration).texts["sha256"]
 
 
 def scales(root: Path) -> dict[str, float]:
@@ -137,14 +131,17 @@ def test_a_killed_run_goes_on(calibration: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", name]
 
 
-def test_static_activations_are_calibrated_first(calibration: Path, tmp_path: Path) -> None:
-    words = ("compress", "-m", EXAMPLE, "-o", "made/out", "--activation-scheme", "static", *TEXTS)
-    assert run_openquant(*words, "--dry-run", cwd=tmp_path).returncode == 0
+def test_static_activations_are_calibrated_first(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["compress", "-m", str(EXAMPLE), "-o", "made/out", "--activation-scheme", "static", *map(str, TEXTS)]
+    assert main([*words, "--dry-run"]) == 0
     assert not list(tmp_path.iterdir())
-    done = run_openquant(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    capsys.readouterr()
+    assert main(words) == 0
     kept = "made/tiny-qwen3.calibration.safetensors"
-    assert done.stderr.splitlines()[0].endswith(f" has yours; kept in {kept}")
+    assert capsys.readouterr().err.splitlines()[0].endswith(f" has yours; kept in {kept}")
     assert (tmp_path / kept).read_bytes() == calibration.read_bytes()
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["out", Path(kept).name]
     # Its bytes are those of the same in two steps.
@@ -304,41 +301,24 @@ def test_activations_in_fp4_have_the_scales_of_a_calibration(calibration: Path, 
     assert not verify(tmp_path / "out").problems
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"calibration": "CALIBRATION"}, UsageError, "nothing uses calibration"),
-        (
-            {"calibration": "missing", "activation_scheme": "static"},
-            SourceError,
-            "missing cannot be read: No such file",
-        ),
-        ({"calibrate": True}, UsageError, "nothing uses calibrate=True$"),
-        (
-            {"calibrate": True, "calibration": "CALIBRATION", "activation_scheme": "static"},
-            UsageError,
-            "calibrate=True and calibration are both given$",
-        ),
-        (
-            {"calibration": "CALIBRATION", "activation_scheme": "static", "samples": 3},
-            UsageError,
-            "texts are given, and nothing is calibrated$",
-        ),
-        ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated$"),
-        (
-            {"calibration": "CALIBRATION", "activation_scheme": "static", "scheme": "block"},
-            UsageError,
-            'scheme="block" has no static activations',
-        ),
-    ],
-)
 def test_options_that_exclude_each_other_are_refused(
-    calibration: Path, tmp_path: Path, options: dict[str, Any], kind: type[OpenQuantError], message: str
+    calibration: Path, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    given = {name: calibration if value == "CALIBRATION" else value for name, value in options.items()}
-    with pytest.raises(kind, match=f"^{message}"):
-        compress(EXAMPLE, tmp_path / "out", **given)
-    assert not (tmp_path / "out").exists()
+    static, of = {"activation_scheme": "static"}, {"calibration": calibration}
+    rows: list[tuple[dict[str, Any], type[OpenQuantError], str]] = [
+        (of, UsageError, "nothing uses calibration"),
+        (static | {"calibration": "missing"}, SourceError, "missing cannot be read: No such file"),
+        ({"calibrate": True}, UsageError, "nothing uses calibrate=True$"),
+        (static | of | {"calibrate": True}, UsageError, "calibrate=True and calibration are both given$"),
+        (static | of | {"samples": 3}, UsageError, "texts are given, and nothing is calibrated$"),
+        ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated$"),
+        (static | of | {"scheme": "block"}, UsageError, 'scheme="block" has no static activations'),
+    ]
+    for options, kind, message in rows:
+        with subtests.test(message):
+            with pytest.raises(kind, match=f"^{message}"):
+                compress(EXAMPLE, tmp_path / "out", **options)
+            assert not (tmp_path / "out").exists()
 
 
 def test_a_calibration_is_of_one_model(calibration: Path, tmp_path: Path) -> None:
@@ -393,79 +373,72 @@ def test_a_fine_tune_of_one_weight_is_another_model(calibration: Path, tmp_path:
         compress(source, tmp_path / "out", **options)
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "eval", "gptq"])
-def test_a_shard_that_changes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
-    source = shutil.copytree(EXAMPLE, tmp_path / "source")
-    if verb == "eval":
-        compress(source, tmp_path / "out")
-    done: list[int] = []
+def test_a_shard_that_changes_meanwhile_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for verb in ("calibrate", "eval", "gptq"):
+        with subtests.test(verb):
+            source, output = Path(shutil.copytree(EXAMPLE, tmp_path / verb)), tmp_path / f"{verb}-out"
+            if verb == "eval":
+                compress(source, output)
 
-    def progress(*_: int) -> None:
-        if not done:
-            other_byte(source)
-        done.append(1)
+            def change(*_: int, left: list[Path] = [source]) -> None:  # noqa: B006
+                if left:
+                    other_byte(left.pop())
 
-    class Changing(Reporter):
-        def calibrated(self, *_: int) -> None:
-            progress()
-
-    with pytest.raises(SourceError, match=rf"^{source}/\S+\.safetensors changed while it was being read$"):
-        if verb == "calibrate":
-            calibrate(source, tmp_path / "x", progress=progress, **SMALL)
-        elif verb == "eval":
-            evaluate([tmp_path / "out"], source, progress=progress, **SMALL)
-        else:
-            compress(source, tmp_path / "out", "int4", gptq=True, reporter=Changing(), **SMALL)
-    assert not (tmp_path / "x").exists()
-    assert not (tmp_path / "out" / "eval.json").exists()
+            reporter = Reporter()
+            reporter.calibrated = change  # type: ignore[method-assign]
+            with pytest.raises(SourceError, match=rf"^{source}/\S+\.safetensors changed while it was being read$"):
+                if verb == "calibrate":
+                    calibrate(source, tmp_path / "x", progress=change, **SMALL)
+                elif verb == "eval":
+                    evaluate([output], source, progress=change, no_prompts=True, **SMALL)
+                else:
+                    compress(source, output, "int4", gptq=True, reporter=reporter, **SMALL)
+            assert not (tmp_path / "x").exists()
+            assert not (output / "eval.json").exists()
 
 
-@pytest.mark.parametrize("width", [0, 3, 512])
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_inputs_of_another_width_are_refused(calibration: Path, tmp_path: Path) -> None:
+    seen, name = read_calibration(calibration), "model.layers.0.self_attn.q_proj.weight"
+    options: list[dict[str, Any]] = [
         {"activation_scheme": "static"},
         {"scheme": "channel", "kv_cache": "fp8"},
         {"scheme": "none", "kv_cache": "fp8"},
         {"scheme": "int8", "smooth": 0.5},
         {"scheme": "int4", "awq": True},
-    ],
-)
-def test_inputs_of_another_width_are_refused(
-    calibration: Path, tmp_path: Path, options: dict[str, Any], width: int
-) -> None:
-    seen, name = read_calibration(calibration), "model.layers.0.self_attn.q_proj.weight"
-    some = np.ones(width, np.float32)
-    inputs = [
-        replace(each, absmax=some, mean=some, square=some) if name in each.tensors else each for each in seen.inputs
     ]
-    (tmp_path / "x").write_bytes(replace(seen, inputs=tuple(inputs)).to_bytes())
-    with pytest.raises(SourceError) as caught:
-        compress(EXAMPLE, tmp_path / "out", calibration=tmp_path / "x", **options)
-    # Queries, keys and values have one input.
-    layer = r"model\.layers\.0\.self_attn\.[qkv]_proj\.weight"
-    said = rf"{tmp_path / 'x'}: {layer} has 256 inputs, and the calibration {width}"
-    assert re.fullmatch(said, caught.value.message)
-    assert not (tmp_path / "out").exists()
+    for width in (0, 3, 512):
+        some = np.ones(width, np.float32)
+        inputs = [
+            replace(each, absmax=some, mean=some, square=some) if name in each.tensors else each for each in seen.inputs
+        ]
+        (tmp_path / "x").write_bytes(replace(seen, inputs=tuple(inputs)).to_bytes())
+        # Queries, keys and values have one input.
+        layer = r"model\.layers\.0\.self_attn\.[qkv]_proj\.weight"
+        for each in options if width == 3 else options[width > 3 :: 2]:
+            with pytest.raises(SourceError) as caught:
+                compress(EXAMPLE, tmp_path / "out", calibration=tmp_path / "x", **each)
+            said = rf"{tmp_path / 'x'}: {layer} has 256 inputs, and the calibration {width}"
+            assert re.fullmatch(said, caught.value.message), each
+            assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["x.part", "x.part.new"])
-def test_a_pipe_in_place_of_the_checkpoint_is_a_two_line_error(tmp_path: Path, name: str) -> None:
-    os.mkfifo(tmp_path / name)
-    done = run_openquant("calibrate", EXAMPLE, "-o", "x", *TEXTS, "--json", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {name} is not a regular file\nhint: remove it to begin again\n"
-    assert json.loads(done.stdout)["error"] == f"{name} is not a regular file"
-
-
-def test_magnitudes_beyond_float32_are_a_two_line_error(calibration: Path, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_a_two_line_error(
+    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.part", "x.part.new"):
+        os.mkfifo(name)
+        assert main(["calibrate", str(EXAMPLE), "-o", "x", *map(str, TEXTS), "--json"]) == 2
+        said = capsys.readouterr()
+        assert said.err == f"error: {name} is not a regular file\nhint: remove it to begin again\n"
+        assert json.loads(said.out)["error"] == f"{name} is not a regular file"
+        Path(name).unlink()
+    # Magnitudes beyond float32.
     seen = replace(read_calibration(calibration), cached={0: (2e41, 1.0)})
-    (tmp_path / "x").write_bytes(seen.to_bytes())
-    words = ("compress", "-m", EXAMPLE, "--scheme", "channel", "--kv-cache", "fp8", "--calibration", "x")
-    done = run_openquant(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
+    Path("x").write_bytes(seen.to_bytes())
+    words = ["compress", "-m", str(EXAMPLE), "--scheme", "channel", "--kv-cache", "fp8", "--calibration", "x"]
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
         "error: x: magnitudes of keys or values of layer 0 are negative or not finite\n"
         "hint: make it again: openquant calibrate MODEL -o FILE\n"
     )

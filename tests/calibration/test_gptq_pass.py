@@ -38,12 +38,12 @@ from openquant.weights.transform import WeightTransform, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.paper_gptq import by_hand
+from support.representatives import representatives
 
 IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(150)) for number in range(4)]
 CORPUS = Corpus(tuple(Document("some", f"some {at}", each) for at, each in enumerate(IDS)), "", {})
-WANTED = [
-    SCHEMES[name] for name in ("int4", "int3", "int8", "int8-weights", "nvfp4", "tensor", "channel", "block", "mxfp4")
-]
+NAMES = ("int4", "int3", "int8", "int8-weights", "nvfp4", "tensor", "channel", "block", "mxfp4")
+WANTED = [*(SCHEMES[name] for name in NAMES), find_scheme("int4", asymmetric=True)]
 
 
 def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, transforms: WeightTransforms | None = None) -> Plan:
@@ -92,31 +92,35 @@ def found(all_converted: Shelf) -> dict[str, Tensor]:
     return hessians(all_converted.source("Qwen3ForCausalLM"))
 
 
-@pytest.mark.parametrize("scheme", [*WANTED, find_scheme("int4", asymmetric=True)], ids=lambda scheme: scheme.suffix)
 def test_gptq_lowers_the_error_of_all_layers(
-    shelf: Shelf, tmp_path: Path, scheme: Scheme, found: dict[str, Tensor]
+    shelf: Shelf, tmp_path: Path, found: dict[str, Tensor], subtests: pytest.Subtests
 ) -> None:
     source = shelf.source("Qwen3ForCausalLM")
-    plan = compressed(source, tmp_path / "gptq", scheme, gptq=True)
-    compressed(source, tmp_path / "nearest", scheme, gptq=False)
     layers = 7 * small_checkpoints.LAYERS
-    assert f"GPTQ rounds {layers} layers with their Hessians over 4 x 150 tokens" in plan.notes
-    assert [path.name for path in tmp_path.glob("*.rounded")] == []
-    one, other = small_checkpoints.read(tmp_path / "gptq"), small_checkpoints.read(tmp_path / "nearest")
-    assert {name: (tensor.dtype, tensor.shape) for name, tensor in one.items()} == {
-        name: (tensor.dtype, tensor.shape) for name, tensor in other.items()
-    }
-    # All codes of rounded layers change, their scales and zero points only where they are searched for, and nothing else.
-    for name, tensor in one.items():
-        same = torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
-        if name.endswith(f"_proj.{scheme.format.codes}") and ".layers." in name:
-            assert not same, name
-        elif not (scheme.searches_scales and "_proj." in name and ".layers." in name):
-            assert same, name
-    before, after = (losses(source, tmp_path / kind, found) for kind in ("nearest", "gptq"))
-    assert len(after) == layers
-    assert all(after[name] < before[name] for name in before)
-    assert sum(after.values()) < 0.8 * sum(before.values())
+    for scheme in WANTED:
+        with subtests.test(scheme=scheme.suffix):
+            root = tmp_path / scheme.suffix
+            root.mkdir()
+            plan = compressed(source, root / "gptq", scheme, gptq=True)
+            compressed(source, root / "nearest", scheme, gptq=False)
+            assert f"GPTQ rounds {layers} layers with their Hessians over 4 x 150 tokens" in plan.notes
+            assert [path.name for path in root.glob("*.rounded")] == []
+            one, other = small_checkpoints.read(root / "gptq"), small_checkpoints.read(root / "nearest")
+            assert {name: (tensor.dtype, tensor.shape) for name, tensor in one.items()} == {
+                name: (tensor.dtype, tensor.shape) for name, tensor in other.items()
+            }
+            # All codes of rounded layers change, their scales and zero points only where they are searched for, and
+            # nothing else.
+            for name, tensor in one.items():
+                same = torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8))
+                if name.endswith(f"_proj.{scheme.format.codes}") and ".layers." in name:
+                    assert not same, name
+                elif not (scheme.searches_scales and "_proj." in name and ".layers." in name):
+                    assert same, name
+            before, after = (losses(source, root / kind, found) for kind in ("nearest", "gptq"))
+            assert len(after) == layers
+            assert all(after[name] < before[name] for name in before)
+            assert sum(after.values()) < 0.8 * sum(before.values())
 
 
 def test_the_search_for_scales_is_weighted_by_the_hessian(
@@ -147,13 +151,9 @@ def test_layers_that_share_an_input_without_being_fused_are_rounded_too(
     assert len(found) > len(same)
 
 
-def uncalled(architecture: str, module: str) -> bool:
-    """Whether it is what comes last in one of the experts of images, the latter four of eight: a text is sent to none,
-    and what is known of their inputs is the layer's only.
-    """
-    return architecture == "Ernie4_5_VLMoeForConditionalGeneration" and bool(
-        re.search(r"[.]experts[.][4-7][.]down_proj$", module)
-    )
+# What comes last in one of the experts of images, the latter four of eight: a text is sent to none, and what is known of
+# their inputs is the layer's only.
+UNCALLED = {"Ernie4_5_VLMoeForConditionalGeneration": r"[.]experts[.][4-7][.]down_proj$"}
 
 
 def test_layers_that_run_several_times_are_refused(shelf: Shelf, tmp_path: Path) -> None:
@@ -165,19 +165,22 @@ def test_layers_that_run_several_times_are_refused(shelf: Shelf, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", small_checkpoints.RUNNABLE)
-def test_all_layers_of_every_architecture_have_a_hessian(shelf: Shelf, tmp_path: Path, name: str) -> None:
-    names = ("int8", "channel", "tensor", "block", "mxfp8")
-    scheme = next(SCHEMES[each] for each in names if small_checkpoints.refused(name, SCHEMES[each]) is None)
-    checkpoint = open_checkpoint(shelf.source(name))
-    plan = make_plan(checkpoint, scheme, PlanOptions(gptq=CORPUS.account))
-    folder = LayerStore(tmp_path / "rounded", "0" * 64)
-    folder.claim()
-    few = Corpus(CORPUS.documents[:1], "", {})
-    found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, max_hessian_bytes=1 << 30)
-    called = [weight for weight, _ in plan.gptq_rounded if not uncalled(name, weight.module)]
-    assert called
-    assert found.keys() == {info.name for weight in called for info in rounded_tensors(weight, scheme)}
+def test_all_layers_of_an_architecture_have_a_hessian(shelf: Shelf, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in representatives():
+        with subtests.test(name):
+            scheme = small_checkpoints.served_in(name, "int8", "channel", "tensor", "block", "mxfp8")
+            checkpoint = open_checkpoint(shelf.source(name))
+            plan = make_plan(checkpoint, scheme, PlanOptions(gptq=CORPUS.account))
+            folder = LayerStore(tmp_path / name, "0" * 64)
+            folder.claim()
+            few = Corpus(CORPUS.documents[:1], "", {})
+            found = round_layers(StreamedModel(checkpoint), plan, few, folder, kernels, max_hessian_bytes=1 << 30)
+            uncalled = UNCALLED.get(name)
+            called = [
+                weight for weight, _ in plan.gptq_rounded if not (uncalled and re.search(uncalled, weight.module))
+            ]
+            assert called
+            assert found.keys() == {info.name for weight in called for info in rounded_tensors(weight, scheme)}
 
 
 def test_smoothed_weights_are_rounded_by_divided_inputs(shelf: Shelf, tmp_path: Path, found: dict[str, Tensor]) -> None:

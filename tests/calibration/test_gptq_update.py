@@ -12,7 +12,7 @@ from torch import Tensor
 
 from openquant.calibration.gptq import DAMPING, find_error_propagation, round_columns
 from openquant.formats.format import Format
-from openquant.formats.numbers import E2M1, E4M3, INT4, INT8, Number
+from openquant.formats.numbers import E2M1, E4M3, INT4, INT8
 from openquant.formats.reference import nearest
 from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import (
@@ -71,25 +71,21 @@ def loss(weight: Tensor, quotients: Tensor, scale: Tensor, hessian: Tensor, form
     return float((error @ hessian * error).sum())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.suffix)
-def test_codes_are_those_of_the_textbooks_loop(scheme: Scheme) -> None:
+def test_codes_are_those_of_the_textbooks_loop_and_lower_the_output_error(subtests: pytest.Subtests) -> None:
     weight, inputs = weights(256, 384), correlated(2000, 384)
-    form, hessian = scheme.format, inputs.T @ inputs
-    scale, zero = grids(weight, scheme)
-    found = round_columns(weight.double(), scale, find_error_propagation(hessian, torch.float64), form, zero)
-    assert torch.equal(found, by_hand(weight, scale, hessian, form, zero))
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.suffix)
-def test_the_output_error_is_lower_than_with_rounding_to_nearest(scheme: Scheme) -> None:
-    weight, inputs = weights(256, 384), correlated(2000, 384)
-    form, hessian = scheme.format, inputs.T @ inputs
-    scale, zero = grids(weight, scheme)
-    shifts = 0 if zero is None else spread(zero, form, weight.shape)
-    plain = nearest(weight / spread(scale, form, weight.shape) + shifts, form.number)
-    found = round_columns(weight, scale, find_error_propagation(hessian.float()), form, zero)
-    before, after = (loss(weight, each, scale, hessian, form, zero) for each in (plain, found))
-    assert after < 0.8 * before
+    hessian = inputs.T @ inputs
+    exact, rounded = find_error_propagation(hessian, torch.float64), find_error_propagation(hessian.float())
+    for scheme in SCHEMES:
+        with subtests.test(scheme.suffix):
+            form = scheme.format
+            scale, zero = grids(weight, scheme)
+            found = round_columns(weight.double(), scale, exact, form, zero)
+            assert torch.equal(found, by_hand(weight, scale, hessian, form, zero))
+            shifts = 0 if zero is None else spread(zero, form, weight.shape)
+            plain = nearest(weight / spread(scale, form, weight.shape) + shifts, form.number)
+            found = round_columns(weight, scale, rounded, form, zero)
+            before, after = (loss(weight, each, scale, hessian, form, zero) for each in (plain, found))
+            assert after < 0.8 * before
 
 
 def test_single_precision_is_enough() -> None:
@@ -159,11 +155,12 @@ def test_a_hessian_that_is_not_positive_definite_is_damped_more() -> None:
     assert torch.isfinite(find_error_propagation(hessian).coefficients).all()
 
 
-@pytest.mark.parametrize("number", [E4M3, E2M1, INT8, INT4], ids=lambda number: number.name)
-def test_nearest_codes_are_those_of_numpy(number: Number) -> None:
-    values = number.values()
-    values = np.sort(values[np.isfinite(values)])
-    middles = (values[1:] + values[:-1]) / 2
-    near = [np.nextafter(middles, np.float32(sign * 1e9), dtype=np.float32) for sign in (-1, 1)]
-    every = np.concatenate([values, middles, *near, np.float32([1e30, -1e30, 1e-30])]).astype(np.float32)
-    assert np.array_equal(nearest(torch.from_numpy(every), number).numpy(), number.nearest(every))
+def test_nearest_codes_are_those_of_numpy(subtests: pytest.Subtests) -> None:
+    for number in [E4M3, E2M1, INT8, INT4]:
+        with subtests.test(number.name):
+            values = number.values()
+            values = np.sort(values[np.isfinite(values)])
+            middles = (values[1:] + values[:-1]) / 2
+            near = [np.nextafter(middles, np.float32(sign * 1e9), dtype=np.float32) for sign in (-1, 1)]
+            every = np.concatenate([values, middles, *near, np.float32([1e30, -1e30, 1e-30])]).astype(np.float32)
+            assert np.array_equal(nearest(torch.from_numpy(every), number).numpy(), number.nearest(every))

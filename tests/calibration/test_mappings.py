@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from openquant.calibration.mappings import SmoothingMapping, find_smoothing_mapp
 from openquant.models import MODELS
 from support import small_checkpoints
 from support.conversions import Shelf
+from support.representatives import representatives
 
 Weights = dict[str, torch.Tensor]
 IDS = torch.randint(10, 500, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -75,23 +75,26 @@ def copied(source: Path, root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("architecture", SMOOTHED)
-def test_smoothing_leaves_logits_as_they_are(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
-    weights, found = opened(shelf.source(architecture))
-    root = copied(shelf.source(architecture), tmp_path / "x")
-    before = logits(root, weights)
-    assert {fold.smooth_layer.rpartition(".")[2] for fold in MODELS[architecture].smoothing} == {
-        each.smooth_layer.rpartition(".")[2] for each in found
-    }
-    for number, each in enumerate(found):
-        smooth(weights, each, scales(each, number))
-    # Norms and softmax are computed in float32.
-    assert (logits(root, weights) - before).abs().max() < 1e-4 * before.abs().max()
-    # One side alone shows, of whatever kind: so the texts would have shown a wrong one.
-    for each in {each.smooth_layer.rpartition(".")[2]: each for each in found}.values():
-        other = {name: tensor.clone() for name, tensor in weights.items()}
-        smooth(other, each, scales(each, 99), ("smooth_layer",))
-        assert (logits(root, other) - before).abs().max() > 1e-3 * before.abs().max(), each.smooth_layer
+def test_smoothing_leaves_logits_as_they_are(shelf: Shelf, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    # Each set of rules once, and more where it is another kind of model.
+    rules = {str(MODELS[name].smoothing): name for name in SMOOTHED}
+    for architecture in dict.fromkeys([*rules.values(), *representatives(SMOOTHED)]):
+        with subtests.test(architecture):
+            weights, found = opened(shelf.source(architecture))
+            root = copied(shelf.source(architecture), tmp_path / architecture)
+            before = logits(root, weights)
+            assert {fold.smooth_layer.rpartition(".")[2] for fold in MODELS[architecture].smoothing} == {
+                each.smooth_layer.rpartition(".")[2] for each in found
+            }
+            for number, each in enumerate(found):
+                smooth(weights, each, scales(each, number))
+            # Norms and softmax are computed in float32.
+            assert (logits(root, weights) - before).abs().max() < 1e-4 * before.abs().max()
+            # One side alone shows, of whatever kind: so the texts would have shown a wrong one.
+            for each in {each.smooth_layer.rpartition(".")[2]: each for each in found}.values():
+                other = {name: tensor.clone() for name, tensor in weights.items()}
+                smooth(other, each, scales(each, 99), ("smooth_layer",))
+                assert (logits(root, other) - before).abs().max() > 1e-3 * before.abs().max(), each.smooth_layer
 
 
 def test_every_architecture_with_smoothing_rules_is_tested() -> None:
@@ -131,9 +134,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("shapes", "config", "sources"),
-    [
+def test_shapes_that_do_not_fit_have_no_mapping(subtests: pytest.Subtests) -> None:
+    for shapes, config, sources in [
         ({}, {"num_key_value_heads": 2}, ["v_proj", "up_proj"]),
         ({}, {"num_attention_heads": 4}, ["v_proj", "up_proj"]),
         ({}, {}, ["up_proj"]),
@@ -142,14 +144,11 @@ SHAPES = {
         ({"self_attn.o_proj": (256, 192)}, {"num_key_value_heads": 2}, ["up_proj"]),
         ({"mlp.down_proj": (256, 1024)}, {"num_key_value_heads": 2}, ["v_proj"]),
         ({"mlp.down_proj": (512,)}, {"num_key_value_heads": 2}, ["v_proj"]),
-    ],
-)
-def test_shapes_that_do_not_fit_have_no_mapping(
-    shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], sources: list[str]
-) -> None:
-    known = SHAPES | {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
-    found = find_smoothing_mappings(MODELS["LlamaForCausalLM"], known, config)
-    assert [each.smooth_layer.rpartition(".")[2] for each in found] == sources
+    ]:
+        with subtests.test(shapes=shapes, config=config, sources=sources):
+            known = SHAPES | {f"model.layers.0.{name}": shape for name, shape in shapes.items()}
+            found = find_smoothing_mappings(MODELS["LlamaForCausalLM"], known, config)
+            assert [each.smooth_layer.rpartition(".")[2] for each in found] == sources
 
 
 def test_rows_of_a_fused_tensor_follow_the_config() -> None:

@@ -27,7 +27,6 @@ from openquant.calibration.smoothing import (
 )
 from openquant.calibration.smoothquant import smoothquant_scale
 from openquant.errors import OutputError, PlanError, SourceError, UsageError
-from openquant.evaluation import answers
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.fingerprint import Fingerprint
 from openquant.formats.schemes import SCHEMES
@@ -40,17 +39,11 @@ from openquant.weights.weight import Weight
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.outlier_channels import twin
+from support.random_calibrations import Planned, skewed
 
 INT8 = SCHEMES["int8"]
 SMALL: dict[str, Any] = {"samples": 8, "length": 128}
 Weights = dict[str, torch.Tensor]
-
-
-class Planned(Reporter):
-    """Keeps the plan that is carried out."""
-
-    def planned(self, plan: Plan, *_: Any) -> None:
-        self.notes = plan.notes
 
 
 class Twin:
@@ -69,11 +62,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Twin:
     return Twin(tmp_path_factory.mktemp("smooth"))
 
 
-def test_outliers_cost_nothing_with_smoothquant(made: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Answers take most of the time.
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
+def test_outliers_cost_nothing_with_smoothquant(made: Twin, tmp_path: Path) -> None:
     compress(made.source, tmp_path / "plain", "int8")
-    found = evaluate([tmp_path / "plain", made.output], made.source, samples=8, length=160).outputs
+    outputs = [tmp_path / "plain", made.output]
+    found = evaluate(outputs, made.source, samples=8, length=160, no_prompts=True).outputs
     before, after = (each["kl"]["mean"] for each in found)
     assert before > 0.01
     assert after < 0.0008
@@ -82,7 +74,10 @@ def test_outliers_cost_nothing_with_smoothquant(made: Twin, tmp_path: Path, monk
 
 
 def test_plan_and_card_name_the_method(made: Twin) -> None:
-    assert "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings" in made.reporter.notes
+    assert (
+        "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings"
+        in made.reporter.plan.notes
+    )
     assert made.result.folded == "SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections"
     line = "| folded | SmoothQuant 0.5: inputs divided by powers of two in 16 norms and projections |"
     card = (made.output / "README.md").read_text().splitlines()
@@ -107,46 +102,12 @@ def test_verify_recognizes_scales(made: Twin, tmp_path: Path) -> None:
     assert verify(plain, made.source, full=True).problems == ()
 
 
-NORM = "model.layers.1.input_layernorm.weight"
+LAYER = "model.layers.1"
+NORM, UP, DOWN = f"{LAYER}.input_layernorm.weight", f"{LAYER}.mlp.up_proj.weight", f"{LAYER}.mlp.down_proj.weight"
 
 
-def no_power(weights: Weights) -> None:
-    weights[NORM][7] *= 1.25
-
-
-def no_columns(weights: Weights) -> None:
-    weights[NORM][7] *= 2
-
-
-def another_bit(weights: Weights) -> None:
-    weights["model.layers.1.self_attn.q_norm.weight"][3] *= 2
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (no_power, "their ratio is no power of two (1 of 256 elements have none)"),
-        (no_columns, "does not match model.layers.1.self_attn.k_proj, which reads its output: column 7 there is"),
-        (another_bit, "model.layers.1.self_attn.q_norm.weight differs from the source's, first in byte"),
-    ],
-    ids=["no_power", "no_columns", "no_fold"],
-)
-def test_a_changed_norm_is_named(made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str) -> None:
-    problems = verify(small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source).problems
-    name = NORM if change is not another_bit else "q_norm"
-    assert any(name in found and problem in found for found in problems), problems
-
-
-def test_a_changed_row_is_reported(made: Twin, tmp_path: Path) -> None:
-    def change(weights: Weights) -> None:
-        weights["model.layers.1.mlp.up_proj.weight_scale"][5] *= 2
-
-    report = verify(small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source, full=True)
-    assert any("up_proj.weight does not match model.layers.1.mlp.down_proj" in found for found in report.problems)
-    damaged = small_checkpoints.changed_copy(
-        made.output, tmp_path / "y", lambda held: held["model.layers.1.mlp.up_proj.weight_scale"][5].fill_(np.nan)
-    )
-    assert "holds nan" in "; ".join(verify(damaged, made.source).problems)
+def times(name: str, factor: float, at: int) -> Callable[[Weights], Any]:
+    return lambda weights: weights[name][at].mul_(factor)
 
 
 def without(name: str) -> Callable[[Weights], Any]:
@@ -157,23 +118,28 @@ def with_shape(name: str, *shape: int) -> Callable[[Weights], Any]:
     return lambda weights: weights.update({name: torch.ones(shape, dtype=weights[name].dtype)})
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (without("model.layers.1.mlp.up_proj.weight_scale"), "model.layers.1.mlp.up_proj.weight_scale"),
-        (without("model.layers.1.self_attn.k_proj.weight_scale"), "model.layers.1.self_attn.k_proj.weight_scale"),
-        (without("model.layers.1.mlp.up_proj.weight"), "model.layers.1.mlp.up_proj.weight"),
-        (without("model.layers.1.mlp.down_proj.weight"), "model.layers.1.mlp.down_proj.weight"),
-        (without(NORM), f"{NORM} is missing"),
-        (with_shape(NORM, 128), f"{NORM} is BF16 [128], the source has BF16 [256]"),
-        (with_shape("model.layers.1.self_attn.v_proj.weight", 64, 256), "v_proj"),
-    ],
-)
-def test_damage_is_reported(made: Twin, tmp_path: Path, change: Callable[[Weights], Any], problem: str) -> None:
-    problems = verify(
-        small_checkpoints.changed_copy(made.output, tmp_path / "x", change), made.source, full=True
-    ).problems
-    assert any(problem in found for found in problems), problems
+# What is done to an output, whether all of it must be read, and what is said of it.
+DAMAGE: list[tuple[Callable[[Weights], Any], bool, str]] = [
+    (times(NORM, 1.25, 7), False, f"{NORM}.*their ratio is no power of two \\(1 of 256 elements have none\\)"),
+    (times(NORM, 2, 7), False, f"{NORM} does not match {LAYER}.self_attn.k_proj, which reads its output: column 7 there is"),
+    (times(f"{LAYER}.self_attn.q_norm.weight", 2, 3), False, "self_attn.q_norm.weight differs from the source's, first in byte"),
+    (times(f"{UP}_scale", 2, 5), True, f"{UP} does not match {LAYER}.mlp.down_proj"),
+    (times(f"{UP}_scale", np.nan, 5), False, "holds nan"),
+    (without(f"{UP}_scale"), True, f"{UP}_scale"),
+    (without(f"{LAYER}.self_attn.k_proj.weight_scale"), True, f"{LAYER}.self_attn.k_proj.weight_scale"),
+    (without(UP), True, UP),
+    (without(DOWN), True, DOWN),
+    (without(NORM), True, f"{NORM} is missing"),
+    (with_shape(NORM, 128), True, f"{NORM} is BF16 \\[128\\], the source has BF16 \\[256\\]"),
+    (with_shape(f"{LAYER}.self_attn.v_proj.weight", 64, 256), True, "v_proj"),
+]  # fmt: skip
+
+
+def test_damage_is_reported(made: Twin, tmp_path: Path) -> None:
+    for number, (change, full, problem) in enumerate(DAMAGE):
+        damaged = small_checkpoints.changed_copy(made.output, tmp_path / str(number), change)
+        problems = verify(damaged, made.source, full=full).problems
+        assert any(re.search(problem, found) for found in problems), (problem, problems)
 
 
 def test_weights_that_overflow_float32_are_refused(made: Twin, tmp_path: Path) -> None:
@@ -185,7 +151,7 @@ def test_weights_that_overflow_float32_are_refused(made: Twin, tmp_path: Path) -
     # Multiplied columns would be infinite: the estimated error excludes this mapping.
     compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=reporter)
     assert "model.layers.0.post_attention_layernorm: the layers' estimated error would not be" in "; ".join(
-        reporter.notes
+        reporter.plan.notes
     )
     assert verify(tmp_path / "out", source, full=True).problems == ()
 
@@ -204,7 +170,7 @@ def test_a_divided_norm_without_multiplied_columns_is_a_change(shelf: Shelf, tmp
 def test_dequantized_weights_stay_smoothed(made: Twin, tmp_path: Path) -> None:
     reporter = Planned()
     dequantize(made.output, tmp_path / "plain", reporter=reporter)
-    assert "norms stay as the output has them, folded with the weights" in "; ".join(reporter.notes)
+    assert "norms stay as the output has them, folded with the weights" in "; ".join(reporter.plan.notes)
     found, weights = small_checkpoints.read(tmp_path / "plain"), small_checkpoints.read(made.source)
     ids = torch.randint(10, 2000, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -222,20 +188,8 @@ def opened(root: Path) -> Reader:
     return Reader(checkpoint.where, root.joinpath)
 
 
-def random_calibration(plan: Plan) -> Calibration:
-    """Inputs of which some are far larger than others."""
-    random = np.random.default_rng(3)
-    found: dict[str, InputStatistics] = {}
-    for weight in plan.layers.values():
-        largest = np.exp(random.normal(0, 2, weight.shape[1])).astype(np.float32)
-        found.setdefault(
-            weight.source.name, InputStatistics((weight.source.name,), largest, largest / 4, 9, largest**2 / 9)
-        )
-    return Calibration(tuple(found.values()), "", {})
-
-
 def transforms_of(plan: Plan, root: Path, exponent: float = 0.5) -> WeightTransforms:
-    reader, calibration = opened(root), random_calibration(plan)
+    reader, calibration = opened(root), read_calibration(skewed(plan, root / "of"))
     parts = []
     for mapping in usable_mappings(plan).mappings:
         scale = smoothquant_scale(mapping, plan, reader, calibration, exponent)
@@ -253,110 +207,108 @@ def logits(root: Path) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "architecture",
-    ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"],
-)
-def test_a_smoothed_model_computes_the_same(tmp_path: Path, architecture: str) -> None:
-    """Whatever it has: routers, biases, norms that one is added to, several layers in a tensor, shared experts."""
-    source = small_checkpoints.write(tmp_path / "source", architecture, dtype="float32")
-    plan = make_plan(open_checkpoint(source), INT8)
-    transforms = transforms_of(plan, source)
-    reader, changed = opened(source), dict[str, torch.Tensor]()
-    tuned = make_plan(open_checkpoint(source), INT8, PlanOptions(transforms=transforms))
-    weights = small_checkpoints.read(source)
-    for weight in (*tuned.layers.values(), *(kept.smoothed for kept in tuned.decisions.passthrough)):
-        if not isinstance(weight, Weight):
-            continue
-        values = np.concatenate([bits.view(np.float32).copy() for bits in reader.rows(weight, 1)])
-        changed[f"{weight.module}.weight"] = torch.from_numpy(values)
-    for name, data in transforms.tensors.items():
-        changed[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)
-    assert sum(not torch.equal(tensor, weights[name]) for name, tensor in changed.items()) > 10
-    folded = tmp_path / "folded"
-    folded.mkdir()
-    (folded / "config.json").write_bytes((source / "config.json").read_bytes())
-    save_file({**weights, **changed}, folded / "model.safetensors", {"format": "pt"})
-    before, after = logits(source), logits(folded)
-    assert (before - after).abs().max() < 1e-4 * before.abs().max()
-
-
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM"])
-def test_any_architecture_is_verified(tmp_path: Path, architecture: str) -> None:
-    source = small_checkpoints.write(tmp_path / "source", architecture)
-    plan = make_plan(open_checkpoint(source), INT8)
-    calibration = replace(random_calibration(plan), model=Fingerprint(plan.source).hexdigest())
-    (tmp_path / "of.safetensors").write_bytes(calibration.to_bytes())
-    out = tmp_path / "out"
-    compress(source, out, "int8", smooth=0.5, calibration=tmp_path / "of.safetensors")
-    report = verify(out, source, full=True)
-    assert (report.problems, report.equal_share) == ((), 1)
-    assert "smoothed" in report.notes[0]
-    found, weights = small_checkpoints.read(out), small_checkpoints.read(source)
-    lasts = {
-        name.split(".", 3)[-1]
-        for name, tensor in weights.items()
-        if name in found and found[name].dtype == tensor.dtype and not torch.equal(found[name], tensor)
-    }
-    assert any("layernorm.weight" in name for name in lasts)
-    if architecture == "Qwen3MoeForCausalLM":
-        assert "mlp.gate.weight" in lasts
-        small_checkpoints.change_weights(out, lambda held: held["model.layers.1.mlp.gate.weight"][0, 0].mul_(3))
-        [problem] = verify(out, source).problems
-        assert re.search(r"mlp\.gate\.weight differs from .* after smoothing", problem)
-    if architecture == "Qwen2ForCausalLM":
-        assert "self_attn.v_proj.bias" in lasts
-        small_checkpoints.change_weights(out, lambda held: held["model.layers.1.self_attn.v_proj.bias"][3].mul_(3))
-        [problem] = verify(out, source).problems
-        assert "v_proj.bias differs from the source's after smoothing" in problem
-
-
-@pytest.mark.parametrize(
-    ("architecture", "name", "tensor"),
-    [
-        (
-            "Qwen2ForCausalLM",
-            "model.layers.0.self_attn.v_proj.bias",
-            torch.zeros(small_checkpoints.KV_HEADS * small_checkpoints.HEAD_DIM).int(),
-        ),
-        ("Qwen2ForCausalLM", "model.layers.0.self_attn.v_proj.bias", torch.zeros(3).bfloat16()),
-        ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.zeros(small_checkpoints.HIDDEN).int()),
-        ("Qwen3ForCausalLM", "model.layers.0.input_layernorm.weight", torch.tensor(1.0)),
-    ],
-    ids=["integers", "short", "norm", "number"],
-)
-def test_tensors_that_cannot_be_divided_are_not(
-    tmp_path: Path, architecture: str, name: str, tensor: torch.Tensor
+def test_a_smoothed_model_computes_the_same(
+    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
 ) -> None:
-    source = small_checkpoints.write(tmp_path / "source", architecture)
-    all_places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
-    small_checkpoints.change_weights(source, lambda weights: weights.update({name: tensor}))
-    places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
-    assert {each.smooth_layer for each in all_places} - {each.smooth_layer for each in places} == {
-        name.rpartition(".")[0]
-    }
+    """Whatever it has: routers, biases, norms that one is added to, several layers in a tensor, shared experts."""
+    for architecture in [
+        "Qwen3MoeForCausalLM",
+        "Qwen2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2MoeForCausalLM",
+    ]:
+        with subtests.test(architecture=architecture):
+            root = tmp_path_factory.mktemp("row")
+            source = small_checkpoints.write(root / "source", architecture, dtype="float32")
+            plan = make_plan(open_checkpoint(source), INT8)
+            transforms = transforms_of(plan, source)
+            reader, changed = opened(source), dict[str, torch.Tensor]()
+            tuned = make_plan(open_checkpoint(source), INT8, PlanOptions(transforms=transforms))
+            weights = small_checkpoints.read(source)
+            for weight in (*tuned.layers.values(), *(kept.smoothed for kept in tuned.decisions.passthrough)):
+                if not isinstance(weight, Weight):
+                    continue
+                values = np.concatenate([bits.view(np.float32).copy() for bits in reader.rows(weight, 1)])
+                changed[f"{weight.module}.weight"] = torch.from_numpy(values)
+            for name, data in transforms.tensors.items():
+                changed[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)
+            assert sum(not torch.equal(tensor, weights[name]) for name, tensor in changed.items()) > 10
+            folded = root / "folded"
+            folded.mkdir()
+            (folded / "config.json").write_bytes((source / "config.json").read_bytes())
+            save_file({**weights, **changed}, folded / "model.safetensors", {"format": "pt"})
+            before, after = logits(source), logits(folded)
+            assert (before - after).abs().max() < 1e-4 * before.abs().max()
+
+
+def test_any_architecture_is_verified(tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests) -> None:
+    for architecture in ["Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM"]:
+        with subtests.test(architecture=architecture):
+            root = tmp_path_factory.mktemp("row")
+            source = small_checkpoints.write(root / "source", architecture)
+            plan = make_plan(open_checkpoint(source), INT8)
+            out = root / "out"
+            compress(source, out, "int8", smooth=0.5, calibration=skewed(plan, root / "of.safetensors"))
+            report = verify(out, source, full=True)
+            assert (report.problems, report.equal_share) == ((), 1)
+            assert "smoothed" in report.notes[0]
+            found, weights = small_checkpoints.read(out), small_checkpoints.read(source)
+            lasts = {
+                name.split(".", 3)[-1]
+                for name, tensor in weights.items()
+                if name in found and found[name].dtype == tensor.dtype and not torch.equal(found[name], tensor)
+            }
+            assert any("layernorm.weight" in name for name in lasts)
+            if architecture == "Qwen3MoeForCausalLM":
+                assert "mlp.gate.weight" in lasts
+                small_checkpoints.change_weights(out, lambda held: held["model.layers.1.mlp.gate.weight"][0, 0].mul_(3))
+                [problem] = verify(out, source).problems
+                assert re.search(r"mlp\.gate\.weight differs from .* after smoothing", problem)
+            if architecture == "Qwen2ForCausalLM":
+                assert "self_attn.v_proj.bias" in lasts
+                small_checkpoints.change_weights(
+                    out, lambda held: held["model.layers.1.self_attn.v_proj.bias"][3].mul_(3)
+                )
+                [problem] = verify(out, source).problems
+                assert "v_proj.bias differs from the source's after smoothing" in problem
+
+
+def test_tensors_that_cannot_be_divided_are_not(tmp_path: Path) -> None:
+    bias, norm = "model.layers.0.self_attn.v_proj.bias", "model.layers.0.input_layernorm.weight"
+    integers = {bias: torch.zeros(small_checkpoints.KV_HEADS * small_checkpoints.HEAD_DIM).int()}
+    for architecture, others in (
+        ("Qwen2ForCausalLM", (integers, {bias: torch.zeros(3).bfloat16()})),
+        ("Qwen3ForCausalLM", ({norm: torch.zeros(small_checkpoints.HIDDEN).int()}, {norm: torch.tensor(1.0)})),
+    ):
+        source = small_checkpoints.write(tmp_path / architecture, architecture)
+        all_places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
+        for other in others:
+            small_checkpoints.change_weights(source, lambda weights, other=other: weights.update(other))
+            places = usable_mappings(make_plan(open_checkpoint(source), INT8)).mappings
+            [name] = other
+            missing = {each.smooth_layer for each in all_places} - {each.smooth_layer for each in places}
+            assert missing == {name.rpartition(".")[0]}, other
 
 
 def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporter = Planned()
     result = compress(EXAMPLE, tmp_path / "out", "int8", smooth=0.5, dry_run=True, reporter=reporter)
     assert result.dry_run
-    assert "smoothing factors are chosen when the weights are read, not in a dry run" in "; ".join(reporter.notes)
+    assert "smoothing factors are chosen when the weights are read, not in a dry run" in "; ".join(reporter.plan.notes)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_unsupported_options_are_refused(tmp_path: Path) -> None:
+    options: dict[str, Any]
+    for options, message in (
         ({"scheme": "channel"}, 'smooth brings scheme="channel" nothing'),
         ({"scheme": "int4"}, 'smooth brings scheme="int4" nothing'),
         ({"smooth": 0.0}, "smooth=0 is not above 0 and at most 1"),
         ({"smooth": float("nan")}, "smooth nan is not above 0 and at most 1"),
-    ],
-)
-def test_unsupported_options_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        compress(EXAMPLE, tmp_path / "out", **{"scheme": "int8", "smooth": 0.5, **options})
+    ):
+        with pytest.raises(UsageError, match=message):
+            compress(EXAMPLE, tmp_path / "out", **{"scheme": "int8", "smooth": 0.5, **options})
 
 
 def test_quantized_sources_are_refused(made: Twin, tmp_path: Path) -> None:
@@ -379,7 +331,7 @@ def test_notes_name_unused_mappings(made: Twin, tmp_path: Path) -> None:
     compress(
         made.source, out, "int8", smooth=0.5, calibration=made.calibration, kv_cache="fp8", reporter=reporter, **options
     )
-    notes = "\n".join(reporter.notes)
+    notes = "\n".join(reporter.plan.notes)
     assert "in 9 of 16 smoothing mappings" in notes
     assert "no smoothing at model.layers.{0..3}.self_attn.v_proj: the KV cache is in FP8" in notes
     assert "no smoothing at model.layers.0.mlp.up_proj: a layer is not quantized (--ignore **.layers.0.mlp" in notes
@@ -412,13 +364,9 @@ def test_a_mapping_that_does_not_help_is_not_used(tmp_path: Path) -> None:
 
 def test_models_without_mappings_are_not_smoothed(tmp_path: Path) -> None:
     source, reporter = small_checkpoints.write(tmp_path / "source", "Olmo2ForCausalLM"), Planned()
-    calibration = replace(
-        random_calibration(make_plan(open_checkpoint(source), INT8)),
-        model=Fingerprint(open_checkpoint(source)).hexdigest(),
-    )
-    (tmp_path / "of").write_bytes(calibration.to_bytes())
-    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=tmp_path / "of", reporter=reporter)
-    assert "SmoothQuant 0.5 changes nothing: no smoothing mappings of Olmo2ForCausalLM are known" in reporter.notes
+    calibration = skewed(make_plan(open_checkpoint(source), INT8), tmp_path / "of")
+    compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=calibration, reporter=reporter)
+    assert "SmoothQuant 0.5 changes nothing: no smoothing mappings of Olmo2ForCausalLM are known" in reporter.plan.notes
     assert "folded" not in (tmp_path / "out" / "README.md").read_text()
     assert verify(tmp_path / "out", source, full=True).problems == ()
 

@@ -87,9 +87,8 @@ def test_lines_of_json_hold_texts_or_chats(tmp_path: Path) -> None:
     assert [part for block in parts(path) for part in block] == ["one", CHAT, ""]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_broken_line_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for line, message in [
         (b"{", "a.jsonl line 3 is not valid JSON: Expecting property name"),
         (b"[1]", "a.jsonl line 3 is [1], not an object"),
         (b'{"prompt": "x"}', "a.jsonl line 3 has neither `text` nor `messages`, only 'prompt'"),
@@ -100,12 +99,11 @@ def test_lines_of_json_hold_texts_or_chats(tmp_path: Path) -> None:
         (b'{"messages": [{"content": "x"}]}', "a.jsonl line 3 has `messages` that hold one without a `role`"),
         (b'{"text": "\xff"}', "a.jsonl line 3 is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
         (b'{"text": ' + b"[" * 100 + b"]" * 100 + b"}", "a.jsonl line 3 is nested more than 64 levels deep"),
-    ],
-)
-def test_a_broken_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "' + b"x" * 600_000 + b'"}\n\n' + line + b"\n")
-    assert refusal(path).startswith(message)
+    ]:
+        with subtests.test(line=line, message=message):
+            path = tmp_path / "a.jsonl"
+            path.write_bytes(b'{"text": "' + b"x" * 600_000 + b'"}\n\n' + line + b"\n")
+            assert refusal(path).startswith(message)
 
 
 def test_a_line_is_read_only_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,8 @@ def test_lines_of_json_are_prompts_chats_or_texts(tmp_path: Path, plain: Tokeniz
         read_prompts(path, plain)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_a_file_that_holds_no_prompts(tmp_path: Path, plain: Tokenizer, subtests: pytest.Subtests) -> None:
+    for content, message in [
         ("\n\n", "FILE has no prompts"),
         ('\n{"prompt": "x"\n', "FILE line 2 is not valid JSON: "),
         ('"x"', "FILE line 1 is 'x', not an object"),
@@ -86,13 +85,12 @@ def test_lines_of_json_are_prompts_chats_or_texts(tmp_path: Path, plain: Tokeniz
         ('{"prompt": "\\ud800"}', "FILE line 1 is not UTF-8"),
         ('{"text": "' + "x" * 100_000 + '"}', "FILE line 1 has "),
         ('{"text": "x"}\n' * 257, "FILE has more than 256 prompts"),
-    ],
-)
-def test_a_file_that_holds_no_prompts(tmp_path: Path, plain: Tokenizer, content: str, message: str) -> None:
-    path = written(tmp_path / "prompts.jsonl", content)
-    with pytest.raises(SourceError) as caught:
-        read_prompts(path, plain)
-    assert caught.value.message.replace(str(path), "FILE").startswith(message)
+    ]:
+        with subtests.test(message):
+            path = written(tmp_path / "prompts.jsonl", content)
+            with pytest.raises(SourceError) as caught:
+                read_prompts(path, plain)
+            assert caught.value.message.replace(str(path), "FILE").startswith(message)
 
 
 def test_files_that_are_none(tmp_path: Path, plain: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,9 +67,8 @@ def test_an_example_of_big_bench_is_asked_as_it_defines_it(tmp_path: Path) -> No
 LINE = {"question": "Why?", "choices": ["a", "b"], "answer": 0}
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
+def test_errors_name_the_line(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for line, says in [
         (b"[1]", "t.jsonl line 2 is [1], not a JSON object"),
         (b"{", "t.jsonl line 2 is not valid JSON: "),
         (b"[" * 100 + b"]" * 100, "t.jsonl line 2 is nested more than 64 levels deep"),
@@ -82,55 +81,45 @@ LINE = {"question": "Why?", "choices": ["a", "b"], "answer": 0}
         ({**LINE, "answer": 2}, "t.jsonl line 2: answer is 2, neither a choice nor the index of one"),
         ({**LINE, "answer": True}, "t.jsonl line 2: answer is True, neither a choice nor the index of one"),
         ({**LINE, "answer": "c"}, "t.jsonl line 2: answer is 'c', neither a choice nor the index of one"),
-    ],
-)
-def test_errors_name_the_line(tmp_path: Path, line: Any, says: str) -> None:
-    file = tmp_path / "t.jsonl"
-    file.write_bytes(
-        json.dumps(LINE).encode() + b"\n" + (line if isinstance(line, bytes) else json.dumps(line).encode())
-    )
-    with pytest.raises(SourceError) as caught:
-        read_questions(file, None)
-    assert str(caught.value).startswith(says)
-    assert caught.value.hint
+    ]:
+        with subtests.test(says):
+            file = tmp_path / "t.jsonl"
+            file.write_bytes(
+                json.dumps(LINE).encode() + b"\n" + (line if isinstance(line, bytes) else json.dumps(line).encode())
+            )
+            with pytest.raises(SourceError) as caught:
+                read_questions(file, None)
+            assert str(caught.value).startswith(says)
+            assert caught.value.hint
 
 
 EXAMPLE = {"input": "Why?", "target_scores": {"a": 1, "b": 0}}
 
 
-@pytest.mark.parametrize(
-    ("task", "says"),
-    [
+def test_errors_name_the_example(tmp_path: Path) -> None:
+    def one(**changed: Any) -> dict[str, Any]:
+        return {"examples": [{**EXAMPLE, **changed}]}
+
+    file = tmp_path / "t.json"
+    for task, says in (
         ([], "t.json has no list of examples"),
         ({"examples": {}}, "t.json has no list of examples"),
         ({"examples": [{"input": "Why?", "target": "a"}]}, "t.json has no example with target_scores: "),
         ({"examples": [EXAMPLE, 3]}, "t.json example 2 is 3, not a JSON object"),
-        ({"examples": [{**EXAMPLE, "input": None}]}, "t.json example 1: input is None, not a text"),
+        (one(input=None), "t.json example 1: input is None, not a text"),
+        (one(target_scores={"a": 1}), "t.json example 1: target_scores is {'a': 1}, not 2 to"),
+        (one(target_scores={"a": 1, "": 0}), "t.json example 1: a choice is '', which is empty"),
         (
-            {"examples": [{**EXAMPLE, "target_scores": {"a": 1}}]},
-            "t.json example 1: target_scores is {'a': 1}, not 2 to",
-        ),
-        (
-            {"examples": [{**EXAMPLE, "target_scores": {"a": 1, "": 0}}]},
-            "t.json example 1: a choice is '', which is empty",
-        ),
-        (
-            {"examples": [{**EXAMPLE, "target_scores": {"a": 1, "b": "0"}}]},
+            one(target_scores={"a": 1, "b": "0"}),
             "t.json example 1: the score of 'b' is '0', not a number from 0 to 1",
         ),
-        ({"examples": [EXAMPLE], "choice_prefix": 1}, "t.json: choice_prefix is 1, not a text"),
-        (
-            {"examples": [EXAMPLE], "append_choices_to_input": 1},
-            "t.json: append_choices_to_input is 1, not true or false",
-        ),
-    ],
-)
-def test_errors_name_the_example(tmp_path: Path, task: Any, says: str) -> None:
-    file = tmp_path / "t.json"
-    file.write_text(json.dumps(task))
-    with pytest.raises(SourceError) as caught:
-        read_questions(file, None)
-    assert str(caught.value).startswith(says)
+        (one() | {"choice_prefix": 1}, "t.json: choice_prefix is 1, not a text"),
+        (one() | {"append_choices_to_input": 1}, "t.json: append_choices_to_input is 1, not true or false"),
+    ):
+        file.write_text(json.dumps(task))
+        with pytest.raises(SourceError) as caught:
+            read_questions(file, None)
+        assert str(caught.value).startswith(says)
 
 
 def test_a_pipe_is_no_file_of_questions(tmp_path: Path) -> None:

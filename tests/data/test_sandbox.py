@@ -61,9 +61,8 @@ def test_a_template_that_does_not_end_is_ended(template: str) -> None:
     assert time.monotonic() - begun < 40
 
 
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
+def test_a_template_that_fails_is_named(subtests: pytest.Subtests) -> None:
+    for template, problem in [
         ("{% for a in range(10**9) %}{% endfor %}", "Range too big. The sandbox blocks ranges larger than MAX_RANGE"),
         (
             "{% set x = namespace(s='a' * 1000) %}{% for i in range(60) %}{% set x.s = x.s + x.s %}{% endfor %}",
@@ -75,15 +74,14 @@ def test_a_template_that_does_not_end_is_ended(template: str) -> None:
         ("{{ raise_exception('only\x1b[2J \u202eusers') }}", "'only\\x1b[2J \\u202eusers'"),
         ("{% include '/etc/passwd' %}", "no loader for this environment specified"),
         ("{{ " + "(" * 5000 + ")" * 5000 + " }}", ""),
-    ],
-)
-def test_a_template_that_fails_is_named(template: str, problem: str) -> None:
-    said = refusal(template)
-    assert said.startswith(
-        ("the model's chat template fails for prompts.jsonl line 7: ", "the chat template could not")
-    )
-    assert problem in said
-    assert said.isprintable() and len(said) < 200
+    ]:
+        with subtests.test(template[:60]):
+            said = refusal(template)
+            assert said.startswith(
+                ("the model's chat template fails for prompts.jsonl line 7: ", "the chat template could not")
+            )
+            assert problem in said
+            assert said.isprintable() and len(said) < 200
 
 
 def test_no_module_of_the_working_directory_is_imported(tmp_path: Path) -> None:

@@ -26,22 +26,20 @@ def replacing(pattern: dict[str, str], content: str, times: int = 1) -> list[dic
 A, ANY = {"String": "a"}, {"Regex": "."}
 
 
-@pytest.mark.parametrize(
-    ("parts", "problem"),
-    [
+def test_one_that_takes_more_than_it_may_is_refused(subtests: pytest.Subtests) -> None:
+    for parts, problem in [
         ({"normalizer": {"type": "Prepend", "prepend": "x" * 10_000_000}}, "takes more than 256 MiB of memory"),
         ({"normalizer": {"type": "Sequence", "normalizers": replacing(ANY, "b" * 2000, 3)}}, "takes more than 256 MiB"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 30}}, "takes more than 256 MiB"),
         ({"normalizer": replacing(ANY, "b" * 2000)[0]}, r"makes [\d,]+ tokens of [\d,]+ characters"),
         ({"decoder": {"type": "Sequence", "decoders": replacing(A, "aa", 20)}}, "did not end within 1 seconds"),
-    ],
-)
-def test_one_that_takes_more_than_it_may_is_refused(parts: dict[str, Any], problem: str) -> None:
-    begun = time.monotonic()
-    with pytest.raises(SourceError, match=f"^the tokenizer of a model {problem}") as caught:
-        check_tokenizer(changed(**parts), "a model", [PROBE], cpu=1, memory=256 << 20)
-    assert caught.value.hint.startswith("tokenizer.json is damaged, or made to do that")
-    assert time.monotonic() - begun < 40
+    ]:
+        with subtests.test(problem):
+            begun = time.monotonic()
+            with pytest.raises(SourceError, match=f"^the tokenizer of a model {problem}") as caught:
+                check_tokenizer(changed(**parts), "a model", [PROBE], cpu=1, memory=256 << 20)
+            assert caught.value.hint.startswith("tokenizer.json is damaged, or made to do that")
+            assert time.monotonic() - begun < 40
 
 
 def split(pattern: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +68,22 @@ def test_what_a_tokenizer_sets_before_a_text_is_known(model: Path) -> None:
     assert tokenizer.encode("Hello") == load_tokenizer(EXAMPLE).encode("Hello")
 
 
-@pytest.mark.parametrize("place", ["jinja", "config", "named", "processor"])
-def test_the_template_is_found_wherever_it_is(model: Path, place: str) -> None:
+def test_the_template_is_found_wherever_it_is(model: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
     template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
-    if place == "jinja":
-        (model / "chat_template.jinja").write_text(template)
-        configure(model, chat_template="another")
-    elif place == "config":
-        configure(model, chat_template=template)
-    elif place == "named":
-        several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
-        configure(model, chat_template=several)
-    else:
-        (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    assert load_tokenizer(model).render_chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
+    for place in ("jinja", "config", "named", "processor"):
+        with subtests.test(place=place):
+            copy = Path(shutil.copytree(model, tmp_path / place))
+            if place == "jinja":
+                (copy / "chat_template.jinja").write_text(template)
+                configure(copy, chat_template="another")
+            elif place == "config":
+                configure(copy, chat_template=template)
+            elif place == "named":
+                several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": template}]
+                configure(copy, chat_template=several)
+            else:
+                (copy / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+            assert load_tokenizer(copy).render_chats([CHAT], ["a"]) == ["Hi<|endoftext|>"]
 
 
 def test_a_model_without_a_template_takes_no_chats(model: Path) -> None:
@@ -149,30 +152,30 @@ def panicking(model: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (damaged("tokenizer.json", None), "DIR/tokenizer.json is not a regular file"),
-        (damaged("tokenizer.json", b"{}"), "the tokenizer of DIR cannot be loaded: "),
-        (damaged("tokenizer.json", b'{"a":' * 100_000), "the tokenizer of DIR cannot be loaded: "),
-        (damaged("tokenizer_config.json", b"[]"), "tokenizer_config.json is [], not a JSON object"),
-        (damaged("tokenizer_config.json", b"{"), "tokenizer_config.json is not valid JSON: "),
-        (damaged("chat_template.jinja", b"\xff"), "chat_template.jinja is not UTF-8: "),
-        (damaged("chat_template.jinja", b" " * (2 << 20)), "DIR/chat_template.jinja is larger than 1,048,576 bytes"),
-        *(
-            (
-                lambda model, name=name: configure(model, tokenizer_class=name),
-                f"tokenizer_config.json has tokenizer_class {name!r}",
-            )
-            for name in ("AutoModelForCausalLM", "pipeline", "AutoTokenizer", ["LlamaTokenizer"], "\x1b[2JTokenizer")
-        ),
-        (panicking, "the tokenizer of DIR fails on 'a': PanicException: "),
-    ],
-)
-def test_a_damaged_tokenizer_is_an_error(model: Path, damage: Any, message: str) -> None:
-    damage(model)
-    said = refusal(model)
-    assert said.startswith(message) and said.isprintable() and len(said) < 400
+NAMES = ("AutoModelForCausalLM", "pipeline", "AutoTokenizer", ["LlamaTokenizer"], "\x1b[2JTokenizer")
+DAMAGE: list[tuple[Any, str]] = [
+    (damaged("tokenizer.json", None), "DIR/tokenizer.json is not a regular file"),
+    (damaged("tokenizer.json", b"{}"), "the tokenizer of DIR cannot be loaded: "),
+    (damaged("tokenizer.json", b'{"a":' * 100_000), "the tokenizer of DIR cannot be loaded: "),
+    (damaged("tokenizer_config.json", b"[]"), "tokenizer_config.json is [], not a JSON object"),
+    (damaged("tokenizer_config.json", b"{"), "tokenizer_config.json is not valid JSON: "),
+    (damaged("chat_template.jinja", b"\xff"), "chat_template.jinja is not UTF-8: "),
+    (damaged("chat_template.jinja", b" " * (2 << 20)), "DIR/chat_template.jinja is larger than 1,048,576 bytes"),
+    *(
+        (partial(configure, tokenizer_class=name), f"tokenizer_config.json has tokenizer_class {name!r}")
+        for name in NAMES
+    ),
+    (panicking, "the tokenizer of DIR fails on 'a': PanicException: "),
+]
+
+
+def test_a_damaged_tokenizer_is_an_error(model: Path, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for number, (damage, message) in enumerate(DAMAGE):
+        with subtests.test(message):
+            copy = Path(shutil.copytree(model, tmp_path / str(number)))
+            damage(copy)
+            said = refusal(copy)
+            assert said.startswith(message) and said.isprintable() and len(said) < 400
 
 
 def test_a_file_is_read_only_so_far(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,25 +189,23 @@ def swap(found: dict[str, Any]) -> None:
     vocab[first], vocab[second] = vocab[second], vocab[first]
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "differences"),
-    [
+def test_a_changed_tokenizer_is_noticed(model: Path, subtests: pytest.Subtests) -> None:
+    ours = load_tokenizer(EXAMPLE)
+    rows: list[tuple[str, Any, tuple[str, ...] | None]] = [
         ("tokenizer.json", dict, ()),
         ("tokenizer.json", swap, ("2 of 2048 tokens", "how text becomes tokens")),
         ("tokenizer.json", lambda found: found["model"]["merges"].pop(), ("how text becomes tokens",)),
         ("tokenizer_config.json", lambda found: found.update(eos_token="the"), None),
         ("tokenizer_config.json", lambda found: found.update(chat_template="x"), ("the chat template",)),
-    ],
-)
-def test_a_changed_tokenizer_is_noticed(model: Path, file: str, change: Any, differences: tuple[str, ...]) -> None:
-    ours = load_tokenizer(EXAMPLE)
-    change_json(model / file, change)
-    found = ours.differences(load_tokenizer(model))
-    if differences is None:
-        assert "the special tokens" in found
-    else:
-        assert found == differences
-    assert load_tokenizer(model).differences(load_tokenizer(model)) == ()
+    ]
+    for file, change, differences in rows:
+        with subtests.test(file=file, differences=differences):
+            change_json(model / file, change)
+            changed = load_tokenizer(model)
+            found = ours.differences(changed)
+            assert "the special tokens" in found if differences is None else found == differences
+            assert changed.differences(load_tokenizer(model)) == ()
+            shutil.copy(EXAMPLE / file, model)
 
 
 def test_what_a_tokenizer_cannot_encode_is_an_error() -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 from bisect import bisect
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from conftest import EXAMPLE, run_openquant
+from conftest import EXAMPLE
 from openquant import Diagnosis, compress, dequantize, diagnose, verify
+from openquant.cli.commands import main
 from openquant.diagnosis.diagnose import sample_step
 from openquant.diagnosis.result import LayerDiagnosis
 from openquant.errors import SourceError, UsageError
@@ -106,25 +107,19 @@ def test_errors_are_those_of_a_plain_loop(tmp_path: Path, dtype: torch.dtype) ->
         assert layer.row_errors[name] == pytest.approx(row_error, rel=1e-4), name
 
 
-@cache
-def diagnosed(source: Path) -> dict[str, LayerDiagnosis]:
-    """All rows of all layers in all schemes."""
-    return {layer.module: layer for layer in diagnose(source, full=True).layers}
-
-
-@pytest.mark.parametrize("scheme", FULL, ids=lambda scheme: scheme.name)
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Llama4ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_errors_are_those_that_verify_finds(shelf: Shelf, architecture: str, scheme: Scheme) -> None:
+def test_errors_are_those_that_verify_finds(shelf: Shelf, subtests: pytest.Subtests) -> None:
     """Fused layers in different shards, experts in tensors of their own, and stacked with rows as columns."""
-    if small_checkpoints.refused(architecture, scheme):
-        return
-    source, output, _ = shelf.converted(architecture, scheme)
-    found = diagnosed(source)
-    errors = verify(output, source, full=True).errors
-    assert len(errors) >= 14
-    for error in errors:
-        assert found[error.module].errors[scheme.name] == pytest.approx(error.relative, rel=1e-6), error.module
-        assert found[error.module].shape == error.shape
+    for architecture in ("Qwen3ForCausalLM", "Llama4ForCausalLM", "Qwen3MoeForCausalLM"):
+        found = {layer.module: layer for layer in diagnose(shelf.source(architecture), full=True).layers}
+        for scheme in (scheme for scheme in FULL if not small_checkpoints.refused(architecture, scheme)):
+            with subtests.test(architecture=architecture, scheme=scheme.name):
+                source, output, _ = shelf.converted(architecture, scheme)
+                errors = verify(output, source, full=True).errors
+                assert len(errors) >= 14
+                for error in errors:
+                    layer = found[error.module]
+                    assert layer.errors[scheme.name] == pytest.approx(error.relative, rel=1e-6), error.module
+                    assert layer.shape == error.shape
 
 
 def spiked(rows: int = 1024, cols: int = 512) -> torch.Tensor:
@@ -162,6 +157,10 @@ def test_a_layer_of_zeros_has_no_error(tmp_path: Path) -> None:
     for full in (False, True):
         layer = only(diagnose(source, full=full))
         assert layer.errors == layer.row_errors == dict.fromkeys(SCHEMES, 0.0)
+    # It is named.
+    assert f"note: all weights are zero: {DOWN}\n" in diagnosis_text(diagnose(source), every=False)
+    sound = model(tmp_path / "sound", mlp__up_proj=noise(64, 64))
+    assert "all weights are zero" not in diagnosis_text(diagnose(sound), every=False)
 
 
 def test_all_but_one_weight_zero(tmp_path: Path) -> None:
@@ -175,19 +174,23 @@ def test_all_but_one_weight_zero(tmp_path: Path) -> None:
     assert layer.errors["tensor"] == 0
 
 
-@pytest.mark.parametrize("shape", [(1, 7), (1, 256), (130, 96), (3, 1), (257, 33)])
-def test_layers_that_a_scheme_cannot_store_have_no_error(tmp_path: Path, shape: tuple[int, int]) -> None:
-    layer = only(diagnose(model(tmp_path / "model", mlp__down_proj=noise(*shape))))
-    stored = {name for name, error in layer.errors.items() if error is not None}
-    # int4 falls back to groups of 32.
-    assert stored == {
-        name
-        for name, scheme in SCHEMES.items()
-        if any(form and form.format.shape_error(shape) is None for form in (scheme, scheme.fallback))
-    }
-    assert {"tensor", "channel", "int8"} <= stored
-    assert {name for name, error in layer.row_errors.items() if error is not None} == stored
-    assert layer.rows == shape[0]
+def test_layers_that_a_scheme_cannot_store_have_no_error(
+    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for shape in [(1, 7), (1, 256), (130, 96), (3, 1), (257, 33)]:
+        with subtests.test(shape=shape):
+            root = tmp_path_factory.mktemp("row")
+            layer = only(diagnose(model(root / "model", mlp__down_proj=noise(*shape))))
+            stored = {name for name, error in layer.errors.items() if error is not None}
+            # int4 falls back to groups of 32.
+            assert stored == {
+                name
+                for name, scheme in SCHEMES.items()
+                if any(form and form.format.shape_error(shape) is None for form in (scheme, scheme.fallback))
+            }
+            assert {"tensor", "channel", "int8"} <= stored
+            assert {name for name, error in layer.row_errors.items() if error is not None} == stored
+            assert layer.rows == shape[0]
 
 
 def test_fused_layers_share_a_per_tensor_scale(tmp_path: Path) -> None:
@@ -231,19 +234,19 @@ def test_per_tensor_codes_stay_if_fused_layers_share_a_scale(tmp_path: Path) -> 
     assert min(layer.errors["tensor"] or 0 for layer in found.layers) > 0.01
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("row", [0, 500])
-def test_nan_or_infinity_among_weights_is_refused(tmp_path: Path, value: float, row: int) -> None:
-    weight = noise(1024, 512)
-    weight[row, 5] = value
-    source = model(tmp_path / "model", mlp__down_proj=weight, mlp__up_proj=noise(64, 64))
-    with pytest.raises(SourceError) as caught:
-        diagnose(source)
-    assert caught.value.message == f"{DOWN}.weight in model.safetensors holds NaN or infinity"
-    assert caught.value.hint == "the weights are damaged: download or save them again"
-    done = run_openquant("diagnose", source)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {caught.value.message}\nhint: the weights are damaged")
+def test_nan_or_infinity_among_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    message = f"{DOWN}.weight in model.safetensors holds NaN or infinity"
+    for value, row in ((math.nan, 0), (math.nan, 500), (math.inf, 0), (math.inf, 500)):
+        weight = noise(1024, 512)
+        weight[row, 5] = value
+        source = model(tmp_path / f"{value}{row}", mlp__down_proj=weight, mlp__up_proj=noise(64, 64))
+        with pytest.raises(SourceError) as caught:
+            diagnose(source)
+        assert caught.value.message == message, (value, row)
+        assert caught.value.hint == "the weights are damaged: download or save them again"
+    assert main(["diagnose", str(source)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"error: {message}\nhint: {caught.value.hint}\n")
     # As it says.
     assert len(diagnose(source, ignore=["**.down_proj"]).layers) == 1
 
@@ -328,25 +331,23 @@ def test_the_smaller_groups_that_compress_falls_back_to_are_measured(tmp_path: P
     assert only(diagnose(source, full=True)).errors["int4"] == pytest.approx(error.relative, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_invalid_options_are_refused(example: Path, subtests: pytest.Subtests) -> None:
+    for given, message in [
         ({"workers": 0}, "0 workers cannot work"),
         ({"scratch": "there"}, "scratch is where stream=True keeps shards"),
         ({"scheme": "int1"}, "int1 is not a scheme"),
         ({"stream": True}, f"{EXAMPLE} is a local directory, nothing of it can be streamed"),
         ({"ignore": ["**"]}, None),
         ({"ignore": "**"}, None),
-    ],
-)
-def test_invalid_options_are_refused(example: Path, given: dict[str, object], message: str | None) -> None:
-    if message is None:
-        found = diagnose(example, **given)  # type: ignore[arg-type]
-        assert (found.layers, found.rows_read) == ((), 1.0)
-        return
-    with pytest.raises(UsageError) as caught:
-        diagnose(example, **given)  # type: ignore[arg-type]
-    assert caught.value.message == message
+    ]:
+        with subtests.test(given=given, message=message):
+            if message is None:
+                found = diagnose(example, **given)  # type: ignore[arg-type]
+                assert (found.layers, found.rows_read) == ((), 1.0)
+                return
+            with pytest.raises(UsageError) as caught:
+                diagnose(example, **given)  # type: ignore[arg-type]
+            assert caught.value.message == message
 
 
 def test_list_is_another_verb(example: Path) -> None:
@@ -355,14 +356,16 @@ def test_list_is_another_verb(example: Path) -> None:
     assert caught.value.hint.endswith('; openquant.explain(MODEL, "**").layers lists them')
 
 
-def test_the_table_and_json(example: Path) -> None:
-    done = run_openquant("diagnose", example)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
-    assert lines[:2] == [
-        f"{example}: Qwen3ForCausalLM, --scheme tensor",
-        "28 layers, measured on all their rows",
-    ]
+def test_the_table_and_json(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        assert main(["diagnose", str(example), *words]) == 0
+        out, err = capsys.readouterr()
+        # How far it is, where that takes long.
+        assert re.sub(r"(?m)^\d+ % diagnosed.*\n", "", err) == ""
+        return out
+
+    lines = said().splitlines()
+    assert lines[:2] == [f"{example}: Qwen3ForCausalLM, --scheme tensor", "28 layers, measured on all their rows"]
     assert sum(line.startswith("model.layers.") for line in lines) == 10
     assert lines[14:] == [
         "normally distributed weights      "
@@ -379,23 +382,27 @@ def test_the_table_and_json(example: Path) -> None:
         "--scheme int8 --smooth 0.5    0.0202  43 % less  5.29 MB         INT8       once",
         "--scheme channel              0.0299  16 % less  5.29 MB          FP8         no",
     ]
-    every = run_openquant("diagnose", example, "--verbose").stdout.splitlines()
+    every = said("--verbose").splitlines()
     assert [line.split()[0] for line in every if line.startswith("model.layers.")] == [
         layer.module for layer in diagnose(example).layers
     ]
-    done = run_openquant("diagnose", example, "--json", "--scheme", "channel", "--full")
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout, parse_constant=pytest.fail)
+    found = json.loads(said("--json", "--scheme", "channel", "--full"), parse_constant=pytest.fail)
     assert found == json.loads(json.dumps(diagnose(example, "channel", full=True).to_json())) | {"model": str(example)}
     assert (found["scheme"], found["rows_read"], len(found["layers"])) == ("channel", 1.0, 28)
     layer = found["layers"][0]
     assert layer["row_errors"]["channel"] > 0
 
 
-def test_the_table_says_what_was_measured(tmp_path: Path) -> None:
-    done = run_openquant("diagnose", model(tmp_path / "model", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128)))
-    lines = done.stdout.splitlines()
-    assert lines[1] == "2 layers, measured on 11 % of their rows, spread evenly; scales from all"
+def test_the_table_says_what_was_measured_and_names_do_not_move_the_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = model(tmp_path / "a\x1b[31mb", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128))
+    assert main(["diagnose", str(source)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "\x1b" not in out
+    first, second, *_ = out.splitlines()
+    assert first.startswith(f"{tmp_path}/a\\x1b[31mb: ")
+    assert second == "2 layers, measured on 11 % of their rows, spread evenly; scales from all"
 
 
 @pytest.mark.parametrize("power", [110, -80])
@@ -409,15 +416,6 @@ def test_errors_of_weights_whose_squares_overflow_float32(tmp_path: Path, power:
         assert other.row_errors[name] == pytest.approx(plain.row_errors[name], rel=1e-5), name
 
 
-def test_names_do_not_move_the_cursor(tmp_path: Path) -> None:
-    done = run_openquant(
-        "diagnose", model(tmp_path / "a\x1b[31mb", mlp__down_proj=spiked(), mlp__up_proj=noise(1, 128))
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
-    assert done.stdout.startswith(f"{tmp_path}/a\\x1b[31mb: ")
-
-
 def test_no_more_threads_than_tasks_are_started(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[threading.Thread] = []
     start = threading.Thread.start
@@ -427,12 +425,3 @@ def test_no_more_threads_than_tasks_are_started(example: Path, monkeypatch: pyte
     started.clear()
     assert diagnose(example, workers=100_000) == few
     assert len(started) - alone < max(16, os.cpu_count() or 1)
-
-
-def test_a_layer_of_zeros_is_named(tmp_path: Path) -> None:
-    source = model(
-        tmp_path / "model", mlp__down_proj=torch.zeros(128, 512, dtype=torch.bfloat16), mlp__up_proj=noise(64, 64)
-    )
-    assert f"note: all weights are zero: {DOWN}\n" in diagnosis_text(diagnose(source), every=False)
-    sound = model(tmp_path / "sound", mlp__up_proj=noise(64, 64))
-    assert "all weights are zero" not in diagnosis_text(diagnose(sound), every=False)

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import EXAMPLE, ROOT, run_openquant
+from conftest import EXAMPLE, ROOT
 from openquant import compress, diagnose, evaluate, verify
 from openquant.cli.commands import main
 from openquant.diagnosis.measured import MEASURED, MODEL
-from openquant.evaluation import answers
 from openquant.formats.names import SCHEME_NAMES
 from support import small_checkpoints
 from support.quantized_checkpoints import BLOCKS, by_blocks, store
@@ -33,16 +32,12 @@ def test_the_figures_are_those_of_the_results() -> None:
     assert {row.scheme.name for row in MEASURED} == set(SCHEME_NAMES) - {"block", "int2", "int3", "int7"}
 
 
-@pytest.mark.parametrize(
-    ("scheme", "expected"),
-    [
+def test_what_lost_less_at_about_the_same_size(example: Path, subtests: pytest.Subtests) -> None:
+    for scheme, expected in [
         ("tensor", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
         ("int8", ["--scheme int8-weights", "--scheme int8 --smooth 0.5", "--scheme channel"]),
         ("int8-weights", []),
-        (
-            "nvfp4",
-            ["--scheme nvfp4 --gptq", "--scheme int5", "--scheme int4 --awq --gptq", "--scheme int4 --gptq"],
-        ),
+        ("nvfp4", ["--scheme nvfp4 --gptq", "--scheme int5", "--scheme int4 --awq --gptq", "--scheme int4 --gptq"]),
         (
             "int4",
             [
@@ -50,17 +45,16 @@ def test_the_figures_are_those_of_the_results() -> None:
                 *("--scheme nvfp4", "--scheme int4 --group-size 32", "--scheme int4 --asymmetric"),
             ],
         ),
-    ],
-)
-def test_what_lost_less_at_about_the_same_size(example: Path, scheme: str, expected: list[str]) -> None:
-    found = diagnose(example, scheme)  # type: ignore[arg-type]
-    assert [choice.options for choice in found.choices] == expected
-    assert found.kl is not None
-    for choice in found.choices:
-        assert choice.gain == pytest.approx(1 - choice.kl / found.kl)
-        assert choice.gain >= 0.1
-        assert 0.9 * found.bytes < choice.bytes < 1.11 * found.bytes
-        assert choice.readings == sum(word in choice.options for word in ("--awq", "--gptq", "--smooth"))
+    ]:
+        with subtests.test(scheme=scheme, expected=expected):
+            found = diagnose(example, scheme)  # type: ignore[arg-type]
+            assert [choice.options for choice in found.choices] == expected
+            assert found.kl is not None
+            for choice in found.choices:
+                assert choice.gain == pytest.approx(1 - choice.kl / found.kl)
+                assert choice.gain >= 0.1
+                assert 0.9 * found.bytes < choice.bytes < 1.11 * found.bytes
+                assert choice.readings == sum(word in choice.options for word in ("--awq", "--gptq", "--smooth"))
 
 
 def test_options_can_be_typed_and_sizes_are_as_promised(tmp_path: Path) -> None:
@@ -73,13 +67,17 @@ def test_options_can_be_typed_and_sizes_are_as_promised(tmp_path: Path) -> None:
                 assert verify(output, source).nbytes == choice.bytes
 
 
-@pytest.mark.parametrize("options", sorted({row.options for row in MEASURED if row.readings}))
-def test_options_that_read_texts_can_be_typed(options: str, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    assert main(["compress", "-m", str(EXAMPLE), "-o", str(output), "-q", *TEXTS, *shlex.split(options)]) == 0
-    scheme = options.split()[1]
-    sizes = {choice.options: choice.bytes for choice in diagnose(EXAMPLE, scheme).choices}  # type: ignore[arg-type]
-    assert verify(output).nbytes == sizes[options]
+def test_options_that_read_texts_can_be_typed(
+    tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for options in sorted({row.options for row in MEASURED if row.readings}):
+        with subtests.test(options=options):
+            root = tmp_path_factory.mktemp("row")
+            output = root / "out"
+            assert main(["compress", "-m", str(EXAMPLE), "-o", str(output), "-q", *TEXTS, *shlex.split(options)]) == 0
+            scheme = options.split()[1]
+            sizes = {choice.options: choice.bytes for choice in diagnose(EXAMPLE, scheme).choices}  # type: ignore[arg-type]
+            assert verify(output).nbytes == sizes[options]
 
 
 def test_ignored_layers_stay_out_of_sizes(example: Path) -> None:
@@ -101,17 +99,18 @@ def test_schemes_that_engines_cannot_load_are_left_out(tmp_path: Path) -> None:
     assert {choice.options.split()[1] for choice in found.choices} == {"int8-weights", "int8", "channel"}
 
 
-def test_a_scheme_that_was_not_measured(tmp_path: Path) -> None:
+def test_a_scheme_that_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = diagnose(EXAMPLE, "block")
     assert (found.kl, found.choices) == (None, ())
-    assert (
-        f"--scheme block was not measured on {MODEL}" in run_openquant("diagnose", EXAMPLE, "--scheme", "block").stdout
-    )
-    done = run_openquant("diagnose", EXAMPLE, "--scheme", "int8-weights")
-    assert done.stdout.splitlines()[-1] == f"nothing of about this size lost a tenth less on {MODEL}"
+    assert main(["diagnose", str(EXAMPLE), "--scheme", "block"]) == 0
+    assert f"--scheme block was not measured on {MODEL}" in capsys.readouterr().out
+    assert main(["diagnose", str(EXAMPLE), "--scheme", "int8-weights"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"nothing of about this size lost a tenth less on {MODEL}"
 
 
-def test_conspicuous_layers_and_a_scheme_in_which_they_are_not(tmp_path: Path) -> None:
+def test_conspicuous_layers_and_a_scheme_in_which_they_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     weights["model.layers.1.mlp.down_proj.weight"][7, 3] = 9000.0
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
@@ -119,7 +118,8 @@ def test_conspicuous_layers_and_a_scheme_in_which_they_are_not(tmp_path: Path) -
     assert [layer.module for layer in found.conspicuous] == ["model.layers.1.mlp.down_proj"]
     assert found.to_json()["conspicuous"] == ["model.layers.1.mlp.down_proj"]
     assert diagnose(source, "channel").conspicuous == []
-    text = run_openquant("diagnose", source).stdout
+    assert main(["diagnose", str(source)]) == 0
+    text = capsys.readouterr().out
     assert (
         "1 of 14 layers lose more than twice what normally distributed weights do, or cannot be stored: "
         "model.layers.1.mlp.down_proj; none does with --scheme channel or mxfp8\n"
@@ -141,11 +141,8 @@ def test_a_weight_too_large_for_the_scheme_is_conspicuous(tmp_path: Path) -> Non
     assert layer.row_errors["channel"] < 0.03
 
 
-def test_conspicuous_layers_lose_more_and_the_other_scheme_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conspicuous_layers_lose_more_and_the_other_scheme_does_not(tmp_path: Path) -> None:
     """The example with v and up of one layer 65,536 times as large, which o and down take back."""
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
 
     def enlarge(weights: dict[str, torch.Tensor]) -> None:
         place = "model.layers.1.mlp"
@@ -160,6 +157,8 @@ def test_conspicuous_layers_lose_more_and_the_other_scheme_does_not(
     assert "channel" in found.remedies
     for scheme in ("tensor", "channel"):
         compress(source, tmp_path / scheme, scheme)
-    outputs = evaluate([tmp_path / "tensor", tmp_path / "channel"], source, samples=2, length=64).outputs
+    outputs = evaluate(
+        [tmp_path / "tensor", tmp_path / "channel"], source, samples=2, length=64, no_prompts=True
+    ).outputs
     tensor, channel = (output["weights_only"]["kl"] for output in outputs)
     assert tensor > 2 * channel

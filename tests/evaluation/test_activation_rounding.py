@@ -75,26 +75,24 @@ def plainly(x: torch.Tensor, inputs: ActivationQuantization, static: float = 0.0
     return torch.tensor(made).reshape(x.shape).to(x.dtype)
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        TOKEN,
-        TENSOR,
-        INT8_TOKEN,
-        ActivationQuantization(E4M3, (1, 128)),
-        ActivationQuantization(E4M3, (1, 128), power_of_two=True),
-        ActivationQuantization(E4M3, (1, 32), power_of_two=True),
-    ],
-)
 # The last group of 300 is smaller.
-@pytest.mark.parametrize("width", [256, 300])
-def test_values_are_those_of_a_plain_implementation(inputs: ActivationQuantization, width: int) -> None:
-    x = values(2, 5, width)
-    found = round_activations(x, inputs)
-    assert (found.dtype, found.shape) == (x.dtype, x.shape)
-    # The scale is a float32 here: a value between two codes may go either way.
-    torch.testing.assert_close(found, plainly(x, inputs), rtol=2**-7, atol=0)
-    assert (found != plainly(x, inputs)).float().mean() < 0.01
+def test_values_are_those_of_a_plain_implementation(subtests: pytest.Subtests) -> None:
+    for width in [256, 300]:
+        for inputs in [
+            TOKEN,
+            TENSOR,
+            INT8_TOKEN,
+            ActivationQuantization(E4M3, (1, 128)),
+            ActivationQuantization(E4M3, (1, 128), power_of_two=True),
+            ActivationQuantization(E4M3, (1, 32), power_of_two=True),
+        ]:
+            with subtests.test(width=width, inputs=inputs):
+                x = values(2, 5, width)
+                found = round_activations(x, inputs)
+                assert (found.dtype, found.shape) == (x.dtype, x.shape)
+                # The scale is a float32 here: a value between two codes may go either way.
+                torch.testing.assert_close(found, plainly(x, inputs), rtol=2**-7, atol=0)
+                assert (found != plainly(x, inputs)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize(

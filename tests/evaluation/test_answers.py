@@ -13,22 +13,20 @@ from openquant.evaluation import answers
 from openquant.evaluation.answers import LARGEST_BY_DEFAULT, fits_in_memory, prompts_to_answer
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "memory", "by_user", "answers_it"),
-    [
+def test_models_answer_in_half_of_the_free_memory_and_large_ones_if_asked(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for nbytes, memory, by_user, answers_it in [
         (500, 1000, True, True),
         (501, 1000, True, False),
         (501, 1000, False, False),
         (LARGEST_BY_DEFAULT, 1 << 40, False, True),
         (LARGEST_BY_DEFAULT + 1, 1 << 40, False, False),
         (LARGEST_BY_DEFAULT + 1, 1 << 40, True, True),
-    ],
-)
-def test_models_answer_in_half_of_the_free_memory_and_large_ones_if_asked(
-    monkeypatch: pytest.MonkeyPatch, nbytes: int, memory: int, by_user: bool, answers_it: bool
-) -> None:
-    monkeypatch.setattr(answers, "available_memory", lambda: memory)
-    assert fits_in_memory(nbytes, by_user) is answers_it
+    ]:
+        with subtests.test(nbytes=nbytes, memory=memory, by_user=by_user, answers_it=answers_it):
+            monkeypatch.setattr(answers, "available_memory", lambda memory=memory: memory)
+            assert fits_in_memory(nbytes, by_user) is answers_it
 
 
 def test_prompts_of_the_users_own_are_all_answered(tmp_path: Path) -> None:

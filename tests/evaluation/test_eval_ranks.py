@@ -57,13 +57,11 @@ def told(stderr: str) -> str:
 
 
 def test_ranks_of_accelerate_launch_write_the_bytes_of_one_process(output: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "BUILT_IN", 1)
-        found = evaluate([output], EXAMPLE, samples=3, length=64, out=tmp_path / "one.json")
+    found = evaluate([output], EXAMPLE, samples=3, length=64, no_prompts=True, out=tmp_path / "one.json")
     script = tmp_path / "script.py"
-    script.write_text(f"import os\n{OPENQUANT}assert os.environ['WORLD_SIZE'] == '2'\n{ONE_PROMPT}{RUN}")
+    script.write_text(f"import os\n{OPENQUANT}assert os.environ['WORLD_SIZE'] == '2'\n{RUN}")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", script]
-    given = words(output, "--json", "--out", tmp_path / "many.json", "--fail-above", "0.0000001")
+    given = words(output, "--no-prompts", "--json", "--out", tmp_path / "many.json", "--fail-above", "0.0000001")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run(
         [str(word) for word in (*command, *given)], capture_output=True, text=True, timeout=240, env=environment
@@ -130,17 +128,8 @@ def test_ranks_evaluate_and_go_on_together(output: Path, tmp_path: Path) -> None
 
 def test_ranks_fold_alike(tmp_path: Path) -> None:
     source = twin(EXAMPLE, tmp_path / "twin")
-    given = (
-        "-m",
-        source,
-        "-o",
-        tmp_path / "out",
-        "--scheme",
-        "int8",
-        "--smooth",
-        "0.5",
-        *("--samples", 2, "--length", 64),
-    )
+    texts = ("--samples", 2, "--length", 64)
+    given = ("-m", source, "-o", tmp_path / "out", "--scheme", "int8", "--smooth", "0.5", *texts)
     with forked_ranks.job() as job:
         done = job.finish(2, *map(str, given))
     assert done.returncode == 0, done.stderr

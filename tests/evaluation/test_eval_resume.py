@@ -82,7 +82,9 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, saves: int, run: Callable[[], ob
         run()
 
 
-def test_a_run_that_is_killed_twice_gives_the_same_bytes(outputs: list[Path], tmp_path: Path) -> None:
+def test_a_run_that_is_ended_twice_gives_the_same_bytes(
+    outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two outputs, questions of tasks, which are packed to sequences of different lengths, and answers to a prompt."""
     task = write_lines(tmp_path / "mine.jsonl", 7)
     given = {"tasks": task, "kv_cache": "fp8", "scratch": tmp_path / "there", **SMALL}
@@ -94,13 +96,14 @@ def test_a_run_that_is_killed_twice_gives_the_same_bytes(outputs: list[Path], tm
         (output / "eval.json").unlink()
     words = ["eval", *outputs, *WORDS, "--tasks", task, "--kv-cache", "fp8", "--scratch", tmp_path / "there"]
     part = tmp_path / "there" / "fp8.eval.json.part"
-    done: list[list[str]] = []
-    for saves in (2, 3):
-        assert ("; an earlier run is continued" in run_killed(saves, *words)) == (saves == 3)
-        assert sorted(path.name for path in part.parent.iterdir()) == [part.name, f"{part.name}.new"]
-        done.append(list(facts_of(part)["gave"]))
-    assert done == [["model.layers.0"], [f"model.layers.{number}" for number in range(3)]]
     said: list[str] = []
+    # By a kill as it saves, and once more after that.
+    assert "; an earlier run is continued" not in run_killed(2, *words)
+    assert sorted(path.name for path in part.parent.iterdir()) == [part.name, f"{part.name}.new"]
+    assert list(facts_of(part)["gave"]) == ["model.layers.0"]
+    stop_after(monkeypatch, 2, lambda: evaluate(outputs, EXAMPLE, **given, begun=said.append))
+    assert said.pop().endswith("; an earlier run is continued")
+    assert list(facts_of(part)["gave"]) == [f"model.layers.{number}" for number in range(3)]
     steps: list[tuple[int, int]] = []
     evaluate(outputs, EXAMPLE, **given, begun=said.append, progress=lambda *step: steps.append(step))
     assert said[0].endswith("; an earlier run is continued")
@@ -196,8 +199,8 @@ def test_a_saved_pass_of_another_run_is_never_used(
 
 def test_a_damaged_file_is_refused(outputs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     part = stopped(outputs[0], monkeypatch)
-    data = part.read_bytes()
-    for damaged in (b"", data[:-1], data[: len(data) // 2] + b"?" + data[len(data) // 2 + 1 :]):
+    data, middle = part.read_bytes(), len(part.read_bytes()) // 2
+    for damaged in (b"", data[:-1], data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]):
         part.write_bytes(damaged)
         said = f"{part} cannot be continued: it is damaged or incomplete"
         assert refusal(outputs[0]) == (said, "remove it to begin again")
@@ -207,7 +210,7 @@ def test_a_damaged_file_is_refused(outputs: list[Path], monkeypatch: pytest.Monk
 def test_a_full_disk_is_an_error_and_the_run_continues_from_what_was_saved_before(
     outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate(outputs[0], EXAMPLE, **SMALL)
+    evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
     expected = (outputs[0] / "eval.json").read_bytes()
     (outputs[0] / "eval.json").unlink()
     fsync, left = os.fsync, [2]
@@ -222,12 +225,12 @@ def test_a_full_disk_is_an_error_and_the_run_continues_from_what_was_saved_befor
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(OutputError) as caught:
-            evaluate(outputs[0], EXAMPLE, **SMALL)
+            evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
     assert caught.value.message == f"{part} cannot be written: No space left on device"
     assert caught.value.hint == "free some space, or give another place"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", part.name, "int4"]
     assert list(facts_of(part)["gave"]) == ["model.layers.0"]
-    evaluate(outputs[0], EXAMPLE, **SMALL)
+    evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
     assert (outputs[0] / "eval.json").read_bytes() == expected
 
 
@@ -266,7 +269,7 @@ def test_servers_do_not_answer_twice(outputs: list[Path], tmp_path: Path, monkey
         LoopbackEngine({"a-name": EXAMPLE}, complete) as first,
         LoopbackEngine({str(output): output}, complete) as second,
     ):
-        given = {"tasks": task, "server": [first.url, second.url], **SMALL}
+        given = {"tasks": task, "server": [first.url, second.url], "no_prompts": True, **SMALL}
         stopped(output, monkeypatch, **given)
         asked = next(count)
         found = evaluate(output, EXAMPLE, **given)
@@ -276,8 +279,6 @@ def test_servers_do_not_answer_twice(outputs: list[Path], tmp_path: Path, monkey
 
 
 # Of a mixture of experts, whose values are in part beyond what FP8 holds.
-
-
 IDS = tuple(tuple((7 * at * at + 31 * number) % 500 for at in range(24)) for number in range(3))
 CORPUS = Corpus(tuple(Document(f"domain {at % 2}", f"text {at}", each) for at, each in enumerate(IDS)), "", {})
 
@@ -340,63 +341,63 @@ def test_experts_and_clipped_values_are_counted_once(mixture: tuple[Path, Path],
 Facts = dict[str, Any]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda facts: [facts], "list indices must be integers"),
-        (lambda facts: facts.clear(), "'counts'"),
-        (lambda facts: facts["counts"].update(routes=7), "'int' object is not iterable"),
-        (lambda facts: facts["counts"]["distances"].clear(), "it has no distances of a layer that is computed"),
-        (lambda facts: facts["counts"]["distances"].__delitem__(0), "it has no distances of a layer that is computed"),
-        (lambda facts: facts["counts"]["distances"].append(facts["counts"]["distances"][0]), "distances are of another"),
-        (lambda facts: row(facts, "distances", 0, "model.layers.1"), "distances are of another model"),
-        (lambda facts: row(facts, "distances", 0, ["x"]), "unhashable"),
-        (lambda facts: row(facts, "distances", 1, 0), "distances are of another model"),
-        (lambda facts: row(facts, "distances", 1, 9), "distances are of another model"),
-        (lambda facts: row(facts, "distances", 2, [0.5]), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "distances", 2, [0.5, -0.5, 0.5]), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "distances", 2, [0.5, 1e999, 0.5]), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "distances", 2, [0.5, "x", 0.5]), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "distances", 3, 0), "distances of model.layers.0 are invalid"),
-        (lambda facts: row(facts, "routes", 0, "model.layers.0.mlp"), "routes are of another model"),
-        (lambda facts: row(facts, "routes", 1, 9), "routes are of another model"),
-        (lambda facts: row(facts, "routes", 2, 10**9), "counts of model.layers.1.mlp.experts are invalid"),
-        (lambda facts: row(facts, "routes", 2, -1), "counts of model.layers.1.mlp.experts are invalid"),
-        (lambda facts: row(facts, "routes", 3, "x"), "counts of model.layers.1.mlp.experts are invalid"),
-        (lambda facts: facts["counts"]["routes"][0].__setitem__(slice(2, 4), [0, 0]), "mlp.experts are invalid"),
-        (lambda facts: facts["counts"].update(clipped=[]), "shorter"),
-        (lambda facts: facts["counts"]["clipped"][0].append([0, 5, 4]), "clipped activations are of another model"),
-        (lambda facts: facts["counts"]["clipped"][0].append([99, 0, 4]), "clipped activations are of another model"),
-        (lambda facts: facts["counts"]["clipped"][0].append(["\033[2J", 0, 4]), "clipped activations are of another model"),
-        (lambda facts: facts["counts"]["clipped"][0].__setitem__(0, [0, 5, 4]), "counts of 0 are invalid"),
-        (lambda facts: facts.update(changes=[]), "shorter"),
-        (lambda facts: facts["changes"][0].append(["\033[2J", True, 0.0, 0.0, 0.0, 0.0]), "differences of weights are inv"),
-        (lambda facts: facts["changes"][0][0].__setitem__(1, 1), "differences of weights are invalid"),
-        (lambda facts: facts["changes"][0][0].__setitem__(2, "x"), "differences of weights are invalid"),
-        (lambda facts: facts["changes"][0][0].__delitem__(5), "differences of weights are invalid"),
-        (lambda facts: facts["compared"].append(["x", 2]), "weights are of another model"),
-        (lambda facts: facts.update(generated=[[]]), "generated texts are invalid"),
-        (lambda facts: facts.update(generated=[[], ["x"]]), "generated texts are invalid"),
-    ],
-)  # fmt: skip
-def test_invalid_measurements_are_refused(
-    mixture: tuple[Path, Path], saved: Path, change: Callable[[Facts], object], said: str
-) -> None:
-    sealed(saved, change)
-    with pytest.raises(SourceError) as caught:
-        compared(mixture, PassCheckpoint(saved, dict))
-    assert caught.value.message.startswith(f"{saved} cannot be continued: ")
-    assert said in caught.value.message
-    assert caught.value.hint == "remove it to begin again"
-
-
 def row(facts: Facts, what: str, at: int, value: object) -> None:
     facts["counts"][what][0][at] = value
 
 
-@pytest.mark.parametrize("noise", [b"", bytes(5056), bytes(99)])
-def test_an_invalid_state_of_the_noise_is_refused(mixture: tuple[Path, Path], saved: Path, noise: bytes) -> None:
-    sealed(saved, noise=noise)
-    with pytest.raises(SourceError) as caught:
-        compared(mixture, PassCheckpoint(saved, dict))
-    assert caught.value.message.startswith(f"{saved} cannot be continued: ")
+INVALID: list[tuple[Callable[[Facts], object], str]] = [
+    (lambda facts: [facts], "list indices must be integers"),
+    (lambda facts: facts.clear(), "'counts'"),
+    (lambda facts: facts["counts"].update(routes=7), "'int' object is not iterable"),
+    (lambda facts: facts["counts"]["distances"].clear(), "it has no distances of a layer that is computed"),
+    (lambda facts: facts["counts"]["distances"].__delitem__(0), "it has no distances of a layer that is computed"),
+    (lambda facts: facts["counts"]["distances"].append(facts["counts"]["distances"][0]), "distances are of another"),
+    (lambda facts: row(facts, "distances", 0, "model.layers.1"), "distances are of another model"),
+    (lambda facts: row(facts, "distances", 0, ["x"]), "unhashable"),
+    (lambda facts: row(facts, "distances", 1, 0), "distances are of another model"),
+    (lambda facts: row(facts, "distances", 1, 9), "distances are of another model"),
+    (lambda facts: row(facts, "distances", 2, [0.5]), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "distances", 2, [0.5, -0.5, 0.5]), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "distances", 2, [0.5, 1e999, 0.5]), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "distances", 2, [0.5, "x", 0.5]), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "distances", 3, 0), "distances of model.layers.0 are invalid"),
+    (lambda facts: row(facts, "routes", 0, "model.layers.0.mlp"), "routes are of another model"),
+    (lambda facts: row(facts, "routes", 1, 9), "routes are of another model"),
+    (lambda facts: row(facts, "routes", 2, 10**9), "counts of model.layers.1.mlp.experts are invalid"),
+    (lambda facts: row(facts, "routes", 2, -1), "counts of model.layers.1.mlp.experts are invalid"),
+    (lambda facts: row(facts, "routes", 3, "x"), "counts of model.layers.1.mlp.experts are invalid"),
+    (lambda facts: facts["counts"]["routes"][0].__setitem__(slice(2, 4), [0, 0]), "mlp.experts are invalid"),
+    (lambda facts: facts["counts"].update(clipped=[]), "shorter"),
+    (lambda facts: facts["counts"]["clipped"][0].append([0, 5, 4]), "clipped activations are of another model"),
+    (lambda facts: facts["counts"]["clipped"][0].append([99, 0, 4]), "clipped activations are of another model"),
+    (lambda facts: facts["counts"]["clipped"][0].append(["\033[2J", 0, 4]), "clipped activations are of another model"),
+    (lambda facts: facts["counts"]["clipped"][0].__setitem__(0, [0, 5, 4]), "counts of 0 are invalid"),
+    (lambda facts: facts.update(changes=[]), "shorter"),
+    (lambda facts: facts["changes"][0].append(["\033[2J", True, 0.0, 0.0, 0.0, 0.0]), "differences of weights are inv"),
+    (lambda facts: facts["changes"][0][0].__setitem__(1, 1), "differences of weights are invalid"),
+    (lambda facts: facts["changes"][0][0].__setitem__(2, "x"), "differences of weights are invalid"),
+    (lambda facts: facts["changes"][0][0].__delitem__(5), "differences of weights are invalid"),
+    (lambda facts: facts["compared"].append(["x", 2]), "weights are of another model"),
+    (lambda facts: facts.update(generated=[[]]), "generated texts are invalid"),
+    (lambda facts: facts.update(generated=[[], ["x"]]), "generated texts are invalid"),
+]  # fmt: skip
+
+
+def test_invalid_measurements_are_refused(mixture: tuple[Path, Path], saved: Path) -> None:
+    data = saved.read_bytes()
+
+    def refused() -> str:
+        with pytest.raises(SourceError) as caught:
+            compared(mixture, PassCheckpoint(saved, dict))
+        assert caught.value.hint == "remove it to begin again"
+        assert caught.value.message.startswith(f"{saved} cannot be continued: ")
+        saved.write_bytes(data)
+        return caught.value.message
+
+    for number, (change, said) in enumerate(INVALID):
+        sealed(saved, change)
+        assert said in refused(), number
+    # An invalid state of the noise.
+    for noise in (b"", bytes(5056), bytes(99)):
+        sealed(saved, noise=noise)
+        assert refused(), noise

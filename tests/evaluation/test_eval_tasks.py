@@ -140,7 +140,7 @@ def test_an_output_that_is_its_source_answers_alike_and_a_damaged_one_guesses(tm
     }
     save_file({**tensors, **noise}, damaged / "model.safetensors", {"format": "pt"})
     task = easy(tmp_path / "easy.jsonl", in_float32)
-    found = evaluate([same, damaged], in_float32, **SMALL, tasks=task)
+    found = evaluate([same, damaged], in_float32, **SMALL, tasks=task, no_prompts=True)
     unchanged, guessed = (one["tasks"]["pooled"] for one in found.outputs)
     metric = unchanged["metrics"][0]
     assert (metric["metric"], metric["source"], metric["output"]) == ("acc", 1, 1)
@@ -204,16 +204,14 @@ def test_tasks_are_announced_written_and_shown_and_texts_stay_as_they_are(output
 
 
 def test_an_fp8_cache_and_rounded_activations_apply_to_tasks(tmp_path: Path) -> None:
-    out = Path(compress(EXAMPLE, tmp_path / "out", "channel").output)
-    task = write_lines(tmp_path / "t.jsonl", 4)
-    found = [evaluate(out, EXAMPLE, **SMALL, tasks=task, kv_cache=cache).outputs[0] for cache in ("auto", "fp8")]
+    rounded = Path(compress(EXAMPLE, tmp_path / "out", "channel").output)
     weights = Path(compress(EXAMPLE, tmp_path / "weights", "int8-weights").output)
-    plain = evaluate(weights, EXAMPLE, **SMALL, tasks=task).outputs[0]
-    assert plain["tasks"]["pooled"]["kl"] < found[0]["tasks"]["pooled"]["kl"] < found[1]["tasks"]["pooled"]["kl"]
-    assert (
-        "of 4 questions " in plain["tasks"]["reading"]
-        and "; so few questions show no loss, " in plain["tasks"]["reading"]
-    )
+    task = write_lines(tmp_path / "t.jsonl", 4)
+    given: dict[str, Any] = {**SMALL, "no_prompts": True, "tasks": task, "out": tmp_path / "e.json"}
+    lossy, plain = (one["tasks"] for one in evaluate([rounded, weights], EXAMPLE, **given).outputs)
+    lossier = evaluate(rounded, EXAMPLE, **given, kv_cache="fp8").outputs[0]["tasks"]
+    assert plain["pooled"]["kl"] < lossy["pooled"]["kl"] < lossier["pooled"]["kl"]
+    assert "of 4 questions " in plain["reading"] and "; so few questions show no loss, " in plain["reading"]
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -221,32 +219,24 @@ def command(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, st
     return code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
+def test_errors_are_two_lines_and_nothing_is_written(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text(json.dumps({"question": "Why?", "choices": ["a", "b"], "answer": 7}))
+    copy = shutil.copytree(output, tmp_path / "copy", ignore=shutil.ignore_patterns("eval.json"))
+    for words, says in (
         (["--tasks", "bad.jsonl"], "error: bad.jsonl line 1: answer is 7, neither a choice nor the index of one"),
         (["--tasks", "nowhere.jsonl"], "error: nowhere.jsonl is not a file"),
         (["--tasks", "bad.jsonl,,x"], "error: --tasks has an empty name"),
         (["--tasks", "bad.jsonl,bad.jsonl"], "error: a task is given twice"),
         (["--tasks", "bad.jsonl", "--limit", "0"], "error: 0 questions"),
         (["--limit", "3"], "error: --limit is for --tasks"),
-    ],
-)
-def test_errors_are_two_lines_and_nothing_is_written(
-    output: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    says: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("bad.jsonl").write_text(json.dumps({"question": "Why?", "choices": ["a", "b"], "answer": 7}))
-    copy = shutil.copytree(output, tmp_path / "copy", ignore=shutil.ignore_patterns("eval.json"))
-    code, stdout, stderr = command(capsys, copy, *words)
-    assert (code, stdout, len(stderr.splitlines())) == (2, "", 2)
-    assert stderr.startswith(f"{says}\nhint: ")
-    assert not (copy / "eval.json").exists()
+    ):
+        code, stdout, stderr = command(capsys, copy, *words)
+        assert (code, stdout, len(stderr.splitlines())) == (2, "", 2), words
+        assert stderr.startswith(f"{says}\nhint: ")
+        assert not (copy / "eval.json").exists()
 
 
 def test_a_task_of_lm_eval_asks_for_lm_eval(
@@ -277,9 +267,8 @@ def test_a_task_of_lm_eval_has_the_accuracy_that_lm_eval_finds(in_float32: Path,
     from lm_eval.tasks import TaskManager
 
     yaml = write_lm_eval(tmp_path / "tasks")
-    found = evaluate(in_float32, in_float32, **SMALL, tasks=[yaml], limit=10, out=tmp_path / "e.json").outputs[0][
-        "tasks"
-    ]
+    given: dict[str, Any] = {**SMALL, "no_prompts": True, "limit": 10, "out": tmp_path / "e.json"}
+    found = evaluate(in_float32, in_float32, **given, tasks=[yaml]).outputs[0]["tasks"]
     theirs = lm_eval.simple_evaluate(
         HFLM(pretrained=str(in_float32), device="cpu", dtype="float32"), tasks=["mine"], limit=10, bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(yaml.parent)),
@@ -290,56 +279,45 @@ def test_a_task_of_lm_eval_has_the_accuracy_that_lm_eval_finds(in_float32: Path,
         {name: theirs[f"{name},none"] for name in ("acc", "acc_norm")}
     )
     # The same questions from our own format, whose prompt is the same.
-    own = evaluate(in_float32, in_float32, **SMALL, tasks=yaml.parent / "data.jsonl", limit=10, out=tmp_path / "f.json")
+    own = evaluate(in_float32, in_float32, **given, tasks=yaml.parent / "data.jsonl")
     assert own.outputs[0]["tasks"]["tasks"] == [{**task, "task": "data"}]
     assert own.outputs[0]["tasks"]["sha256"] == found["sha256"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
+def test_other_tasks_of_lm_eval_are_refused(tmp_path: Path) -> None:
+    generated = {"output_type": "generate_until", "doc_to_target": "{{choices[answer]}}"}
+    whole = {"output_type": "loglikelihood_rolling", "doc_to_target": "{{question}}"}
+    rows: list[tuple[dict[str, Any], str]] = [
         (
-            {
-                "output_type": "generate_until",
-                "doc_to_target": "{{choices[answer]}}",
-                "metric_list": [{"metric": "exact_match"}],
-            },
+            {**generated, "metric_list": [{"metric": "exact_match"}]},
             "mine of lm-eval asks for generated texts, which an engine generates",
         ),
         (
-            {
-                "output_type": "loglikelihood_rolling",
-                "doc_to_target": "{{question}}",
-                "metric_list": [{"metric": "word_perplexity"}],
-            },
+            {**whole, "metric_list": [{"metric": "word_perplexity"}]},
             "mine of lm-eval asks for the probability of whole texts",
         ),
         ({"dataset_kwargs": {"data_files": {"test": "nowhere.jsonl"}}}, "lm-eval cannot make the questions of mine: "),
-    ],
-)
-def test_other_tasks_of_lm_eval_are_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(OpenQuantError) as caught:
-        read_tasks([write_lm_eval(tmp_path / "tasks", **settings)], None)
-    assert str(caught.value).startswith(says)
-    assert caught.value.hint
+    ]
+    for number, (settings, says) in enumerate(rows):
+        with pytest.raises(OpenQuantError) as caught:
+            read_tasks([write_lm_eval(tmp_path / str(number), **settings)], None)
+        assert str(caught.value).startswith(says)
+        assert caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_a_yaml_without_a_task_is_refused(tmp_path: Path) -> None:
+    for text, says in (
         ("a: [", "t.yaml is not YAML: "),
         ("a: 1", "t.yaml has no name of a task"),
         ("- 1", "t.yaml has no name of a task"),
         ("task: !!bool x", "t.yaml is not YAML: "),
         ("task: !!timestamp x", "t.yaml is not YAML: "),
         ('task: !!int ""', "t.yaml is not YAML: "),
-    ],
-)
-def test_a_yaml_without_a_task_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    (tmp_path / "t.yaml").write_text(text)
-    with pytest.raises(SourceError) as caught:
-        read_tasks([tmp_path / "t.yaml"], None)
-    assert str(caught.value).startswith(says)
+    ):
+        (tmp_path / "t.yaml").write_text(text)
+        with pytest.raises(SourceError) as caught:
+            read_tasks([tmp_path / "t.yaml"], None)
+        assert str(caught.value).startswith(says), text
 
 
 def test_a_task_is_taken_from_the_file_that_is_named(tmp_path: Path) -> None:
@@ -403,15 +381,15 @@ def test_a_choice_without_tokens_is_refused(tmp_path: Path) -> None:
         encode_requests([("a", " b")], tokenizer, 100, 3)
 
 
-@pytest.mark.parametrize("kinds", ["lines", "lm_eval"])
-def test_ranks_share_the_packs_and_write_what_one_process_writes(output: Path, tmp_path: Path, kinds: str) -> None:
-    task = write_lines(tmp_path / "mine.jsonl") if kinds == "lines" else write_lm_eval(tmp_path / "tasks")
-    one = evaluate(output, EXAMPLE, **SMALL, tasks=task, out=tmp_path / "one.json")
-    given = ["eval", output, "--source", EXAMPLE, "--samples", "2", "--length", "48", "--tasks", task]
-    first = f"{OPENQUANT}from openquant.evaluation import answers\nanswers.BUILT_IN = 1\nsys.exit(main())\n"
+def test_ranks_share_the_packs_and_write_what_one_process_writes(output: Path, tmp_path: Path) -> None:
+    """Of questions that are ours, and of a task of lm-eval's."""
+    tasks = [write_lines(tmp_path / "lines.jsonl"), write_lm_eval(tmp_path / "tasks")]
+    one = evaluate(output, EXAMPLE, **SMALL, tasks=tasks, no_prompts=True, out=tmp_path / "one.json")
+    given = ["eval", output, "--source", EXAMPLE, "--samples", "2", "--length", "48", "--no-prompts"]
+    given += [word for task in tasks for word in ("--tasks", task)]
     modules = ("transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
     with forked_ranks.forks(*modules), forked_ranks.job() as job:
-        done = job.finish(2, *given, "--json", "--out", tmp_path / "many.json", first=first)
+        done = job.finish(2, *given, "--json", "--out", tmp_path / "many.json", first=f"{OPENQUANT}sys.exit(main())\n")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == one.to_json()
     assert (tmp_path / "many.json").read_bytes() == (tmp_path / "one.json").read_bytes()
@@ -420,7 +398,12 @@ def test_ranks_share_the_packs_and_write_what_one_process_writes(output: Path, t
 def test_states_and_masks_of_packs_wait_in_a_scratch_file_too(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {"samples": 2, "length": 300, "tasks": write_lines(tmp_path / "t.jsonl", 30)}
+    given: dict[str, Any] = {
+        "samples": 2,
+        "length": 300,
+        "no_prompts": True,
+        "tasks": write_lines(tmp_path / "t.jsonl", 30),
+    }
     found = evaluate(output, EXAMPLE, **given, out=tmp_path / "e.json")
     monkeypatch.setattr(run, "BUDGET", 0)
     written = 0

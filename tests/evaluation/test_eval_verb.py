@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,10 +24,11 @@ from openquant.errors import OutputError, SourceError, UsageError
 from openquant.evaluation import answers
 from openquant.evaluation import compare as evaluating
 from openquant.evaluation import run as evaluation
+from openquant.evaluation.results import Evaluation
 from openquant.evaluation.run import _scratch_directory
 from openquant.files import destination
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.evaluation import find_evaluation, read_evaluation
+from openquant.files.evaluation import EVALUATION, find_evaluation, read_evaluation
 from openquant.hub.source import Source
 from openquant.options import Evaluate
 from openquant.report import pages
@@ -38,6 +40,7 @@ SMALL = {"samples": 2, "length": 48}
 # Of texts as long as these, states between layers are worth a file.
 LONGER = {"samples": 2, "length": 128}
 WORDS = ("--samples", "2", "--length", "48")
+QUICK = (*WORDS, "--no-prompts")
 
 
 @pytest.fixture(scope="module")
@@ -56,34 +59,54 @@ def output(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made, tmp_path / "tiny-FP8")
 
 
-def test_figures_lie_beside_the_output_and_are_the_same_again(output: Path) -> None:
+class Measured(NamedTuple):
+    """What was found of `made`, and what was told meanwhile."""
+
+    found: Evaluation
+    written: bytes
+    told: list[str]
+    steps: list[tuple[int, int]]
+    left: list[float]
+
+
+@pytest.fixture(scope="module")
+def measured(made: Path) -> Measured:
     told: list[str] = []
     steps: list[tuple[int, int]] = []
     left: list[float] = []
-    found = evaluate(
-        [output],
-        EXAMPLE,
-        **SMALL,
-        begun=told.append,
-        progress=lambda *step: steps.append(step),
-        remaining=left.append,
-    )
-    written = (output / "eval.json").read_bytes()
-    assert json.loads(written) == found.outputs[0] == read_evaluation(output)
-    beside = find_evaluation(open_checkpoint(output))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answers, "BUILT_IN", 1)
+        found = evaluate(
+            [made],
+            EXAMPLE,
+            **SMALL,
+            begun=told.append,
+            progress=lambda *step: steps.append(step),
+            remaining=left.append,
+        )
+    beside = find_evaluation(open_checkpoint(made))
     assert beside is not None and beside.files == ["eval.json"]
-    assert told == ["2 documents of 48 tokens: code (1), docs (1); 4 passes"]
+    assert read_evaluation(made) == found.outputs[0]
+    written = (made / "eval.json").read_bytes()
+    (made / "eval.json").unlink()
+    return Measured(found, written, told, steps, left)
+
+
+def test_figures_lie_beside_the_output_and_are_the_same_again(measured: Measured, made: Path) -> None:
+    assert json.loads(measured.written) == measured.found.outputs[0]
+    assert measured.told == ["2 documents of 48 tokens: code (1), docs (1); 4 passes"]
     # Of two texts, all but what comes before the end of the first layer; at the end nothing is left.
-    assert len(steps) - len(left) == 3
-    assert min(left) >= 0 and left[-1] == 0
-    done, total = zip(*steps, strict=True)
+    assert len(measured.steps) - len(measured.left) == 3
+    assert min(measured.left) >= 0 and measured.left[-1] == 0
+    done, total = zip(*measured.steps, strict=True)
     assert list(done) == sorted(done)
     # The texts in four passes, and two answers.
     assert (done[-1], set(total)) == (4 * 2 * 48 + 2 * 64, {4 * 2 * 48 + 2 * 64})
-    (output / "eval.json").unlink()
-    evaluate([str(output)], str(EXAMPLE), **SMALL)
-    assert (output / "eval.json").read_bytes() == written
-    assert [text["source"] != "" for text in found.outputs[0]["texts"]] == [True]
+    evaluate([str(made)], str(EXAMPLE), **SMALL)
+    again = (made / "eval.json").read_bytes()
+    (made / "eval.json").unlink()
+    assert again == measured.written
+    assert [text["source"] != "" for text in measured.found.outputs[0]["texts"]] == [True]
 
 
 def test_the_time_of_answers_is_measured_as_they_are_computed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +142,7 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
     code, stdout, stderr = run_main(capsys, *words)
     assert code == 0
     assert re.fullmatch(r".*; 6 passes\nevaluating: about \d+ seconds? left\n(\d+ % evaluated, .*\n)*", stderr)
-    assert stdout.count("tiny-FP8") == 3 and "with noise: the floor" in stdout
+    assert stdout.count("tiny-FP8") == 3 and stdout.count("\n  prompt ") == 2 and "with noise: the floor" in stdout
     assert f"wrote {output / 'eval.json'}\n" in stdout
     assert "note: no text was given" in stdout
     # Not in what others made, unless asked.
@@ -139,7 +162,7 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
     assert found == json.loads((tmp_path / "all.json").read_text())
     assert [each["output"]["name"] for each in found["outputs"]] == ["tiny-FP8", "other"]
     largest = max(each["kl"]["mean"] for each in found["outputs"])
-    code, _, stderr = run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}")
+    code, _, stderr = run_main(capsys, *words, *more[:-4], "--fail-above", f"{1.01 * largest:.15f}", "--no-prompts")
     assert code == 0 and "above" not in stderr
     assert not (output / "eval.json").exists()
 
@@ -147,19 +170,19 @@ def test_a_command_tells_of_all_outputs_and_writes_to_one_file(
 def test_schemes_and_what_calibration_changes_lie_in_one_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Memory, divergence and texts, as docs/evaluation.md has them side by side."""
+    """Memory and divergence, as docs/evaluation.md has them side by side."""
     seen = {"calibration": calibrate(EXAMPLE, tmp_path / "found", samples=4, length=64)}
     made: dict[str, dict[str, Any]] = {
         "INT8": {"scheme": "int8"},
         "INT4": {"scheme": "int4"},
         "INT4-AWQ": {"scheme": "int4", "awq": True, **seen},
-        "INT4-GPTQ": {"scheme": "int4", "gptq": True, "samples": 16, "length": 128},
+        "INT4-GPTQ": {"scheme": "int4", "gptq": True, "samples": 8, "length": 128},
         "FP8": {},
         "FP8-static": {"activation_scheme": "static", **seen},
     }
     for name, options in made.items():
         compress(EXAMPLE, tmp_path / name, **options)
-    code, stdout, _ = run_main(capsys, "eval", *(tmp_path / name for name in made), "--source", EXAMPLE, *WORDS)
+    code, stdout, _ = run_main(capsys, "eval", *(tmp_path / name for name in made), "--source", EXAMPLE, *QUICK)
     assert code == 0
     rows = re.findall(r"^(\S+) +([\d.]+) MB +([\d.e-]+) +\[.*  (\w+)$", stdout, re.MULTILINE)
     assert [name for name, *_ in rows] == list(made)
@@ -169,7 +192,6 @@ def test_schemes_and_what_calibration_changes_lie_in_one_table(
     assert divergence["INT8"] < divergence["FP8"] < divergence["INT4"]
     assert divergence["FP8-static"] == pytest.approx(divergence["FP8"], rel=0.2)
     assert divergence["INT4-GPTQ"] < divergence["INT4"] != divergence["INT4-AWQ"]
-    assert stdout.count("\n  prompt ") == len(made)
 
 
 def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
@@ -182,18 +204,19 @@ def test_texts_and_prompts_of_one_s_own(output: Path, tmp_path: Path) -> None:
     assert [text["prompt"] for text in found["texts"]] == ["import os", "class A\x1b[31m:"]
 
 
-def test_prompts_can_be_left_out(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_can_be_left_out(
+    measured: Measured, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is answered then, and no other figure changes. The models are shown along a text instead."""
-    with_answers = evaluate(output, EXAMPLE, **SMALL).outputs[0]
 
     def answered(*_: object, **__: object) -> None:
         raise AssertionError("prompts were answered")
 
     for module in (answers, evaluating):
         monkeypatch.setattr(module, "continue_prompts", answered)
-    without = evaluate(output, EXAMPLE, no_prompts=True, **SMALL).outputs[0]
+    without = evaluate(made, EXAMPLE, no_prompts=True, out=tmp_path / "e.json", **SMALL).outputs[0]
     assert [text["along"] for text in without["texts"]] == [True]
-    assert {**without, "texts": []} == {**with_answers, "texts": []}
+    assert {**without, "texts": []} == {**measured.found.outputs[0], "texts": []}
     assert "--no-prompts answers none" in refused_options(outputs=["one"], prompts="mine.txt", no_prompts=True)
 
 
@@ -230,32 +253,32 @@ def test_what_was_found_is_told_even_if_the_page_cannot_be_written(
         raise OutputError("the disk is full", "free some space")
 
     monkeypatch.setattr(pages, "write_evaluated", full)
-    words = ("eval", output, "--source", EXAMPLE, *WORDS, "--json", "--report", tmp_path / "a.html")
+    words = ("eval", output, "--source", EXAMPLE, *QUICK, "--json", "--report", tmp_path / "a.html")
     code, stdout, stderr = run_main(capsys, *words)
     assert (code, stderr.splitlines()[-2:]) == (2, ["error: the disk is full", "hint: free some space"])
     assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
 
 
-@pytest.mark.parametrize("as_json", (False, True))
 def test_figures_are_printed_even_if_the_disk_is_full(
-    output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool
+    output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, *_: bytes, elsewhere: str) -> None:
         raise OutputError(f"{path} cannot be written: No space left on device", f"free some space, or {elsewhere}")
 
     monkeypatch.setattr(destination, "write_atomic", full)
-    words = (*WORDS, *(["--json"] if as_json else []))
-    code, stdout, stderr = run_main(capsys, "eval", output, "--source", EXAMPLE, *words)
     error = f"error: {output / 'eval.json'} cannot be written: No space left on device"
-    assert (code, stderr.splitlines()[-2:]) == (2, [error, "hint: free some space, or name another file with --out"])
-    if as_json:
-        assert json.loads(stdout)["outputs"][0]["output"]["name"] == "tiny-FP8"
-    else:
-        assert re.search("^tiny-FP8 .* close$", stdout, re.MULTILINE) and "wrote" not in stdout
+    printed = []
+    for as_json in ([], ["--json"]):
+        code, stdout, stderr = run_main(capsys, "eval", output, "--source", EXAMPLE, *QUICK, *as_json)
+        assert code == 2
+        assert stderr.splitlines()[-2:] == [error, "hint: free some space, or name another file with --out"]
+        printed.append(stdout)
+    assert re.search("^tiny-FP8 .* close$", printed[0], re.MULTILINE) and "wrote" not in printed[0]
+    assert json.loads(printed[1])["outputs"][0]["output"]["name"] == "tiny-FP8"
 
 
 def test_figures_are_written_even_if_they_cannot_be_printed(output: Path) -> None:
-    words = [sys.executable, "-m", "openquant", "eval", output, "--source", EXAMPLE, *WORDS]
+    words = [sys.executable, "-m", "openquant", "eval", output, "--source", EXAMPLE, *QUICK]
     with open("/dev/full", "w") as full:
         done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, "error: stdout cannot be written" in done.stderr) == (2, True)
@@ -270,7 +293,7 @@ def refused_options(**options: Any) -> str:
 
 def test_tokenizers_are_held_against_each_other(output: Path) -> None:
     change_json(output / "tokenizer.json", lambda found: found["model"]["merges"].reverse())
-    found = evaluate([output], EXAMPLE, **SMALL).outputs[0]
+    found = evaluate([output], EXAMPLE, **SMALL, no_prompts=True).outputs[0]
     assert (found["verdict"], found["suspects"]) == ("broken", ["tokenizer"])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (output / name).unlink()
@@ -284,27 +307,20 @@ def test_what_has_no_place_is_refused_before_it_is_computed(output: Path, tmp_pa
 
 
 def test_a_full_disk_is_told(output: Path) -> None:
-    program = (
-        "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "from openquant.errors import OutputError\n"
-        "from openquant.files.destination import Destination\n"
-        "from openquant.files.evaluation import EVALUATION\n"
-        "from pathlib import Path\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-        "try:\n    Destination(Path(sys.argv[1]), '', EVALUATION).write(bytes(1000))\n"
-        "except OutputError as error:\n    print(error.message)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, output / "eval.json"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.stdout == f"{output / 'eval.json'} cannot be written: File too large\n"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OutputError) as caught:
+            destination.Destination(output / "eval.json", "", EVALUATION).write(bytes(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.message == f"{output / 'eval.json'} cannot be written: File too large"
     assert not [path.name for path in output.iterdir() if "eval" in path.name]
 
 
 def test_only_what_is_at_the_floor_is_said_to_be_near_it(made: Path, tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "tiny-INT8", "int8-weights")
-    found = evaluate([made, tmp_path / "tiny-INT8"], EXAMPLE, **SMALL)
+    found = evaluate([made, tmp_path / "tiny-INT8"], EXAMPLE, **SMALL, no_prompts=True, out=tmp_path / "all.json")
     far, near = found.outputs
     assert far["kl"]["mean"] > 8 * far["floor"]["kl"] and near["kl"]["mean"] < 2 * near["floor"]["kl"]
     assert (far["verdict"], near["verdict"]) == ("close", "same")
@@ -314,16 +330,14 @@ def test_only_what_is_at_the_floor_is_said_to_be_near_it(made: Path, tmp_path: P
     assert "\n  so near the floor, KL does not predict which output does better in benchmarks\n" in of_near
 
 
-@pytest.mark.parametrize("text", ["", "\x00\n"])
-def test_prompts_are_read_before_models_run(output: Path, tmp_path: Path, text: str) -> None:
-    (tmp_path / "prompts.jsonl").write_text(text)
-
+def test_prompts_are_read_before_models_run(output: Path, tmp_path: Path) -> None:
     def advanced(done: int, total: int) -> None:
         raise AssertionError("models run already")
 
-    assert "prompts.jsonl" in refused(
-        SourceError, output, prompts=tmp_path / "prompts.jsonl", begun=lambda _: None, progress=advanced
-    )
+    file = tmp_path / "prompts.jsonl"
+    for text in ("", "\x00\n"):
+        file.write_text(text)
+        assert file.name in refused(SourceError, output, prompts=file, begun=lambda _: None, progress=advanced)
 
 
 def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +348,9 @@ def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, mon
     # Predictions along a text are no answers, so they are only in the JSON and on the page.
     assert not re.search(r"(?m)^  (prompt|text|source|output)  ", evaluation_text(found.to_json(), found.notes))
     assert [note for note in found.notes if note.startswith("--prompts were not answered")]
-    assert not [
-        note for note in evaluate([output], EXAMPLE, **SMALL).notes if note.startswith("--prompts were not answered")
-    ]
+    # None of one's own were given.
+    notes = evaluate([output], EXAMPLE, **SMALL).notes
+    assert not [note for note in notes if note.startswith("--prompts were not answered")]
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -356,21 +370,20 @@ def test_what_memory_has_no_room_for_waits_beside_the_output(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "file_system", lambda _: "ext4")
-    monkeypatch.setattr(answers, "available_memory", lambda: 1000)
     places = spied(monkeypatch)
     (tmp_path / "there").mkdir()
     before = sorted(path.name for path in tmp_path.iterdir())
-    evaluate([output], EXAMPLE, **LONGER, out=tmp_path / "roomy.json", max_memory=1 << 40)
+    evaluate([output], EXAMPLE, **LONGER, no_prompts=True, out=tmp_path / "roomy.json", max_memory=1 << 40)
     assert places == []
     # As little as --max-memory leaves of a larger model.
     monkeypatch.setattr(evaluation, "BUDGET", 1)
-    evaluate([output], EXAMPLE, **LONGER, out=tmp_path / "tight.json")
+    evaluate([output], EXAMPLE, **LONGER, no_prompts=True, out=tmp_path / "tight.json")
     assert set(places) == {output.parent}
     assert (tmp_path / "tight.json").read_bytes() == (tmp_path / "roomy.json").read_bytes()
     places.clear()
     # A place that is named may be memory.
     monkeypatch.setattr(offload, "file_system", lambda _: "tmpfs")
-    evaluate([output], EXAMPLE, **LONGER, scratch=tmp_path / "there")
+    evaluate([output], EXAMPLE, **LONGER, no_prompts=True, scratch=tmp_path / "there")
     assert set(places) == {tmp_path / "there"}
     message = f"{output.parent} is kept in memory, where there is no room for hidden states"
     assert refused(OutputError, output) == message
@@ -416,16 +429,7 @@ sys.exit(main(sys.argv[1:]))
 def test_an_interrupt_in_the_middle_leaves_nothing(output: Path, tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "there").mkdir()
     before = sorted(path.name for path in output.iterdir())
-    words = [
-        "eval",
-        output,
-        "--source",
-        EXAMPLE,
-        "--samples",
-        "8",
-        "--scratch",
-        tmp_path / "there",
-    ]
+    words = ["eval", output, "--source", EXAMPLE, "--samples", "4", "--length", "128", "--scratch", tmp_path / "there"]
     process = subprocess.Popen(
         [sys.executable, "-c", MIDDLE, *map(str, words)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c,

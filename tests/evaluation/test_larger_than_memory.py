@@ -79,19 +79,8 @@ def test_a_model_larger_than_memory_is_evaluated(group: Path, models: tuple[Path
     drop_from_cache(source)
     drop_from_cache(output)
     entered = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', group]
-    command = [
-        sys.executable,
-        "-m",
-        "openquant",
-        "eval",
-        output,
-        "--source",
-        source,
-        "--samples",
-        "2",
-        "--length",
-        "32",
-    ]
+    words = ["eval", output, "--source", source, "--samples", "2", "--length", "32"]
+    command = [sys.executable, "-m", "openquant", *words]
     done = subprocess.run([*entered, *command], cwd=ROOT, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr
     found = json.loads((output / "eval.json").read_text())

@@ -26,6 +26,7 @@ from support.loopback_engine import Answer, LoopbackEngine, message, text
 from support.task_files import questions, write_generation, write_lines, write_lm_eval
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 48}
+QUICK: dict[str, Any] = {**SMALL, "no_prompts": True}
 Complete = Callable[[dict[str, Any]], Answer]
 
 
@@ -60,10 +61,7 @@ def knows(count: int, wrong: str = " x") -> Complete:
 
 @contextmanager
 def servers(output: Path, source: Complete, made: Complete) -> Iterator[tuple[LoopbackEngine, LoopbackEngine]]:
-    with (
-        LoopbackEngine({"a-name": EXAMPLE}, source) as first,
-        LoopbackEngine({str(output): output}, made) as second,
-    ):
+    with LoopbackEngine({"a-name": EXAMPLE}, source) as first, LoopbackEngine({str(output): output}, made) as second:
         yield first, second
 
 
@@ -116,14 +114,8 @@ def test_probabilities_stay_in_our_pass_beside_generated_texts(output: Path, tmp
     # A choice's exact match is whether it is greedy; there is one metric for both.
     choices = write_lm_eval(tmp_path / "b", "chosen", metric_list=[{"metric": "acc"}, *match])
     with servers(output, knows(8), knows(8)) as (first, second):
-        found = evaluate(
-            output,
-            EXAMPLE,
-            **SMALL,
-            tasks=[choices, generated],
-            server=[first.url, second.url],
-            out=tmp_path / "e.json",
-        )
+        urls = [first.url, second.url]
+        found = evaluate(output, EXAMPLE, **QUICK, tasks=[choices, generated], server=urls, out=tmp_path / "e.json")
     tasks = {each["task"]: each for each in found.outputs[0]["tasks"]["tasks"]}
     assert tasks["made"]["kl"] is None and tasks["chosen"]["kl"] == found.outputs[0]["tasks"]["pooled"]["kl"] > 0
     assert tasks["made"]["answered_otherwise"] == 0
@@ -137,7 +129,7 @@ def test_a_single_question_and_files_as_they_are_typed(
     write_generation(tmp_path / "tasks")
     told: list[str] = []
     with servers(output, knows(2), knows(2)) as (first, second):
-        found = evaluate(output, EXAMPLE, **SMALL, tasks="tasks/made.yaml", server=[first.url, second.url], limit=1,
+        found = evaluate(output, EXAMPLE, **QUICK, tasks="tasks/made.yaml", server=[first.url, second.url], limit=1,
                          begun=told.append, out="e.json")  # fmt: skip
     [one] = found.outputs
     assert f"; 1 question of tasks, answered by {first.url}, " in told[0]
@@ -156,7 +148,7 @@ def test_prompts_are_chats_to_which_servers_apply_their_template(output: Path, t
         generation_kwargs={"until": ["\n", "a", "b", "c", "d"], "max_gen_toks": 8},
     )
     with servers(output, lambda _: message(" None"), lambda _: message(None)) as (first, second):
-        found = evaluate(output, EXAMPLE, **SMALL, tasks=task, server=[first.url, second.url], limit=3,
+        found = evaluate(output, EXAMPLE, **QUICK, tasks=task, server=[first.url, second.url], limit=3,
                          apply_chat_template=True, out=tmp_path / "e.json")  # fmt: skip
     example, *_ = questions()
     asked = {body["messages"][-1]["content"]: body for body in first.asked}
@@ -199,7 +191,7 @@ def test_servers_are_sent_the_key_of_the_environment(
         if key is not None:
             monkeypatch.setenv("OPENAI_API_KEY", key)
         with servers(output, knows(2), knows(2)) as (first, second):
-            found = evaluate(output, EXAMPLE, **SMALL, tasks=task, server=[first.url, second.url], limit=2,
+            found = evaluate(output, EXAMPLE, **QUICK, tasks=task, server=[first.url, second.url], limit=2,
                              out=tmp_path / "e.json")  # fmt: skip
         assert len(first.authorized) == len(second.authorized) == 3
         sent.append({*first.authorized, *second.authorized})
@@ -237,26 +229,23 @@ def run(capsys: pytest.CaptureFixture[str], output: Path, task: object, *urls: s
     return message.removeprefix("error: ")
 
 
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("ftp://host", "--server is no URL of http or https"),
-        ("host:8000", "--server is no URL of http or https"),
-        ("http://", "--server is no URL of http or https"),
-        ("http://host:99999", "--server is no URL of http or https"),
-        ("http://ho st", "--server is no URL of http or https"),
-        ("http://host\r\nX: y", "--server is no URL of http or https"),
-        ("http://[::1", "--server is no URL of http or https"),
-        ("file:///etc/passwd", "--server is no URL of http or https"),
-        ("http://me:secret@host", "--server has a user name or a password"),
-        ("http://host/v1?key=secret", "--server has more than the address of a server"),
-    ],
-)
-def test_other_urls_are_refused_and_not_shown(url: str, says: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        server_url(url)
-    assert str(caught.value) == says
-    assert "secret" not in caught.value.hint
+def test_other_urls_are_refused_and_not_shown() -> None:
+    for url, says in {
+        "ftp://host": "--server is no URL of http or https",
+        "host:8000": "--server is no URL of http or https",
+        "http://": "--server is no URL of http or https",
+        "http://host:99999": "--server is no URL of http or https",
+        "http://ho st": "--server is no URL of http or https",
+        "http://host\r\nX: y": "--server is no URL of http or https",
+        "http://[::1": "--server is no URL of http or https",
+        "file:///etc/passwd": "--server is no URL of http or https",
+        "http://me:secret@host": "--server has a user name or a password",
+        "http://host/v1?key=secret": "--server has more than the address of a server",
+    }.items():
+        with pytest.raises(UsageError) as caught:
+            server_url(url)
+        assert str(caught.value) == says, url
+        assert "secret" not in caught.value.hint
 
 
 def test_a_server_is_for_tasks_that_generate(output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,17 +301,15 @@ LISTS: dict[str, tuple[Answer, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LISTS)
 def test_a_server_without_models_is_an_error(
-    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    listed, says = LISTS[case]
-    with LoopbackEngine({}, listed=listed) as engine:
-        message = run(capsys, output, write_generation(tmp_path / "tasks"), engine.url)
-    assert message.startswith(says.format(engine.url))
+    task = write_generation(tmp_path / "tasks")
+    for case, (listed, says) in LISTS.items():
+        with subtests.test(case), LoopbackEngine({}, listed=listed) as engine:
+            assert run(capsys, output, task, engine.url).startswith(says.format(engine.url))
     # It has ended by now.
-    message = run(capsys, output, write_generation(tmp_path / "tasks"), engine.url)
-    assert message == f"{engine.url}/v1/models does not answer: 'Connection refused'"
+    assert run(capsys, output, task, engine.url) == f"{engine.url}/v1/models does not answer: 'Connection refused'"
 
 
 ANSWERS: dict[str, tuple[Answer, str]] = {
@@ -340,15 +327,19 @@ ANSWERS: dict[str, tuple[Answer, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ANSWERS)
 def test_a_server_that_fails_half_way_is_an_error(
-    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    answer, says = ANSWERS[case]
-    asked = iter(range(10**6))
-    with servers(output, knows(9), lambda _: text("") if next(asked) < 5 else answer) as (first, second):
-        message = run(capsys, output, write_generation(tmp_path / "tasks"), first.url, second.url)
-    assert message.startswith(f"{second.url}/v1/completions {says}")
+    task = write_generation(tmp_path / "tasks")
+    for case, (answer, says) in ANSWERS.items():
+        asked = iter(range(10**6))
+
+        def complete(_: object, asked: Iterator[int] = asked, answer: Answer = answer) -> Answer:
+            return text("") if next(asked) < 5 else answer
+
+        with subtests.test(case), servers(output, knows(9), complete) as (first, second):
+            message = run(capsys, output, task, first.url, second.url)
+            assert message.startswith(f"{second.url}/v1/completions {says}")
 
 
 def test_a_request_is_sent_again_if_the_connection_breaks_or_the_server_is_busy(output: Path, tmp_path: Path) -> None:
@@ -362,7 +353,7 @@ def test_a_request_is_sent_again_if_the_connection_breaks_or_the_server_is_busy(
         return text("\ud800")
 
     with servers(output, knows(9), complete) as (first, second):
-        found = evaluate(output, EXAMPLE, **SMALL, tasks=write_generation(tmp_path / "tasks"),
+        found = evaluate(output, EXAMPLE, **QUICK, tasks=write_generation(tmp_path / "tasks"),
                          server=[first.url, second.url], out=tmp_path / "e.json")  # fmt: skip
     assert len(second.asked) == 24
     assert found.outputs[0]["tasks"]["pooled"]["answered_otherwise"] == 1
@@ -384,20 +375,19 @@ def test_a_server_that_is_silent_is_an_error(
     assert message == f"{second.url}/v1/completions has not answered for 0 seconds"
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
+def test_tasks_that_cannot_be_asked_are_refused(tmp_path: Path) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
         ({"do_sample": True}, "made of lm-eval samples its answers"),
         ({"temperature": 0.7}, "made of lm-eval samples its answers"),
         ({"do_sample": False, "until": [7]}, "made of lm-eval: `until` is [7], not a list of texts"),
         ({"do_sample": False, "max_gen_toks": 0}, "made of lm-eval: `max_gen_toks` is 0, not a number from 1 to 1,048,576"),
         ({"do_sample": False, "max_tokens": "x"}, "made of lm-eval: `max_gen_toks` is 'x', not a number from 1 to 1,048,576"),
-    ],
-)  # fmt: skip
-def test_tasks_that_cannot_be_asked_are_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(OpenQuantError) as caught:
-        read_tasks([write_generation(tmp_path / "tasks", generation_kwargs=settings)], None, generates=True)
-    assert str(caught.value) == says
+    ]  # fmt: skip
+    for number, (settings, says) in enumerate(rows):
+        task = write_generation(tmp_path / str(number), generation_kwargs=settings)
+        with pytest.raises(OpenQuantError) as caught:
+            read_tasks([task], None, generates=True)
+        assert str(caught.value) == says
 
 
 def test_settings_have_the_defaults_of_lm_eval(tmp_path: Path) -> None:

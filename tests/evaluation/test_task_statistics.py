@@ -25,13 +25,18 @@ def scores(*pairs: tuple[float, float, int]) -> PairedScores:
     return PairedScores(*(np.repeat([pair[side] for pair in pairs], [pair[2] for pair in pairs]) for side in (0, 1)))
 
 
-@pytest.mark.parametrize(
-    ("lost", "gained", "p"),
-    # Sums of binomial coefficients: 2 * (1 + 12 + 66) / 4096, 2 * 1 / 32, and both directions alike.
-    [(10, 2, 0.0386), (2, 10, 0.0386), (5, 0, 0.0625), (0, 0, 1), (3, 3, 1), (600, 400, 2.728e-10), (9000, 9000, 1)],
-)
-def test_mcnemar_is_the_binomial_test_of_a_coin(lost: int, gained: int, p: float) -> None:
-    assert mcnemar(lost, gained) == pytest.approx(p, rel=2e-3)
+def test_mcnemar_is_the_binomial_test_of_a_coin(subtests: pytest.Subtests) -> None:
+    for lost, gained, p in [
+        (10, 2, 0.0386),
+        (2, 10, 0.0386),
+        (5, 0, 0.0625),
+        (0, 0, 1),
+        (3, 3, 1),
+        (600, 400, 2.728e-10),
+        (9000, 9000, 1),
+    ]:
+        with subtests.test(lost=lost, gained=gained, p=p):
+            assert mcnemar(lost, gained) == pytest.approx(p, rel=2e-3)
 
 
 def test_the_paired_test_of_right_and_wrong_answers_is_mcnemars() -> None:
@@ -54,13 +59,10 @@ def test_the_paired_test_of_grades_weighs_them() -> None:
     assert paired_p(scores((0.5, 0.4, 40)), 0) == 1e-4
 
 
-@pytest.mark.parametrize(
-    ("score", "questions", "interval"),
-    # Of Brown, Cai and DasGupta's formula: 8 of 10, none of 10, and all of 10.
-    [(0.8, 10, [0.4902, 0.9433]), (0, 10, [0, 0.2775]), (1, 10, [0.7225, 1])],
-)
-def test_an_interval_of_a_share_stays_between_none_and_all(score: float, questions: int, interval: list[float]) -> None:
-    assert wilson_interval(score, questions) == pytest.approx(interval, abs=1e-4)
+def test_an_interval_of_a_share_stays_between_none_and_all(subtests: pytest.Subtests) -> None:
+    for score, questions, interval in [(0.8, 10, [0.4902, 0.9433]), (0, 10, [0, 0.2775]), (1, 10, [0.7225, 1])]:
+        with subtests.test(score=score, questions=questions, interval=interval):
+            assert wilson_interval(score, questions) == pytest.approx(interval, abs=1e-4)
 
 
 def test_intervals_are_paired() -> None:

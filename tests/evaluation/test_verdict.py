@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from openquant.evaluation.verdict import (
     CLIPPED,
     ERROR,
@@ -28,18 +26,15 @@ from openquant.evaluation.weight_changes import WeightChange
 FLOOR = 0.0001
 
 
-@pytest.mark.parametrize(
-    ("limit", "below", "above"),
-    [
+def test_each_limit_parts_two_words() -> None:
+    for limit, below, above in [
         (AT_FLOOR * FLOOR, "same", "close"),
         (CLOSE, "close", "similar"),
         (SIMILAR, "similar", "changed"),
         (CHANGED, "changed", "broken"),
-    ],
-)
-def test_each_limit_parts_two_words(limit: float, below: str, above: str) -> None:
-    assert verdict_word(limit, FLOOR) == below
-    assert verdict_word(math.nextafter(limit, 1), FLOOR) == above
+    ]:
+        assert verdict_word(limit, FLOOR) == below
+        assert verdict_word(math.nextafter(limit, 1), FLOOR) == above
 
 
 def test_without_any_difference_it_is_the_same() -> None:
@@ -200,12 +195,16 @@ def test_settings_that_differ_are_told() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("kl", "text"),
-    [(0.012345, "0.0123"), (0.1, "0.1"), (0.10004, "0.10004"), (0.0999, "0.0999"), (0.50001, "0.50001"), (0, "0")],
-)
-def test_a_figure_has_the_digits_that_its_verdict_needs(kl: float, text: str) -> None:
-    assert kl_text(kl, 0.0001) == text
+def test_a_figure_has_the_digits_that_its_verdict_needs() -> None:
+    for kl, text in [
+        (0.012345, "0.0123"),
+        (0.1, "0.1"),
+        (0.10004, "0.10004"),
+        (0.0999, "0.0999"),
+        (0.50001, "0.50001"),
+        (0, "0"),
+    ]:
+        assert kl_text(kl, 0.0001) == text
 
 
 def test_any_figure_has_its_own_verdict() -> None:

@@ -16,30 +16,32 @@ def made_up(seed: int, units: int, choices: int) -> list[list[tuple[int, float]]
     return [[(chance.randint(1, 40), round(chance.random(), 3)) for _ in range(choices)] for _ in range(units)]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_it_is_what_trying_all_mixtures_finds(seed: int) -> None:
-    units = made_up(seed, 6, 4)
-    mixtures = [
-        (sum(size for size, _ in mixture), sum(kl for _, kl in mixture)) for mixture in itertools.product(*units)
-    ]
-    frontier = find_frontier(units)
-    for limit in range(0, 250, 7):
-        fitting = [kl for size, kl in mixtures if size <= limit]
-        index = frontier.within(limit)
-        assert (index is None) == (not fitting)
-        if index is not None:
-            chosen = [unit[choice] for unit, choice in zip(units, frontier.choices(index), strict=True)]
-            assert frontier.kl[index] == pytest.approx(min(fitting))
-            assert (sum(size for size, _ in chosen), sum(kl for _, kl in chosen)) == (
-                frontier.nbytes[index],
-                pytest.approx(frontier.kl[index]),
-            )
-    for kl in (0.0, 0.5, 1.0, 2.0, 9.0):
-        fitting = [size for size, loses in mixtures if loses <= kl]
-        index = frontier.at_most(kl)
-        assert (index is None) == (not fitting)
-        if index is not None:
-            assert frontier.nbytes[index] == min(fitting)
+def test_it_is_what_trying_all_mixtures_finds(subtests: pytest.Subtests) -> None:
+    for seed in range(8):
+        with subtests.test(seed=seed):
+            units = made_up(seed, 6, 4)
+            mixtures = [
+                (sum(size for size, _ in mixture), sum(kl for _, kl in mixture))
+                for mixture in itertools.product(*units)
+            ]
+            frontier = find_frontier(units)
+            for limit in range(0, 250, 7):
+                fitting = [kl for size, kl in mixtures if size <= limit]
+                index = frontier.within(limit)
+                assert (index is None) == (not fitting)
+                if index is not None:
+                    chosen = [unit[choice] for unit, choice in zip(units, frontier.choices(index), strict=True)]
+                    assert frontier.kl[index] == pytest.approx(min(fitting))
+                    assert (sum(size for size, _ in chosen), sum(kl for _, kl in chosen)) == (
+                        frontier.nbytes[index],
+                        pytest.approx(frontier.kl[index]),
+                    )
+            for kl in (0.0, 0.5, 1.0, 2.0, 9.0):
+                fitting = [size for size, loses in mixtures if loses <= kl]
+                index = frontier.at_most(kl)
+                assert (index is None) == (not fitting)
+                if index is not None:
+                    assert frontier.nbytes[index] == min(fitting)
 
 
 def test_with_a_limit_it_is_nearly_as_good() -> None:

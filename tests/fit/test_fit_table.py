@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qwen(tmp_path_factory.mktemp("fit") / "Qwen3-32B")
 
 
+# Each question of the large model is asked once.
+table = cache(fit_table)
+
+
 def rows_of(found: FitTable) -> list[str | None]:
     return [row.scheme for row in found.schemes]
 
@@ -133,7 +138,7 @@ def test_the_cells_of_the_example(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_document_has_the_table_of_qwen3_32b(model: Path) -> None:
     """Shapes, and so all bytes, are those of Qwen/Qwen3-32B."""
-    found = fit_table(model, "5090", context="16k")
+    found = table(model, "5090", context="16k")
     assert next(row.bytes for row in found.schemes if row.scheme is None) == 65_524_246_528
     text = fit_text(found).replace(str(model), "Qwen/Qwen3-32B")
     assert f"```\n$ openquant fit Qwen/Qwen3-32B --gpu 5090 --context 16k\n{text}\n```" in (
@@ -150,7 +155,7 @@ def test_the_document_names_all_gpus() -> None:
 
 
 def test_the_figures_of_a_row(model: Path) -> None:
-    found = fit_table(model, "A6000", context="16k")
+    found = table(model, "A6000", context="16k")
     assert (found.architecture, found.context, found.longest_context, found.unknown) == (
         *("Qwen3ForCausalLM", 16384, 40960),
         None,
@@ -178,7 +183,7 @@ def test_the_figures_of_a_row(model: Path) -> None:
 
 
 def test_two_gpus_share_weights_and_cache(model: Path) -> None:
-    found = fit_table(model, "2x4090", context=40960)
+    found = table(model, "2x4090", context=40960)
     [held] = next(row for row in found.schemes if row.scheme == "int6").holds
     shapes = {"model.embed_tokens": 1, "lm_head": 1}
     plan = make_plan(open_checkpoint(model), SCHEMES["int6"])
@@ -192,7 +197,7 @@ def test_two_gpus_share_weights_and_cache(model: Path) -> None:
 
 
 def test_what_fits_comes_first_then_what_loses_least_then_what_is_smallest(model: Path) -> None:
-    names = rows_of(fit_table(model, "5090", context="16k"))
+    names = rows_of(table(model, "5090", context="16k"))
     fitting = ["int5", "nvfp4", "nvfp4-w4a4", "int4", "mxfp4"]
     # Of the last two no KL is known; the larger first. int8 has no kernel on Blackwell.
     assert names[:7] == [*sorted(fitting, key=kl), "int3", "int2"]
@@ -200,7 +205,7 @@ def test_what_fits_comes_first_then_what_loses_least_then_what_is_smallest(model
     # It needs four.
     assert names[-1] is None
     # Twice as much memory, and no scheme needs more than one.
-    assert rows_of(fit_table(model, "H100", context="16k"))[0] is None
+    assert rows_of(table(model, "H100", context="16k"))[0] is None
 
 
 def test_schemes_that_broke_the_model_are_named(capsys: pytest.CaptureFixture[str], model: Path) -> None:
@@ -216,7 +221,7 @@ def test_equal_losses_are_ordered_by_size(model: Path, monkeypatch: pytest.Monke
 
 
 def test_the_commands_for_the_best_and_for_a_mixture(model: Path) -> None:
-    found = fit_table(model, "5090", context="16k")
+    found = table(model, "5090", context="16k")
     assert (found.best, found.command) == ("int5", f"openquant compress -m {model} --scheme int5")
     # Only vLLM loads int5.
     assert found.mixture == f"openquant compress -m {model} --fit 5090 --context 16k --for vllm"
@@ -230,8 +235,8 @@ def test_the_commands_for_the_best_and_for_a_mixture(model: Path) -> None:
     assert found.command == f"openquant compress -m {model} --scheme int8-weights {words}"
     # Where int8-weights fits, a mixture gains nothing; nor where the best fills the GPU.
     assert found.mixture is None
-    assert fit_table(model, "24.5GB", context=2048, engines="sglang").mixture is None
-    found = fit_table(model, "30GB", context=2048, engines="sglang")
+    assert table(model, "24.5GB", context=2048, engines="sglang").mixture is None
+    found = table(model, "30GB", context=2048, engines="sglang")
     assert (found.best, found.mixture) == (
         "nvfp4",
         f"openquant compress -m {model} --fit 30GB --context 2k --for sglang",
@@ -243,7 +248,7 @@ def test_a_mixture_that_is_offered_is_one_that_compress_takes(model: Path) -> No
     plan = make_plan(open_checkpoint(model), SCHEMES["int4"])
     config = plan.source.config
     limit = weights_on_gpus(read_budget("5090"), plan, config, 16384, False)
-    rows = {row.scheme: row.bytes for row in fit_table(model, "5090", context="16k").schemes}
+    rows = {row.scheme: row.bytes for row in table(model, "5090", context="16k").schemes}
     assert rows["int5"] < limit < rows["int6"]
 
 
@@ -267,7 +272,7 @@ def test_experts_have_kernels_of_their_own(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_there_are_three_sizes_and_no_command(model: Path) -> None:
-    found = fit_table(model, context="32k")
+    found = table(model, context="32k")
     assert [target.memory_bytes for target in found.targets] == [24 * 10**9, 48 * 10**9, 80 * 10**9]
     assert rows_of(found)[:3] == [None, "int8-weights", "int6"]
     assert [held.gpus for held in found.schemes[1].holds] == [4, 2, 1]
@@ -278,7 +283,7 @@ def test_without_a_gpu_there_are_three_sizes_and_no_command(model: Path) -> None
 
 
 def test_memory_alone_says_nothing_of_arithmetic(model: Path) -> None:
-    found = fit_table(model, "48GB")
+    found = table(model, "48GB")
     assert all(row.arithmetic is None and row.needs == () for row in found.schemes)
     assert "computes" not in fit_text(found)
     assert fit_text(found).splitlines()[1].startswith("1 GPU of 48 GB, for sequences of 8,192 tokens")
@@ -294,7 +299,7 @@ def test_a_cpu_has_no_size() -> None:
 
 
 def test_an_fp8_cache_holds_twice_as_much(model: Path) -> None:
-    wide, narrow = (fit_table(model, "A6000", context="16k", kv_cache=cache) for cache in ("auto", "fp8"))
+    wide, narrow = (table(model, "A6000", context="16k", kv_cache=cache) for cache in ("auto", "fp8"))
     held = [next(row for row in found.schemes if row.scheme == "int4").holds[0] for found in (wide, narrow)]
     assert held[0].sequences == 5 and held[1].sequences in (10, 11)
     assert "in an FP8 KV cache" in fit_text(narrow)
@@ -306,15 +311,15 @@ CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"
 DENSE = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
 
 
-@pytest.mark.parametrize(("numbers", "fp8"), [("float", True), ("int", False)])
-def test_an_fp8_cache_of_the_config_is_counted(tmp_path: Path, model: Path, numbers: str, fp8: bool) -> None:
-    settings = DENSE | {"kv_cache_scheme": CACHE | {"type": numbers}}
-    stored = qwen(tmp_path / "stored", quantization_config=settings)
-    found, same = fit_table(stored, "A6000"), fit_table(model, "A6000", kv_cache="fp8" if fp8 else "auto")
-    assert (found.kv_cache, found.cache_in_config) == (same.kv_cache, fp8) and found.schemes == same.schemes
-    assert same.command is not None and found.command == same.command.replace(str(model), str(stored))
-    said = "FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"
-    assert (said in fit_text(found).splitlines()) is fp8 and said not in fit_text(same)
+def test_an_fp8_cache_of_the_config_is_counted(tmp_path: Path, model: Path) -> None:
+    for numbers, fp8 in (("float", True), ("int", False)):
+        settings = DENSE | {"kv_cache_scheme": CACHE | {"type": numbers}}
+        stored = qwen(tmp_path / numbers, quantization_config=settings)
+        found, same = fit_table(stored, "A6000"), table(model, "A6000", kv_cache="fp8" if fp8 else "auto")
+        assert (found.kv_cache, found.cache_in_config) == (same.kv_cache, fp8) and found.schemes == same.schemes
+        assert same.command is not None and found.command == same.command.replace(str(model), str(stored))
+        said = "FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"
+        assert (said in fit_text(found).splitlines()) is fp8 and said not in fit_text(same)
 
 
 def test_an_fp8_cache_that_compress_refuses_leaves_the_table_as_it_was(
@@ -328,19 +333,22 @@ def test_an_fp8_cache_that_compress_refuses_leaves_the_table_as_it_was(
     monkeypatch.setattr("openquant.plan.plan.find_cached_attentions", refuse)
     found = fit_table(stored, "A6000")
     assert (found.kv_cache, found.cache_in_config) == ("auto", False)
-    assert found.schemes == fit_table(model, "A6000").schemes
+    assert found.schemes == table(model, "A6000").schemes
 
 
-@pytest.mark.parametrize("gpu", [None, "4090", "2x4090", "T4", "H100", "48GB", "cpu"])
-def test_the_table_fits_a_terminal(tmp_path: Path, gpu: str | None) -> None:
+def test_the_table_fits_a_terminal(tmp_path: Path) -> None:
     moe = qwen(tmp_path / "moe", experts=8, layers=8)
-    text = fit_text(fit_table(moe, gpu, context=40000)).split("\n\n")[1]
-    assert max(map(len, text.splitlines())) <= 80
+    for gpu in (None, "4090", "2x4090", "T4", "H100", "48GB", "cpu"):
+        text = fit_text(fit_table(moe, gpu, context=40000)).split("\n\n")[1]
+        assert max(map(len, text.splitlines())) <= 80, gpu
 
 
 def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
+    # Whose embedding and head alone are too large.
+    small = qwen(tmp_path / "small", layers=1)
+
     def last(**given: Any) -> str:
-        return fit_text(fit_table(model, **given)).splitlines()[-1]
+        return fit_text(fit_table(small, **given)).splitlines()[-1]
 
     advice = "try a smaller --context, --kv-cache fp8, --quantize-lm-head or more GPUs (--gpu 2x..)"
     left = (
@@ -349,7 +357,7 @@ def test_what_to_do_if_nothing_fits(model: Path, tmp_path: Path) -> None:
         - summary.output_bytes(make_plan(open_checkpoint(model), SCHEMES["int4"]))
     )
     # An FP8 cache alone does not make room for so much; with eight bits for the head there is.
-    assert fit_text(fit_table(model, "4090", context="16k")).splitlines()[-4:] == [
+    assert fit_text(table(model, "4090", context="16k")).splitlines()[-4:] == [
         f"no scheme with a known KL fits 1 RTX 4090; int4 leaves {left // TOKEN:,} tokens; int8-weights needs 2; int3, "
         f"int2 would fit, with a KL that is not known: {advice}",
         "this fits, for sequences of 16,384 tokens:",
@@ -406,7 +414,7 @@ def test_a_quantized_source_that_does_not_fit_is_made_smaller(tmp_path: Path) ->
 
 
 def test_a_quantized_head_has_eight_bits_in_schemes_of_fewer(model: Path) -> None:
-    found = fit_table(model, "4090", kv_cache="fp8", quantize_lm_head=True)
+    found = table(model, "4090", kv_cache="fp8", quantize_lm_head=True)
     assert found.best == "nvfp4"
     more = "--scheme-for lm_head=int8-weights --kv-cache fp8 --quantize-lm-head"
     assert found.command == f"openquant compress -m {model} --scheme nvfp4 {more}"
@@ -434,16 +442,16 @@ def test_a_head_that_is_the_embedding_is_the_reason_whatever_the_scheme(tmp_path
 
 
 def test_without_a_kernel_for_eight_bits_the_head_has_the_schemes_own(model: Path) -> None:
-    found = fit_table(model, "cpu", quantize_lm_head=True)
+    found = table(model, "cpu", quantize_lm_head=True)
     assert "int4" in rows_of(found) and found.head_schemes == {}
     assert "KL is without what the quantized output head loses (docs/formats.md)" in fit_text(found)
     # Without one there is nothing to say.
-    found = fit_table(model, "4090")
+    found = table(model, "4090")
     assert found.head_schemes == {} and "head loses" not in fit_text(found)
 
 
 def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
-    found = fit_table(model, "5090", context="16k")
+    found = table(model, "5090", context="16k")
     longest = next(row.holds[0].longest for row in found.schemes if row.scheme == "int5")
     assert longest is not None and 16384 <= longest < 40960
     text = fit_text(found)
@@ -453,12 +461,11 @@ def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
     # Exactly, so that --context and --max-model-len are the same numbers.
     assert f"  {longest:,}  " in text
     # Where all that the model allows fits, engines need no option.
-    assert "--max-model-len" not in fit_text(fit_table(model, "H100", context="16k"))
+    assert "--max-model-len" not in fit_text(table(model, "H100", context="16k"))
 
 
-@pytest.mark.parametrize(
-    ("given", "message", "hint"),
-    [
+def test_refusals(subtests: pytest.Subtests) -> None:
+    for given, message, hint in [
         ({"gpu": "4091"}, 'gpu="4091" is no GPU that is known', "did you mean RTX 4090"),
         ({"gpu": "24"}, 'gpu="24" is no GPU that is known', 'give its memory: gpu="24GB"'),
         ({"gpu": "5.0bits"}, 'gpu="5.0bits" is no GPU', "give its memory"),
@@ -476,13 +483,12 @@ def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
         ({"gpu": "T4", "engines": "sglang"}, "no scheme is left", "name another engine or GPU"),
         ({"ignore": ["**"]}, "no scheme is left, such as tensor: it quantizes nothing", ""),
         ({"ignore": ["no.such.**"]}, "", ""),
-    ],
-)
-def test_refusals(given: dict[str, Any], message: str, hint: str) -> None:
-    with pytest.raises(OpenQuantError) as caught:
-        fit_table(EXAMPLE, **given)
-    assert caught.value.message.startswith(message), caught.value.message
-    assert caught.value.hint.startswith(hint), caught.value.hint
+    ]:
+        with subtests.test(given=given):
+            with pytest.raises(OpenQuantError) as caught:
+                fit_table(EXAMPLE, **given)
+            assert caught.value.message.startswith(message), caught.value.message
+            assert caught.value.hint.startswith(hint), caught.value.hint
 
 
 def test_the_command_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -520,36 +526,30 @@ def test_gpus_load_no_mtp_layers(tmp_path: Path) -> None:
     assert row.holds[0].sequences == room // cached
 
 
-@pytest.mark.parametrize(
-    ("config", "unknown"),
-    [
+def test_a_hostile_config_is_no_crash(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    sliding = {"layer_types": ["sliding_attention"] * 64}
+    rows: list[tuple[dict[str, Any], str | None]] = [
         ({"max_position_embeddings": 10**11}, None),
         ({"max_position_embeddings": 10**30}, None),
         ({"max_position_embeddings": -1}, None),
         ({"max_position_embeddings": "long"}, None),
         ({"num_key_value_heads": 0, "num_attention_heads": 0}, None),
         ({"num_hidden_layers": 10**11}, None),
-        (
-            {"layer_types": ["sliding_attention"] * 64, "sliding_window": "wide"},
-            "the window: config.json's sliding_window",
-        ),
-        (
-            {"layer_types": ["sliding_attention"] * 64, "sliding_window": -4},
-            "the window: config.json's sliding_window is -4",
-        ),
+        (sliding | {"sliding_window": "wide"}, "the window: config.json's sliding_window"),
+        (sliding | {"sliding_window": -4}, "the window: config.json's sliding_window is -4"),
         ({"layer_types": [None, 3]}, None),
-    ],
-)
-def test_a_hostile_config_is_no_crash(tmp_path: Path, config: dict[str, Any], unknown: str | None) -> None:
-    root = qwen(tmp_path / "model", layers=8, **config)
-    for gpu in (None, "4090", "2xA100-80"):
-        try:
-            found = fit_table(root, gpu, context="8k")
-        except OpenQuantError:
-            continue
-        assert found.unknown is None if unknown is None else str(found.unknown).startswith(unknown)
-        text = fit_text(found)
-        assert ("the KV cache is not counted: it is not known" in text) is (unknown is not None)
+    ]
+    for number, (config, unknown) in enumerate(rows):
+        root = qwen(tmp_path / str(number), layers=8, **config)
+        for gpu in (None, "4090", "2xA100-80"):
+            with subtests.test(config=config, gpu=gpu):
+                try:
+                    found = fit_table(root, gpu, context="8k")
+                except OpenQuantError:
+                    continue
+                assert found.unknown is None if unknown is None else str(found.unknown).startswith(unknown)
+                text = fit_text(found)
+                assert ("the KV cache is not counted: it is not known" in text) is (unknown is not None)
 
 
 def test_what_is_not_known_of_the_cache_leaves_the_weights(tmp_path: Path) -> None:

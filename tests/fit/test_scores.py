@@ -25,6 +25,7 @@ from openquant.formats.schemes import find_scheme
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
+from openquant.streaming.matmul import products_in_float32
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 from support.conversions import Shelf
@@ -71,9 +72,12 @@ def measured(
 
 def written(source: Path, output: Path) -> list[np.ndarray]:
     """The KL divergence at each position of each document, of an output that lies on disk."""
-    before, after = (
-        streamed_logits(StreamedModel(open_checkpoint(root)), [ids[None] for ids in BATCH]) for root in (source, output)
-    )
+    # As mixtures are measured, whatever this processor multiplies in.
+    with products_in_float32():
+        before, after = (
+            streamed_logits(StreamedModel(open_checkpoint(root)), [ids[None] for ids in BATCH])
+            for root in (source, output)
+        )
     names = ModelNames("source", "output")
     return [
         compare_logits(plain[0], rounded[0], ids, "", "", names).kl
@@ -86,15 +90,19 @@ def same(records: list[DocumentRecord], expected: list[np.ndarray]) -> bool:
     return all(np.array_equal(record.kl, kl) for record, kl in zip(records, expected, strict=True))
 
 
-@pytest.mark.parametrize("architecture", KINDS)
-def test_a_single_scheme_answers_as_its_output(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
-    source = shelf.source(architecture)
-    name = small_checkpoints.served_in(architecture, "nvfp4", "int8-weights").name
-    compress(source, tmp_path / "out", name)
-    plans = plans_of(source, name)
-    uniform = {number: name for number, unit in enumerate(units_of(plans)) if name in unit.choices}
-    [records] = measured(source, plans, [uniform]).records
-    assert same(records, written(source, tmp_path / "out"))
+def test_a_single_scheme_answers_as_its_output(
+    shelf: Shelf, tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
+) -> None:
+    for architecture in KINDS:
+        with subtests.test(architecture=architecture):
+            root = tmp_path_factory.mktemp("row")
+            source = shelf.source(architecture)
+            name = small_checkpoints.served_in(architecture, "nvfp4", "int8-weights").name
+            compress(source, root / "out", name)
+            plans = plans_of(source, name)
+            uniform = {number: name for number, unit in enumerate(units_of(plans)) if name in unit.choices}
+            [records] = measured(source, plans, [uniform]).records
+            assert same(records, written(source, root / "out"))
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Gemma3nForCausalLM"])
@@ -171,8 +179,10 @@ def test_a_weight_that_no_scheme_can_hold_is_named(tmp_path: Path) -> None:
         measured(source, plans, [{unit: "nvfp4"}])
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
-@pytest.mark.parametrize("name", ["channel", "int8", "nvfp4-w4a4"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("Qwen3MoeForCausalLM", "channel"), ("Qwen3MoeForCausalLM", "int8"), ("Qwen3ForCausalLM", "nvfp4-w4a4")],
+)
 def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     shelf: Shelf, tmp_path: Path, architecture: str, name: str
 ) -> None:
@@ -184,7 +194,8 @@ def test_activations_are_rounded_as_eval_rounds_those_of_the_output(
     plain = StreamedModel(open_checkpoint(source))
     found: list[torch.Tensor] = []
     passes = [[ForwardPass(plain, partial(logits, plain, ids)), served.passes(ids)[1]] for ids in BATCH]
-    run_interleaved(passes, finished=lambda *value: found.append(value[2]))
+    with products_in_float32():
+        run_interleaved(passes, finished=lambda *value: found.append(value[2]))
     names = ModelNames("source", "output")
     expected = [
         compare_logits(before, after, ids, "", "", names).kl
@@ -233,13 +244,14 @@ def test_experts_without_tokens_are_counted(shelf: Shelf) -> None:
 ALL = small_checkpoints.RUNNABLE if os.environ.get("OPENQUANT_ALL") == "1" else KINDS
 
 
-@pytest.mark.parametrize("architecture", ALL)
-def test_every_unit_has_a_score_in_every_scheme(shelf: Shelf, architecture: str) -> None:
-    source = shelf.source(architecture)
-    plans = plans_of(
-        source, small_checkpoints.served_in(architecture, "nvfp4", "int8-weights", "channel", "block").name
-    )
-    units = units_of(plans)
-    mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
-    scores = scores_of(units, mixtures, changes, measured(source, plans, mixtures, changes=changes))
-    assert all(0 < kl < 10 for found in scores.kl for name, kl in found.items() if name != UNQUANTIZED)
+def test_every_unit_has_a_score_in_every_scheme(shelf: Shelf, subtests: pytest.Subtests) -> None:
+    for architecture in ALL:
+        with subtests.test(architecture=architecture):
+            source = shelf.source(architecture)
+            plans = plans_of(
+                source, small_checkpoints.served_in(architecture, "nvfp4", "int8-weights", "channel", "block").name
+            )
+            units = units_of(plans)
+            mixtures, changes = find_variants(StreamedModel(open_checkpoint(source)), units)
+            scores = scores_of(units, mixtures, changes, measured(source, plans, mixtures, changes=changes))
+            assert all(0 < kl < 10 for found in scores.kl for name, kl in found.items() if name != UNQUANTIZED)

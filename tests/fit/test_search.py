@@ -92,9 +92,10 @@ def test_the_table_says_what_fits_a_gpu(searched: Path) -> None:
     assert command.endswith("--fit 2.1784GB --context 1 --for vllm --candidates nvfp4,int8-weights")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    for words, message in [
         (("--candidates", "int4"), "--candidates is for --search"),
         (("--text", "x.txt"), "--text is for --search"),
         (("--device", "cuda"), "--device is for --search"),
@@ -102,19 +103,12 @@ def test_the_table_says_what_fits_a_gpu(searched: Path) -> None:
         (("--search", "--candidates", "int4,int4"), "--candidates names a scheme twice"),
         (("--search", "--candidates", "int5", "--for", "sglang"), "SGLang does not load int5 of this model: "),
         (("--search", "--text", "missing.txt"), "missing.txt"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: tuple[str, ...],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["fit", str(EXAMPLE), *words]) == 2
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    ]:
+        with subtests.test(words=words, message=message):
+            monkeypatch.chdir(tmp_path)
+            assert main(["fit", str(EXAMPLE), *words]) == 2
+            assert message in capsys.readouterr().err
+            assert not list(tmp_path.iterdir())
 
 
 def test_the_function_says_what_is_wrong() -> None:

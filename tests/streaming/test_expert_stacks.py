@@ -30,27 +30,17 @@ def infos(held: Weights) -> dict[str, TensorInfo]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "path", "first", "second", "turned"),
+    ("architecture", "place", "names", "turned"),
     [
-        (
-            "Llama4ForCausalLM",
-            "model.layers.1.feed_forward.experts",
-            "model.layers.1.feed_forward.experts.gate_up_proj",
-            "model.layers.1.feed_forward.experts.down_proj",
-            True,
-        ),
-        (
-            "GraniteMoeForCausalLM",
-            "model.layers.1.block_sparse_moe.experts",
-            "model.layers.1.block_sparse_moe.input_linear",
-            "model.layers.1.block_sparse_moe.output_linear",
-            False,
-        ),
+        ("Llama4ForCausalLM", "feed_forward", ("experts.gate_up_proj", "experts.down_proj"), True),
+        ("GraniteMoeForCausalLM", "block_sparse_moe", ("input_linear", "output_linear"), False),
     ],
 )
 def test_a_stack_holds_each_part_of_each_expert_in_its_place(
-    architecture: str, path: str, first: str, second: str, turned: bool
+    architecture: str, place: str, names: tuple[str, str], turned: bool
 ) -> None:
+    first, second = (f"model.layers.1.{place}.{name}" for name in names)
+    path = f"model.layers.1.{place}.experts"
     held = experts(path)
     stacks = find_expert_stacks(architecture, infos(held) | {"other": TensorInfo("other", "F16", (2,))})
     assert sorted(stacks) == sorted((first, second, f"{first}.weight", f"{second}.weight"))

@@ -17,7 +17,7 @@ from conftest import EXAMPLE
 from openquant import calibrate, compress, diagnose, verify
 from support.small_checkpoints import COMMON
 
-HIDDEN, EXPERT, EXPERTS, VOCABULARY = 32, 32, 32, 2048
+HIDDEN, EXPERT, EXPERTS, VOCABULARY = 32, 32, 16, 2048
 TEXTS = {"samples": 2, "length": 16}
 
 

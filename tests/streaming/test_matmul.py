@@ -37,41 +37,41 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"])
-def test_a_model_computes_all_products_in_float32(shelf: Shelf, architecture: str) -> None:
-    source = open_checkpoint(shelf.source(architecture))
-    with StreamedModel(source, dtype=torch.float32).resident() as model:
-        exact = model(input_ids=IDS, use_cache=False).logits
-    with StreamedModel(source, dtype=torch.bfloat16).resident() as model, Watched() as watched:
-        plain = model(input_ids=IDS, use_cache=False).logits
-        assert torch.bfloat16 in watched.dtypes
-        watched.dtypes.clear()
-        with Float32Products():
-            found = model(input_ids=IDS, use_cache=False).logits
-        assert watched.dtypes == {torch.float32}
-    assert found.dtype is torch.bfloat16
-    assert (found - exact).norm() < 1.2 * (plain - exact).norm()
+def test_a_model_computes_all_products_in_float32(shelf: Shelf) -> None:
+    for architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"):
+        source = open_checkpoint(shelf.source(architecture))
+        with StreamedModel(source, dtype=torch.float32).resident() as model:
+            exact = model(input_ids=IDS, use_cache=False).logits
+        with StreamedModel(source, dtype=torch.bfloat16).resident() as model, Watched() as watched:
+            plain = model(input_ids=IDS, use_cache=False).logits
+            assert torch.bfloat16 in watched.dtypes
+            watched.dtypes.clear()
+            with Float32Products():
+                found = model(input_ids=IDS, use_cache=False).logits
+            assert watched.dtypes == {torch.float32}, architecture
+        assert found.dtype is torch.bfloat16
+        assert (found - exact).norm() < 1.2 * (plain - exact).norm(), architecture
 
 
-@pytest.mark.parametrize(
-    "product",
-    [
-        lambda x, w: functional.linear(x, w),
-        lambda x, w: functional.linear(x, w, bias=w[:, 0]),
-        lambda x, w: x @ w.T,
-        lambda x, w: x.matmul(w.T),
-        lambda x, w: torch.bmm(x[None], w.T[None]),
-        lambda x, w: torch.addmm(w[:, 0], x, w.T),
-        lambda x, w: functional.scaled_dot_product_attention(x[None], w[None], w[None]),
-    ],
-)
-def test_results_are_those_of_float32_rounded(monkeypatch, product: Callable[..., torch.Tensor]) -> None:
+PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
+    "linear": lambda x, w: functional.linear(x, w),
+    "with bias": lambda x, w: functional.linear(x, w, bias=w[:, 0]),
+    "@": lambda x, w: x @ w.T,
+    "matmul": lambda x, w: x.matmul(w.T),
+    "bmm": lambda x, w: torch.bmm(x[None], w.T[None]),
+    "addmm": lambda x, w: torch.addmm(w[:, 0], x, w.T),
+    "attention": lambda x, w: functional.scaled_dot_product_attention(x[None], w[None], w[None]),
+}
+
+
+def test_results_are_those_of_float32_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = random(5, 48), random(64, 48)
-    with Float32Products():
-        found = product(x, weight)
-        monkeypatch.setattr(products, "PIECE", 48 * 24)
-        torch.testing.assert_close(product(x, weight), found, rtol=2**-7, atol=1e-6)
-    assert torch.equal(found, product(x.float(), weight.float()).bfloat16())
+    for name, product in PRODUCTS.items():
+        with Float32Products(), monkeypatch.context() as patch:
+            found = product(x, weight)
+            patch.setattr(products, "PIECE", 48 * 24)
+            torch.testing.assert_close(product(x, weight), found, rtol=2**-7, atol=1e-6)
+        assert torch.equal(found, product(x.float(), weight.float()).bfloat16()), name
 
 
 def test_experts_take_the_rows_up_to_their_offsets() -> None:

@@ -6,7 +6,6 @@ import inspect
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +15,57 @@ from conftest import EXAMPLE
 from openquant import compress
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode
-from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR, VARIANTS, Scheme, find_scheme
+from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
 from support import small_checkpoints, small_models
 from support.conversions import Shelf
+from support.representatives import everything
 
+DENSE = [
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+]
 # The exceptions are in the registry (split experts that it wants stacked); the wrapped models are read as a whole.
 # Of what it makes the language model alone, it reads none as a whole.
-ALONE = [name for name, small in small_models.MODELS.items() if small.alone]
-ARCHITECTURES = [
+ALL = [
     name
     for name in small_checkpoints.ARCHITECTURES
-    if name not in ALONE and MODELS[name].transformers_reads_blocks and small_checkpoints.refused(name, BLOCK) is None
+    if not (name in small_models.MODELS and small_models.MODELS[name].alone)
+    and MODELS[name].transformers_reads_blocks
+    and small_checkpoints.refused(name, BLOCK) is None
+]
+# One of each kind that stores its layers in a way of its own: joined, in stacks, with draft layers, beside a vision tower,
+# with an image, in another class; half of them for each of the two schemes that engines take most.
+FOR_BLOCKS = [
+    *DENSE,
+    "Qwen3MoeForCausalLM",
+    "BloomForCausalLM",
+    "Blip2ForConditionalGeneration",
+    "DeepseekV3ForCausalLM",
+    "GPTBigCodeForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Lfm2MoeForCausalLM",
+    "MiMoForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronHForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+]
+FOR_CHANNELS = [
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "FalconForCausalLM",
+    "GPTNeoXForCausalLM",
+    "Glm4MoeForCausalLM",
+    "InternVLForConditionalGeneration",
+    "JambaForCausalLM",
+    "KimiK25ForConditionalGeneration",
+    "PhiMoEForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForCausalLM",
 ]
 # It leaves draft layers out: those of a model of two layers.
 DRAFT = ("model.layers.2.", "model.language_model.layers.2.", "model.mtp_layers.")
@@ -90,36 +128,36 @@ def image(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tenso
     return {"pixel_values": torch.linspace(-1, 1, 3 * size * size, dtype=torch.bfloat16).reshape(1, 3, size, size)}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "scale_format"),
-    [
-        (name, kind)
-        for name in ARCHITECTURES
-        for kind in ("float", "ue8m0")
-        if kind == "float" or name in small_checkpoints.HAND_MADE
-    ],
-)
+def tokens() -> torch.Tensor:
+    return torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
 def test_block_output_computes_what_its_dequantized_weights_do(
-    shelf: Shelf, tmp_path: Path, architecture: str, scale_format: str
+    shelf: Shelf, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    source, output, _ = shelf.converted(architecture, find_scheme("block", scale_format=scale_format))
-    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
-    found = logits(output, tokens)
-    expected = logits(dequantized(output, tmp_path / "plain", BLOCK), tokens)
-    bfloat16 = logits(source, tokens)
-    assert (found - expected).norm() / expected.norm() < 0.01
-    # The bound means something: the source itself is further away.
-    assert (found - bfloat16).norm() / bfloat16.norm() > NEARER.get(architecture, 0.015)
+    rounded_up = [(name, BLOCK_UE8M0) for name in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")]
+    for architecture, scheme in [*((name, BLOCK) for name in (ALL if everything() else FOR_BLOCKS)), *rounded_up]:
+        with subtests.test(architecture=architecture, scheme=scheme.suffix):
+            source, output, _ = shelf.converted(architecture, scheme)
+            found = logits(output, tokens())
+            plain = dequantized(output, tmp_path / f"{architecture}{scheme.suffix}", scheme)
+            assert distance(found, logits(plain, tokens())) < 0.01
+            # The bound means something: the source itself is further away.
+            assert distance(found, logits(source, tokens())) > NEARER.get(architecture, 0.015)
 
 
-@pytest.mark.parametrize("load", ["AutoModelForCausalLM", "LlamaForCausalLM"])
-def test_per_tensor_output_is_refused(shelf: Shelf, load: str) -> None:
+def test_per_tensor_output_is_refused(shelf: Shelf) -> None:
     import transformers
 
     output = shelf.converted("LlamaForCausalLM", TENSOR).output
     says = "scale_fmt must be .*'one scale per tensor: transformers misreads this; use vLLM or SGLang'"
-    with pytest.raises(ValueError, match=says):
-        getattr(transformers, load).from_pretrained(output)
+    for load in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        with pytest.raises(ValueError, match=says):
+            load.from_pretrained(output)
 
 
 def test_zero_points_are_refused(tmp_path: Path) -> None:
@@ -142,27 +180,29 @@ def test_a_quantized_embedding_is_refused(tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
-# Any architecture with one scale per row, and in each other scheme that this package reads two of those without experts.
-DENSE = [name for name in small_checkpoints.HAND_MADE if name in ARCHITECTURES and not MODELS[name].experts]
 READ = [scheme for scheme in VARIANTS if scheme.method == "compressed-tensors" and scheme is not CHANNEL]
 COMPRESSED = [
-    *((CHANNEL, name) for name in ARCHITECTURES),
-    *((scheme, DENSE[(number + 2 * turn) % len(DENSE)]) for number, scheme in enumerate(READ) for turn in (0, 1)),
+    *((CHANNEL, name) for name in (ALL if everything() else FOR_CHANNELS)),
+    *((scheme, DENSE[number % len(DENSE)]) for number, scheme in enumerate(READ)),
 ]
 
 
-@pytest.mark.parametrize(("scheme", "architecture"), COMPRESSED, ids=lambda value: getattr(value, "suffix", value))
-def test_compressed_tensors_output_is_decompressed_to_what_it_stands_for(
-    shelf: Shelf, tmp_path: Path, scheme: Scheme, architecture: str
-) -> None:
-    """By compressed-tensors, as the weights are loaded."""
+def test_compressed_tensors_output_is_read(shelf: Shelf, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """By compressed-tensors: decompressed as the weights are loaded, or by default with activations rounded."""
     from transformers import CompressedTensorsConfig
 
-    output = shelf.converted(architecture, scheme).output
-    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
-    expected = logits(dequantized(output, tmp_path / "plain", scheme), tokens)
-    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
-    assert torch.equal(logits(output, tokens, **options), expected)
+    for scheme, architecture in COMPRESSED:
+        with subtests.test(scheme=scheme.suffix, architecture=architecture):
+            output = shelf.converted(architecture, scheme).output
+            plain = dequantized(output, tmp_path / f"{architecture}{scheme.suffix}", scheme)
+            expected = logits(plain, tokens())
+            options = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+            assert torch.equal(logits(output, tokens(), **options), expected)
+            if architecture in small_checkpoints.HAND_MADE:
+                # Scales rounded to bfloat16, and activations as the config says.
+                found = logits(output, tokens())
+                assert distance(found, expected) < (0.15 if scheme.format.input_global_scale is None else 0.4)
+                assert torch.equal(found, expected) == (scheme.group["input_activations"] is None)
 
 
 ATTENTION, EXPERTS = {"**.self_attn.*": "channel"}, {"**.experts.**": "channel"}
@@ -180,39 +220,19 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "scheme", "options", "decompressed"), MIXTURES)
-def test_mixtures_are_read(
-    shelf: Shelf, tmp_path: Path, architecture: str, scheme: str, options: dict[str, Any], decompressed: bool
-) -> None:
+def test_mixtures_are_read(shelf: Shelf, tmp_path: Path, subtests: pytest.Subtests) -> None:
     from transformers import CompressedTensorsConfig
 
-    source = shelf.source(architecture)
-    compress(source, tmp_path / "out", scheme, format="compressed-tensors", **options)
-    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
-    expected = logits(dequantized(tmp_path / "out", tmp_path / "plain", None), tokens)
-    found = logits(tmp_path / "out", tokens)
-    assert 0 < (found - expected).norm() / expected.norm() < 0.15
     asked = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
-    if decompressed:
-        assert torch.equal(logits(tmp_path / "out", tokens, **asked), expected)
-    else:
-        # Never misread: it says that it cannot.
-        with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
-            logits(tmp_path / "out", tokens, **asked)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "architecture"),
-    [(scheme, architecture) for scheme, architecture in COMPRESSED if architecture in small_checkpoints.HAND_MADE],
-    ids=lambda value: getattr(value, "suffix", value),
-)
-def test_compressed_tensors_output_is_computed_with_rounded_activations(
-    shelf: Shelf, tmp_path: Path, scheme: Scheme, architecture: str
-) -> None:
-    """As it is loaded by default: scales rounded to bfloat16, and activations as the config says."""
-    output = shelf.converted(architecture, scheme).output
-    tokens = torch.randint(10, 500, (1, 32), generator=torch.Generator().manual_seed(0))
-    expected = logits(dequantized(output, tmp_path / "plain", scheme), tokens)
-    found = logits(output, tokens)
-    assert (found - expected).norm() / expected.norm() < (0.15 if scheme.format.input_global_scale is None else 0.4)
-    assert torch.equal(found, expected) == (scheme.group["input_activations"] is None)
+    for number, (architecture, scheme, options, decompressed) in enumerate(MIXTURES):
+        with subtests.test(architecture=architecture, scheme=scheme, options=options):
+            output = tmp_path / str(number)
+            compress(shelf.source(architecture), output, scheme, format="compressed-tensors", **options)
+            expected = logits(dequantized(output, tmp_path / f"{number}-plain", None), tokens())
+            assert 0 < distance(logits(output, tokens()), expected) < 0.15
+            if decompressed:
+                assert torch.equal(logits(output, tokens(), **asked), expected)
+            else:
+                # Never misread: it says that it cannot.
+                with pytest.raises(RuntimeError, match="issues during automatic conversion of the weights"):
+                    logits(output, tokens(), **asked)

@@ -20,18 +20,17 @@ Weights = dict[str, torch.Tensor]
 OTHER = "config.json or this shard belongs to other weights: download the checkpoint again"
 
 
-@pytest.mark.parametrize("found", ["5.15.1", "5.25.0", "4.57.6", "6.0.0", "main", None])
-def test_versions_outside_of_the_tested_range_are_refused(found: str | None) -> None:
-    with pytest.raises(UsageError) as raised:
+def test_versions_outside_of_the_tested_range_are_refused() -> None:
+    for found in ("5.15.1", "5.25.0", "4.57.6", "6.0.0", "main", None):
+        with pytest.raises(UsageError) as raised:
+            require_tested(found)
+        assert raised.value.message == (
+            f"running a model takes transformers {TESTED[0]} to {TESTED[1]}; "
+            + (f"{found} is installed" if found else "it is not installed")
+        )
+        assert raised.value.hint == 'pip install "transformers>=5.18,<5.25"'
+    for found in ("5.18.0", "5.19.0", "5.24.0", "5.24.1rc1"):
         require_tested(found)
-    assert raised.value.message.startswith(f"running a model takes transformers {TESTED[0]} to {TESTED[1]}; ")
-    assert raised.value.message.endswith(f"{found} is installed" if found else "it is not installed")
-    assert raised.value.hint == 'pip install "transformers>=5.18,<5.25"'
-
-
-@pytest.mark.parametrize("found", ["5.18.0", "5.19.0", "5.24.0", "5.24.1rc1"])
-def test_versions_within_it_are_taken(found: str) -> None:
-    require_tested(found)
 
 
 def refused(root: Path, architecture: str, change: Callable[[Weights], object]) -> SourceError:
