@@ -78,7 +78,7 @@ def test_the_same_of_several_scales_is_best() -> None:
     """However many groups there are: of many weights as good as random, which scale is best depends on each sum."""
     for number, width, groups in itertools.product((INT4, E2M1), (16, 42, 4100), (1, 31, 33, 129)):
         generator = np.random.default_rng(width * groups)
-        for _ in range(20 if width < 100 else 5):
+        for _ in range(20 if width < 100 else -(-64 // groups)):
             bits = generator.integers(0x3E00, 0x3F80, (groups, width)).astype(np.uint16)
             usual = np.full(groups, 2 / number.span, np.float32)
             # As near to each other as float32 can tell.
