@@ -14,6 +14,7 @@ from openquant import PackedLinear, compress, dequantize, packed
 from openquant.formats import schemes
 from openquant.formats.schemes import INT8_W8A8, SCHEMES, VARIANTS, ZERO_POINT, Scheme
 from support import small_checkpoints
+from support.rows import for_each
 
 CODES = {
     "int8": {"weight": (torch.int8, (128, 256))},
@@ -26,7 +27,7 @@ SCALES = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "int8-weights": torch.bflo
 SCALES |= {"nvfp4": torch.float8_e4m3fn}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("scheme", "format", "scale_name", "shape"),
     [
         ("mxfp8", None, "weight_scale", (128, 8)),
@@ -62,7 +63,7 @@ def test_state_dict_holds_the_written_names_and_comes_back(
     assert packed(x).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("size", "groups"), [("32", 8), (64, 4), (128, 2), ("channel", 1)])
+@for_each(("size", "groups"), [("32", 8), (64, 4), (128, 2), ("channel", 1)])
 def test_inputs_that_share_a_scale_can_be_chosen(size: str | int, groups: int) -> None:
     linear = nn.Linear(256, 128, dtype=torch.bfloat16)
     packed = PackedLinear.from_linear(linear, "int4", group_size=size)
@@ -91,7 +92,7 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "scheme"), OUTPUTS, ids=lambda value: "-".join(map(str, value or ["none"])))
+@for_each(("options", "scheme"), OUTPUTS)
 def test_a_layer_of_an_output_is_read_back(options: dict[str, object], scheme: str | None, tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "out", **options)
     dequantize(tmp_path / "out", tmp_path / "plain")
@@ -120,7 +121,7 @@ def test_a_layer_that_is_not_whole_is_not_read() -> None:
         PackedLinear.from_state_dict(state, "int4")
 
 
-@pytest.mark.parametrize("scheme", ["tensor", "channel", "block", "mxfp8", "mxfp4", "int8", "int8-weights"])
+@for_each("scheme", ["tensor", "channel", "block", "mxfp8", "mxfp4", "int8", "int8-weights"])
 def test_a_weight_stays_on_its_device_unless_its_scales_are_searched_for(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +195,7 @@ NEW_NUMBER = replace(INT8_W8A8.format.number, dtype="F8_E5M2")
 NEW_DTYPE = replace(INT8_W8A8, name="e5m2", format=replace(INT8_W8A8.format, number=NEW_NUMBER))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("scheme", "message"),
     [
         (
@@ -203,7 +204,6 @@ NEW_DTYPE = replace(INT8_W8A8, name="e5m2", format=replace(INT8_W8A8.format, num
         ),
         (NEW_DTYPE, "PackedLinear has no tensors of F8_E5M2, and scheme e5m2 needs them"),
     ],
-    ids=["zero points", "dtype"],
 )
 def test_a_scheme_that_the_layer_cannot_hold_is_refused(
     scheme: Scheme, message: str, monkeypatch: pytest.MonkeyPatch

@@ -6,9 +6,10 @@ import pytest
 
 from openquant.errors import UsageError
 from openquant.patterns import collapse, compile_any, compile_pattern
+from support.rows import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pattern", "name", "matches"),
     [
         ("lm_head", "lm_head", True),
@@ -39,13 +40,13 @@ def test_no_patterns_match_nothing() -> None:
     assert not compile_any([]).fullmatch("")
 
 
-@pytest.mark.parametrize("pattern", ["a.{q,k", "a.q}_proj", "{a{b}}"])
+@for_each("pattern", ["a.{q,k", "a.q}_proj", "{a{b}}"])
 def test_unmatched_braces_are_refused(pattern: str) -> None:
     with pytest.raises(UsageError, match="unmatched brace"):
         compile_pattern(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["***", "a.***.b", "*" * 50 + "x"])
+@for_each("pattern", ["***", "a.***.b", "*" * 50 + "x"])
 def test_stars_that_would_share_a_name_are_refused(pattern: str) -> None:
     with pytest.raises(UsageError, match="more than two stars in a row"):
         compile_pattern(pattern)

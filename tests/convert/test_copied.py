@@ -15,6 +15,7 @@ from openquant import compress, dequantize
 from openquant.convert import conversion
 from openquant.files.output import OutputDirectory
 from support import small_checkpoints
+from support.rows import for_each
 
 NORM, EMBED = "model.norm.weight", "model.embed_tokens.weight"
 ROUTER = "model.layers.1.mlp.gate.weight"
@@ -35,7 +36,7 @@ def source(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@for_each("dtype", ["float16", "float32"])
 def test_they_are_named_whatever_the_dtype(tmp_path: Path, dtype: str) -> None:
     root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype, vocab=128)
     small_checkpoints.change_weights(root, damage)
@@ -82,7 +83,7 @@ def test_a_note_names_three_and_counts_the_others(tmp_path: Path) -> None:
     assert f"not quantized {some} and {len(names) - 3} more hold NaN or infinity: " in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("finished", range(1, SHARDS + 1))
+@for_each("finished", range(1, SHARDS + 1))
 def test_a_run_that_is_continued_names_those_of_finished_shards(
     source: Path, tmp_path: Path, finished: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

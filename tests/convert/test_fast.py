@@ -15,6 +15,7 @@ from openquant.convert import conversion
 from openquant.formats import compiled
 from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, NVFP4, VARIANTS, Scheme
 from support.conversions import Shelf, asking
+from support.rows import for_each
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
+@for_each("scheme", VARIANTS)
 def test_every_scheme_has_the_bytes_of_a_small_model(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: set[str], scheme: Scheme
 ) -> None:
@@ -47,7 +48,7 @@ def test_every_scheme_has_the_bytes_of_a_small_model(
     assert called == {"absmax", "encode_stored", *(["best_scales"] if scheme.searches_scales else [])}
 
 
-@pytest.mark.parametrize("scheme", [BLOCK, CHANNEL, INT4_W4A16, NVFP4], ids=lambda scheme: scheme.suffix)
+@for_each("scheme", [BLOCK, CHANNEL, INT4_W4A16, NVFP4])
 def test_quantized_sources_are_decoded_to_the_same_bytes(
     shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: set[str], scheme: Scheme
 ) -> None:

@@ -33,6 +33,7 @@ from openquant.hub.source import Source, find_source
 from openquant.plan.plan import make_plan
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import COMMANDS, Rank, finish
+from support.rows import for_each
 
 SHARDS = 5
 
@@ -111,7 +112,7 @@ MOMENTS += [("before-write", n) for n in (0, 1, 30, 40)] + [("before-held", n) f
 MOMENTS += [("before-fsync", n) for n in (0, 3, 7)]
 
 
-@pytest.mark.parametrize(("moment", "count"), MOMENTS)
+@for_each(("moment", "count"), MOMENTS)
 def test_a_killed_run_continues_to_the_same_bytes(
     tmp_path: Path, source: Path, whole: dict[str, bytes], moment: str, count: int
 ) -> None:
@@ -133,7 +134,7 @@ def test_a_killed_run_continues_to_the_same_bytes(
     assert tree(out) == whole
 
 
-@pytest.mark.parametrize("words", ["int4 --asymmetric", "nvfp4", "nvfp4-w4a4", "mxfp4"])
+@for_each("words", ["int4 --asymmetric", "nvfp4", "nvfp4-w4a4", "mxfp4"])
 def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, source: Path, words: str) -> None:
     out, (scheme, *more) = tmp_path / "out", words.split()
     assert struck(source, out, "KILL", "after-rename", 3, "--scheme", scheme, *more).returncode == -signal.SIGKILL
@@ -145,7 +146,7 @@ def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, s
     assert tree(out) == tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@for_each("overwrite", [False, True])
 def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
     tmp_path: Path, source: Path, overwrite: bool
 ) -> None:
@@ -209,8 +210,8 @@ def test_a_shard_that_is_gone_at_the_end(
     assert tree(out) == whole
 
 
-@pytest.mark.parametrize("how", ["INT", "TERM"])
-@pytest.mark.parametrize(("moment", "count"), [("before-rename", 3), ("before-write", 30)])
+@for_each("how", ["INT", "TERM"])
+@for_each(("moment", "count"), [("before-rename", 3), ("before-write", 30)])
 def test_an_interrupted_run_exits_130_and_continues(
     tmp_path: Path, source: Path, whole: dict[str, bytes], how: str, moment: str, count: int
 ) -> None:
@@ -242,14 +243,13 @@ def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path,
     assert tree(out) == whole | {"notes.txt": b"mine"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "damaged"),
     [
         ("config.json", "{"),
         ("config.json", '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}'),
         ("model.safetensors.index.json", '{"weight_map": {}}'),
     ],
-    ids=["no JSON", "no quantization_config", "empty index"],
 )
 def test_a_finished_output_that_was_damaged_is_not_called_complete(
     tmp_path: Path, source: Path, whole: dict[str, bytes], name: str, damaged: str
@@ -263,7 +263,7 @@ def test_a_finished_output_that_was_damaged_is_not_called_complete(
     assert tree(out) == whole | {name: damaged.encode()}
 
 
-@pytest.mark.parametrize("damage", ["lost", "shorter", "longer", "header", "empty card"])
+@for_each("damage", ["lost", "shorter", "longer", "header", "empty card"])
 def test_a_file_lost_from_a_finished_directory_is_made_again(
     tmp_path: Path, source: Path, whole: dict[str, bytes], damage: str
 ) -> None:
@@ -341,7 +341,7 @@ def test_overwrite_replaces_what_the_journal_names_and_nothing_else(
     assert tree(out) == tree(tmp_path / "fresh") | {"notes.txt": b"mine"}
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 8, 9])
+@for_each("count", [0, 1, 2, 3, 4, 8, 9])
 def test_what_is_overwritten_first_is_no_model_and_stays_ours(
     tmp_path: Path, source: Path, whole: dict[str, bytes], count: int
 ) -> None:
@@ -540,7 +540,7 @@ def sources(source: Path) -> dict[str, object]:
     return {**named.stamps(checkpoint), **named.digests(checkpoint)}
 
 
-@pytest.mark.parametrize("moved", ["in place", "replaced"])
+@for_each("moved", ["in place", "replaced"])
 def test_what_a_finished_shard_was_made_from_may_not_change(tmp_path: Path, source: Path, moved: str) -> None:
     out = tmp_path / "out"
     struck(source, out, "KILL", "after-rename", 3)
@@ -581,8 +581,8 @@ def test_what_nothing_was_made_from_yet_may_change(tmp_path: Path) -> None:
     assert tree(out) == tree(tmp_path / "fresh")
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "README.md"])
-@pytest.mark.parametrize("count", [3, 10])
+@for_each("name", ["generation_config.json", "README.md"])
+@for_each("count", [3, 10])
 def test_other_files_may_not_change_either(tmp_path: Path, source: Path, name: str, count: int) -> None:
     (source / "README.md").write_text("# A model")
     out = tmp_path / "out"
@@ -700,7 +700,7 @@ def test_a_log_in_the_source_may_grow(
     assert (tmp_path / "again" / "convert.txt").read_text() == "a line\n"
 
 
-@pytest.mark.parametrize("name", ["n" * 255, "two\nlines", "caf\udce9", "-q", "naïve 模型"])
+@for_each("name", ["n" * 255, "two\nlines", "caf\udce9", "-q", "naïve 模型"])
 def test_file_names_that_the_file_system_allows(tmp_path: Path, source: Path, name: str) -> None:
     (source / name).write_text("odd")
     compress(source, tmp_path / "out")
@@ -708,14 +708,14 @@ def test_file_names_that_the_file_system_allows(tmp_path: Path, source: Path, na
     assert compress(source, tmp_path / "out").resumed
 
 
-@pytest.mark.parametrize("output", ["n" * 300, "loop/x"])
+@for_each("output", ["n" * 300, "loop/x"])
 def test_impossible_output_names_are_explained(tmp_path: Path, source: Path, output: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OutputError, match="cannot be (read|written): (File name too long|Too many levels|File exists)"):
         compress(source, tmp_path / output)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@for_each("overwrite", [False, True])
 def test_a_directory_with_the_user_s_files_is_refused(tmp_path: Path, source: Path, overwrite: bool) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -747,7 +747,7 @@ JOURNALS = ["", "[]", '{"format": 99}', '{"format": 1}', "[" * 10**5,
             '{"format": 1, "digest": "", "done": true, "files": ["a\\u0000"]}']  # fmt: skip
 
 
-@pytest.mark.parametrize("journal", JOURNALS)
+@for_each("journal", JOURNALS)
 def test_a_journal_we_cannot_read_is_refused(tmp_path: Path, source: Path, journal: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".openquant.json").write_text(journal)

@@ -19,6 +19,7 @@ from openquant.formats.schemes import CHANNEL, INT4_W4A16, TENSOR
 from openquant.plan.layout import ShardLayout
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
+from support.rows import for_each
 
 NAME = "model.safetensors"
 QUERY = "model.layers.0.self_attn.q_proj"
@@ -76,7 +77,7 @@ FAULTS: list[tuple[Callable[[dict[str, torch.Tensor]], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "problem"), FAULTS)
+@for_each(("fault", "problem"), FAULTS)
 def test_a_shard_that_is_not_the_plan_s(
     written: tuple[Path, ShardLayout], fault: Callable[[dict[str, torch.Tensor]], None], problem: str
 ) -> None:

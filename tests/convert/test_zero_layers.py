@@ -14,6 +14,7 @@ from openquant import compress
 from openquant.files.output import OutputDirectory
 from openquant.weights import reading
 from support import small_checkpoints
+from support.rows import for_each
 
 # One of three fused layers, and one that is fused with none.
 ZERO = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
@@ -37,7 +38,7 @@ def source(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("scheme", ["tensor", "channel", "block", "int4", "nvfp4", "mxfp4", "int8"])
+@for_each("scheme", ["tensor", "channel", "block", "int4", "nvfp4", "mxfp4", "int8"])
 def test_the_run_names_them(source: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether fused layers share a scale or not, and a weight is read in one piece or in several."""
     monkeypatch.setattr(reading, "BUFFER", 1 << 14)

@@ -17,6 +17,7 @@ import openquant
 from openquant.errors import OpenQuantError, SourceError, UsageError
 from openquant.gguf.source import open_gguf
 from support.gguf_files import split_gguf, write_gguf
+from support.rows import for_each
 
 F32 = GGMLQuantizationType.F32
 
@@ -87,7 +88,7 @@ HEADERS: list[tuple[bytes, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HEADERS, ids=range(len(HEADERS)))
+@for_each("case", HEADERS)
 def test_damaged_and_hostile_headers_are_refused(case: tuple[bytes, str | None], tmp_path: Path) -> None:
     data, message = case
     (tmp_path / "m.gguf").write_bytes(data)
@@ -147,7 +148,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CONFIGS, ids=range(len(CONFIGS)))
+@for_each("case", CONFIGS)
 def test_a_config_that_cannot_be_rebuilt_is_refused(case: tuple[str, dict[str, Any], str], tmp_path: Path) -> None:
     architecture, metadata, message = case
     shapes = None if architecture != "mamba" else {"a": (4,)}
@@ -167,7 +168,7 @@ TOKENIZERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", TOKENIZERS, ids=range(len(TOKENIZERS)))
+@for_each("case", TOKENIZERS)
 def test_a_tokenizer_that_is_not_known_is_refused(case: tuple[dict[str, Any], str], tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", tokenizer=case[0])
     with pytest.raises(SourceError, match=f"^{re.escape(case[1])}"):
@@ -240,7 +241,7 @@ def test_other_tensors_of_the_same_name_in_two_parts_are_refused(tmp_path: Path)
         open_gguf(tmp_path / "m-00001-of-00002.gguf")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "message"),
     [
         ({"revision": "main"}, "is a local file, which has no revision main"),

@@ -6,8 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
@@ -16,9 +14,10 @@ from openquant.plan.as_stored import stored_serving
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
+from support.rows import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     ["Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "Qwen2_5_VLForConditionalGeneration",
      "Phi3ForCausalLM", "Gemma3ForConditionalGeneration"],
@@ -30,8 +29,8 @@ def test_a_source_is_as_its_plan_says(name: str) -> None:
     assert stored_serving(checkpoint) == summary.serving(plan)[0]
 
 
-@pytest.mark.parametrize("scheme", [TENSOR, BLOCK, CHANNEL])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+@for_each("scheme", [TENSOR, BLOCK, CHANNEL])
+@for_each("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
 def test_an_output_is_as_its_plan_says(tmp_path: Path, architecture: str, scheme: object) -> None:
     source = small_checkpoints.write(tmp_path / "source", architecture)
     plan = make_plan(open_checkpoint(source), scheme)  # type: ignore[arg-type]

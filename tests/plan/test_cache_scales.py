@@ -28,6 +28,7 @@ from openquant.weights.statistics import Calibration
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.published_checkpoints import published
+from support.rows import for_each
 
 FP8 = PlanOptions(fp8_kv_cache=True)
 
@@ -61,7 +62,7 @@ def layers_of(name: str, **config: Any) -> dict[int, str]:
 ALL = [f"model.layers.{layer}.self_attn.{last}" for layer in range(2) for last in ("k_scale", "v_scale")]
 
 
-@pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
+@for_each("scheme", VARIANTS)
 def test_every_scheme_has_scales_of_one_in_all_layers(tmp_path: Path, scheme: Scheme) -> None:
     plan = planned(small_checkpoints.write(tmp_path / "source"), scheme)
     outputs = [info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)]
@@ -93,7 +94,7 @@ def test_other_caches_are_refused(tmp_path: Path) -> None:
         compress(tmp_path, kv_cache="int8")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "paths"),
     [
         ("Qwen3ForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(28)]),
@@ -114,13 +115,13 @@ def test_layers_that_read_the_cache_of_others_have_no_scales() -> None:
     assert list(layers_of("Gemma4ForCausalLM", num_kv_shared_layers=20)) == list(range(15))
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"])
+@for_each("name", ["DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"])
 def test_latent_attention_is_refused_by_name(name: str) -> None:
     with pytest.raises(PlanError, match=r"\(MLA\)"):
         layers_of(name)
 
 
-@pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "Lfm2MoeForCausalLM"])
+@for_each("name", ["Lfm2ForCausalLM", "Lfm2MoeForCausalLM"])
 def test_where_engines_load_no_such_scales_it_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(PlanError, match="no engine loads scales of the KV cache"):
         planned(small_checkpoints.write(tmp_path / "source", name))
@@ -133,9 +134,7 @@ FAILS = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [*(f"{name}ForCausalLM" for name in FAILS), "Qwen2VLForConditionalGeneration", "Qwen3ForCausalLM"]
-)
+@for_each("name", [*(f"{name}ForCausalLM" for name in FAILS), "Qwen2VLForConditionalGeneration", "Qwen3ForCausalLM"])
 def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: str) -> None:
     reason = MODELS[name].sglang.cache
     assert (reason is None) is (name == "Qwen3ForCausalLM")

@@ -18,6 +18,7 @@ from openquant.plan.explain import ModuleExplanation, Rule, explain_modules
 from openquant.plan.plan import Plan, make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
+from support.rows import for_each
 
 
 def planned(name: str, scheme: Scheme = TENSOR, **options: object) -> Plan:
@@ -76,7 +77,7 @@ def test_what_no_pattern_covers_says_so() -> None:
     assert one(plan, "model.layers.0.mlp.gate").rule == Rule("rest", None)
 
 
-@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Llama4ForConditionalGeneration", "NemotronHForCausalLM"])
+@for_each("name", ["Qwen3ForCausalLM", "Llama4ForConditionalGeneration", "NemotronHForCausalLM"])
 def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
     plan = planned(name, SCHEMES["channel"])
     layers = explain_modules(plan, "**")
@@ -90,7 +91,7 @@ def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
         assert layer.scheme or layer.listed or not linear, layer.module
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "hint"),
     [
         ("model.layers.3.self_attn.q_prj", "nearest is model.layers.3.self_attn.q_proj or "),
@@ -107,7 +108,7 @@ def test_a_name_that_is_not_there(asked: str, hint: str) -> None:
     assert caught.value.hint.startswith(hint)
 
 
-@pytest.mark.parametrize("asked", ["lm_head", "lm_head.weight"])
+@for_each("asked", ["lm_head", "lm_head.weight"])
 def test_an_output_head_that_is_the_embedding(asked: str, tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "tied", "Gemma2ForCausalLM")
     with pytest.raises(UsageError) as caught:

@@ -30,6 +30,7 @@ from openquant.plan.tensor_parallel import fused_parts, why_not_reordered
 from openquant.registry.architecture import Architecture, ParallelSplit
 from openquant.registry.parts import HEADS
 from support import small_checkpoints
+from support.rows import for_each
 
 FALCON, BLOOM, TELECHAT2 = "FalconForCausalLM", "BloomForCausalLM", "TeleChat2ForCausalLM"
 SORTED = "an engine sorts its rows by heads"
@@ -49,7 +50,7 @@ def plan_of(root: Path, scheme: Scheme) -> Plan:
     return make_plan(open_checkpoint(root), scheme, PlanOptions())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "scheme", "head", "problem"),
     [
         # What has an axis of outputs is sorted, a single scale is let be.
@@ -85,7 +86,7 @@ def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, 
     assert why_not_reordered((rows, 256), replace(split_of(name), interleaved=False), config, scheme.format) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "rows"),
     [
         ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 2}, [256, 128, 128]),

@@ -43,6 +43,7 @@ from support.quantized_checkpoints import (
     ragged_blocks,
     store,
 )
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
@@ -77,7 +78,7 @@ def config_of(root: Path) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("file", [False, True], ids=["config.json", "hf_quant_config.json"])
+@for_each("file", [False, True])
 def test_several_formats_of_modelopt(tmp_path: Path, file: bool) -> None:
     stored, found = kept(mixed_precision(tmp_path / "source", file=file), tmp_path / "out")
     expected: Weights = {}
@@ -163,7 +164,7 @@ KEPT: dict[str, tuple[Make, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@for_each("name", KEPT)
 def test_one_format(tmp_path: Path, name: str) -> None:
     make, config, form = KEPT[name]
     stored, found = kept(store(tmp_path / "source", make, config), tmp_path / "out")
@@ -252,7 +253,7 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_compressed_tensors_has_no_layout_for(tmp_path: Path, name: str) -> None:
     make, config, message = REFUSED[name]
     source = store(tmp_path / "source", make, config)
@@ -294,7 +295,7 @@ def quantized_router(source: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (without_input_scale, f"{Q} has static activations: the source has no input_scale for it"),
@@ -320,7 +321,7 @@ def test_an_unquantized_source_has_no_codes_to_keep(tmp_path: Path) -> None:
         compress(source, tmp_path / "out", "keep")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "given"),
     [({"ignore": "**"}, "ignore"), ({"format": "fp8"}, "format"), ({"gptq": True}, "gptq=True"),
      ({"calibrate": True}, "calibrate=True"), ({"quantize_lm_head": True}, "quantize_lm_head=True")],
@@ -331,7 +332,7 @@ def test_options_that_would_change_weights(tmp_path: Path, options: dict[str, An
     assert caught.value.message == f'scheme="keep" leaves weights as they are, and {given} is given'
 
 
-@pytest.mark.parametrize("last", ["weight_packed", "weight_scale", "weight_global_scale"])
+@for_each("last", ["weight_packed", "weight_scale", "weight_global_scale"])
 def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path, last: str) -> None:
     source, out, module = mixed_precision(tmp_path / "source"), tmp_path / "out", f"{DENSE}.down_proj"
     compress(source, out, "keep")
@@ -349,7 +350,7 @@ def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path, las
     )
 
 
-@pytest.mark.parametrize("scheme", ["block", "int4"])
+@for_each("scheme", ["block", "int4"])
 def test_the_unquantized_model_is_a_source_without_codes(tmp_path: Path, scheme: str) -> None:
     """Any method may have made the codes that were kept, so errors are measured, and not judged."""
     original = small_checkpoints.write(tmp_path / "original")

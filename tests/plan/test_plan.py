@@ -53,6 +53,7 @@ from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
 from openquant.weights.transform import UNDECIDED, WeightTransforms
 from support import small_checkpoints
+from support.rows import for_each
 
 INT6 = INTEGER_GROUPS[6][0]
 
@@ -87,7 +88,7 @@ def test_a_plan_says_what_it_lacks() -> None:
         lacks(TENSOR_STATIC)
 
 
-@pytest.mark.parametrize("architecture", small_checkpoints.HAND_MADE)
+@for_each("architecture", small_checkpoints.HAND_MADE)
 def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str) -> None:
     checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a", architecture))
     digests = {
@@ -151,7 +152,7 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("gone", "note"),
     [
         (r"layers\.1\.", "decoder layers that config.json counts (num_hidden_layers 2): 1"),
@@ -180,7 +181,7 @@ def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | N
     assert any(found == f"the source lacks {note}" for found in notes) if note else notes == []
 
 
-@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "-1", "0", "1" + "0" * 4200, "true", "[]", '"4"', "4.0"])
+@for_each("number", ["1e400", "-1e400", "NaN", "-1", "0", "1" + "0" * 4200, "true", "[]", '"4"', "4.0"])
 def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path, number: str) -> None:
     config = json.loads((source / "config.json").read_text())
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
@@ -196,9 +197,7 @@ def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path, number
     assert all(len(entry.problem or "") < 300 for entry in plan_of(source).parallel)
 
 
-@pytest.mark.parametrize(
-    "number", ["1e400", "-1e400", "NaN", "-1", "1" + "0" * 4200 + ".5", "true", "[]", '"4"', "4.0"]
-)
+@for_each("number", ["1e400", "-1e400", "NaN", "-1", "1" + "0" * 4200 + ".5", "true", "[]", '"4"', "4.0"])
 def test_a_number_of_layers_that_is_none(source: Path, number: str) -> None:
     config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": "SIZE"}
     (source / "config.json").write_text(json.dumps(config).replace('"SIZE"', number))
@@ -209,7 +208,7 @@ def test_a_number_of_layers_that_is_none(source: Path, number: str) -> None:
     assert caught.value.hint == "correct it, or download config.json again"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("key", "number", "difference"),
     [
         ("hidden_size", 512, "hidden_size is 512, and lm_head.weight is [512, 256]"),
@@ -262,7 +261,7 @@ def test_misfits_without_number_make_a_short_message(tmp_path: Path) -> None:
     assert caught.value.message.endswith(", what.dv.weight, 500 more matches no pattern of Qwen3ForCausalLM")
 
 
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+@for_each("prefix", ["module.", "_orig_mod."])
 def test_names_of_a_wrapped_model(tmp_path: Path, prefix: str) -> None:
     weights = {f"{prefix}{name}": weight for name, weight in small_checkpoints.tensors("Qwen3ForCausalLM").items()}
     with pytest.raises(PlanError) as caught:
@@ -283,7 +282,7 @@ def test_a_count_of_layers_that_no_model_has(source: Path) -> None:
     ) in plan_of(source).notes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("lost", "renamed"),
     [("input_layernorm", None), ("mlp.up_proj", None), ("input_layernorm", "input_layernrm")],
 )
@@ -415,7 +414,7 @@ def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
     assert config["ignored_layers"] == config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (
@@ -442,7 +441,7 @@ def test_sources_quantized_in_unknown_ways_are_refused_by_their_config(
     assert caught.value.message == message
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "tensor", "message"),
     [
         ("model.layers.0.mlp.up_proj.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
@@ -690,7 +689,7 @@ def test_experts_of_a_layer_share_their_scheme_and_have_one_target(tmp_path: Pat
         mixed(root, CHANNEL, ("**.experts.**", TENSOR_COMPRESSED))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("architecture", "pattern", "expected"),
     [
         # The engine's name of the merged layer where it does not derive it from its members.
@@ -737,7 +736,7 @@ UNPACKED = "it accepts no packed codes for **.self_attn.q_a_proj; it loads with 
 FIRST = ("**.layers.0.**",)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("architecture", "scheme", "options", "says"),
     [
         ("LlamaForCausalLM", BLOCK, PlanOptions(), LOST),
@@ -905,7 +904,7 @@ def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path)
     assert summary.parallel_sizes(plan)[0] == 1
 
 
-@pytest.mark.parametrize(("scheme", "width"), [(NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)])
+@for_each(("scheme", "width"), [(NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)])
 def test_ranks_hold_whole_groups_of_fp4(tmp_path: Path, scheme: Scheme, width: int) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     for layer in (0, 1):
@@ -1030,7 +1029,7 @@ def with_head(root: Path, scheme: Scheme, ignore: tuple[str, ...] = ()) -> Plan:
     return make_plan(open_checkpoint(root), scheme, PlanOptions(ignore, head=True))
 
 
-@pytest.mark.parametrize("scheme", [TENSOR_COMPRESSED, CHANNEL, MXFP8], ids=lambda scheme: scheme.name)
+@for_each("scheme", [TENSOR_COMPRESSED, CHANNEL, MXFP8])
 def test_output_head_is_named_among_what_is_quantized(source: Path, scheme: Scheme) -> None:
     plan = with_head(source, scheme)
     assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
@@ -1071,7 +1070,7 @@ def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
     assert "lm_head" not in ignored_layers(plan)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("architecture", "scheme", "message"),
     [
         ("Qwen3ForCausalLM", TENSOR, "engines load no quantized output head in the fp8 format"),
@@ -1172,7 +1171,7 @@ def test_embedding_has_the_scheme_of_the_plan_or_int8(source: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("architecture", "names"),
     [
         ("LlamaForCausalLM", ["model.embed_tokens", "Embedding"]),
@@ -1195,7 +1194,7 @@ def test_sglang_loads_no_quantized_embedding(source: Path) -> None:
     assert says in with_embedding(source, CHANNEL).notes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("documents", "note"),
     [
         (
@@ -1218,7 +1217,7 @@ def test_gptq_leaves_head_and_embedding_alone(source: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("architecture", "scheme", "message", "hint"),
     [
         (
@@ -1256,7 +1255,7 @@ def test_embeddings_that_engines_cannot_load_are_refused(
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("lacking", "message"),
     [
         ("lm_head.weight", f"the embedding is the output head too, and {VLLM} ties no quantized one to it"),
@@ -1271,7 +1270,7 @@ def test_an_embedding_of_its_own_must_be_there(tmp_path: Path, lacking: str, mes
     assert caught.value.message == message
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("architecture", "scheme", "options", "misread"),
     [
         ("DeepseekV3ForCausalLM", TENSOR, {}, "tensor"),
@@ -1292,7 +1291,7 @@ def test_outputs_that_mlx_lm_misreads(
     assert notes == ([f"{why}: give it what `openquant dequantize` makes of the output"] if misread else [])
 
 
-@pytest.mark.parametrize(("scheme", "name"), [(CHANNEL, "channel"), (INT4_SHIFTED_64, "int4 with zero points")])
+@for_each(("scheme", "name"), [(CHANNEL, "channel"), (INT4_SHIFTED_64, "int4 with zero points")])
 def test_an_embedding_in_another_scheme_is_refused(source: Path, scheme: Scheme, name: str) -> None:
     with pytest.raises(PlanError) as caught:
         with_embedding(source, INT8_W8A8, scheme_for=(("**.embed_tokens", scheme),))
@@ -1302,7 +1301,7 @@ def test_an_embedding_in_another_scheme_is_refused(source: Path, scheme: Scheme,
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pattern", "hint"),
     [
         ("lm_head", "the output head is quantized with --quantize-lm-head only: give that too"),

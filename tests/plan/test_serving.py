@@ -15,6 +15,7 @@ from openquant.plan.plain import make_plain_plan
 from openquant.plan.plan import make_plan
 from openquant.plan.serving import FEWEST_TOKENS, OVERHEAD, UTILIZATION, CachedLayers, Fit, SequenceMemory, Serving
 from support.published_checkpoints import described, published, with_few_experts
+from support.rows import for_each
 
 MAMBA = {"mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128}
 DELTA = {"linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_key_head_dim": 128}
@@ -52,7 +53,7 @@ def dense(architecture: str, layers: int, keys: int, hidden: int = 64) -> Checkp
     return replace(checkpoint, config={"num_hidden_layers": layers, "num_key_value_heads": 2})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("names", "more", "token", "sequence"),
     [
         # Layers x (keys and values) x heads x numbers of a head x bytes.
@@ -163,7 +164,7 @@ def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() 
     assert cache.per_sequence(True) == cache.per_sequence(False) == cache.state
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("names", "more", "why"),
     [
         ("Qwen3NextForCausalLM", {}, "the size of a state"),
@@ -257,7 +258,7 @@ FULL = CachedLayers(4096, 2048, None, 8)
 NEAR = CachedLayers(4096, 2048, 1024, 8)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layers", "state", "length", "gpus", "tokens"),
     [
         ((FULL,), 0, None, 1, 1_000_000_000 // 4096),

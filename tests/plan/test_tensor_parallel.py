@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import Group
 from openquant.formats.schemes import TENSOR
@@ -17,6 +15,7 @@ from openquant.registry.architecture import ParallelSplit
 from openquant.registry.parts import HEADS, KV_HEADS
 from openquant.registry.rules import ModuleRules
 from support import small_checkpoints
+from support.rows import for_each
 
 OUT, IN = ParallelSplit(".up", "out"), ParallelSplit(".down", "in")
 QUERIES = ParallelSplit(".q", "out", heads=HEADS)
@@ -27,7 +26,7 @@ PIECES: Group = (1, 32)
 COUNTS = {HEADS: 6, KV_HEADS: 2}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shape", "split", "group", "size", "problem"),
     [
         # What is on every rank as it is.
@@ -67,7 +66,7 @@ def test_what_divides(
     assert why_indivisible(shape, split, COUNTS, group, size) == problem
 
 
-@pytest.mark.parametrize("count", [None, 0, -2, "6", 2.0])
+@for_each("count", [None, 0, -2, "6", 2.0])
 def test_where_the_config_counts_no_heads_only_lengths_count(count: Any) -> None:
     config = {} if count is None else {HEADS: count}
     assert why_indivisible((96, 64), QUERIES, config, ROWS, 4) is None

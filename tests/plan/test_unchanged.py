@@ -19,6 +19,7 @@ from openquant.plan.decisions import PlanOptions
 from openquant.plan.unchanged import make_unchanged_plan
 from openquant.report.text import plan_text
 from support import small_checkpoints
+from support.rows import for_each
 
 SCALES = [f"model.layers.{layer}.self_attn.{last}" for layer in range(2) for last in ("k_scale", "v_scale")]
 
@@ -28,7 +29,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 # The last has stacks of experts, which every other scheme splits.
-@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM"])
+@for_each("name", ["Qwen3ForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM"])
 def test_all_tensors_are_the_source_s_and_scales_beside_them(tmp_path: Path, name: str) -> None:
     source, out = small_checkpoints.write(tmp_path / "source", name), tmp_path / "out"
     result = compress(source, out, "none", kv_cache="fp8")
@@ -97,7 +98,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         compress(tmp_path / "fp8", tmp_path / "out", "none", kv_cache="fp8")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "named"),
     [
         ({"group_size": "32"}, "group_size"),
@@ -135,7 +136,7 @@ def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:
     assert summary.engines(plan) == ("vLLM",) and any("it loads without --kv-cache" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "problem"),
     [
         (lambda found: found.update(config_groups={"group_0": {"targets": ["Linear"]}}), "stores NoneNone weights"),

@@ -53,10 +53,11 @@ from support.quantized_checkpoints import (
     weights_of,
     widened,
 )
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-variants = pytest.mark.parametrize("scheme", VARIANTS, ids=[scheme.suffix for scheme in VARIANTS])
+variants = for_each("scheme", VARIANTS)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -64,7 +65,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return kinds and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-sources = pytest.mark.parametrize("kind", SOURCES)
+sources = for_each("kind", SOURCES)
 
 
 @sources
@@ -86,7 +87,7 @@ def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) ->
     assert result.output_bytes == sum(tensor.nbytes for tensor in found.values())
 
 
-@pytest.mark.parametrize("last", ["k_scale", "kv_scale", "k_proj.k_scale", "k_proj.output_scale", "prob_output_scale"])
+@for_each("last", ["k_scale", "kv_scale", "k_proj.k_scale", "k_proj.output_scale", "prob_output_scale"])
 def test_scales_of_the_cache_stay_with_quantized_weights(tmp_path: Path, last: str) -> None:
     """vLLM has no parameter for them in an unquantized model, and refuses it."""
     source = store(tmp_path / "source", *SOURCES["fp8 blocks"][:2])
@@ -99,7 +100,7 @@ def test_scales_of_the_cache_stay_with_quantized_weights(tmp_path: Path, last: s
 
 
 @sources
-@pytest.mark.parametrize("scheme", [TENSOR, CHANNEL, BLOCK], ids=lambda scheme: scheme.name)
+@for_each("scheme", [TENSOR, CHANNEL, BLOCK])
 def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str, scheme: Scheme) -> None:
     make, config, group = SOURCES[kind]
     source = store(tmp_path / "source", make, config, shards=3)
@@ -130,10 +131,9 @@ def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str
 ITSELF = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("scheme", "architecture"),
     [(scheme, ITSELF[(number + 2 * turn) % len(ITSELF)]) for turn in (0, 1) for number, scheme in enumerate(VARIANTS)],
-    ids=lambda value: getattr(value, "suffix", value),
 )
 def test_an_output_in_its_own_scheme_is_the_same_bytes(
     shelf: Shelf, tmp_path: Path, architecture: str, scheme: Scheme
@@ -242,8 +242,8 @@ def test_ignored_layers_of_a_quantized_source_are_decoded(tmp_path: Path) -> Non
     assert same(small_checkpoints.read(tmp_path / "out")[f"{DOWN}.weight"], expected)
 
 
-@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
-@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed-tensors per row"])
+@for_each("module", ["lm_head", "model.embed_tokens"])
+@for_each("kind", ["fp8 blocks", "compressed-tensors per row"])
 def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, module: str) -> None:
     """Engines load neither where it is listed as unquantized, as it always is."""
     make, config, group = SOURCES[kind]
@@ -257,7 +257,7 @@ def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, mod
     assert verify(tmp_path / "out").problems == ()
 
 
-@pytest.mark.parametrize("scheme", [TENSOR, BLOCK], ids=["tensor", "block"])
+@for_each("scheme", [TENSOR, BLOCK])
 def test_a_quantized_router_is_decoded(tmp_path: Path, scheme: Scheme) -> None:
     """vLLM builds most routers without quantization and refuses their scales."""
     source = tmp_path / "source"
@@ -330,8 +330,8 @@ def test_one_scale_of_a_joined_set_stays_where_engines_load_it(tmp_path: Path) -
     assert scale >= 2.0**-15
 
 
-@pytest.mark.parametrize("kind", ["fp8 per tensor", "Mistral's names", "modelopt per tensor"])
-@pytest.mark.parametrize(("format", "shape"), [("fp8", ()), ("compressed-tensors", (1,))])
+@for_each("kind", ["fp8 per tensor", "Mistral's names", "modelopt per tensor"])
+@for_each(("format", "shape"), [("fp8", ()), ("compressed-tensors", (1,))])
 def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: str, shape: tuple[int, ...]) -> None:
     make, config, _ = SOURCES[kind]
     source = store(tmp_path / "source", make, config, shards=3)
@@ -360,8 +360,8 @@ def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: s
 FLOAT_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@for_each("shape", [(), (1,), (1, 1)])
+@for_each("dtype", FLOAT_DTYPES)
 def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """As llm-compressor writes them: BF16 [1]."""
     scale = torch.full(shape, 0.1, dtype=dtype)
@@ -445,7 +445,7 @@ def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Pa
 LEFTOVERS = ("act_scale", "output_scale", "input_zero_point", "weight_zero_point")
 
 
-@pytest.mark.parametrize("work", [compress, dequantize, lambda *paths: compress(*paths, "channel")])
+@for_each("work", [compress, dequantize, lambda *paths: compress(*paths, "channel")])
 def test_leftovers_are_left_out_with_a_note(tmp_path: Path, work: Callable[..., Any]) -> None:
     left = {last: torch.tensor(1.0) for last in LEFTOVERS}
     source = store(tmp_path / "source", by_tensor(**STATIC, **left), PER_TENSOR, shards=2)
@@ -548,7 +548,7 @@ def test_int4_with_negative_scales_as_auto_round_has_it(tmp_path: Path) -> None:
         assert all(same(again[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "refused", "problem"),
     [
         (-3e38, "decodes to weights that overflow bfloat16", "decodes to weights that overflow bfloat16"),
@@ -628,7 +628,7 @@ def test_mxfp4_as_compressed_tensors_has_it(tmp_path: Path) -> None:
         assert torch.equal(plain[name], decompressed(stored, name.removesuffix(".weight"), config).bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8, torch.float32])
+@for_each("dtype", [torch.float8_e8m0fnu, torch.uint8, torch.float32])
 def test_power_of_two_scales(tmp_path: Path, dtype: torch.dtype) -> None:
     def make(weight: torch.Tensor) -> Weights:
         scale = group_scale(group_absmax(weight, BLOCK.format.group), BLOCK_UE8M0.format)
@@ -656,13 +656,12 @@ def test_float_scales_are_no_ue8m0_scales(tmp_path: Path) -> None:
 MX = group("group", group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp8-quantized"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "config", "options"),
     [
         (float_groups, MX, {"scheme": "mxfp8"}),
         (by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"}, {"scheme": "block", "scale_format": "ue8m0"}),
     ],
-    ids=["mxfp8", "ue8m0"],
 )
 def test_scales_that_are_no_powers_of_two(
     tmp_path: Path, make: Make, config: dict[str, Any], options: dict[str, str]
@@ -765,7 +764,7 @@ def test_a_shard_of_scales_alone_leaves_none_behind(tmp_path: Path) -> None:
     assert verify(tmp_path / "out").problems == ()
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@for_each("workers", [1, 3])
 def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     for module in ("convert.conversion", "weights.reading"):
         monkeypatch.setattr(f"openquant.{module}.BUFFER", 40_000)
@@ -782,7 +781,7 @@ def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.Monke
         assert all(same(found[name], stored[name]) for name in weights_of(source, group))
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed-tensors per row"])
+@for_each("kind", ["fp8 blocks", "compressed-tensors per row"])
 def test_what_is_decoded_counts_as_memory(tmp_path: Path, kind: str) -> None:
     make, config, _ = SOURCES[kind]
     source = store(tmp_path / "source", make, config)
@@ -822,7 +821,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@for_each("name", PUBLISHED)
 def test_published_fp8_checkpoints(name: str) -> None:
     checkpoint = published(f"quantized/{name}")
     quantized, few, other, decoded = PUBLISHED[name]
@@ -870,7 +869,7 @@ def spoiled(module: str, last: str, value: float, dtype: torch.dtype = torch.flo
     return change
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (
@@ -945,8 +944,8 @@ def test_more_scales_than_blocks_may_be_a_makers_layout(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
+@for_each("value", [math.nan, math.inf, -1.0])
+@for_each("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
 def test_scales_that_are_none(tmp_path: Path, value: float, work: Callable[..., Any]) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     change_weights(source, spoiled(Q, "weight_scale_inv", value))
@@ -968,8 +967,8 @@ def test_a_scale_of_zero_decodes_to_zero_and_is_no_output(tmp_path: Path) -> Non
         compress(source, tmp_path / "out", "block")
 
 
-@pytest.mark.parametrize("scheme", ["channel", "block"])
-@pytest.mark.parametrize("work", [dequantize, compress])
+@for_each("scheme", ["channel", "block"])
+@for_each("work", [dequantize, compress])
 def test_scales_too_large_for_bfloat16(tmp_path: Path, work: Callable[..., Any], scheme: str) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     change_weights(source, spoiled(Q, "weight_scale_inv", 2.0**127))
@@ -981,7 +980,7 @@ def test_scales_too_large_for_bfloat16(tmp_path: Path, work: Callable[..., Any],
     )
 
 
-@pytest.mark.parametrize(("config", "number"), [({"quant_method": "mxfp4"}, "FP4"), (INT4, "INT4")])
+@for_each(("config", "number"), [({"quant_method": "mxfp4"}, "FP4"), (INT4, "INT4")])
 def test_fp8_where_config_json_says_another_number(tmp_path: Path, config: dict[str, Any], number: str) -> None:
     weights = {f"{Q}.weight": torch.ones(64, 64).bfloat16()}
     source = store(tmp_path / "source", float_groups, config, weights)
@@ -991,7 +990,7 @@ def test_fp8_where_config_json_says_another_number(tmp_path: Path, config: dict[
         assert caught.value.message == f"{Q}.weight is F8_E4M3, but config.json has its layer as {number}"
 
 
-@pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
+@for_each("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
 def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     change_weights(source, spoiled(Q, "weight", 0xFF, torch.uint8))
@@ -1000,7 +999,7 @@ def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
     assert caught.value.message == f"{Q}.weight in model.safetensors holds NaN"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "message", "hint"),
     [
         (
@@ -1045,7 +1044,7 @@ def test_unknown_formats(tmp_path: Path, config: dict[str, Any], message: str, h
         assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-@pytest.mark.parametrize("side", [0, -1, 128.0, "128", True])
+@for_each("side", [0, -1, 128.0, "128", True])
 def test_blocks_of_impossible_sizes(tmp_path: Path, side: Any) -> None:
     for config in (BLOCKS | {"weight_block_size": [side, 128]}, group("block", block_structure=[side, 128])):
         source = store(tmp_path / str(config["quant_method"]), by_blocks(name="weight_scale"), config)

@@ -18,6 +18,7 @@ from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
 from support.quantized_checkpoints import BLOCKS, FP8, Weights, is_layer, store
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 # The magnitudes of E2M1's codes; the fourth bit is the sign.
@@ -85,7 +86,7 @@ def test_deepseek_v4(tmp_path: Path) -> None:
         assert torch.equal(found[name].view(torch.uint8), (weight.float() / scale).to(FP8).view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("scheme", ["block", "mxfp4"])
+@for_each("scheme", ["block", "mxfp4"])
 def test_deepseek_v4_in_one_of_its_schemes(tmp_path: Path, scheme: str) -> None:
     """What is stored so passes as it is, beside what is not."""
     source, meant = deepseek_v4(tmp_path / "source")
@@ -107,7 +108,7 @@ def test_deepseek_v4_in_one_of_its_schemes(tmp_path: Path, scheme: str) -> None:
 UP = "model.layers.0.mlp.up_proj"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (
@@ -171,7 +172,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@for_each("name", PUBLISHED)
 def test_published_layouts(name: str) -> None:
     checkpoint = with_few_experts(published(f"quantized/{name}"))
     stored, quantized = PUBLISHED[name]

@@ -20,12 +20,13 @@ from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 from support.mixed_precision import ARCHITECTURE, DENSE, EXPERTS, UNQUANTIZED, decoded, mixed_precision
 from support.quantized_checkpoints import Weights, is_layer, ragged_blocks
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.mark.parametrize("file", [False, True], ids=["config.json", "hf_quant_config.json"])
+@for_each("file", [False, True])
 def test_dequantized_each_as_its_format_has_it(tmp_path: Path, file: bool) -> None:
     source = mixed_precision(tmp_path / "source", file=file)
     dequantize(source, tmp_path / "out")
@@ -71,7 +72,7 @@ def test_mtp_layers_in_another_format(tmp_path: Path) -> None:
     assert torch.equal(small_checkpoints.read(tmp_path / "out")[f"{module}.weight"], (codes.float() * wide).bfloat16())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("named", "stored"),
     [("language_model.model.layers.0", "model.language_model.layers.0"),
      ("model.language_model.layers.0", "language_model.model.layers.0")],
@@ -111,7 +112,7 @@ def without(last: str) -> Callable[[Weights], object]:
     return lambda found: found.pop(last)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (None, "MIXED_PRECISION and no quantized_layers"),
@@ -138,7 +139,7 @@ def test_configs_that_say_no_format_are_refused(tmp_path: Path, change: Any, mes
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (lambda layers: layers.pop(Q), f"{Q}.weight is F8_E4M3, but no config group of config.json targets it"),

@@ -19,6 +19,7 @@ from openquant.formats.schemes import NVFP4, TENSOR_STATIC, find_scheme
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.quantized_checkpoints import Weights, is_layer, store
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 FORM = NVFP4.format
@@ -72,7 +73,7 @@ SOURCES: dict[str, tuple[Callable[..., Weights], dict[str, Any]]] = {
     "modelopt W4A4": (with_inputs(by_modelopt, "input_scale"), modelopt("NVFP4")),
     "modelopt_fp4": (with_inputs(by_modelopt, "input_scale"), modelopt("NVFP4") | {"quant_method": "modelopt_fp4"}),
 }
-sources = pytest.mark.parametrize("kind", SOURCES)
+sources = for_each("kind", SOURCES)
 
 
 def source_of(root: Path, kind: str, shards: int = 3) -> Path:
@@ -124,8 +125,8 @@ def test_codes_and_scales_stay_in_their_own_scheme(tmp_path: Path, kind: str) ->
         assert torch.equal(stands_for(found, module), stands_for(stored, module))
 
 
-@pytest.mark.parametrize("scheme", ["channel", "mxfp4"])
-@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt W4A4"])
+@for_each("scheme", ["channel", "mxfp4"])
+@for_each("kind", ["compressed-tensors", "modelopt W4A4"])
 def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str, scheme: str) -> None:
     source = source_of(tmp_path / "source", kind)
     compress(source, tmp_path / "out", scheme)
@@ -142,7 +143,7 @@ def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str
         assert torch.equal(found[f"{module}.{form.codes}"].view(torch.uint8), codes)
 
 
-@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt"])
+@for_each("kind", ["compressed-tensors", "modelopt"])
 def test_joined_layers_under_several_global_scales_get_one(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
     stored = small_checkpoints.read(source)
@@ -189,7 +190,7 @@ def test_a_scale_of_activations_of_another_kind_is_none(tmp_path: Path) -> None:
         make_plan(open_checkpoint(source), TENSOR_STATIC)
 
 
-@pytest.mark.parametrize("kind", ["compressed-tensors W4A4", "modelopt W4A4"])
+@for_each("kind", ["compressed-tensors W4A4", "modelopt W4A4"])
 def test_a_scale_of_activations_that_is_no_number(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
     name = f"{QUERY}.{'input_scale' if 'modelopt' in kind else 'input_global_scale'}"
@@ -218,7 +219,7 @@ def test_scales_of_activations_are_verified(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["compressed-tensors", "compressed-tensors W4A4"])
+@for_each("kind", ["compressed-tensors", "compressed-tensors W4A4"])
 def test_others_directories_are_verified(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
     plain = small_checkpoints.write(tmp_path / "plain", "Qwen3ForCausalLM")
@@ -309,8 +310,8 @@ DAMAGE: list[tuple[str, Callable[[Weights], object], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "damage", "message"), DAMAGE)
-@pytest.mark.parametrize("work", [dequantize, lambda *where: compress(*where, "nvfp4")], ids=["dequantize", "compress"])
+@for_each(("kind", "damage", "message"), DAMAGE)
+@for_each("work", [dequantize, lambda *where: compress(*where, "nvfp4")])
 def test_damaged_sources_are_refused_by_name(
     tmp_path: Path, kind: str, damage: Callable[[Weights], object], message: str, work: Callable[..., object]
 ) -> None:

@@ -34,12 +34,13 @@ from support.other_tools import (
     torchao_config,
 )
 from support.quantized_checkpoints import Weights, is_layer, store
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 from support.streamed_logits import computes_the_same
 
 Q = "model.layers.0.self_attn.q_proj"
 WRITTEN = sorted((Path(__file__).parent / "written").glob("*.safetensors"))
-kinds = pytest.mark.parametrize("kind", KINDS)
+kinds = for_each("kind", KINDS)
 
 
 def stored(root: Path, kind: str, shards: int = 1) -> Path:
@@ -67,7 +68,7 @@ def test_quantized_anew(tmp_path: Path, kind: str) -> None:
     assert verify(out, source, full=True).problems == ()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].same])
+@for_each("kind", [kind for kind in KINDS if KINDS[kind].same])
 def test_codes_stay_as_they_are_in_their_own_scheme(tmp_path: Path, kind: str) -> None:
     source, out = stored(tmp_path / "source", kind), tmp_path / "out"
     compress(source, out, **(KINDS[kind].same or {}))
@@ -81,7 +82,7 @@ def test_codes_stay_as_they_are_in_their_own_scheme(tmp_path: Path, kind: str) -
         assert (difference <= plain[name].float().abs() * (2.0**-6 if "int4" in kind else 0)).all(), name
 
 
-@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
+@for_each("path", WRITTEN)
 def test_the_tools_decode_to_the_same(tmp_path: Path, path: Path) -> None:
     """Files that the tools wrote (written/make.py), and what they decode them to."""
     with safe_open(path, "pt") as file:
@@ -161,7 +162,7 @@ QUARK = (
 GROUPED = {"global_quant_config of Quark has weights of": QUARK}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "message"),
     [
         (quark(spec("fp6_e3m2", "per_group", **GROUP32)), 'weights of [{"dtype": "fp6_e3m2"'),
@@ -195,7 +196,7 @@ TORCHAO = "known are Float8WeightOnlyConfig and Float8DynamicActivationFloat8Wei
 PLAIN = spec("fp8_e4m3", "per_tensor")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("config", "message", "hint"),
     [
         (
@@ -301,7 +302,7 @@ def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 NESTED, FLAT, INT8, WORDS = "bitsandbytes nf4, double", "bitsandbytes nf4", "bitsandbytes int8", "quark uint4"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "change", "message"),
     [
         (NESTED, lambda weights: weights.pop(STATE), f"{Q}.weight has no quant_state: {STATE} is missing"),
@@ -420,7 +421,7 @@ def test_a_large_quant_state_is_not_read(tmp_path: Path) -> None:
         dequantize(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("number", BITSANDBYTES, ids=lambda number: number.name)
+@for_each("number", BITSANDBYTES)
 def test_values_of_a_table_are_their_own_nearest(number: Any) -> None:
     values = number.values()
     assert (number.nearest(values) == values).all()

@@ -32,6 +32,7 @@ from support.quantized_checkpoints import (
     shifted,
     store,
 )
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -52,7 +53,7 @@ KINDS: dict[str, Kind] = {
     "gptq, in another order": (gptq(act=True), gptq_config(act=True), (4, 32, True)),
     "gptq, asymmetric, in another order": (gptq(sym=False, act=True), gptq_config(sym=False, act=True), (4, 32, False)),
 }
-kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+kinds = for_each("kind", KINDS.values())
 
 
 def meant(weight: torch.Tensor, asked: tuple[Any, ...], index: torch.Tensor | None) -> torch.Tensor:
@@ -77,7 +78,7 @@ def test_golden_bytes() -> None:
 
 
 @kinds
-@pytest.mark.parametrize("buffer", [packed_columns.STRIP, 1 << 12], ids=["whole", "in strips"])
+@for_each("buffer", [packed_columns.STRIP, 1 << 12])
 def test_dequantized_is_what_codes_stand_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, buffer: int
 ) -> None:
@@ -112,7 +113,7 @@ AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM
 AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True, "true_sequential": True}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "told", "kind"),
     [
         ("quantize_config.json", AUTO_GPTQ, "gptq"),
@@ -149,7 +150,7 @@ def test_a_tool_s_own_file_says_how_weights_are_stored(
 SAME = [name for name, (_, config, asked) in KINDS.items() if asked[0] == 4 and not config.get("desc_act")]
 
 
-@pytest.mark.parametrize("name", SAME)
+@for_each("name", SAME)
 def test_repacked_without_a_change_of_any_value(tmp_path: Path, name: str) -> None:
     make, config, asked = KINDS[name]
     source, out = store(tmp_path / "source", make, config, shards=2), tmp_path / "out"
@@ -184,7 +185,7 @@ def test_no_zero_point_is_repacked_with_them_too(tmp_path: Path) -> None:
     assert torch.equal(found[f"{Q}.weight_zero_point"].unique(), torch.tensor([0x88888888 - (1 << 32)]))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "note"),
     [
         ("awq", "14 layers have zero points and are quantized again; --asymmetric keeps their codes"),
@@ -279,10 +280,8 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "damage", "message"), FAULTS, ids=range(len(FAULTS)))
-@pytest.mark.parametrize(
-    "options", [None, {"scheme": "channel"}, {"scheme": "int4", "group_size": "32", "asymmetric": True}]
-)
+@for_each(("name", "damage", "message"), FAULTS)
+@for_each("options", [None, {"scheme": "channel"}, {"scheme": "int4", "group_size": "32", "asymmetric": True}])
 def test_what_is_wrong_is_named(
     tmp_path: Path, name: str, damage: Callable[[Weights], None], message: str, options: dict[str, Any] | None
 ) -> None:
@@ -315,7 +314,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "change", "message", "hint"), REFUSED)
+@for_each(("name", "change", "message", "hint"), REFUSED)
 def test_other_layouts_are_refused(tmp_path: Path, name: str, change: dict[str, Any], message: str, hint: str) -> None:
     source = store(tmp_path / "source", *KINDS[name][:2])
     change_json(source / "config.json", lambda found: found["quantization_config"].update(change))
@@ -349,7 +348,7 @@ def test_codes_in_columns_of_a_format_that_has_rows(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("config", [awq_config(), gptq_config()])
+@for_each("config", [awq_config(), gptq_config()])
 def test_codes_that_config_json_does_not_tell_of(tmp_path: Path, config: dict[str, Any]) -> None:
     source = store(tmp_path / "source", awq() if config["quant_method"] == "gptq" else gptq(), config)
     with pytest.raises(OpenQuantError, match=r"qzeros is I32|scales is F16"):

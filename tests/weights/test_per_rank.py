@@ -18,6 +18,7 @@ from openquant.plan.plain import make_plain_plan
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
+from support.rows import for_each
 
 NAME = "MiMoV2ForCausalLM"
 # The first layer's parts are whole blocks; the other's are not, so that it has more scales than blocks.
@@ -80,7 +81,7 @@ def test_each_is_read_as_its_codes_and_scales_stand_for(tmp_path: Path) -> None:
         assert torch.equal(found[name], values.to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("scheme", ["block", "channel"])
+@for_each("scheme", ["block", "channel"])
 def test_an_output_is_what_its_bfloat16_weights_give(tmp_path: Path, scheme: str) -> None:
     """Of blocks too: keys and values have others than they lie in."""
     expected = fused(tmp_path / "source")
@@ -119,7 +120,7 @@ def test_scales_of_another_number_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["num_key_value_heads", "v_head_dim"])
+@for_each("key", ["num_key_value_heads", "v_head_dim"])
 def test_sizes_that_account_for_no_rows_are_refused(tmp_path: Path, key: str) -> None:
     fused(tmp_path / "source")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
@@ -137,7 +138,7 @@ def test_published() -> None:
     assert found == with_few_experts(published(NAME)).tensors
 
 
-@pytest.mark.parametrize("scheme", [None, "block", "channel"])
+@for_each("scheme", [None, "block", "channel"])
 def test_the_config_says_that_projections_lie_one_by_one(tmp_path: Path, scheme: str | None) -> None:
     """With "fused_qkv" vLLM 0.33 builds a layer in blocks that takes no projection by itself."""
     fused(tmp_path / "source")

@@ -14,6 +14,7 @@ from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from support import small_checkpoints
 from support.quantized_checkpoints import BLOCKS, FP8, Weights, group, widened
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 # Stacks [E, in, 2 * out], [E, 2 * out, in], and ones that are a module's weight.
@@ -79,8 +80,8 @@ def split(architecture: str, stacks: Weights) -> Weights:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("architecture", [ACROSS, ALONG])
+@for_each("layout", LAYOUTS)
+@for_each("architecture", [ACROSS, ALONG])
 def test_experts_are_made_of_what_stacks_stand_for(tmp_path: Path, architecture: str, layout: str) -> None:
     source, meant = write(tmp_path / "source", architecture, layout)
     dequantize(source, tmp_path / "plain")
@@ -98,8 +99,8 @@ def test_experts_are_made_of_what_stacks_stand_for(tmp_path: Path, architecture:
         assert torch.equal(found[name].view(torch.uint8), (weight.float() / scale).to(FP8).view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("architecture", [ACROSS, ALONG, BESIDE])
-@pytest.mark.parametrize(
+@for_each("architecture", [ACROSS, ALONG, BESIDE])
+@for_each(
     ("layout", "scheme"), [("blocks", "block"), ("each", "tensor"), ("one for all", "tensor"), ("outputs", "channel")]
 )
 def test_codes_pass_where_the_scheme_is_the_same(tmp_path: Path, architecture: str, layout: str, scheme: str) -> None:
@@ -147,7 +148,7 @@ def test_pieces_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("layout", "change", "error", "message"),
     [
         (

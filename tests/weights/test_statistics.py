@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from openquant.errors import SourceError
 from openquant.formats.schemes import NVFP4_W4A4, TENSOR_STATIC
 from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
+from support.rows import for_each
 
 KIND = "openquant calibration"
 CACHED = {0: (21.5, 0.1), 2: (900.0, 0.0)}
@@ -60,7 +61,7 @@ WRONG_CACHE = "{path}: magnitudes of keys or values of layer 0 are negative or n
 WRONG = "{path}: magnitudes of a.weight are negative or not finite"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("facts", "tensors", "message"),
     [
         ({}, {}, NONE_OF_OURS),

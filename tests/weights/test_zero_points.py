@@ -17,6 +17,7 @@ from openquant.formats.kernels import unpack_words
 from openquant.formats.numbers import INT4, INT8_WORDS
 from support import small_checkpoints
 from support.quantized_checkpoints import Weights, asymmetric, asymmetric_config, decompressed, is_layer, store
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -29,7 +30,7 @@ def test_the_first_of_the_rows_in_a_word_is_lowest() -> None:
     assert unpack_words(words, INT8_WORDS).T.tolist() == [[0x10, 0x32, 0x54, 0x76], [0x67, 0x45, 0x23, 0x01]]
 
 
-@pytest.mark.parametrize(("bits", "size"), KINDS)
+@for_each(("bits", "size"), KINDS)
 def test_dequantized_as_compressed_tensors_does(tmp_path: Path, bits: int, size: int | None) -> None:
     source = store(tmp_path / "source", asymmetric(bits, size), asymmetric_config(bits, size), shards=3)
     stored = small_checkpoints.read(source)
@@ -79,7 +80,7 @@ def too_few(weights: Weights) -> None:
     weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"][:-1].contiguous()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("damage", "message", "found"),
     [
         (
@@ -101,7 +102,7 @@ def too_few(weights: Weights) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("work", [dequantize, compress])
+@for_each("work", [dequantize, compress])
 def test_zero_points_that_are_none(
     tmp_path: Path, damage: Callable[[Weights], None], message: str, found: str, work: Callable[..., Any]
 ) -> None:
@@ -133,8 +134,8 @@ def test_symmetric_weights_have_none(tmp_path: Path) -> None:
     assert len(verify(source).problems) == 14
 
 
-@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
-@pytest.mark.parametrize("shifted", [False, True])
+@for_each("bits", [2, 3, 5, 6, 7])
+@for_each("shifted", [False, True])
 def test_each_width_is_written_verified_and_read_back(tmp_path: Path, bits: int, shifted: bool) -> None:
     source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
     compress(source, out, f"int{bits}", asymmetric=shifted, group_size="32")  # type: ignore[arg-type]
@@ -167,7 +168,7 @@ def zero_points_of_another_width(weights: Weights) -> None:
     weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"][:-1].clone()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("damage", "message"),
     [
         (old_words, "its rows are not whole sets of 5 words with 32 codes"),
