@@ -18,7 +18,7 @@ Test = Callable[..., None]
 def for_each(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test], Test]:
     """Call a test with every row; several of these with every combination.
 
-    A row has a `tmp_path` and a `monkeypatch` of its own. Other fixtures are made once.
+    A row has a `monkeypatch` and a `tmp_path` of its own: a copy, with what fixtures made there. Other fixtures are shared.
 
     Args:
         names: the parameters that a row gives; of a single one, rows are its values.
@@ -49,18 +49,26 @@ def for_each(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Test]
 
 
 def _run(row_of: Test, number: int, arguments: dict[str, Any]) -> None:
-    own: Path | None = None
-    if "tmp_path" in arguments:
-        own = arguments["tmp_path"] = arguments["tmp_path"] / str(number)
-        own.mkdir()
-    if "monkeypatch" in arguments:
-        with arguments["monkeypatch"].context() as arguments["monkeypatch"]:
-            row_of(**arguments)
-    else:
+    shared: Path | None = arguments.get("tmp_path")
+    if shared is None:
+        _patched(row_of, arguments)
+        return
+    own = shared.parent / f"{shared.name}-row{number}"
+    shutil.copytree(shared, own, symlinks=True)
+    below = {name: value for name, value in arguments.items() if isinstance(value, Path) and shared in value.parents}
+    moved = {name: own / value.relative_to(shared) for name, value in below.items()}
+    try:
+        _patched(row_of, {**arguments, **moved, "tmp_path": own})
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def _patched(row_of: Test, arguments: dict[str, Any]) -> None:
+    if "monkeypatch" not in arguments:
         row_of(**arguments)
-    # Only what failed is looked at.
-    if own is not None:
-        shutil.rmtree(own)
+        return
+    with arguments["monkeypatch"].context() as patch:
+        row_of(**{**arguments, "monkeypatch": patch})
 
 
 def _told(value: Any) -> Any:
