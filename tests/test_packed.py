@@ -27,22 +27,19 @@ SCALES = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "int8-weights": torch.bflo
 SCALES |= {"nvfp4": torch.float8_e4m3fn}
 
 
-@for_each(
-    ("scheme", "format", "scale_name", "shape"),
-    [
-        ("mxfp8", None, "weight_scale", (128, 8)),
-        ("mxfp4", None, "weight_scale", (128, 8)),
-        ("nvfp4", None, "weight_scale", (128, 16)),
-        ("int8", None, "weight_scale", (128, 1)),
-        ("int8-weights", None, "weight_scale", (128, 1)),
-        ("int4", None, "weight_scale", (128, 2)),
-        ("tensor", None, "weight_scale", ()),
-        ("tensor", "compressed-tensors", "weight_scale", (1,)),
-        ("channel", None, "weight_scale", (128, 1)),
-        ("block", None, "weight_scale_inv", (1, 2)),
-        ("block", "compressed-tensors", "weight_scale", (1, 2)),
-    ],
-)
+@for_each(("scheme", "format", "scale_name", "shape"), [
+    ("mxfp8", None, "weight_scale", (128, 8)),
+    ("mxfp4", None, "weight_scale", (128, 8)),
+    ("nvfp4", None, "weight_scale", (128, 16)),
+    ("int8", None, "weight_scale", (128, 1)),
+    ("int8-weights", None, "weight_scale", (128, 1)),
+    ("int4", None, "weight_scale", (128, 2)),
+    ("tensor", None, "weight_scale", ()),
+    ("tensor", "compressed-tensors", "weight_scale", (1,)),
+    ("channel", None, "weight_scale", (128, 1)),
+    ("block", None, "weight_scale_inv", (1, 2)),
+    ("block", "compressed-tensors", "weight_scale", (1, 2)),
+])  # fmt: skip
 def test_state_dict_holds_the_written_names_and_comes_back(
     scheme: str, format: str | None, scale_name: str, shape: tuple[int, ...]
 ) -> None:
@@ -195,16 +192,10 @@ NEW_NUMBER = replace(INT8_W8A8.format.number, dtype="F8_E5M2")
 NEW_DTYPE = replace(INT8_W8A8, name="e5m2", format=replace(INT8_W8A8.format, number=NEW_NUMBER))
 
 
-@for_each(
-    ("scheme", "message"),
-    [
-        (
-            SHIFTED,
-            "(from_linear computes no zero points, and scheme shifted needs them|scheme shifted needs a zero_point)",
-        ),
-        (NEW_DTYPE, "PackedLinear has no tensors of F8_E5M2, and scheme e5m2 needs them"),
-    ],
-)
+@for_each(("scheme", "message"), [
+    (SHIFTED, "(from_linear computes no zero points, and scheme shifted needs them|scheme shifted needs a zero_point)"),
+    (NEW_DTYPE, "PackedLinear has no tensors of F8_E5M2, and scheme e5m2 needs them"),
+])  # fmt: skip
 def test_a_scheme_that_the_layer_cannot_hold_is_refused(
     scheme: Scheme, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

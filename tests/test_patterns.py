@@ -9,28 +9,25 @@ from openquant.patterns import collapse, compile_any, compile_pattern
 from support.rows import for_each
 
 
-@for_each(
-    ("pattern", "name", "matches"),
-    [
-        ("lm_head", "lm_head", True),
-        ("lm_head", "model.lm_head", False),
-        ("model.layers.*.mlp.up_proj", "model.layers.12.mlp.up_proj", True),
-        ("model.layers.*.mlp.up_proj", "model.layers.1.2.mlp.up_proj", False),
-        ("model.layers.0.**", "model.layers.0.mlp.up_proj", True),
-        ("model.layers.0.**", "model.layers.0", True),
-        ("model.layers.0.**", "model.layers.01.mlp", False),
-        ("**.mlp.gate", "model.layers.3.mlp.gate", True),
-        ("**.mlp.gate", "mlp.gate", True),
-        ("**.mlp.gate", "xmlp.gate", False),
-        ("**.experts.**", "model.layers.3.mlp.experts.4.up_proj", True),
-        ("**", "anything.at.all", True),
-        ("a.{q,k}_proj", "a.k_proj", True),
-        ("a.{q,k}_proj", "a.v_proj", False),
-        ("{a,b.c}.d", "b.c.d", True),
-        ("a.b", "aXb", False),
-        ("a.*", "a.", False),
-    ],
-)
+@for_each(("pattern", "name", "matches"), [
+    ("lm_head", "lm_head", True),
+    ("lm_head", "model.lm_head", False),
+    ("model.layers.*.mlp.up_proj", "model.layers.12.mlp.up_proj", True),
+    ("model.layers.*.mlp.up_proj", "model.layers.1.2.mlp.up_proj", False),
+    ("model.layers.0.**", "model.layers.0.mlp.up_proj", True),
+    ("model.layers.0.**", "model.layers.0", True),
+    ("model.layers.0.**", "model.layers.01.mlp", False),
+    ("**.mlp.gate", "model.layers.3.mlp.gate", True),
+    ("**.mlp.gate", "mlp.gate", True),
+    ("**.mlp.gate", "xmlp.gate", False),
+    ("**.experts.**", "model.layers.3.mlp.experts.4.up_proj", True),
+    ("**", "anything.at.all", True),
+    ("a.{q,k}_proj", "a.k_proj", True),
+    ("a.{q,k}_proj", "a.v_proj", False),
+    ("{a,b.c}.d", "b.c.d", True),
+    ("a.b", "aXb", False),
+    ("a.*", "a.", False),
+])  # fmt: skip
 def test_matching(pattern: str, name: str, matches: bool) -> None:
     assert bool(compile_pattern(pattern).fullmatch(name)) is matches
     assert bool(compile_any(["nothing", pattern]).fullmatch(name)) is matches

@@ -362,29 +362,19 @@ def test_what_is_no_scheme_says_what_is() -> None:
     static = "use --scheme tensor for static ones, or leave --activation-scheme out"
     for asked, message, hint in (
         (("rows",), "rows is not a scheme", f"choose one of {', '.join(SCHEME_NAMES)}"),
-        (
-            ("int8-weights", None, None, "dynamic", "64"),
-            "--scheme int8-weights has no groups of a size to choose",
-            "use --scheme int4, or leave --group-size out",
-        ),
+        (("int8-weights", None, None, "dynamic", "64"), "--scheme int8-weights has no groups of a size to choose",
+         "use --scheme int4, or leave --group-size out"),
         (("tensor", "gguf"), "the format gguf has no scheme tensor", "use --format fp8 or compressed-tensors"),
         (("int4", "fp8"), "the format fp8 has no scheme int4", "use --format compressed-tensors"),
         (("channel", "fp8"), "the format fp8 has no scheme channel", "use --format compressed-tensors"),
-        (
-            ("block", "compressed-tensors", "ue8m0"),
-            "--scheme block has no ue8m0 scales in the compressed-tensors format",
-            kinds,
-        ),
+        (("block", "compressed-tensors", "ue8m0"),
+         "--scheme block has no ue8m0 scales in the compressed-tensors format", kinds),
         (("tensor", "fp8", "ue8m0"), "--scheme tensor has no ue8m0 scales in the fp8 format", kinds),
-        (
-            ("channel", None, "ue8m0"),
-            "--scheme channel has no ue8m0 scales in the compressed-tensors format",
-            kinds,
-        ),
+        (("channel", None, "ue8m0"), "--scheme channel has no ue8m0 scales in the compressed-tensors format", kinds),
         (("mxfp8", None, "float"), "--scheme mxfp8 has no float scales in the compressed-tensors format", kinds),
         (("channel", None, None, "static"), "--scheme channel has no static activations", static),
         (("tensor", None, None, "frozen"), "--scheme tensor has no frozen activations", static),
-    ):
+    ):  # fmt: skip
         with pytest.raises(UsageError) as caught:
             find_scheme(*asked)
         assert (caught.value.message, caught.value.hint) == (message, hint)

@@ -241,13 +241,10 @@ def test_other_tensors_of_the_same_name_in_two_parts_are_refused(tmp_path: Path)
         open_gguf(tmp_path / "m-00001-of-00002.gguf")
 
 
-@for_each(
-    ("options", "message"),
-    [
-        ({"revision": "main"}, "is a local file, which has no revision main"),
-        ({"stream": True}, "is a local file, nothing of it can be streamed"),
-    ],
-)
+@for_each(("options", "message"), [
+    ({"revision": "main"}, "is a local file, which has no revision main"),
+    ({"stream": True}, "is a local file, nothing of it can be streamed"),
+])  # fmt: skip
 def test_options_of_repositories_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     with pytest.raises(UsageError, match=f"m.gguf {message}$"):

@@ -94,16 +94,13 @@ def test_other_caches_are_refused(tmp_path: Path) -> None:
         compress(tmp_path, kv_cache="int8")
 
 
-@for_each(
-    ("name", "paths"),
-    [
-        ("Qwen3ForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(28)]),
-        ("Phi3ForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(40)]),
-        # One layer in four attends.
-        ("Qwen3NextForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(3, 48, 4)]),
-        ("NemotronHForCausalLM", None),
-    ],
-)
+@for_each(("name", "paths"), [
+    ("Qwen3ForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(28)]),
+    ("Phi3ForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(40)]),
+    # One layer in four attends.
+    ("Qwen3NextForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(3, 48, 4)]),
+    ("NemotronHForCausalLM", None),
+])  # fmt: skip
 def test_layers_with_a_cache_are_known_by_their_projections(name: str, paths: list[str] | None) -> None:
     found = layers_of(name)
     assert list(found.values()) == (paths or [f"backbone.layers.{layer}.mixer" for layer in found])

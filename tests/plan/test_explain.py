@@ -91,16 +91,13 @@ def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
         assert layer.scheme or layer.listed or not linear, layer.module
 
 
-@for_each(
-    ("asked", "hint"),
-    [
-        ("model.layers.3.self_attn.q_prj", "nearest is model.layers.3.self_attn.q_proj or "),
-        ("model.layers.99.mlp.down_proj", "nearest is model.layers.0.mlp.down_proj or "),
-        ("down_proj", "** is any part of a name: '**.down_proj'"),
-        ("**.nothing", "modules are named like tensors, without .weight; ** is any part; "),
-        ("x" * 5000, "modules are named like tensors"),
-    ],
-)
+@for_each(("asked", "hint"), [
+    ("model.layers.3.self_attn.q_prj", "nearest is model.layers.3.self_attn.q_proj or "),
+    ("model.layers.99.mlp.down_proj", "nearest is model.layers.0.mlp.down_proj or "),
+    ("down_proj", "** is any part of a name: '**.down_proj'"),
+    ("**.nothing", "modules are named like tensors, without .weight; ** is any part; "),
+    ("x" * 5000, "modules are named like tensors"),
+])  # fmt: skip
 def test_a_name_that_is_not_there(asked: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         explain(EXAMPLE, asked)

@@ -152,19 +152,16 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
     )
 
 
-@for_each(
-    ("gone", "note"),
-    [
-        (r"layers\.1\.", "decoder layers that config.json counts (num_hidden_layers 2): 1"),
-        (r"layers\.0\.mlp\.up_proj", "layers that engines fuse with model.layers.0.mlp.gate_proj"),
-        (r"layers\.1\.mlp\.experts\.3\.up_proj", "experts in model.layers.1.mlp.experts: other layers have more"),
-        (r"layers\.1\.mlp\.experts\.3\.", "experts in model.layers.1.mlp.experts: other layers have more"),
-        (r"embed_tokens", "the input embedding"),
-        (r"model\.norm", "the final norm"),
-        (r"lm_head", "the output head (tie_word_embeddings is false)"),
-        (r"no such name", None),
-    ],
-)
+@for_each(("gone", "note"), [
+    (r"layers\.1\.", "decoder layers that config.json counts (num_hidden_layers 2): 1"),
+    (r"layers\.0\.mlp\.up_proj", "layers that engines fuse with model.layers.0.mlp.gate_proj"),
+    (r"layers\.1\.mlp\.experts\.3\.up_proj", "experts in model.layers.1.mlp.experts: other layers have more"),
+    (r"layers\.1\.mlp\.experts\.3\.", "experts in model.layers.1.mlp.experts: other layers have more"),
+    (r"embed_tokens", "the input embedding"),
+    (r"model\.norm", "the final norm"),
+    (r"lm_head", "the output head (tie_word_embeddings is false)"),
+    (r"no such name", None),
+])  # fmt: skip
 def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | None) -> None:
     """vLLM loads a quantized model that is not whole without a word."""
     architecture = "Qwen3MoeForCausalLM" if "experts" in gone else "Qwen3ForCausalLM"
@@ -212,26 +209,17 @@ def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path) -> Non
     ) in plan_of(source).notes
 
 
-@for_each(
-    ("key", "number", "difference"),
-    [
-        ("hidden_size", 512, "hidden_size is 512, and lm_head.weight is [512, 256]"),
-        ("vocab_size", 500, "vocab_size is 500, and lm_head.weight is [512, 256]"),
-        ("intermediate_size", 500, "intermediate_size is 500, and model.layers.0.mlp.gate_proj.weight is [512, 256]"),
-        (
-            "num_attention_heads",
-            8,
-            "num_attention_heads is 8 and head_dim is 64, and model.layers.0.self_attn.o_proj.weight is [256, 256]",
-        ),
-        (
-            "num_key_value_heads",
-            4,
-            "num_key_value_heads is 4 and head_dim is 64, and model.layers.0.self_attn.k_proj.weight is [128, 256]",
-        ),
-        ("num_experts", 3, "num_experts is 3, and model.layers.1.mlp.experts has 4"),
-        ("num_hidden_layers", 1, "num_hidden_layers is 1, and the tensors have layer 1"),
-    ],
-)
+@for_each(("key", "number", "difference"), [
+    ("hidden_size", 512, "hidden_size is 512, and lm_head.weight is [512, 256]"),
+    ("vocab_size", 500, "vocab_size is 500, and lm_head.weight is [512, 256]"),
+    ("intermediate_size", 500, "intermediate_size is 500, and model.layers.0.mlp.gate_proj.weight is [512, 256]"),
+    ("num_attention_heads", 8,
+     "num_attention_heads is 8 and head_dim is 64, and model.layers.0.self_attn.o_proj.weight is [256, 256]"),
+    ("num_key_value_heads", 4,
+     "num_key_value_heads is 4 and head_dim is 64, and model.layers.0.self_attn.k_proj.weight is [128, 256]"),
+    ("num_experts", 3, "num_experts is 3, and model.layers.1.mlp.experts has 4"),
+    ("num_hidden_layers", 1, "num_hidden_layers is 1, and the tensors have layer 1"),
+])  # fmt: skip
 def test_a_config_of_another_model_is_noted(tmp_path: Path, key: str, number: int, difference: str) -> None:
     root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
     if key == "intermediate_size":
@@ -409,23 +397,13 @@ def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
     assert config["ignored_layers"] == config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
 
 
-@for_each(
-    ("change", "message"),
-    [
-        (
-            {"quantization_config": {"quant_method": "bitnet"}},
-            'the source is already quantized: config.json has the quant_method "bitnet"',
-        ),
-        (
-            {"compression_config": {"format": "x"}},
-            "the source is already quantized: config.json has the quant_method null",
-        ),
-        (
-            {"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}},
-            'the source is already quantized: config.json has the quant_algo "NVFP4_AWQ"',
-        ),
-    ],
-)
+@for_each(("change", "message"), [
+    ({"quantization_config": {"quant_method": "bitnet"}},
+     'the source is already quantized: config.json has the quant_method "bitnet"'),
+    ({"compression_config": {"format": "x"}}, "the source is already quantized: config.json has the quant_method null"),
+    ({"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}},
+     'the source is already quantized: config.json has the quant_algo "NVFP4_AWQ"'),
+])  # fmt: skip
 def test_sources_quantized_in_unknown_ways_are_refused_by_their_config(
     source: Path, change: dict[str, object], message: str
 ) -> None:
@@ -436,14 +414,11 @@ def test_sources_quantized_in_unknown_ways_are_refused_by_their_config(
     assert caught.value.message == message
 
 
-@for_each(
-    ("name", "tensor", "message"),
-    [
-        ("model.layers.0.mlp.up_proj.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
-        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.zeros(4, 2), "it holds {}"),
-        ("model.layers.0.mlp.up_proj.qweight", torch.zeros(4, 2, dtype=torch.int32), "it holds {}"),
-    ],
-)
+@for_each(("name", "tensor", "message"), [
+    ("model.layers.0.mlp.up_proj.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
+    ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.zeros(4, 2), "it holds {}"),
+    ("model.layers.0.mlp.up_proj.qweight", torch.zeros(4, 2, dtype=torch.int32), "it holds {}"),
+])  # fmt: skip
 def test_quantized_sources_without_a_config_are_refused_by_their_tensors(
     tmp_path: Path, name: str, tensor: torch.Tensor, message: str
 ) -> None:
@@ -684,32 +659,17 @@ def test_experts_of_a_layer_share_their_scheme_and_have_one_target(tmp_path: Pat
         mixed(root, CHANNEL, ("**.experts.**", TENSOR_COMPRESSED))
 
 
-@for_each(
-    ("architecture", "pattern", "expected"),
-    [
-        # The engine's name of the merged layer where it does not derive it from its members.
-        (
-            "StableLmForCausalLM",
-            "model.layers.0.mlp.gate_proj",
-            [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "gate_up", "up")],
-        ),
-        # Every spelling of a wrapper.
-        (
-            "Gemma3ForConditionalGeneration",
-            "language_model.model.layers.0.self_attn.o_proj",
-            ["language_model.model.layers.0.self_attn.o_proj", "model.language_model.layers.0.self_attn.o_proj"],
-        ),
-        # What the engine calls the module.
-        (
-            "MiniMaxM2ForCausalLM",
-            "model.layers.1.block_sparse_moe.experts.0.w1",
-            [
-                r"re:(.*[.])?layers[.]1[.]block_sparse_moe[.]experts[.].*",
-                r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*",
-            ],
-        ),
-    ],
-)
+@for_each(("architecture", "pattern", "expected"), [
+    # The engine's name of the merged layer where it does not derive it from its members.
+    ("StableLmForCausalLM", "model.layers.0.mlp.gate_proj",
+     [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "gate_up", "up")]),
+    # Every spelling of a wrapper.
+    ("Gemma3ForConditionalGeneration", "language_model.model.layers.0.self_attn.o_proj",
+     ["language_model.model.layers.0.self_attn.o_proj", "model.language_model.layers.0.self_attn.o_proj"]),
+    # What the engine calls the module.
+    ("MiniMaxM2ForCausalLM", "model.layers.1.block_sparse_moe.experts.0.w1",
+     [r"re:(.*[.])?layers[.]1[.]block_sparse_moe[.]experts[.].*", r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*"]),
+])  # fmt: skip
 def test_layers_are_named_as_engines_name_them(
     tmp_path: Path, architecture: str, pattern: str, expected: list[str]
 ) -> None:
@@ -731,50 +691,39 @@ UNPACKED = "it accepts no packed codes for **.self_attn.q_a_proj; it loads with 
 FIRST = ("**.layers.0.**",)
 
 
-@for_each(
-    ("architecture", "scheme", "options", "says"),
-    [
-        ("LlamaForCausalLM", BLOCK, PlanOptions(), LOST),
-        ("LlamaForCausalLM", BLOCK_COMPRESSED, PlanOptions(), None),
-        ("LlamaForCausalLM", TENSOR, PlanOptions(FIRST), None),
-        ("Qwen3ForCausalLM", BLOCK, PlanOptions(), None),
-        ("Qwen3ForCausalLM", MXFP8, PlanOptions(), MXFP8_UNKNOWN),
-        ("OlmoForCausalLM", TENSOR, PlanOptions(), PLAIN),
-        ("OlmoForCausalLM", TENSOR, PlanOptions(("**.self_attn.*",)), None),
-        ("Gemma2ForCausalLM", TENSOR, PlanOptions(), None),
-        ("Gemma2ForCausalLM", TENSOR, PlanOptions(FIRST), NO_NAMES),
-        ("Gemma2ForCausalLM", BLOCK_COMPRESSED, PlanOptions(scheme_for=(("**.o_proj", CHANNEL),)), NO_NAMES),
-        ("Qwen3VLForConditionalGeneration", TENSOR, PlanOptions(FIRST), None),
-        ("Qwen3VLForConditionalGeneration", CHANNEL, PlanOptions(FIRST), NO_NAMES),
-        ("Qwen3VLForConditionalGeneration", BLOCK_COMPRESSED, PlanOptions(head=True), None),
-        ("Qwen3ForCausalLM", CHANNEL, PlanOptions(head=True), None),
-        ("PhiForCausalLM", CHANNEL, PlanOptions(head=True), HEAD),
-        ("PhiForCausalLM", CHANNEL, PlanOptions(), None),
-        ("Qwen3ForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)), BLOCKS),
-        ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)), None),
-        ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", INT4_W4A16),)), WORDS),
-        ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", NVFP4),)), None),
-        ("Qwen3MoeForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", INT8_W8A16),)), None),
-        ("Qwen3ForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", CHANNEL),)), None),
-        ("Qwen3ForCausalLM", INT4_SHIFTED, PlanOptions(), None),
-        (
-            "Qwen3MoeForCausalLM",
-            INT4_SHIFTED,
-            PlanOptions(),
-            "it loads no experts in int4 with zero points; give them another scheme with --scheme-for, or leave them "
-            "unquantized with --ignore",
-        ),
-        ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(), UNPACKED),
-        ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(("**.q_a_proj",)), None),
-        ("DeepseekV3ForCausalLM", CHANNEL, PlanOptions(), None),
-        (
-            "AfmoeForCausalLM",
-            TENSOR,
-            PlanOptions(),
-            "it builds **.mlp.experts.** in bfloat16; it loads with --ignore for these",
-        ),
-    ],
-)
+@for_each(("architecture", "scheme", "options", "says"), [
+    ("LlamaForCausalLM", BLOCK, PlanOptions(), LOST),
+    ("LlamaForCausalLM", BLOCK_COMPRESSED, PlanOptions(), None),
+    ("LlamaForCausalLM", TENSOR, PlanOptions(FIRST), None),
+    ("Qwen3ForCausalLM", BLOCK, PlanOptions(), None),
+    ("Qwen3ForCausalLM", MXFP8, PlanOptions(), MXFP8_UNKNOWN),
+    ("OlmoForCausalLM", TENSOR, PlanOptions(), PLAIN),
+    ("OlmoForCausalLM", TENSOR, PlanOptions(("**.self_attn.*",)), None),
+    ("Gemma2ForCausalLM", TENSOR, PlanOptions(), None),
+    ("Gemma2ForCausalLM", TENSOR, PlanOptions(FIRST), NO_NAMES),
+    ("Gemma2ForCausalLM", BLOCK_COMPRESSED, PlanOptions(scheme_for=(("**.o_proj", CHANNEL),)), NO_NAMES),
+    ("Qwen3VLForConditionalGeneration", TENSOR, PlanOptions(FIRST), None),
+    ("Qwen3VLForConditionalGeneration", CHANNEL, PlanOptions(FIRST), NO_NAMES),
+    ("Qwen3VLForConditionalGeneration", BLOCK_COMPRESSED, PlanOptions(head=True), None),
+    ("Qwen3ForCausalLM", CHANNEL, PlanOptions(head=True), None),
+    ("PhiForCausalLM", CHANNEL, PlanOptions(head=True), HEAD),
+    ("PhiForCausalLM", CHANNEL, PlanOptions(), None),
+    ("Qwen3ForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)), BLOCKS),
+    ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)), None),
+    ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", INT4_W4A16),)), WORDS),
+    ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", NVFP4),)), None),
+    ("Qwen3MoeForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", INT8_W8A16),)), None),
+    ("Qwen3ForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", CHANNEL),)), None),
+    ("Qwen3ForCausalLM", INT4_SHIFTED, PlanOptions(), None),
+    ("Qwen3MoeForCausalLM", INT4_SHIFTED, PlanOptions(),
+     "it loads no experts in int4 with zero points; give them another scheme with --scheme-for, or leave them "
+     "unquantized with --ignore"),
+    ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(), UNPACKED),
+    ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(("**.q_a_proj",)), None),
+    ("DeepseekV3ForCausalLM", CHANNEL, PlanOptions(), None),
+    ("AfmoeForCausalLM", TENSOR, PlanOptions(),
+     "it builds **.mlp.experts.** in bfloat16; it loads with --ignore for these"),
+])  # fmt: skip
 def test_the_plan_says_what_sglang_does_not_load(
     tmp_path: Path, architecture: str, scheme: Scheme, options: PlanOptions, says: str | None
 ) -> None:
@@ -1065,28 +1014,14 @@ def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
     assert "lm_head" not in ignored_layers(plan)
 
 
-@for_each(
-    ("architecture", "scheme", "message"),
-    [
-        ("Qwen3ForCausalLM", TENSOR, "engines load no quantized output head in the fp8 format"),
-        ("Qwen3ForCausalLM", BLOCK, "engines load no quantized output head in the fp8 format"),
-        (
-            "Gemma3ForCausalLM",
-            CHANNEL,
-            "the output head is the embedding, which stays unquantized",
-        ),
-        (
-            "Gemma3ForConditionalGeneration",
-            CHANNEL,
-            "the output head is the embedding, which stays unquantized",
-        ),
-        (
-            "AfmoeForCausalLM",
-            CHANNEL,
-            f"AfmoeForCausalLM: its output head stays unquantized: {VLLM} builds it without a name to find its scheme by",
-        ),
-    ],
-)
+@for_each(("architecture", "scheme", "message"), [
+    ("Qwen3ForCausalLM", TENSOR, "engines load no quantized output head in the fp8 format"),
+    ("Qwen3ForCausalLM", BLOCK, "engines load no quantized output head in the fp8 format"),
+    ("Gemma3ForCausalLM", CHANNEL, "the output head is the embedding, which stays unquantized"),
+    ("Gemma3ForConditionalGeneration", CHANNEL, "the output head is the embedding, which stays unquantized"),
+    ("AfmoeForCausalLM", CHANNEL,
+     f"AfmoeForCausalLM: its output head stays unquantized: {VLLM} builds it without a name to find its scheme by"),
+])  # fmt: skip
 def test_output_heads_that_engines_cannot_load_are_refused(
     tmp_path: Path, architecture: str, scheme: Scheme, message: str
 ) -> None:
@@ -1166,13 +1101,10 @@ def test_embedding_has_the_scheme_of_the_plan_or_int8(source: Path) -> None:
     ]
 
 
-@for_each(
-    ("architecture", "names"),
-    [
-        ("LlamaForCausalLM", ["model.embed_tokens", "Embedding"]),
-        ("Qwen3VLForConditionalGeneration", ["model.language_model.embed_tokens"]),
-    ],
-)
+@for_each(("architecture", "names"), [
+    ("LlamaForCausalLM", ["model.embed_tokens", "Embedding"]),
+    ("Qwen3VLForConditionalGeneration", ["model.language_model.embed_tokens"]),
+])  # fmt: skip
 def test_embedding_is_named_as_vllm_finds_it(tmp_path: Path, architecture: str, names: list[str]) -> None:
     """Where vLLM builds it without a name, by the end of VocabParallelEmbedding."""
     plan = with_embedding(small_checkpoints.write(tmp_path / "a", architecture), CHANNEL, head=True)
@@ -1189,17 +1121,11 @@ def test_sglang_loads_no_quantized_embedding(source: Path) -> None:
     assert says in with_embedding(source, CHANNEL).notes
 
 
-@for_each(
-    ("documents", "note"),
-    [
-        (
-            1,
-            "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of it a lot: "
-            "--samples 3 gives enough",
-        ),
-        (3, None),
-    ],
-)
+@for_each(("documents", "note"), [
+    (1, "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of it a lot: "
+     "--samples 3 gives enough"),
+    (3, None),
+])  # fmt: skip
 def test_texts_too_few_for_gptq_have_a_note(source: Path, documents: int, note: str | None) -> None:
     plan = make_plan(open_checkpoint(source), INT4_W4A16_64, PlanOptions(gptq={"documents": documents, "length": 200}))
     assert [text for text in plan.notes if "fewer tokens" in text] == ([note] if note else [])
@@ -1212,36 +1138,18 @@ def test_gptq_leaves_head_and_embedding_alone(source: Path) -> None:
     }
 
 
-@for_each(
-    ("architecture", "scheme", "message", "hint"),
-    [
-        (
-            "Qwen3ForCausalLM",
-            BLOCK,
-            "no engine loads a quantized embedding beside --scheme block in the fp8 format",
-            "use --scheme channel or int8-weights, or --format compressed-tensors",
-        ),
-        (
-            "Qwen3ForCausalLM",
-            MXFP8,
-            "no engine loads a quantized embedding beside --scheme mxfp8 in the compressed-tensors format",
-            "use --scheme channel or int8-weights",
-        ),
-        (
-            "MixtralForCausalLM",
-            CHANNEL,
-            f"MixtralForCausalLM: its embedding stays unquantized: {VLLM} builds it without a quantization, and no "
-            "other engine loads a quantized one",
-            "leave --quantize-embeddings out",
-        ),
-        (
-            "Gemma3ForCausalLM",
-            CHANNEL,
-            f"the embedding is the output head too, and {VLLM} ties no quantized one to it",
-            "leave --quantize-embeddings out",
-        ),
-    ],
-)
+@for_each(("architecture", "scheme", "message", "hint"), [
+    ("Qwen3ForCausalLM", BLOCK, "no engine loads a quantized embedding beside --scheme block in the fp8 format",
+     "use --scheme channel or int8-weights, or --format compressed-tensors"),
+    ("Qwen3ForCausalLM", MXFP8,
+     "no engine loads a quantized embedding beside --scheme mxfp8 in the compressed-tensors format",
+     "use --scheme channel or int8-weights"),
+    ("MixtralForCausalLM", CHANNEL,
+     f"MixtralForCausalLM: its embedding stays unquantized: {VLLM} builds it without a quantization, and no "
+     "other engine loads a quantized one", "leave --quantize-embeddings out"),
+    ("Gemma3ForCausalLM", CHANNEL, f"the embedding is the output head too, and {VLLM} ties no quantized one to it",
+     "leave --quantize-embeddings out"),
+])  # fmt: skip
 def test_embeddings_that_engines_cannot_load_are_refused(
     tmp_path: Path, architecture: str, scheme: Scheme, message: str, hint: str
 ) -> None:
@@ -1250,13 +1158,10 @@ def test_embeddings_that_engines_cannot_load_are_refused(
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-@for_each(
-    ("lacking", "message"),
-    [
-        ("lm_head.weight", f"the embedding is the output head too, and {VLLM} ties no quantized one to it"),
-        ("model.embed_tokens.weight", "the source has no embed_tokens.weight"),
-    ],
-)
+@for_each(("lacking", "message"), [
+    ("lm_head.weight", f"the embedding is the output head too, and {VLLM} ties no quantized one to it"),
+    ("model.embed_tokens.weight", "the source has no embed_tokens.weight"),
+])  # fmt: skip
 def test_an_embedding_of_its_own_must_be_there(tmp_path: Path, lacking: str, message: str) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     del weights[lacking]
@@ -1265,18 +1170,15 @@ def test_an_embedding_of_its_own_must_be_there(tmp_path: Path, lacking: str, mes
     assert caught.value.message == message
 
 
-@for_each(
-    ("architecture", "scheme", "options", "misread"),
-    [
-        ("DeepseekV3ForCausalLM", TENSOR, {}, "tensor"),
-        ("DeepseekV3ForCausalLM", SCHEMES["int5"], {}, "int5"),
-        ("DeepseekV3ForCausalLM", SCHEMES["int4"], {"scheme_for": (("**.o_proj", SCHEMES["int6"]),)}, "int6"),
-        ("DeepseekV3ForCausalLM", SCHEMES["int4"], {}, None),
-        ("DeepseekV3ForCausalLM", BLOCK, {}, None),
-        ("DeepseekV3ForCausalLM", TENSOR_COMPRESSED, {"ignore": ("**.experts.**",)}, None),
-        ("Qwen3ForCausalLM", SCHEMES["int5"], {}, None),
-    ],
-)
+@for_each(("architecture", "scheme", "options", "misread"), [
+    ("DeepseekV3ForCausalLM", TENSOR, {}, "tensor"),
+    ("DeepseekV3ForCausalLM", SCHEMES["int5"], {}, "int5"),
+    ("DeepseekV3ForCausalLM", SCHEMES["int4"], {"scheme_for": (("**.o_proj", SCHEMES["int6"]),)}, "int6"),
+    ("DeepseekV3ForCausalLM", SCHEMES["int4"], {}, None),
+    ("DeepseekV3ForCausalLM", BLOCK, {}, None),
+    ("DeepseekV3ForCausalLM", TENSOR_COMPRESSED, {"ignore": ("**.experts.**",)}, None),
+    ("Qwen3ForCausalLM", SCHEMES["int5"], {}, None),
+])  # fmt: skip
 def test_outputs_that_mlx_lm_misreads(
     tmp_path: Path, architecture: str, scheme: Scheme, options: dict[str, Any], misread: str | None
 ) -> None:
@@ -1296,13 +1198,10 @@ def test_an_embedding_in_another_scheme_is_refused(source: Path, scheme: Scheme,
     )
 
 
-@for_each(
-    ("pattern", "hint"),
-    [
-        ("lm_head", "the output head is quantized with --quantize-lm-head only: give that too"),
-        ("**.embed_tokens", "the input embedding is quantized with --quantize-embeddings only: give that too"),
-    ],
-)
+@for_each(("pattern", "hint"), [
+    ("lm_head", "the output head is quantized with --quantize-lm-head only: give that too"),
+    ("**.embed_tokens", "the input embedding is quantized with --quantize-embeddings only: give that too"),
+])  # fmt: skip
 def test_a_scheme_for_head_or_embedding_alone_says_which_option_it_needs(source: Path, pattern: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=((pattern, INT8_W8A16),)))

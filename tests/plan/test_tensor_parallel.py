@@ -26,40 +26,37 @@ PIECES: Group = (1, 32)
 COUNTS = {HEADS: 6, KV_HEADS: 2}
 
 
-@for_each(
-    ("shape", "split", "group", "size", "problem"),
-    [
-        # What is on every rank as it is.
-        ((7, 7), None, BLOCKS, 2, None),
-        ((96, 64), OUT, ROWS, 4, None),
-        ((96, 64), OUT, ROWS, 5, "96 does not divide by 5"),
-        ((64, 96), IN, ROWS, 4, None),
-        ((64, 96), IN, ROWS, 5, "96 does not divide by 5"),
-        # A rank must have whole groups, along the axis that is divided.
-        ((512, 100), OUT, BLOCKS, 4, None),
-        ((512, 100), OUT, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
-        ((100, 512), IN, BLOCKS, 4, None),
-        ((100, 512), IN, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
-        ((96, 64), OUT, PIECES, 96, None),
-        ((96, 64), IN, PIECES, 2, None),
-        ((96, 64), IN, PIECES, 4, "64 / 4 = 16 is not a multiple of 32"),
-        ((96, 64), OUT, (None, None), 96, None),
-        ((96, 64), IN, (None, None), 64, None),
-        # One rank has the whole, whatever its size.
-        ((100, 100), OUT, BLOCKS, 1, None),
-        ((100, 100), IN, BLOCKS, 1, None),
-        # Heads stay whole, though the rows would divide.
-        ((96, 64), QUERIES, ROWS, 6, None),
-        ((96, 64), QUERIES, ROWS, 4, "6 heads do not divide by 4"),
-        ((96, 64), QUERIES, ROWS, 12, "6 heads do not divide by 12"),
-        # Ranks beyond the number of heads have copies, and each head is one part.
-        ((256, 64), KEYS, BLOCKS, 1, None),
-        ((256, 64), KEYS, BLOCKS, 2, None),
-        ((256, 64), KEYS, BLOCKS, 8, None),
-        ((128, 64), KEYS, BLOCKS, 8, "128 / 2 = 64 is not a multiple of 128"),
-        ((256, 64), KEYS, ROWS, 3, "2 heads cannot be copied evenly to 3 ranks"),
-    ],
-)
+@for_each(("shape", "split", "group", "size", "problem"), [
+    # What is on every rank as it is.
+    ((7, 7), None, BLOCKS, 2, None),
+    ((96, 64), OUT, ROWS, 4, None),
+    ((96, 64), OUT, ROWS, 5, "96 does not divide by 5"),
+    ((64, 96), IN, ROWS, 4, None),
+    ((64, 96), IN, ROWS, 5, "96 does not divide by 5"),
+    # A rank must have whole groups, along the axis that is divided.
+    ((512, 100), OUT, BLOCKS, 4, None),
+    ((512, 100), OUT, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
+    ((100, 512), IN, BLOCKS, 4, None),
+    ((100, 512), IN, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
+    ((96, 64), OUT, PIECES, 96, None),
+    ((96, 64), IN, PIECES, 2, None),
+    ((96, 64), IN, PIECES, 4, "64 / 4 = 16 is not a multiple of 32"),
+    ((96, 64), OUT, (None, None), 96, None),
+    ((96, 64), IN, (None, None), 64, None),
+    # One rank has the whole, whatever its size.
+    ((100, 100), OUT, BLOCKS, 1, None),
+    ((100, 100), IN, BLOCKS, 1, None),
+    # Heads stay whole, though the rows would divide.
+    ((96, 64), QUERIES, ROWS, 6, None),
+    ((96, 64), QUERIES, ROWS, 4, "6 heads do not divide by 4"),
+    ((96, 64), QUERIES, ROWS, 12, "6 heads do not divide by 12"),
+    # Ranks beyond the number of heads have copies, and each head is one part.
+    ((256, 64), KEYS, BLOCKS, 1, None),
+    ((256, 64), KEYS, BLOCKS, 2, None),
+    ((256, 64), KEYS, BLOCKS, 8, None),
+    ((128, 64), KEYS, BLOCKS, 8, "128 / 2 = 64 is not a multiple of 128"),
+    ((256, 64), KEYS, ROWS, 3, "2 heads cannot be copied evenly to 3 ranks"),
+])  # fmt: skip
 def test_what_divides(
     shape: tuple[int, int], split: ParallelSplit | None, group: Group, size: int, problem: str | None
 ) -> None:

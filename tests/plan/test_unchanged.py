@@ -98,17 +98,14 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
         compress(tmp_path / "fp8", tmp_path / "out", "none", kv_cache="fp8")
 
 
-@for_each(
-    ("options", "named"),
-    [
-        ({"group_size": "32"}, "group_size"),
-        ({"ignore": ["**.up_proj"]}, "ignore"),
-        ({"scheme_for": {"**.up_proj": "channel"}}, "scheme_for"),
-        ({"activation_scheme": "static"}, "activation_scheme"),
-        ({"quantize_lm_head": True}, "quantize_lm_head=True"),
-        ({"format": "fp8"}, "format"),
-    ],
-)
+@for_each(("options", "named"), [
+    ({"group_size": "32"}, "group_size"),
+    ({"ignore": ["**.up_proj"]}, "ignore"),
+    ({"scheme_for": {"**.up_proj": "channel"}}, "scheme_for"),
+    ({"activation_scheme": "static"}, "activation_scheme"),
+    ({"quantize_lm_head": True}, "quantize_lm_head=True"),
+    ({"format": "fp8"}, "format"),
+])  # fmt: skip
 def test_what_says_how_weights_are_stored_is_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=f'scheme="none" leaves weights as they are, and {named} is given'):
         compress("anything", None, "none", kv_cache="fp8", **options)
@@ -136,14 +133,11 @@ def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:
     assert summary.engines(plan) == ("vLLM",) and any("it loads without --kv-cache" in note for note in plan.notes)
 
 
-@for_each(
-    ("change", "problem"),
-    [
-        (lambda found: found.update(config_groups={"group_0": {"targets": ["Linear"]}}), "stores NoneNone weights"),
-        (lambda found: found.update(kv_cache_scheme=None), "config.json has no config_groups"),
-        (lambda found: found.update(config_groups=["Linear"]), "config.json has no config_groups"),
-    ],
-)
+@for_each(("change", "problem"), [
+    (lambda found: found.update(config_groups={"group_0": {"targets": ["Linear"]}}), "stores NoneNone weights"),
+    (lambda found: found.update(kv_cache_scheme=None), "config.json has no config_groups"),
+    (lambda found: found.update(config_groups=["Linear"]), "config.json has no config_groups"),
+])  # fmt: skip
 def test_other_configs_without_groups_are_no_quantization(tmp_path: Path, change: Any, problem: str) -> None:
     compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
     change_json(tmp_path / "out" / "config.json", lambda found: change(found["quantization_config"]))

@@ -548,14 +548,11 @@ def test_int4_with_negative_scales_as_auto_round_has_it(tmp_path: Path) -> None:
         assert all(same(again[name], plain[name]) for name in plain)
 
 
-@for_each(
-    ("value", "refused", "problem"),
-    [
-        (-3e38, "decodes to weights that overflow bfloat16", "decodes to weights that overflow bfloat16"),
-        (-math.inf, "holds -inf, which is not a valid scale", "holds -inf at [0, 0]: scales are finite and not zero"),
-        (0.0, None, "holds 0 at [0, 0]: scales are finite and not zero"),
-    ],
-)
+@for_each(("value", "refused", "problem"), [
+    (-3e38, "decodes to weights that overflow bfloat16", "decodes to weights that overflow bfloat16"),
+    (-math.inf, "holds -inf, which is not a valid scale", "holds -inf at [0, 0]: scales are finite and not zero"),
+    (0.0, None, "holds 0 at [0, 0]: scales are finite and not zero"),
+])  # fmt: skip
 def test_scales_of_int4_that_are_none(tmp_path: Path, value: float, refused: str | None, problem: str) -> None:
     source = store(tmp_path / "source", int4, INT4)
     change_weights(source, lambda weights: weights[f"{Q}.weight_scale"].view(-1)[:1].fill_(value))
@@ -656,13 +653,10 @@ def test_float_scales_are_no_ue8m0_scales(tmp_path: Path) -> None:
 MX = group("group", group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp8-quantized"}
 
 
-@for_each(
-    ("make", "config", "options"),
-    [
-        (float_groups, MX, {"scheme": "mxfp8"}),
-        (by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"}, {"scheme": "block", "scale_format": "ue8m0"}),
-    ],
-)
+@for_each(("make", "config", "options"), [
+    (float_groups, MX, {"scheme": "mxfp8"}),
+    (by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"}, {"scheme": "block", "scale_format": "ue8m0"}),
+])  # fmt: skip
 def test_scales_that_are_no_powers_of_two(
     tmp_path: Path, make: Make, config: dict[str, Any], options: dict[str, str]
 ) -> None:
@@ -869,31 +863,17 @@ def spoiled(module: str, last: str, value: float, dtype: torch.dtype = torch.flo
     return change
 
 
-@for_each(
-    ("change", "message"),
-    [
-        (
-            lambda weights: weights.pop(f"{Q}.weight_scale_inv"),
-            f"{Q}.weight has no scale: {Q}.weight_scale_inv is missing",
-        ),
-        (
-            lambda weights: weights.update({f"{Q}.weight_scale_inv": torch.ones(2, 3)}),
-            f"{Q}.weight_scale_inv is [2, 3], for [256, 256] with one scale per 128x128 block it must be [2, 2]",
-        ),
-        (
-            lambda weights: weights.update({f"{Q}.weight_scale_inv": torch.ones(2, 2, dtype=torch.int32)}),
-            f"{Q}.weight_scale_inv is I32, not F32 or BF16 or F16",
-        ),
-        (
-            lambda weights: weights.update({"model.norm.weight_scale_inv": torch.ones(1)}),
-            "model.norm.weight_scale_inv is the scale of no quantized weight",
-        ),
-        (
-            lambda weights: weights.update({"model.norm.input_scale": torch.ones(())}),
-            "model.norm.input_scale is the scale of no quantized weight",
-        ),
-    ],
-)
+@for_each(("change", "message"), [
+    (lambda weights: weights.pop(f"{Q}.weight_scale_inv"), f"{Q}.weight has no scale: {Q}.weight_scale_inv is missing"),
+    (lambda weights: weights.update({f"{Q}.weight_scale_inv": torch.ones(2, 3)}),
+     f"{Q}.weight_scale_inv is [2, 3], for [256, 256] with one scale per 128x128 block it must be [2, 2]"),
+    (lambda weights: weights.update({f"{Q}.weight_scale_inv": torch.ones(2, 2, dtype=torch.int32)}),
+     f"{Q}.weight_scale_inv is I32, not F32 or BF16 or F16"),
+    (lambda weights: weights.update({"model.norm.weight_scale_inv": torch.ones(1)}),
+     "model.norm.weight_scale_inv is the scale of no quantized weight"),
+    (lambda weights: weights.update({"model.norm.input_scale": torch.ones(())}),
+     "model.norm.input_scale is the scale of no quantized weight"),
+])  # fmt: skip
 def test_scales_that_do_not_belong_to_codes(tmp_path: Path, change: Callable[[Weights], Any], message: str) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     change_weights(source, change)

@@ -108,31 +108,16 @@ def test_deepseek_v4_in_one_of_its_schemes(tmp_path: Path, scheme: str) -> None:
 UP = "model.layers.0.mlp.up_proj"
 
 
-@for_each(
-    ("change", "message"),
-    [
-        (
-            lambda weights: weights.update({f"{UP}.scale": weights[f"{UP}.scale"][:, :-1].clone()}),
-            f"{UP}.scale is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]",
-        ),
-        (
-            lambda weights: weights.update({f"{UP}.scale": torch.ones(512, 8)}),
-            f"{UP}.weight is I8, but config.json has its layer as FP8",
-        ),
-        (
-            lambda weights: weights.pop(f"{UP}.scale"),
-            f"{UP}.weight is I8, but config.json has its layer as FP8",
-        ),
-        (
-            lambda weights: weights.update({f"{UP}.scale": torch.zeros(512, 8, dtype=torch.uint8)}),
-            None,
-        ),
-        (
-            lambda weights: weights[f"{UP}.scale"].view(torch.uint8).fill_(255),
-            f"{UP}.scale in model-00001-of-00002.safetensors holds nan, which is not a valid scale",
-        ),
-    ],
-)
+@for_each(("change", "message"), [
+    (lambda weights: weights.update({f"{UP}.scale": weights[f"{UP}.scale"][:, :-1].clone()}),
+     f"{UP}.scale is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]"),
+    (lambda weights: weights.update({f"{UP}.scale": torch.ones(512, 8)}),
+     f"{UP}.weight is I8, but config.json has its layer as FP8"),
+    (lambda weights: weights.pop(f"{UP}.scale"), f"{UP}.weight is I8, but config.json has its layer as FP8"),
+    (lambda weights: weights.update({f"{UP}.scale": torch.zeros(512, 8, dtype=torch.uint8)}), None),
+    (lambda weights: weights[f"{UP}.scale"].view(torch.uint8).fill_(255),
+     f"{UP}.scale in model-00001-of-00002.safetensors holds nan, which is not a valid scale"),
+])  # fmt: skip
 def test_what_is_not_quite_deepseek_v4(tmp_path: Path, change: Callable[[Weights], Any], message: str | None) -> None:
     source, _ = deepseek_v4(tmp_path / "source")
     change_weights(source, change)

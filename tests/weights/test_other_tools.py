@@ -162,28 +162,25 @@ QUARK = (
 GROUPED = {"global_quant_config of Quark has weights of": QUARK}
 
 
-@for_each(
-    ("config", "message"),
-    [
-        (quark(spec("fp6_e3m2", "per_group", **GROUP32)), 'weights of [{"dtype": "fp6_e3m2"'),
-        (quark(spec("fp8_e4m3", "per_channel", ch_axis=1)), '"ch_axis": 1'),
-        (quark(spec("int8", "per_channel", symmetric=False)), '"symmetric": false'),
-        (quark(spec("int8", "per_channel", is_dynamic=True)), '"is_dynamic": true'),
-        (quark(spec("uint4", "per_group", **GROUP32)), '"dtype": "uint4"'),
-        (quark(spec("int4", "per_group", symmetric=False, **GROUP32)), '"dtype": "int4"'),
-        (quark(spec("uint4", "per_group", symmetric=False, zero_point_type="float32", **GROUP32)), '"uint4"'),
-        (quark(spec("int4", "per_group", group_size=12)), '"group_size": 12'),
-        (quark(spec("int4", "per_group", group_size=True)), '"group_size": true'),
-        (quark(spec("int4", "per_channel")), '"qscheme": "per_channel"'),
-        (quark(spec("fp4", "per_group", **GROUP32)), '"dtype": "fp4"'),
-        (quark(spec("fp8_e4m3", "per_block", block_size=[128, 0])), '"per_block"'),
-        (quark(spec("fp8_e4m3", "per_block", block_size=[128, 1 << 20])), '"per_block"'),
-        (quark(spec("fp8_e4m3", "per_block")), '"per_block"'),
-        (quark([spec("fp8_e4m3", "per_tensor"), spec("int4", "per_channel")]), '{"dtype": "int4"'),
-        (quark(["fp8"]), "weights of []"),
-        (quark("fp8"), "weights of []"),
-    ],
-)
+@for_each(("config", "message"), [
+    (quark(spec("fp6_e3m2", "per_group", **GROUP32)), 'weights of [{"dtype": "fp6_e3m2"'),
+    (quark(spec("fp8_e4m3", "per_channel", ch_axis=1)), '"ch_axis": 1'),
+    (quark(spec("int8", "per_channel", symmetric=False)), '"symmetric": false'),
+    (quark(spec("int8", "per_channel", is_dynamic=True)), '"is_dynamic": true'),
+    (quark(spec("uint4", "per_group", **GROUP32)), '"dtype": "uint4"'),
+    (quark(spec("int4", "per_group", symmetric=False, **GROUP32)), '"dtype": "int4"'),
+    (quark(spec("uint4", "per_group", symmetric=False, zero_point_type="float32", **GROUP32)), '"uint4"'),
+    (quark(spec("int4", "per_group", group_size=12)), '"group_size": 12'),
+    (quark(spec("int4", "per_group", group_size=True)), '"group_size": true'),
+    (quark(spec("int4", "per_channel")), '"qscheme": "per_channel"'),
+    (quark(spec("fp4", "per_group", **GROUP32)), '"dtype": "fp4"'),
+    (quark(spec("fp8_e4m3", "per_block", block_size=[128, 0])), '"per_block"'),
+    (quark(spec("fp8_e4m3", "per_block", block_size=[128, 1 << 20])), '"per_block"'),
+    (quark(spec("fp8_e4m3", "per_block")), '"per_block"'),
+    (quark([spec("fp8_e4m3", "per_tensor"), spec("int4", "per_channel")]), '{"dtype": "int4"'),
+    (quark(["fp8"]), "weights of []"),
+    (quark("fp8"), "weights of []"),
+])  # fmt: skip
 def test_weights_of_quark_that_are_not_read(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_quantization({"quantization_config": config})

@@ -113,14 +113,11 @@ AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM
 AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True, "true_sequential": True}
 
 
-@for_each(
-    ("name", "told", "kind"),
-    [
-        ("quantize_config.json", AUTO_GPTQ, "gptq"),
-        ("quant_config.json", AUTO_AWQ, "awq"),
-        ("quantize_config.json", AUTO_AWQ, "awq"),
-    ],
-)
+@for_each(("name", "told", "kind"), [
+    ("quantize_config.json", AUTO_GPTQ, "gptq"),
+    ("quant_config.json", AUTO_AWQ, "awq"),
+    ("quantize_config.json", AUTO_AWQ, "awq"),
+])  # fmt: skip
 def test_a_tool_s_own_file_says_how_weights_are_stored(
     tmp_path: Path, name: str, told: dict[str, Any], kind: str
 ) -> None:
@@ -185,13 +182,10 @@ def test_no_zero_point_is_repacked_with_them_too(tmp_path: Path) -> None:
     assert torch.equal(found[f"{Q}.weight_zero_point"].unique(), torch.tensor([0x88888888 - (1 << 32)]))
 
 
-@for_each(
-    ("name", "note"),
-    [
-        ("awq", "14 layers have zero points and are quantized again; --asymmetric keeps their codes"),
-        ("gptq, in another order", "14 layers have act-order (g_idx) and are quantized again"),
-    ],
-)
+@for_each(("name", "note"), [
+    ("awq", "14 layers have zero points and are quantized again; --asymmetric keeps their codes"),
+    ("gptq, in another order", "14 layers have act-order (g_idx) and are quantized again"),
+])  # fmt: skip
 def test_the_plan_says_what_is_made_anew(tmp_path: Path, name: str, note: str) -> None:
     source = store(tmp_path / "source", *KINDS[name][:2])
     plan = make_plan(open_checkpoint(source), find_scheme("int4", group_size="32"))

@@ -23,17 +23,14 @@ PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 # The quantization_config, which axes of a stack share a scale, the shape of the scales, and how their names end.
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "blocks": (
-        BLOCKS,
-        lambda stack: stack.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).abs().amax((2, 4)),
-        "_scale_inv",
-    ),
+    "blocks": (BLOCKS, lambda stack: stack.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).abs().amax((2, 4)),
+     "_scale_inv"),
     "each": (PER_TENSOR, lambda stack: stack.abs().amax((1, 2)), "_scale"),
     "each, of three axes": (PER_TENSOR, lambda stack: stack.abs().amax((1, 2), keepdim=True), "_scale"),
     "one for all": (MODELOPT, lambda stack: stack.abs().amax(), "_weight_scale"),
     "rows": (group("channel"), lambda stack: stack.abs().amax(2, keepdim=True), "_scale"),
     "columns": (group("channel"), lambda stack: stack.abs().amax(1, keepdim=True), "_scale"),
-}
+}  # fmt: skip
 
 
 def is_stack(name: str, weight: torch.Tensor) -> bool:

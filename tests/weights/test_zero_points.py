@@ -80,28 +80,18 @@ def too_few(weights: Weights) -> None:
     weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"][:-1].contiguous()
 
 
-@for_each(
-    ("damage", "message", "found"),
-    [
-        (
-            without,
-            f"{Q}.weight_packed has no zero points: {Q}.weight_zero_point is missing",
-            f"model.safetensors: {Q}.weight_packed has no zero points: {Q}.weight_zero_point is missing",
-        ),
-        (
-            in_bytes,
-            f"{Q}.weight_zero_point is I8 [256, 8], for [256, 256] with one scale and zero point per 1x32 block it must "
-            "be I32 [32, 8]",
-            f"model.safetensors: {Q}.weight_zero_point is I8 [256, 8], for I32 [256, 32] it must be I32 [32, 8]",
-        ),
-        (
-            too_few,
-            f"{Q}.weight_zero_point is I32 [31, 8], for [256, 256] with one scale and zero point per 1x32 block it must "
-            "be I32 [32, 8]",
-            f"model.safetensors: {Q}.weight_zero_point is I32 [31, 8], for I32 [256, 32] it must be I32 [32, 8]",
-        ),
-    ],
-)
+@for_each(("damage", "message", "found"), [
+    (without, f"{Q}.weight_packed has no zero points: {Q}.weight_zero_point is missing",
+     f"model.safetensors: {Q}.weight_packed has no zero points: {Q}.weight_zero_point is missing"),
+    (in_bytes,
+     f"{Q}.weight_zero_point is I8 [256, 8], for [256, 256] with one scale and zero point per 1x32 block it must "
+     "be I32 [32, 8]",
+     f"model.safetensors: {Q}.weight_zero_point is I8 [256, 8], for I32 [256, 32] it must be I32 [32, 8]"),
+    (too_few,
+     f"{Q}.weight_zero_point is I32 [31, 8], for [256, 256] with one scale and zero point per 1x32 block it must "
+     "be I32 [32, 8]",
+     f"model.safetensors: {Q}.weight_zero_point is I32 [31, 8], for I32 [256, 32] it must be I32 [32, 8]"),
+])  # fmt: skip
 @for_each("work", [dequantize, compress])
 def test_zero_points_that_are_none(
     tmp_path: Path, damage: Callable[[Weights], None], message: str, found: str, work: Callable[..., Any]
@@ -168,14 +158,11 @@ def zero_points_of_another_width(weights: Weights) -> None:
     weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"][:-1].clone()
 
 
-@for_each(
-    ("damage", "message"),
-    [
-        (old_words, "its rows are not whole sets of 5 words with 32 codes"),
-        (of_another_width, "for [256, 384] with one scale and zero point per 1x32 block it must be I32 [40, 12]"),
-        (zero_points_of_another_width, "weight_zero_point is I32"),
-    ],
-)
+@for_each(("damage", "message"), [
+    (old_words, "its rows are not whole sets of 5 words with 32 codes"),
+    (of_another_width, "for [256, 384] with one scale and zero point per 1x32 block it must be I32 [40, 12]"),
+    (zero_points_of_another_width, "weight_zero_point is I32"),
+])  # fmt: skip
 def test_words_of_a_wrong_width_are_named(tmp_path: Path, damage: Callable[[Weights], None], message: str) -> None:
     source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
     compress(source, out, "int5", asymmetric=True, group_size="32")
