@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -40,7 +41,6 @@ from support.streamed_logits import computes_the_same
 
 Q = "model.layers.0.self_attn.q_proj"
 WRITTEN = sorted((Path(__file__).parent / "written").glob("*.safetensors"))
-kinds = for_each("kind", KINDS)
 
 
 def stored(root: Path, kind: str, shards: int = 1) -> Path:
@@ -48,34 +48,25 @@ def stored(root: Path, kind: str, shards: int = 1) -> Path:
     return store(root, stored_only(make), config, shards=shards)
 
 
-@kinds
-def test_dequantized_is_what_codes_stand_for(tmp_path: Path, kind: str) -> None:
+@for_each("kind", KINDS)
+def test_read_as_what_codes_stand_for_and_kept_in_their_own_scheme(tmp_path: Path, kind: str) -> None:
+    make, _, same = KINDS[kind]
     source = stored(tmp_path / "source", kind, shards=3)
-    result = dequantize(source, tmp_path / "plain")
-    assert result.decoded_tensors == 14
+    assert dequantize(source, tmp_path / "plain").decoded_tensors == 14
     plain, weights = small_checkpoints.read(tmp_path / "plain"), small_checkpoints.tensors("Qwen3ForCausalLM")
     assert set(plain) == set(weights)
     for name, weight in weights.items():
-        expected = KINDS[kind].make(weight)[1].bfloat16() if is_layer(name) else weight
-        assert torch.equal(plain[name], expected), name
+        assert torch.equal(plain[name], make(weight)[1].bfloat16() if is_layer(name) else weight), name
     assert "quantization_config" not in open_checkpoint(tmp_path / "plain").config
 
-
-@kinds
-def test_quantized_anew(tmp_path: Path, kind: str) -> None:
-    source, out = stored(tmp_path / "source", kind), tmp_path / "out"
-    assert compress(source, out, "block").quantized_tensors == 14
-    assert verify(out, source, full=True).problems == ()
-
-
-@for_each("kind", [kind for kind in KINDS if KINDS[kind].same])
-def test_codes_stay_as_they_are_in_their_own_scheme(tmp_path: Path, kind: str) -> None:
-    source, out = stored(tmp_path / "source", kind), tmp_path / "out"
-    compress(source, out, **(KINDS[kind].same or {}))
-    assert verify(out, source, full=True).problems == ()
-    dequantize(source, tmp_path / "plain")
-    dequantize(out, tmp_path / "again")
-    plain, again = small_checkpoints.read(tmp_path / "plain"), small_checkpoints.read(tmp_path / "again")
+    assert compress(source, tmp_path / "anew", "block").quantized_tensors == 14
+    assert verify(tmp_path / "anew", source, full=True).problems == ()
+    if same is None:
+        return
+    compress(source, tmp_path / "out", **same)
+    assert verify(tmp_path / "out", source, full=True).problems == ()
+    dequantize(tmp_path / "out", tmp_path / "again")
+    again = small_checkpoints.read(tmp_path / "again")
     for name in plain:
         # Scales of int4 are written in bfloat16.
         difference = (again[name].float() - plain[name].float()).abs()
@@ -159,10 +150,9 @@ QUARK = (
     "known are FP8 per_tensor, per_channel and per_block, symmetric int8 per_tensor and per_channel, symmetric int4 and "
     "asymmetric uint4 per_group, MXFP4, MXFP8 and NVFP4; or start from the unquantized model"
 )
-GROUPED = {"global_quant_config of Quark has weights of": QUARK}
 
 
-@for_each(("config", "message"), [
+UNREAD = [
     (quark(spec("fp6_e3m2", "per_group", **GROUP32)), 'weights of [{"dtype": "fp6_e3m2"'),
     (quark(spec("fp8_e4m3", "per_channel", ch_axis=1)), '"ch_axis": 1'),
     (quark(spec("int8", "per_channel", symmetric=False)), '"symmetric": false'),
@@ -180,13 +170,16 @@ GROUPED = {"global_quant_config of Quark has weights of": QUARK}
     (quark([spec("fp8_e4m3", "per_tensor"), spec("int4", "per_channel")]), '{"dtype": "int4"'),
     (quark(["fp8"]), "weights of []"),
     (quark("fp8"), "weights of []"),
-])  # fmt: skip
-def test_weights_of_quark_that_are_not_read(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        read_quantization({"quantization_config": config})
-    assert caught.value.message.startswith("config.json: global_quant_config of Quark has weights of [")
-    assert message in caught.value.message
-    assert caught.value.hint == QUARK.partition(";")[0]
+]
+
+
+def test_weights_of_quark_that_are_not_read() -> None:
+    for config, message in UNREAD:
+        with pytest.raises(UsageError) as caught:
+            read_quantization({"quantization_config": config})
+        assert caught.value.message.startswith("config.json: global_quant_config of Quark has weights of [")
+        assert message in caught.value.message
+        assert caught.value.hint == QUARK.partition(";")[0]
 
 
 TORCHAO = "known are Float8WeightOnlyConfig and Float8DynamicActivationFloat8WeightConfig with float8_e4m3fn, by row or tensor"
@@ -374,11 +367,9 @@ def test_damage(tmp_path: Path, kind: str, change: Callable[[Weights], Any], mes
 
 
 def test_weights_without_their_config_are_named(tmp_path: Path) -> None:
-    for number, kind in enumerate((FLAT, INT8)):
-        source = stored(tmp_path / str(number), kind)
-        config = json.loads((source / "config.json").read_text())
-        del config["quantization_config"]
-        (source / "config.json").write_text(json.dumps(config))
+    for kind in (FLAT, INT8):
+        source = stored(tmp_path / kind, kind)
+        change_json(source / "config.json", lambda found: found.pop("quantization_config"))
         with pytest.raises(PlanError, match="it holds .*(absmax|SCB), and config.json has no quantization_config"):
             dequantize(source, tmp_path / "out")
 
@@ -418,10 +409,10 @@ def test_a_large_quant_state_is_not_read(tmp_path: Path) -> None:
         dequantize(source, tmp_path / "out")
 
 
-@for_each("number", BITSANDBYTES)
-def test_values_of_a_table_are_their_own_nearest(number: Any) -> None:
-    values = number.values()
-    assert (number.nearest(values) == values).all()
-    between = torch.linspace(-1.2, 1.2, 1000).numpy()
-    error = abs(number.nearest(between.clip(-1, 1)) - between.clip(-1, 1))
-    assert (error <= number.bound(between.clip(-1, 1), torch.ones(1000).numpy(), 0)).all()
+def test_values_of_a_table_are_their_own_nearest() -> None:
+    between = torch.linspace(-1.2, 1.2, 1000).numpy().clip(-1, 1)
+    for number in BITSANDBYTES:
+        values = number.values()
+        assert (number.nearest(values) == values).all()
+        error = abs(number.nearest(between) - between)
+        assert (error <= number.bound(between, torch.ones(1000).numpy(), 0)).all(), number.name
