@@ -173,17 +173,14 @@ def test_one_format(tmp_path: Path, name: str) -> None:
         scale = next(tensor for last, tensor in stored.items() if last.startswith(f"{Q}.weight_scale"))
         assert equal(found[f"{Q}.weight"], stored[f"{Q}.weight"])
         assert equal(found[f"{Q}.weight_scale"], scale.float())
+    if name == STATIC:
+        # Layers that engines fuse keep scales of their own: engines round their codes again, of the source too.
+        assert stored[f"{Q}.weight_scale"] != stored[f"{K}.weight_scale"]
+        assert equal(found[f"{K}.weight_scale"], stored[f"{K}.weight_scale"])
     activations = [name for name in found if name.endswith("input_scale")]
     assert len(activations) == sum(name.endswith((".input_scale", ".activation_scale")) for name in stored)
     plan = make_kept_plan(open_checkpoint(tmp_path / "source"), PlanOptions())
     assert (summary.scheme_name(plan), summary.suffix(plan)) == ("keep", "-CT")
-
-
-def test_layers_that_engines_fuse_keep_scales_of_their_own(tmp_path: Path) -> None:
-    """Engines round codes with one scale per tensor again as they load them, of the source too."""
-    stored, found = kept(store(tmp_path / "source", *SOURCES[STATIC][:2]), tmp_path / "out")
-    assert stored[f"{Q}.weight_scale"] != stored[f"{K}.weight_scale"]
-    assert equal(found[f"{K}.weight_scale"], stored[f"{K}.weight_scale"])
 
 
 def test_global_scales_of_fused_layers_must_be_equal(tmp_path: Path) -> None:
@@ -315,39 +312,36 @@ def test_what_engines_cannot_load_so(tmp_path: Path, change: Callable[[Path], No
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unquantized_source_has_no_codes_to_keep(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source")
+def test_options_that_would_change_weights(tmp_path: Path) -> None:
+    given: dict[str, dict[str, Any]] = {
+        "ignore": {"ignore": "**"},
+        "format": {"format": "fp8"},
+        "gptq=True": {"gptq": True},
+        "calibrate=True": {"calibrate": True},
+        "quantize_lm_head=True": {"quantize_lm_head": True},
+    }
+    for told, options in given.items():
+        with pytest.raises(UsageError) as caught:
+            compress(tmp_path, tmp_path / "out", "keep", **options)
+        assert caught.value.message == f'scheme="keep" leaves weights as they are, and {told} is given'
+    # An unquantized source has no codes to keep.
     with pytest.raises(PlanError, match="^nothing in .* is quantized$"):
-        compress(source, tmp_path / "out", "keep")
+        compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "keep")
 
 
-@for_each(
-    ("options", "given"),
-    [({"ignore": "**"}, "ignore"), ({"format": "fp8"}, "format"), ({"gptq": True}, "gptq=True"),
-     ({"calibrate": True}, "calibrate=True"), ({"quantize_lm_head": True}, "quantize_lm_head=True")],
-)  # fmt: skip
-def test_options_that_would_change_weights(tmp_path: Path, options: dict[str, Any], given: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        compress(tmp_path, tmp_path / "out", "keep", **options)
-    assert caught.value.message == f'scheme="keep" leaves weights as they are, and {given} is given'
-
-
-@for_each("last", ["weight_packed", "weight_scale", "weight_global_scale"])
-def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path, last: str) -> None:
+def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path) -> None:
     source, out, module = mixed_precision(tmp_path / "source"), tmp_path / "out", f"{DENSE}.down_proj"
     compress(source, out, "keep")
+    told = f"{module}.weight_packed stands for other weights than the source's codes and scales"
+    for last in ("weight_packed", "weight_scale", "weight_global_scale"):
 
-    def change(found: Weights) -> None:
-        raw = found[f"{module}.{last}"].view(torch.uint8).reshape(-1)
-        raw[0] ^= 1
+        def flip(found: Weights, last: str = last) -> None:
+            found[f"{module}.{last}"].view(torch.uint8).reshape(-1)[0] ^= 1
 
-    change_weights(out, change)
-    assert verify(out).problems == ()
-    problems = verify(out, source, full=True).problems
-    assert any(
-        problem.endswith(f"{module}.weight_packed stands for other weights than the source's codes and scales")
-        for problem in problems
-    )
+        change_weights(out, flip)
+        assert verify(out).problems == ()
+        assert any(problem.endswith(told) for problem in verify(out, source, full=True).problems), last
+        change_weights(out, flip)
 
 
 @for_each("scheme", ["block", "int4"])

@@ -88,11 +88,14 @@ def test_a_plan_says_what_it_lacks() -> None:
         lacks(TENSOR_STATIC)
 
 
-@for_each("architecture", small_checkpoints.HAND_MADE)
-def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str) -> None:
+@for_each("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "Gemma3ForCausalLM"])
+def test_digest_depends_on_options_source_and_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
     checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a", architecture))
+    before = make_plan(checkpoint, TENSOR).digest
     digests = {
-        make_plan(checkpoint, TENSOR).digest,
+        before,
         make_plan(checkpoint, BLOCK).digest,
         make_plan(checkpoint, CHANNEL).digest,
         make_plan(checkpoint, TENSOR, PlanOptions(("**.layers.0.**",))).digest,
@@ -104,14 +107,9 @@ def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str)
         make_plan(checkpoint, BLOCK_COMPRESSED, PlanOptions(scheme_for=(("**.o_proj", TENSOR_COMPRESSED),))).digest,
     }
     assert len(digests) == 10
-    assert make_plan(checkpoint, TENSOR).digest in digests
-
-
-def test_digest_depends_on_the_registry_s_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that begins under one version of an entry is not continued under another."""
-    checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a"))
-    before = make_plan(checkpoint, TENSOR).digest
-    monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", replace(MODELS["Qwen3ForCausalLM"], fused=()))
+    assert make_plan(checkpoint, TENSOR).digest == before
+    # A run that begins under one version of an entry is not continued under another.
+    monkeypatch.setitem(MODELS, architecture, replace(MODELS[architecture], fused=()))
     assert make_plan(checkpoint, TENSOR).digest != before
 
 
@@ -134,22 +132,34 @@ def test_unknown_architecture_names_the_nearest(source: Path) -> None:
 
 
 def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    for layer in (0, 1):
-        weights[f"model.layers.{layer}.mlp.router.weight"] = torch.zeros(4, 256)
-    weights["model.extra"] = torch.zeros(2, 2)
-    weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(256, 256, dtype=torch.float64)
-    root = small_checkpoints.write(tmp_path / "a", weights=weights)
-    with pytest.raises(PlanError) as caught:
-        plan_of(root)
-    assert caught.value.message == (
+    def told(weights: dict[str, torch.Tensor]) -> tuple[str, str | None]:
+        with pytest.raises(PlanError) as caught:
+            plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
+        return caught.value.message, caught.value.hint
+
+    plain = small_checkpoints.tensors("Qwen3ForCausalLM")
+    more = {f"model.layers.{layer}.mlp.router.weight": torch.zeros(4, 256) for layer in (0, 1)}
+    more |= {"model.extra": torch.zeros(2, 2)}
+    more |= {"model.layers.0.self_attn.q_proj.weight": torch.zeros(256, 256, dtype=torch.float64)}
+    assert told(plain | more) == (
         "model.layers.0.self_attn.q_proj.weight is F64, not one of BF16, F16, F32; "
-        "model.extra, model.layers.{0..1}.mlp.router.weight matches no pattern of Qwen3ForCausalLM"
-    )
-    assert caught.value.hint == (
+        "model.extra, model.layers.{0..1}.mlp.router.weight matches no pattern of Qwen3ForCausalLM",
         "it is no part of Qwen3ForCausalLM: the checkpoint is damaged, merged wrongly or of another class (if it "
-        "belongs there, leave it as it is with --ignore)"
+        "belongs there, leave it as it is with --ignore)",
     )
+    # Without number they make a short message.
+    message, _ = told({f"what.{chr(97 + n // 26)}{chr(97 + n % 26)}.weight": torch.ones(2, 2) for n in range(600)})
+    assert message.startswith("what.aa.weight, what.ab.weight, ")
+    assert message.endswith(", what.dv.weight, 500 more matches no pattern of Qwen3ForCausalLM")
+
+    for prefix in ("module.", "_orig_mod."):
+        wrapped = {f"{prefix}{name}": weight for name, weight in plain.items()}
+        assert told(wrapped) == (
+            f"all names begin with {prefix}: the wrapped model was saved",
+            "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)",
+        )
+        wrapped["lm_head.weight"] = wrapped.pop(f"{prefix}lm_head.weight")
+        assert "matches no pattern of Qwen3ForCausalLM" in told(wrapped)[0]
 
 
 @for_each(("gone", "note"), [
@@ -245,26 +255,6 @@ def test_a_size_of_heads_that_follows_from_others(source: Path) -> None:
     assert plan_of(source).notes == (f"config.json does not fit the tensors: {difference}",)
 
 
-def test_misfits_without_number_make_a_short_message(tmp_path: Path) -> None:
-    weights = {f"what.{chr(97 + n // 26)}{chr(97 + n % 26)}.weight": torch.ones(2, 2) for n in range(600)}
-    with pytest.raises(PlanError) as caught:
-        plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
-    assert caught.value.message.startswith("what.aa.weight, what.ab.weight, ")
-    assert caught.value.message.endswith(", what.dv.weight, 500 more matches no pattern of Qwen3ForCausalLM")
-
-
-@for_each("prefix", ["module.", "_orig_mod."])
-def test_names_of_a_wrapped_model(tmp_path: Path, prefix: str) -> None:
-    weights = {f"{prefix}{name}": weight for name, weight in small_checkpoints.tensors("Qwen3ForCausalLM").items()}
-    with pytest.raises(PlanError) as caught:
-        plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
-    assert caught.value.message == f"all names begin with {prefix}: the wrapped model was saved"
-    assert caught.value.hint == "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)"
-    weights["lm_head.weight"] = weights.pop(f"{prefix}lm_head.weight")
-    with pytest.raises(PlanError, match=r"matches no pattern of Qwen3ForCausalLM"):
-        plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
-
-
 @for_each(
     ("lost", "renamed"),
     [("input_layernorm", None), ("mlp.up_proj", None), ("input_layernorm", "input_layernrm")],
@@ -298,46 +288,36 @@ def test_layers_of_several_kinds_lack_nothing() -> None:
     assert absent_modules(model, modules("ab", "ab", "ac")) == []
 
 
-def test_ignore_settles_a_tensor_no_pattern_matches(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
-    root = small_checkpoints.write(tmp_path / "a", weights=weights)
-    plan = plan_of(root, TENSOR, "**.mlp.router")
-    assert reason(plan, "model.layers.0.mlp.router") == "--ignore"
-    assert "model.layers.0.mlp.router" in ignored_layers(plan)
-    assert summary.quantized_tensors(plan) == 14
-
-
-def test_ignore_widens_to_the_joined_set_and_says_so(source: Path) -> None:
+def test_ignore_widens_to_the_joined_set_and_says_so(source: Path, tmp_path: Path) -> None:
     plan = plan_of(source, TENSOR, "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj")
     assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
     assert {"model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"} <= set(ignored_layers(plan))
     assert "model.layers.0.self_attn.o_proj" in quantized(plan)
     assert "model.layers.1.mlp.down_proj" in quantized(plan)
-    assert reason(plan, "model.layers.0.self_attn.k_proj") == "--ignore model.layers.0.self_attn.k_proj"
-    assert reason(plan, "model.layers.0.self_attn.q_proj") == (
-        "same as k_proj (--ignore model.layers.0.self_attn.k_proj)"
-    )
+    option = "--ignore model.layers.0.self_attn.k_proj"
+    assert reason(plan, "model.layers.0.self_attn.k_proj") == option
+    assert reason(plan, "model.layers.0.self_attn.q_proj") == f"same as k_proj ({option})"
     notes = sorted(plan.notes)
     assert [note.split(":")[0] for note in notes] == [
-        "--ignore model.layers.0.self_attn.k_proj also applies to the layers fused with it",
+        f"{option} also applies to the layers fused with it",
         "--ignore model.layers.1.mlp.up_proj also applies to the layers fused with it",
     ]
     assert notes[1].endswith(": model.layers.1.mlp.gate_proj")
 
-
-def test_unquantized_layers_must_divide_among_ranks_too(source: Path) -> None:
-    assert (
-        summary.parallel_sizes(plan_of(source, TENSOR, "**.self_attn.*"))
-        == summary.parallel_sizes(plan_of(source))
-        == [1, 2, 4]
-    )
-
-
-def test_ignore_that_matches_nothing_is_an_error(source: Path) -> None:
+    # What is not quantized must divide among ranks too.
+    sizes = summary.parallel_sizes(plan_of(source, TENSOR, "**.self_attn.*"))
+    assert sizes == summary.parallel_sizes(plan_of(source)) == [1, 2, 4]
     with pytest.raises(UsageError) as caught:
         plan_of(source, TENSOR, "model.layers.0.**", "model.layers.9.**")
     assert caught.value.message == "--ignore model.layers.9.** matches no module"
     assert summary.quantized_tensors(plan_of(source, TENSOR, "lm_head")) == 14
+
+    # It settles a tensor that no pattern matches.
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
+    plan = plan_of(small_checkpoints.write(tmp_path / "a", weights=weights), TENSOR, "**.mlp.router")
+    assert reason(plan, "model.layers.0.mlp.router") == "--ignore"
+    assert "model.layers.0.mlp.router" in ignored_layers(plan)
+    assert summary.quantized_tensors(plan) == 14
 
 
 def test_experts_of_a_layer_share_status(tmp_path: Path) -> None:
@@ -349,13 +329,19 @@ def test_experts_of_a_layer_share_status(tmp_path: Path) -> None:
     # The router, its neighbour, is kept for another reason.
     assert reason(plan, "model.layers.1.mlp.gate") == "router"
 
-
-def test_qwen3_moe_lists_ignored_dense_layers_under_the_joined_name_too(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM")
+    # Dense layers of the same model are listed under the joined name too.
     plan = plan_of(root, BLOCK, "model.layers.0.mlp.gate_proj")
     listed = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "gate_up")}
     assert listed <= set(ignored_layers(plan))
     assert "model.layers.0.mlp.gate_up_proj" not in ignored_layers(plan_of(root, BLOCK))
+
+    # All stay where blocks of one do not divide.
+    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    weights[name] = weights[name][:, :96].contiguous()
+    plan = plan_of(small_checkpoints.write(tmp_path / "b", "Qwen3MoeForCausalLM", weights=weights), BLOCK)
+    assert not any("experts" in module for module in quantized(plan))
+    assert "model.layers.1.mlp.experts.0.gate_proj" in ignored_layers(plan)
 
 
 def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_path: Path) -> None:
@@ -379,15 +365,6 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
         "--scheme tensor or channel quantizes them too",
     )
     assert summary.quantized_tensors(plan_of(root, TENSOR)) == 14
-
-
-def test_blocks_leave_all_experts_when_they_do_not_divide(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
-    name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    weights[name] = weights[name][:, :96].contiguous()
-    plan = plan_of(small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK)
-    assert not any("experts" in module for module in quantized(plan))
-    assert "model.layers.1.mlp.experts.0.gate_proj" in ignored_layers(plan)
 
 
 def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
@@ -429,12 +406,28 @@ def test_quantized_sources_without_a_config_are_refused_by_their_tensors(
         plan_of(root)
 
 
-def test_tensor_parallel_sizes_for_one_scale_per_tensor(source: Path) -> None:
+def test_rows_divide_wherever_tensors_do_and_need_no_other_shard(source: Path, tmp_path: Path) -> None:
     plan = plan_of(source)
     # 4 heads; 2 key and value heads, copied where there are more ranks.
     assert summary.parallel_sizes(plan) == [1, 2, 4]
     assert plan.parallel[3].problem is not None
     assert plan.parallel[3].problem.endswith("4 heads do not divide by 8")
+
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
+    root = small_checkpoints.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, CHANNEL)
+    assert summary.quantized_tensors(plan) == 14
+    assert summary.parallel_sizes(plan) == summary.parallel_sizes(plan_of(root, TENSOR))
+    assert ignored_layers(plan) == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
+
+    # Joined layers share their status.
+    plan = plan_of(source, CHANNEL, "model.layers.0.self_attn.k_proj")
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
+    for shard in plan.layout.shards:
+        assert plan.layout.sources(shard.name) == {shard.name}
+    plan = plan_of(source, TENSOR)
+    assert any(len(plan.layout.sources(shard.name)) > 1 for shard in plan.layout.shards)
 
 
 def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
@@ -465,25 +458,6 @@ def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
     ]
     # Without the MLP the key and value heads, copied to 4 and 8 ranks, are no obstacle.
     assert summary.parallel_sizes(plan_of(root, BLOCK, "**.mlp.*")) == [1, 2, 4, 8]
-
-
-def test_rows_divide_wherever_tensors_do(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
-    root = small_checkpoints.write(tmp_path / "a", weights=weights)
-    plan = plan_of(root, CHANNEL)
-    assert summary.quantized_tensors(plan) == 14
-    assert summary.parallel_sizes(plan) == summary.parallel_sizes(plan_of(root, TENSOR))
-    assert ignored_layers(plan) == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
-
-
-def test_rows_need_no_other_shard_but_joined_layers_share_their_status(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "a", shards=3)
-    plan = plan_of(root, CHANNEL, "model.layers.0.self_attn.k_proj")
-    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
-    for shard in plan.layout.shards:
-        assert plan.layout.sources(shard.name) == {shard.name}
-    assert any(len(plan_of(root, TENSOR).layout.sources(shard.name)) > 1 for shard in plan.layout.shards)
 
 
 def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
@@ -536,6 +510,20 @@ def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
     ]
 
 
+def test_a_shard_is_aligned_and_says_that_its_tensors_are_pytorch_s(tmp_path: Path) -> None:
+    """transformers loads no file that does not."""
+    plan = plan_of(small_checkpoints.write(tmp_path / "a", shards=3, dtype="float32"), BLOCK)
+    for shard in plan.layout.shards:
+        layout = plan.layout.lay_out(shard.name)
+        header, end = layout.header, len(layout.header)
+        assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
+        assert (len(header) - 8, len(header) % 8) == (int.from_bytes(header[:8], "little"), 0)
+        for info in layout.tensors:
+            assert end % (4 if info.dtype == "F32" else 1) == 0
+            end += info.nbytes
+        assert end == layout.size == shard.nbytes + len(header)
+
+
 def test_what_is_left_behind_is_told(source: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(b"pickled")
     (source / ".cache").mkdir()
@@ -543,27 +531,6 @@ def test_what_is_left_behind_is_told(source: Path) -> None:
     plan = plan_of(source, TENSOR)
     assert set(plan.decoded.left_out) == {"pytorch_model.bin", ".cache/"}
     assert set(plan.files) == {"config.json", "generation_config.json"}
-
-
-def test_a_shard_says_that_its_tensors_are_pytorch_s(source: Path) -> None:
-    """transformers loads no file that does not."""
-    plan = plan_of(source, TENSOR)
-    for shard in plan.layout.shards:
-        header = plan.layout.lay_out(shard.name).header
-        assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
-        assert (len(header) - 8, len(header) % 8) == (int.from_bytes(header[:8], "little"), 0)
-
-
-def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "a", dtype="float32")
-    plan = plan_of(root, BLOCK)
-    for shard in plan.layout.shards:
-        layout = plan.layout.lay_out(shard.name)
-        end = len(layout.header)
-        for info in layout.tensors:
-            assert end % (4 if info.dtype == "F32" else 1) == 0
-            end += info.nbytes
-        assert end == layout.size == shard.nbytes + len(layout.header)
 
 
 # Several schemes.
@@ -973,15 +940,28 @@ def with_head(root: Path, scheme: Scheme, ignore: tuple[str, ...] = ()) -> Plan:
     return make_plan(open_checkpoint(root), scheme, PlanOptions(ignore, head=True))
 
 
-@for_each("scheme", [TENSOR_COMPRESSED, CHANNEL, MXFP8])
-def test_output_head_is_named_among_what_is_quantized(source: Path, scheme: Scheme) -> None:
-    plan = with_head(source, scheme)
+def test_output_head_is_named_among_what_is_quantized(source: Path, tmp_path: Path) -> None:
+    for scheme in (TENSOR_COMPRESSED, CHANNEL, MXFP8):
+        plan = with_head(source, scheme)
+        assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
+        assert ignored_layers(plan) == ["model.embed_tokens"]
+        assert summary.quantized_tensors(plan) == 15
+        assert [note for note in plan.notes if "SGLang" not in note] == []
+        assert plan.digest != plan_of(source, scheme).digest
+        assert ignored_layers(with_head(source, scheme, ("lm_head",))) == ["lm_head", "model.embed_tokens"]
+
+    # It has no blocks.
+    plan = with_head(source, BLOCK_COMPRESSED)
+    assert targets(plan) == [["Linear"], ["re:(.*[.])?lm_head"]]
+    assert reason(plan, "lm_head") == "channel: engines load no output head in this scheme"
+    assert plan.notes == (
+        "one scale per output row instead of one scale per 128x128 block for 1 of 15 layers (10.0 % of their bytes): "
+        "lm_head; engines load no output head in this scheme",
+    )
+    plan = with_head(small_checkpoints.write(tmp_path / "a", "Llama4ForConditionalGeneration"), CHANNEL)
+    assert "language_model.lm_head" in quantized(plan)
     assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
-    assert ignored_layers(plan) == ["model.embed_tokens"]
-    assert summary.quantized_tensors(plan) == 15
-    assert [note for note in plan.notes if "SGLang" not in note] == []
-    assert plan.digest != plan_of(source, scheme).digest
-    assert ignored_layers(with_head(source, scheme, ("lm_head",))) == ["lm_head", "model.embed_tokens"]
+    assert "lm_head" not in ignored_layers(plan)
 
 
 def test_an_output_head_of_few_bits_has_a_note(source: Path) -> None:
@@ -995,41 +975,36 @@ def test_an_output_head_of_few_bits_has_a_note(source: Path) -> None:
     ]
     assert notes(INT4_W4A16_64, head=True, scheme_for=(("lm_head", INT8_W8A16),)) == []
     assert notes(INT4_W4A16_64) == notes(INT8_W8A16, head=True) == []
+    # SGLang loads no head in what it has no layers in.
+    plan = make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=(("lm_head", INT6),), head=True))
+    assert f"{SGLANG} does not load this output: it does not support int6; try another scheme" in plan.notes
 
 
-def test_output_head_has_no_blocks(source: Path) -> None:
-    plan = with_head(source, BLOCK_COMPRESSED)
-    assert targets(plan) == [["Linear"], ["re:(.*[.])?lm_head"]]
-    assert reason(plan, "lm_head") == "channel: engines load no output head in this scheme"
-    assert plan.notes == (
-        "one scale per output row instead of one scale per 128x128 block for 1 of 15 layers (10.0 % of their bytes): "
-        "lm_head; engines load no output head in this scheme",
-    )
+LEFT_OUT = "leave --quantize-lm-head out"
+TIED = "the output head is the embedding, which stays unquantized"
+IN_FP8 = "engines load no quantized output head in the fp8 format"
+OTHER = "use --scheme channel or --format compressed-tensors"
+NAMELESS = f"AfmoeForCausalLM: its output head stays unquantized: {VLLM} builds it without a name to find its scheme by"
 
 
-def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
-    plan = with_head(small_checkpoints.write(tmp_path / "a", "Llama4ForConditionalGeneration"), CHANNEL)
-    assert "language_model.lm_head" in quantized(plan)
-    assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
-    assert "lm_head" not in ignored_layers(plan)
-
-
-@for_each(("architecture", "scheme", "message"), [
-    ("Qwen3ForCausalLM", TENSOR, "engines load no quantized output head in the fp8 format"),
-    ("Qwen3ForCausalLM", BLOCK, "engines load no quantized output head in the fp8 format"),
-    ("Gemma3ForCausalLM", CHANNEL, "the output head is the embedding, which stays unquantized"),
-    ("Gemma3ForConditionalGeneration", CHANNEL, "the output head is the embedding, which stays unquantized"),
-    ("AfmoeForCausalLM", CHANNEL,
-     f"AfmoeForCausalLM: its output head stays unquantized: {VLLM} builds it without a name to find its scheme by"),
-])  # fmt: skip
-def test_output_heads_that_engines_cannot_load_are_refused(
-    tmp_path: Path, architecture: str, scheme: Scheme, message: str
-) -> None:
-    with pytest.raises(PlanError) as caught:
-        with_head(small_checkpoints.write(tmp_path / "a", architecture), scheme)
-    assert caught.value.message == message
-    other_scheme = "use --scheme channel or --format compressed-tensors"
-    assert caught.value.hint == (other_scheme if "fp8 format" in message else "leave --quantize-lm-head out")
+def test_output_heads_that_engines_cannot_load_are_refused(tmp_path: Path) -> None:
+    headless = small_checkpoints.tensors("Qwen3ForCausalLM")
+    del headless["lm_head.weight"]
+    small_checkpoints.write(tmp_path / "headless", weights=headless)
+    for name, scheme, message, hint in (
+        ("Qwen3ForCausalLM", TENSOR, IN_FP8, OTHER),
+        ("Qwen3ForCausalLM", BLOCK, IN_FP8, OTHER),
+        ("Gemma3ForCausalLM", CHANNEL, TIED, LEFT_OUT),
+        ("Gemma3ForConditionalGeneration", CHANNEL, TIED, LEFT_OUT),
+        ("AfmoeForCausalLM", CHANNEL, NAMELESS, LEFT_OUT),
+        ("headless", CHANNEL, TIED, LEFT_OUT),
+    ):
+        root = tmp_path / name
+        if not root.exists():
+            small_checkpoints.write(root, name)
+        with pytest.raises(PlanError) as caught:
+            with_head(root, scheme)
+        assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
 def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
@@ -1063,20 +1038,6 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
     assert summary.quantized_tensors(make_plan(source, CHANNEL, asked["--ignore **.self_attn.*"])) == 6
 
 
-def test_an_output_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    del weights["lm_head.weight"]
-    with pytest.raises(PlanError) as caught:
-        with_head(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
-    assert caught.value.message == "the output head is the embedding, which stays unquantized"
-    assert caught.value.hint == "leave --quantize-lm-head out"
-
-
-def test_sglang_does_not_load_a_head_in_what_it_has_no_layers_in(source: Path) -> None:
-    plan = make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=(("lm_head", INT6),), head=True))
-    assert f"{SGLANG} does not load this output: it does not support int6; try another scheme" in plan.notes
-
-
 # The input embedding.
 
 
@@ -1095,10 +1056,32 @@ def test_embedding_has_the_scheme_of_the_plan_or_int8(source: Path) -> None:
         assert targets(plan) == [["Linear"], ["model.embed_tokens"]]
     chosen = with_embedding(source, CHANNEL, scheme_for=(("model.embed_tokens", INT4_W4A16_64),))
     assert reason(chosen, "model.embed_tokens") == "int4: --scheme-for model.embed_tokens=int4"
-    assert ignored_layers(with_embedding(source, CHANNEL, ignore=("**.embed_tokens",))) == [
-        "lm_head",
-        "model.embed_tokens",
-    ]
+    ignored = with_embedding(source, CHANNEL, ignore=("**.embed_tokens",))
+    assert ignored_layers(ignored) == ["lm_head", "model.embed_tokens"]
+    unloaded = "it loads no quantized embedding; it loads without --quantize-embeddings"
+    assert f"{SGLANG} does not load this output: {unloaded}" in with_embedding(source, CHANNEL).notes
+    # GPTQ leaves head and embedding alone.
+    decisions = with_embedding(source, INT4_W4A16_64, head=True).decisions
+    rounded = {weight.module for weight, _ in gptq_weights(decisions)}
+    assert {weight.module for weight, _ in decisions.quantized} - rounded == {"lm_head", "model.embed_tokens"}
+
+
+def test_schemes_for_head_and_embedding_that_are_refused(source: Path) -> None:
+    for scheme, name in ((CHANNEL, "channel"), (INT4_SHIFTED_64, "int4 with zero points")):
+        with pytest.raises(PlanError) as caught:
+            with_embedding(source, INT8_W8A8, scheme_for=(("**.embed_tokens", scheme),))
+        assert caught.value.message == f"model.embed_tokens: no engine loads an embedding in {name}"
+        assert caught.value.hint == (
+            f"{VLLM} loads int8-weights, int4 and int2 without zero points: give it one of these with --scheme-for"
+        )
+    for pattern, what in (
+        ("lm_head", "output head is quantized with --quantize-lm-head"),
+        ("**.embed_tokens", "input embedding is quantized with --quantize-embeddings"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=((pattern, INT8_W8A16),)))
+        assert caught.value.message == f"--scheme-for {pattern}=int8-weights matches no module that can be quantized"
+        assert caught.value.hint == f"the {what} only: give that too"
 
 
 @for_each(("architecture", "names"), [
@@ -1114,13 +1097,6 @@ def test_embedding_is_named_as_vllm_finds_it(tmp_path: Path, architecture: str, 
     assert ("Embedding" in second) == (architecture == "LlamaForCausalLM")
 
 
-def test_sglang_loads_no_quantized_embedding(source: Path) -> None:
-    says = (
-        f"{SGLANG} does not load this output: it loads no quantized embedding; it loads without --quantize-embeddings"
-    )
-    assert says in with_embedding(source, CHANNEL).notes
-
-
 @for_each(("documents", "note"), [
     (1, "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of it a lot: "
      "--samples 3 gives enough"),
@@ -1129,13 +1105,6 @@ def test_sglang_loads_no_quantized_embedding(source: Path) -> None:
 def test_texts_too_few_for_gptq_have_a_note(source: Path, documents: int, note: str | None) -> None:
     plan = make_plan(open_checkpoint(source), INT4_W4A16_64, PlanOptions(gptq={"documents": documents, "length": 200}))
     assert [text for text in plan.notes if "fewer tokens" in text] == ([note] if note else [])
-
-
-def test_gptq_leaves_head_and_embedding_alone(source: Path) -> None:
-    decisions = with_embedding(source, INT4_W4A16_64, head=True).decisions
-    assert {"lm_head", "model.embed_tokens"} == {weight.module for weight, _ in decisions.quantized} - {
-        weight.module for weight, _ in gptq_weights(decisions)
-    }
 
 
 @for_each(("architecture", "scheme", "message", "hint"), [
@@ -1186,24 +1155,3 @@ def test_outputs_that_mlx_lm_misreads(
     notes = [note for note in make_plan(source, scheme, PlanOptions(**options)).notes if "mlx-lm" in note]
     why = f"mlx-lm 0.32.2 misreads {misread} of this class without an error"
     assert notes == ([f"{why}: give it what `openquant dequantize` makes of the output"] if misread else [])
-
-
-@for_each(("scheme", "name"), [(CHANNEL, "channel"), (INT4_SHIFTED_64, "int4 with zero points")])
-def test_an_embedding_in_another_scheme_is_refused(source: Path, scheme: Scheme, name: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        with_embedding(source, INT8_W8A8, scheme_for=(("**.embed_tokens", scheme),))
-    assert caught.value.message == f"model.embed_tokens: no engine loads an embedding in {name}"
-    assert caught.value.hint == (
-        f"{VLLM} loads int8-weights, int4 and int2 without zero points: give it one of these with --scheme-for"
-    )
-
-
-@for_each(("pattern", "hint"), [
-    ("lm_head", "the output head is quantized with --quantize-lm-head only: give that too"),
-    ("**.embed_tokens", "the input embedding is quantized with --quantize-embeddings only: give that too"),
-])  # fmt: skip
-def test_a_scheme_for_head_or_embedding_alone_says_which_option_it_needs(source: Path, pattern: str, hint: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=((pattern, INT8_W8A16),)))
-    assert caught.value.message == f"--scheme-for {pattern}=int8-weights matches no module that can be quantized"
-    assert caught.value.hint == hint
