@@ -55,12 +55,7 @@ def test_expressions_that_are_none() -> None:
         Expressions(["re:" + "(" * 900])
 
 
-FOR_EVER = [
-    r"re:(?:[a-z._0-9]|[a-z])*[0-9]$",
-    r"re:(.|.)*(.|.)*=$",
-    r"re:(?=(?:.|.)*=$).",
-    r"re:((?:a|e|.)*\b)*#$",
-]
+FOR_EVER = [r"re:(?:[a-z._0-9]|[a-z])*[0-9]$", r"re:(.|.)*(.|.)*=$", r"re:(?=(?:.|.)*=$).", r"re:((?:a|e|.)*\b)*#$"]
 
 
 def test_an_expression_that_backtracks_for_ever_ends(monkeypatch: pytest.MonkeyPatch) -> None:

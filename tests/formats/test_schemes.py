@@ -200,11 +200,7 @@ COMPRESSED = [
     (INT4_W4A16_CHANNEL, {"num_bits": 4, "strategy": "channel"}, None),
     *((INTEGER_GROUPS[bits][0], {"num_bits": bits, "strategy": "group", "group_size": 128}, None) for bits in WIDTHS),
     *((INTEGER_GROUPS[bits][3], {"num_bits": bits, "strategy": "channel"}, None) for bits in WIDTHS),
-    (
-        BLOCK_COMPRESSED,
-        {"strategy": "block", "block_structure": [128, 128]},
-        {"strategy": "group", "group_size": 128},
-    ),
+    (BLOCK_COMPRESSED, {"strategy": "block", "block_structure": [128, 128]}, {"strategy": "group", "group_size": 128}),
     (MXFP8, MX, MX),
     (MXFP4, MX | {"num_bits": 4}, None),
     (NVFP4, NV, None),

@@ -25,12 +25,7 @@ from openquant.gguf.source import open_gguf
 from support.gguf_files import DECODABLE, HEAD_DIM, LAYERS, TEMPLATE, WIDTH, shapes_of, split_gguf, write_gguf
 from support.rows import for_each
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _STACK = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 

@@ -256,8 +256,7 @@ def test_a_size_of_heads_that_follows_from_others(source: Path) -> None:
 
 
 @for_each(
-    ("lost", "renamed"),
-    [("input_layernorm", None), ("mlp.up_proj", None), ("input_layernorm", "input_layernrm")],
+    ("lost", "renamed"), [("input_layernorm", None), ("mlp.up_proj", None), ("input_layernorm", "input_layernrm")]
 )
 def test_what_one_layer_lacks_is_noted(tmp_path: Path, lost: str, renamed: str | None) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")

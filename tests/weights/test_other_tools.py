@@ -23,17 +23,7 @@ from openquant.formats.quantization import read_quantization
 from openquant.weights.find import decoded_view
 from openquant.weights.reading import Reader
 from support import small_checkpoints
-from support.other_tools import (
-    GROUP32,
-    KINDS,
-    TOKENS,
-    bnb,
-    fp8_tensor,
-    quark,
-    spec,
-    stored_only,
-    torchao_config,
-)
+from support.other_tools import GROUP32, KINDS, TOKENS, bnb, fp8_tensor, quark, spec, stored_only, torchao_config
 from support.quantized_checkpoints import Weights, is_layer, store
 from support.rows import for_each
 from support.small_checkpoints import change_weights
