@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,20 +61,17 @@ def test_state_dict_holds_the_written_names_and_comes_back(
     assert packed(x).dtype == torch.bfloat16
 
 
-@for_each(("size", "groups"), [("32", 8), (64, 4), (128, 2), ("channel", 1)])
-def test_inputs_that_share_a_scale_can_be_chosen(size: str | int, groups: int) -> None:
-    linear = nn.Linear(256, 128, dtype=torch.bfloat16)
-    packed = PackedLinear.from_linear(linear, "int4", group_size=size)
-    assert packed.scheme.group_size == str(size)
-    assert packed.scale.shape == (128, groups)
-    error = (packed.dequantized() - linear.weight).norm() / linear.weight.norm()
-    assert 0.06 < error < 0.09
-
-
-def test_groups_are_those_of_compress_where_128_does_not_divide_the_inputs() -> None:
+def test_inputs_that_share_a_scale_can_be_chosen() -> None:
+    for size, groups in (("32", 8), (64, 4), (128, 2), ("channel", 1)):
+        linear = nn.Linear(256, 128, dtype=torch.bfloat16)
+        packed = PackedLinear.from_linear(linear, "int4", group_size=size)
+        assert packed.scheme.group_size == str(size)
+        assert packed.scale.shape == (128, groups)
+        error = (packed.dequantized() - linear.weight).norm() / linear.weight.norm()
+        assert 0.06 < error < 0.09
+    # They are those of `compress` where 128 does not divide the inputs.
     linear = nn.Linear(96, 128, bias=False, dtype=torch.bfloat16)
-    packed = PackedLinear.from_linear(linear, "int4")
-    assert packed.scheme.group_size == "32"
+    assert PackedLinear.from_linear(linear, "int4").scheme.group_size == "32"
     with pytest.raises(ValueError, match="96 inputs per row do not divide into groups of 128"):
         PackedLinear.from_linear(linear, "int4", group_size=128)
 
@@ -139,10 +137,7 @@ def test_forward_is_the_dequantized_layer() -> None:
     assert torch.equal(packed(x), x @ weight.T)
     assert (packed(x) - linear(x)).abs().max() < 0.2
     assert "bias" not in packed.state_dict()
-
-
-def test_scales_can_be_powers_of_two() -> None:
-    linear = nn.Linear(128, 128, bias=False)
+    # Scales can be powers of two.
     packed = PackedLinear.from_linear(linear, "block", scale_format="ue8m0")
     assert torch.frexp(packed.scale).mantissa.item() == 0.5
     assert (packed.dequantized() - linear.weight).abs().max() <= linear.weight.abs().max() / 16
@@ -150,41 +145,37 @@ def test_scales_can_be_powers_of_two() -> None:
 
 def test_bad_parts_are_refused() -> None:
     codes = torch.zeros(128, 256).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"float8_e4m3fn matrix, not float32 \[128, 256\]"):
-        PackedLinear(torch.zeros(128, 256), torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"^weight must be codes of int4: int32 matrix, not uint8 \[128, 128\]$"):
-        PackedLinear(torch.zeros(128, 128, dtype=torch.uint8), torch.tensor(1.0), scheme="int4")
-    words = torch.zeros(128, 32, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"does not fit a weight \[128, 128\] of int8-weights: give scheme= if it is"):
-        PackedLinear(words, torch.ones(128, 2, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"does not fit a weight \[128, 256\]$"):
-        PackedLinear(words, torch.ones(128, 3, dtype=torch.bfloat16), scheme="int4")
-    with pytest.raises(ValueError, match="^int9 is not a scheme$"):
-        PackedLinear(words, torch.ones(128, 2, dtype=torch.bfloat16), scheme="int9")
-    with pytest.raises(ValueError, match="^scheme channel has no zero_point$"):
-        PackedLinear(codes, torch.ones(128, 1), scheme="channel", zero_point=words)
-    with pytest.raises(ValueError, match=r"^zero_point must be int32 \[16, 2\], not int32 \[16, 1\]$"):
-        PackedLinear(words, torch.ones(128, 2, dtype=torch.bfloat16), scheme="int4", zero_point=words[:16, :1])
-    with pytest.raises(ValueError, match=r"scale \[2, 1\] does not fit a weight \[128, 256\]"):
-        PackedLinear(codes, torch.ones(2, 1))
-    with pytest.raises(ValueError, match="torch.float64 scale"):
-        PackedLinear(codes, torch.tensor(1.0, dtype=torch.float64))
-    with pytest.raises(ValueError, match="96 x 256 does not divide"):
-        PackedLinear.from_linear(nn.Linear(256, 96), "block")
-    linear = nn.Linear(128, 128)
-    with torch.no_grad():
-        linear.weight[3, 4] = torch.nan
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        PackedLinear.from_linear(linear)
-    with torch.no_grad():
-        linear.weight[3, 4] = 70000
-    with pytest.raises(ValueError, match="reaches 70000, engines load at most 65504"):
-        PackedLinear.from_linear(linear)
-    with torch.no_grad():
-        linear.weight[3, 4] = -3.3e38
-    for scheme in ("channel", "block", "mxfp8"):
-        with pytest.raises(ValueError, match=r"reaches 3.3e\+38, engines load at most 2.97747e\+38"):
-            PackedLinear.from_linear(linear, scheme)
+    words, ones = torch.zeros(128, 32, dtype=torch.int32), torch.ones(128, 2, dtype=torch.bfloat16)
+    linear, nan, large, larger = (nn.Linear(128, 128) for _ in range(4))
+    for layer, value in ((nan, torch.nan), (large, 70000), (larger, -3.3e38)):
+        with torch.no_grad():
+            layer.weight[3, 4] = value
+    make = PackedLinear.from_linear
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: PackedLinear(torch.zeros(128, 256), torch.tensor(1.0)), r"float8_e4m3fn matrix, not float32 \[128, 256\]"),
+        (lambda: PackedLinear(torch.zeros(128, 128, dtype=torch.uint8), torch.tensor(1.0), scheme="int4"),
+         r"^weight must be codes of int4: int32 matrix, not uint8 \[128, 128\]$"),
+        (lambda: PackedLinear(words, ones), r"does not fit a weight \[128, 128\] of int8-weights: give scheme= if it is"),
+        (lambda: PackedLinear(words, torch.ones(128, 3, dtype=torch.bfloat16), scheme="int4"),
+         r"does not fit a weight \[128, 256\]$"),
+        (lambda: PackedLinear(words, ones, scheme="int9"), "^int9 is not a scheme$"),
+        (lambda: PackedLinear(codes, torch.ones(128, 1), scheme="channel", zero_point=words),
+         "^scheme channel has no zero_point$"),
+        (lambda: PackedLinear(words, ones, scheme="int4", zero_point=words[:16, :1]),
+         r"^zero_point must be int32 \[16, 2\], not int32 \[16, 1\]$"),
+        (lambda: PackedLinear(codes, torch.ones(2, 1)), r"scale \[2, 1\] does not fit a weight \[128, 256\]"),
+        (lambda: PackedLinear(codes, torch.tensor(1.0, dtype=torch.float64)), "torch.float64 scale"),
+        (lambda: make(nn.Linear(256, 96), "block"), "96 x 256 does not divide"),
+        (lambda: make(nan), "NaN or infinity"),
+        (lambda: make(large), "reaches 70000, engines load at most 65504"),
+        (lambda: make(larger, "channel"), r"reaches 3.3e\+38, engines load at most 2.97747e\+38"),
+        (lambda: make(larger, "block"), r"reaches 3.3e\+38, engines load at most 2.97747e\+38"),
+        (lambda: make(larger, "mxfp8"), r"reaches 3.3e\+38, engines load at most 2.97747e\+38"),
+    ]  # fmt: skip
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+    make(linear)
 
 
 SHIFTED = replace(INT8_W8A8, name="shifted", format=replace(INT8_W8A8.format, zero_point=ZERO_POINT))

@@ -173,7 +173,19 @@ def test_an_unknown_architecture_is_known_where_every_layer_has_keys_and_values(
         assert found[1].cache is None
 
 
-def test_a_plan_that_dequantizes_says_nothing() -> None:
+def test_source_and_output_differ_by_their_weights() -> None:
+    plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
+    assert summary.serving(plan) is not None
+    source, output = summary.serving(plan)
+    assert (source.weights_bytes, output.weights_bytes) == (summary.source_bytes(plan), summary.output_bytes(plan))
+    assert source.cache == output.cache
+    # Draft layers are not loaded.
+    plan = make_plan(with_few_experts(published("GlmMoeDsaForCausalLM")), TENSOR)
+    assert summary.serving(plan) is not None
+    drafts = sum(line.bytes_after for line in plan.lines if line.why == "MTP layer")
+    assert drafts > 0
+    assert summary.serving(plan)[1].weights_bytes == summary.output_bytes(plan) - drafts
+    # A plan that dequantizes says nothing.
     assert summary.serving(make_plain_plan(published("quantized/DeepseekV3ForCausalLM"))) is None
 
 
@@ -201,22 +213,6 @@ def test_only_sizes_that_divide_count() -> None:
         assert summary.serving(plan) is not None
         used = {fit.gpus for fit in summary.serving(plan)[1].fits}
         assert used <= {*summary.parallel_sizes(plan), None}
-
-
-def test_source_and_output_differ_by_their_weights() -> None:
-    plan = make_plan(published("Qwen3ForCausalLM"), TENSOR)
-    assert summary.serving(plan) is not None
-    source, output = summary.serving(plan)
-    assert (source.weights_bytes, output.weights_bytes) == (summary.source_bytes(plan), summary.output_bytes(plan))
-    assert source.cache == output.cache
-
-
-def test_draft_layers_are_not_loaded() -> None:
-    plan = make_plan(with_few_experts(published("GlmMoeDsaForCausalLM")), TENSOR)
-    assert summary.serving(plan) is not None
-    drafts = sum(line.bytes_after for line in plan.lines if line.why == "MTP layer")
-    assert drafts > 0
-    assert summary.serving(plan)[1].weights_bytes == summary.output_bytes(plan) - drafts
 
 
 FULL = CachedLayers(4096, 2048, None, 8)

@@ -19,7 +19,7 @@ from openquant.formats.quantization import read_quantization
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 from support.mixed_precision import ARCHITECTURE, DENSE, EXPERTS, UNQUANTIZED, decoded, mixed_precision
-from support.quantized_checkpoints import Weights, is_layer, ragged_blocks
+from support.quantized_checkpoints import is_layer, ragged_blocks
 from support.rows import for_each
 from support.small_checkpoints import change_weights
 
@@ -106,10 +106,6 @@ def test_activations_are_rounded_as_each_format_has_it(tmp_path: Path) -> None:
     served = ServedModel(StreamedModel(open_checkpoint(source)))
     assert served.fp8_cache
     assert served.rounds
-
-
-def without(last: str) -> Callable[[Weights], object]:
-    return lambda found: found.pop(last)
 
 
 UNKNOWN: list[tuple[Any, str]] = [
