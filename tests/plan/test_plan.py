@@ -373,36 +373,31 @@ def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
     assert config["ignored_layers"] == config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
 
 
-@for_each(("change", "message"), [
-    ({"quantization_config": {"quant_method": "bitnet"}},
-     'the source is already quantized: config.json has the quant_method "bitnet"'),
-    ({"compression_config": {"format": "x"}}, "the source is already quantized: config.json has the quant_method null"),
-    ({"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}},
-     'the source is already quantized: config.json has the quant_algo "NVFP4_AWQ"'),
-])  # fmt: skip
-def test_sources_quantized_in_unknown_ways_are_refused_by_their_config(
-    source: Path, change: dict[str, object], message: str
-) -> None:
+def test_sources_quantized_in_unknown_ways_are_refused(source: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(PlanError) as caught:
-        plan_of(source)
-    assert caught.value.message == message
+    for change, told in (
+        ({"quantization_config": {"quant_method": "bitnet"}}, 'the quant_method "bitnet"'),
+        ({"compression_config": {"format": "x"}}, "the quant_method null"),
+        (
+            {"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}},
+            'the quant_algo "NVFP4_AWQ"',
+        ),
+    ):
+        (source / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(PlanError) as caught:
+            plan_of(source)
+        assert caught.value.message == f"the source is already quantized: config.json has {told}"
 
-
-@for_each(("name", "tensor", "message"), [
-    ("model.layers.0.mlp.up_proj.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
-    ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.zeros(4, 2), "it holds {}"),
-    ("model.layers.0.mlp.up_proj.qweight", torch.zeros(4, 2, dtype=torch.int32), "it holds {}"),
-])  # fmt: skip
-def test_quantized_sources_without_a_config_are_refused_by_their_tensors(
-    tmp_path: Path, name: str, tensor: torch.Tensor, message: str
-) -> None:
-    root = small_checkpoints.write(
-        tmp_path / "a", weights=small_checkpoints.tensors("Qwen3ForCausalLM") | {name: tensor}
-    )
-    with pytest.raises(PlanError, match="already quantized: " + message.format(name)):
-        plan_of(root)
+    # Without a config by their tensors.
+    weights, up = small_checkpoints.tensors("Qwen3ForCausalLM"), "model.layers.0.mlp.up_proj"
+    for name, tensor, message in (
+        (f"{up}.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
+        (f"{up}.weight_scale_inv", torch.zeros(4, 2), "it holds {}"),
+        (f"{up}.qweight", torch.zeros(4, 2, dtype=torch.int32), "it holds {}"),
+    ):
+        root = small_checkpoints.write(tmp_path / "a", weights=weights | {name: tensor})
+        with pytest.raises(PlanError, match="already quantized: " + message.format(name)):
+            plan_of(root)
 
 
 def test_rows_divide_wherever_tensors_do_and_need_no_other_shard(source: Path, tmp_path: Path) -> None:

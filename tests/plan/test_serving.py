@@ -186,7 +186,7 @@ def test_source_and_output_differ_by_their_weights() -> None:
     assert drafts > 0
     assert summary.serving(plan)[1].weights_bytes == summary.output_bytes(plan) - drafts
     # A plan that dequantizes says nothing.
-    assert summary.serving(make_plain_plan(published("quantized/DeepseekV3ForCausalLM"))) is None
+    assert summary.serving(make_plain_plan(with_few_experts(published("quantized/DeepseekV3ForCausalLM")))) is None
 
 
 def test_gpus_and_tokens() -> None:

@@ -801,29 +801,31 @@ def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
     assert all(same(found[name], stored[name]) for name in found)
 
 
-# Published checkpoints, by their headers: layers in the same scheme; with few experts in that one, in another, and of
-# the latter decoded ones.
+# Published checkpoints, by their headers: layers in the same scheme, where all experts are looked at; with few experts in
+# that one, in another, and of the latter decoded ones.
 PUBLISHED = {
-    "DeepseekV3ForCausalLM": (45808, 1204, 1123, 81),
+    "DeepseekV3ForCausalLM": (None, 1204, 1123, 81),
     "Qwen3MoeForCausalLM": (18624, 768, 768, 0),
-    "Qwen3NextForCausalLM": (75535, 859, 840, 19),
-    "MiniMaxM2ForCausalLM": (47864, 992, 992, 0),
+    "Qwen3NextForCausalLM": (None, 859, 840, 19),
+    "MiniMaxM2ForCausalLM": (None, 992, 992, 0),
 }
 
 
 @for_each("name", PUBLISHED)
 def test_published_fp8_checkpoints(name: str) -> None:
-    checkpoint = published(f"quantized/{name}")
-    quantized, few, other, decoded = PUBLISHED[name]
-    plan = make_plan(checkpoint, BLOCK)
-    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (quantized, 0)
-    outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
-    assert outputs.keys() == checkpoint.tensors.keys()
-    for info in checkpoint.tensors.values():
-        dtype = "F32" if info.name.endswith("_scale_inv") else info.dtype
-        assert outputs[info.name] == info._replace(dtype=dtype)
-    assert 1 in summary.parallel_sizes(plan)
-    checkpoint = with_few_experts(checkpoint)
+    whole = published(f"quantized/{name}")
+    all_experts, few, other, decoded = PUBLISHED[name]
+    for checkpoint, quantized in ((with_few_experts(whole), few), *([(whole, all_experts)] if all_experts else [])):
+        plan = make_plan(checkpoint, BLOCK)
+        assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (quantized, 0)
+        outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
+        assert outputs.keys() == checkpoint.tensors.keys()
+        for info in checkpoint.tensors.values():
+            dtype = "F32" if info.name.endswith("_scale_inv") else info.dtype
+            assert outputs[info.name] == info._replace(dtype=dtype)
+        assert 1 in summary.parallel_sizes(plan)
+
+    checkpoint = with_few_experts(whole)
     plan = make_plan(checkpoint, CHANNEL)
     assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (other, decoded)
     plain = make_plain_plan(checkpoint)
@@ -834,11 +836,11 @@ def test_published_fp8_checkpoints(name: str) -> None:
 
 
 def test_published_experts_in_four_bits() -> None:
-    checkpoint = published("quantized/DeepseekV3ForCausalLM-int4")
+    checkpoint = with_few_experts(published("quantized/DeepseekV3ForCausalLM-int4"))
     plan = make_plan(checkpoint, CHANNEL)
     # The experts, and what was left in bfloat16.
-    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (60 * 384 * 3 + 427, 0)
-    assert summary.decoded_tensors(make_plain_plan(with_few_experts(checkpoint))) == 60 * 4 * 3
+    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (60 * 4 * 3 + 427, 0)
+    assert summary.decoded_tensors(make_plain_plan(checkpoint)) == 60 * 4 * 3
 
     plan = make_plain_plan(published("quantized/GptOssForCausalLM"))
     outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
