@@ -302,18 +302,37 @@ def test_a_shard_that_became_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_joined_set_above_float16_is_an_error_that_names_it(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM", dtype="float32")
-    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = -65505.0
+    weights, name = (
+        small_checkpoints.tensors("Qwen3ForCausalLM", dtype="float32"),
+        "model.layers.0.self_attn.k_proj.weight",
+    )
+    weights[name][0, 0] = -65505.0
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
     with pytest.raises(PlanError) as caught:
         compress(source, tmp_path / "out")
     assert caught.value.message == (
-        "model.layers.0.self_attn.k_proj.weight, model.layers.0.self_attn.q_proj.weight, "
-        "model.layers.0.self_attn.v_proj.weight: a weight reaches 65505, engines load at most 65504 under one scale"
+        f"{name}, {name.replace('k_proj', 'q_proj')}, {name.replace('k_proj', 'v_proj')}: a weight reaches 65505, engines "
+        "load at most 65504 under one scale"
     )
     compress(source, tmp_path / "block", "block")
-    weights["model.layers.0.self_attn.k_proj.weight"][0, 0] = 65504.0
+    weights[name][0, 0] = 65504.0
     compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "out2")
+
+    # One beyond a global scale names all that it is joined with.
+    weights, limit = small_checkpoints.tensors("Qwen3ForCausalLM"), 1.5 * 2.0**127
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name][1, 2] = -(limit + 2.0**120)
+    with pytest.raises(PlanError) as caught:
+        compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "no", "nvfp4")
+    assert caught.value.message == (
+        f"model.layers.1.mlp.gate_proj.weight, {name}: a weight reaches {limit + 2.0**120:g}, engines load at most "
+        f"{limit:g} under one scale"
+    )
+    weights[name][1, 2] = limit
+    compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "nvfp4", "nvfp4")
+    assert verify(tmp_path / "nvfp4", tmp_path / "source", full=True).problems == ()
+    dequantize(tmp_path / "nvfp4", tmp_path / "plain")
+    assert small_checkpoints.read(tmp_path / "plain")[name][1, 2] == limit
 
 
 # Of a weight, in units of 2^127: what is left of the largest code under the largest scale.
@@ -361,23 +380,6 @@ def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(t
             bits = INTEGERS.get(scheme.format.number)
             decoded = float(small_checkpoints.read(plain)[name][1, 2])
             assert decoded == limit if bits is None else abs(decoded - limit) <= limit / 2**bits, scheme.suffix
-
-
-def test_a_weight_beyond_a_global_scale_is_an_error_that_names_all_it_is_joined_with(tmp_path: Path) -> None:
-    weights, limit = small_checkpoints.tensors("Qwen3ForCausalLM"), 1.5 * 2.0**127
-    name = "model.layers.1.mlp.up_proj.weight"
-    weights[name][1, 2] = -(limit + 2.0**120)
-    with pytest.raises(PlanError) as caught:
-        compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "no", "nvfp4")
-    assert caught.value.message == (
-        f"model.layers.1.mlp.gate_proj.weight, {name}: a weight reaches {limit + 2.0**120:g}, engines load at most "
-        f"{limit:g} under one scale"
-    )
-    weights[name][1, 2] = limit
-    compress(small_checkpoints.write(tmp_path / "source", weights=weights), tmp_path / "out", "nvfp4")
-    assert verify(tmp_path / "out", tmp_path / "source", full=True).problems == ()
-    dequantize(tmp_path / "out", tmp_path / "plain")
-    assert small_checkpoints.read(tmp_path / "plain")[name][1, 2] == limit
 
 
 def test_config_gains_quantization_config_and_nothing_else(tmp_path: Path, source: Path) -> None:
@@ -594,32 +596,26 @@ def test_a_joined_set_of_mixed_dtypes(tmp_path: Path) -> None:
     )
 
 
-@for_each("stack_first", [True, False])
-def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path, stack_first: bool) -> None:
-    stacked = small_checkpoints.tensors("Llama4ForCausalLM")
-    single = {"model.layers.1.feed_forward.experts.0.gate_proj.weight": torch.ones(128, 256, dtype=torch.bfloat16)}
-    names = ("a.safetensors", "b.safetensors")
+def test_experts_both_stacked_and_on_their_own_are_refused(tmp_path: Path) -> None:
+    stacked, path = small_checkpoints.tensors("Llama4ForCausalLM"), "model.layers.1.feed_forward.experts"
+    single = {f"{path}.0.gate_proj.weight": torch.ones(128, 256, dtype=torch.bfloat16)}
     source = small_checkpoints.write(tmp_path / "source", "Llama4ForCausalLM")
     (source / "model.safetensors").unlink()
-    parts = dict(zip(names, (stacked, single) if stack_first else (single, stacked), strict=True))
-    for name, part in parts.items():
-        save_file(part, source / name)
-    placed = {tensor: name for name, part in parts.items() for tensor in part}
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
-    with pytest.raises(PlanError) as caught:
-        compress(source, tmp_path / "out")
-    assert caught.value.message == (
-        "model.layers.1.feed_forward.experts.0.gate_proj.weight is also in the stack of experts"
-    )
+    for first, second in ((stacked, single), (single, stacked)):
+        save_file(first, source / "a.safetensors")
+        save_file(second, source / "b.safetensors")
+        placed = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+        with pytest.raises(PlanError) as caught:
+            compress(source, tmp_path / "out")
+        assert caught.value.message == f"{path}.0.gate_proj.weight is also in the stack of experts"
 
-
-def test_output_names_that_collide_are_refused(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Llama4ForCausalLM")
-    weights["model.layers.1.feed_forward.experts.0.extra_proj.weight"] = torch.ones(4)
-    compress(small_checkpoints.write(tmp_path / "fine", "Llama4ForCausalLM", weights=weights), tmp_path / "fine-out")
-    weights["model.layers.0.self_attn.q_proj.weight"] = torch.ones(4)
+    # Something else of an expert may lie beside the stack.
+    stacked[f"{path}.0.extra_proj.weight"] = torch.ones(4)
+    compress(small_checkpoints.write(tmp_path / "fine", "Llama4ForCausalLM", weights=stacked), tmp_path / "fine-out")
+    stacked["model.layers.0.self_attn.q_proj.weight"] = torch.ones(4)
     with pytest.raises(PlanError, match=r"q_proj.weight is not a 2-D weight but \[4\]"):
-        compress(small_checkpoints.write(tmp_path / "flat", "Llama4ForCausalLM", weights=weights), tmp_path / "out")
+        compress(small_checkpoints.write(tmp_path / "flat", "Llama4ForCausalLM", weights=stacked), tmp_path / "out")
 
 
 @for_each("dtype", ["bfloat16", "float16", "float32"])
