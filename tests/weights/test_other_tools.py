@@ -176,79 +176,80 @@ TORCHAO = "known are Float8WeightOnlyConfig and Float8DynamicActivationFloat8Wei
 PLAIN = spec("fp8_e4m3", "per_tensor")
 
 
-@for_each(
-    ("config", "message", "hint"),
-    [
-        (
-            quark(PLAIN, export={"weight_format": "fake_quantized"}),
-            'config.json has the weight_format "fake_quantized"', "known is real_quantized",
-        ),
-        (
-            quark(PLAIN, export={"pack_method": "x"}),
-            'config.json has the pack_method "x"', "known are reorder and order",
-        ),
-        (
-            quark(PLAIN, export=[1]), "config.json: export is not an object",
-            "mend quantization_config, or save the model again",
-        ),
-        (
-            quark(PLAIN, global_quant_config=None), "config.json: global_quant_config of Quark is not an object",
-            "mend quantization_config, or save the model again",
-        ),
-        (
-            quark(PLAIN, global_quant_config={}), "config.json has no weights that Quark quantized",
-            "mend quantization_config, or save the model again",
-        ),
-        (
-            quark(PLAIN, layer_quant_config={"x": {"weight": PLAIN, "bias": PLAIN}}),
-            "config.json: x of Quark has a quantized bias", "known are weights",
-        ),
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": 32, "pack_method": "order"},
-            'config.json has the pack_method "order"', "known is reorder",
-        ),
-        (
-            bnb(3), "config.json has bitsandbytes with neither load_in_4bit nor load_in_8bit", "set one of them",
-        ),
-        (
-            bnb(4, bnb_4bit_quant_storage="bfloat16"),
-            'config.json has the bnb_4bit_quant_storage "bfloat16"', "known is uint8",
-        ),
-        (
-            bnb(4, bnb_4bit_quant_type=["nf4"]),
-            'config.json has the bnb_4bit_quant_type ["nf4"]', "known are nf4 and fp4",
-        ),
-        (
-            {"quant_method": "hqq", "quant_config": {}},
-            "config.json has weights of HQQ, whose zero points are no whole numbers",
-            "start from the unquantized model, which the model card names as base_model",
-        ),
-        (
-            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
-            "config.json has torchao's Int4WeightOnlyConfig", TORCHAO,
-        ),
-        (
-            {"quant_method": "torchao", "quant_type": "int4_weight_only"}, "config.json has torchao's None", TORCHAO,
-        ),
-        (
-            torchao_config("PerBlock", weight_dtype=None),
-            "config.json has torchao's Float8WeightOnlyConfig with "
-            '{"weight_dtype": null, "granularity": {"_type": "PerBlock", "_version": 1, "_data": {}}}', TORCHAO,
-        ),
-        (
-            torchao_config("PerRow", weight_dtype=None),
-            "config.json has torchao's Float8WeightOnlyConfig with "
-            '{"weight_dtype": null, "granularity": {"_type": "PerRow", "_version": 1, "_data": {}}}', TORCHAO,
-        ),
-    ],
-)  # fmt: skip
-def test_configs_that_are_not_read(tmp_path: Path, config: dict[str, Any], message: str, hint: str) -> None:
-    source = store(tmp_path / "source", lambda weight: fp8_tensor(weight)[0], config)
-    with pytest.raises(PlanError) as caught:
-        compress(source, tmp_path / "out")
-    assert caught.value.message == f"the source is already quantized: {message}"
-    assert caught.value.hint == (hint if "unquantized" in hint else f"{hint}; or start from the unquantized model")
-    assert not (tmp_path / "out").exists()
+CONFIGS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        quark(PLAIN, export={"weight_format": "fake_quantized"}),
+        'config.json has the weight_format "fake_quantized"', "known is real_quantized",
+    ),
+    (
+        quark(PLAIN, export={"pack_method": "x"}),
+        'config.json has the pack_method "x"', "known are reorder and order",
+    ),
+    (
+        quark(PLAIN, export=[1]), "config.json: export is not an object",
+        "mend quantization_config, or save the model again",
+    ),
+    (
+        quark(PLAIN, global_quant_config=None), "config.json: global_quant_config of Quark is not an object",
+        "mend quantization_config, or save the model again",
+    ),
+    (
+        quark(PLAIN, global_quant_config={}), "config.json has no weights that Quark quantized",
+        "mend quantization_config, or save the model again",
+    ),
+    (
+        quark(PLAIN, layer_quant_config={"x": {"weight": PLAIN, "bias": PLAIN}}),
+        "config.json: x of Quark has a quantized bias", "known are weights",
+    ),
+    (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "pack_method": "order"},
+        'config.json has the pack_method "order"', "known is reorder",
+    ),
+    (
+        bnb(3), "config.json has bitsandbytes with neither load_in_4bit nor load_in_8bit", "set one of them",
+    ),
+    (
+        bnb(4, bnb_4bit_quant_storage="bfloat16"),
+        'config.json has the bnb_4bit_quant_storage "bfloat16"', "known is uint8",
+    ),
+    (
+        bnb(4, bnb_4bit_quant_type=["nf4"]),
+        'config.json has the bnb_4bit_quant_type ["nf4"]', "known are nf4 and fp4",
+    ),
+    (
+        {"quant_method": "hqq", "quant_config": {}},
+        "config.json has weights of HQQ, whose zero points are no whole numbers",
+        "start from the unquantized model, which the model card names as base_model",
+    ),
+    (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+        "config.json has torchao's Int4WeightOnlyConfig", TORCHAO,
+    ),
+    (
+        {"quant_method": "torchao", "quant_type": "int4_weight_only"}, "config.json has torchao's None", TORCHAO,
+    ),
+    (
+        torchao_config("PerBlock", weight_dtype=None),
+        "config.json has torchao's Float8WeightOnlyConfig with "
+        '{"weight_dtype": null, "granularity": {"_type": "PerBlock", "_version": 1, "_data": {}}}', TORCHAO,
+    ),
+    (
+        torchao_config("PerRow", weight_dtype=None),
+        "config.json has torchao's Float8WeightOnlyConfig with "
+        '{"weight_dtype": null, "granularity": {"_type": "PerRow", "_version": 1, "_data": {}}}', TORCHAO,
+    ),
+]  # fmt: skip
+
+
+def test_configs_that_are_not_read(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", lambda weight: fp8_tensor(weight)[0], {})
+    for config, message, hint in CONFIGS:
+        change_json(source / "config.json", lambda found, config=config: found.update(quantization_config=config))
+        with pytest.raises(PlanError) as caught:
+            compress(source, tmp_path / "out")
+        assert caught.value.message == f"the source is already quantized: {message}"
+        assert caught.value.hint == (hint if "unquantized" in hint else f"{hint}; or start from the unquantized model")
+        assert not (tmp_path / "out").exists()
 
 
 STATE = f"{Q}.weight.quant_state.bitsandbytes__nf4"
@@ -282,68 +283,77 @@ def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 NESTED, FLAT, INT8, WORDS = "bitsandbytes nf4, double", "bitsandbytes nf4", "bitsandbytes int8", "quark uint4"
 
 
-@for_each(
-    ("kind", "change", "message"),
-    [
-        (NESTED, lambda weights: weights.pop(STATE), f"{Q}.weight has no quant_state: {STATE} is missing"),
-        (NESTED, replaced("weight.quant_map", lambda _: None), "has no quant_map"),
-        (NESTED, replaced("weight.nested_absmax", lambda _: None), "has no nested_absmax"),
-        (NESTED, replaced("weight.nested_quant_map", lambda tensor: tensor[:255].clone()), "it must be F32 [256]"),
-        (NESTED, replaced("weight.absmax", lambda tensor: tensor[1:].clone()), "it must be F32 or U8 [1024]"),
-        (NESTED, replaced("weight.absmax", lambda tensor: tensor.half()), "it must be F32 or U8 [1024]"),
-        (NESTED, replaced("weight", lambda tensor: tensor[2:].clone()), "but its quant_state says 256 x 256"),
-        (NESTED, replaced("weight.quant_map", first(-0.5)), "quant_map has other values than NF4"),
-        (NESTED, replaced("weight.nested_absmax", first(float("nan"))), "absmax in model.safetensors holds nan"),
-        (NESTED, replaced("weight.nested_absmax", first(3e38)), "absmax in model.safetensors holds -"),
-        (FLAT, replaced("weight.absmax", first(float("inf"))), "absmax in model.safetensors holds inf"),
-        (FLAT, replaced("weight.absmax", first(3.4e38)), "decodes to weights that overflow bfloat16"),
-        (FLAT, replaced("weight.absmax", lambda _: None), "has no absmax"),
-        (NESTED, state(shape=[256, 255]), "but its quant_state says 256 x 255"),
-        (NESTED, state(shape=[65536]), "which are not those of a matrix"),
-        (NESTED, state(shape=[True, 65536]), "which are not those of a matrix"),
-        (NESTED, state(shape=[-256, -256]), "which are not those of a matrix"),
-        (NESTED, state(blocksize=0), "which are not those of a matrix"),
-        (NESTED, state(blocksize=48), "which do not divide into blocks of 48"),
-        (NESTED, state(shape=[2048, 32]), "which do not divide into blocks of 64"),
-        (NESTED, state(nested_blocksize=0), "has no valid nested_blocksize and nested_offset"),
-        (NESTED, state(nested_blocksize=1 << 70), "has no valid nested_blocksize and nested_offset"),
-        (NESTED, state(nested_offset=float("nan")), "has no valid nested_blocksize and nested_offset"),
-        (NESTED, state(nested_offset="1"), "has no valid nested_blocksize and nested_offset"),
-        (NESTED, replaced(STATE.removeprefix(f"{Q}."), first(0)), f"{STATE} is not a JSON object"),
-        (INT8, replaced("SCB", lambda _: None), f"{Q}.weight has no scale: {Q}.SCB is missing"),
-        (INT8, replaced("SCB", first(float("nan"))), f"{Q}.SCB in model.safetensors holds nan"),
-        (INT8, replaced("SCB", first(float("inf"))), f"{Q}.SCB in model.safetensors holds inf"),
-        (INT8, replaced("SCB", lambda tensor: tensor[1:].clone()), f"{Q}.SCB is [255]"),
-        (INT8, replaced("weight_format", first(2)), f"{Q}.weight_format is not 0: codes do not lie in rows"),
-        (INT8, lambda weights: weights.update({"model.norm.SCB": torch.ones(4)}), "is the scale of no quantized"),
-        (FLAT, lambda weights: weights.update({"model.norm.absmax": torch.ones(4)}), "is the scale of no quantized"),
-        (WORDS, replaced("weight_zero_point", lambda _: None), "has no weight_zero_point"),
-        (WORDS, replaced("weight_scale", lambda tensor: tensor[:, 1:].clone()), "it must be F32 or BF16 or F16 [8, 256]"),
-        ("quark int4", replaced("weight_zero_point", first(1)), "holds the zero point 9"),
-        (
-            "quark fp8", lambda weights: weights.update({f"{Q}.input_rotation": torch.ones(4, 4)}),
-            f"{Q}.input_rotation: the inputs of its layer are rotated",
-        ),
-        (
-            "torchao by row", lambda weights: weights.update({f"{Q}._weight_act_pre_scale": torch.ones(4)}),
-            f"{Q}._weight_act_pre_scale: the inputs of its layer are rotated or scaled",
-        ),
-        ("torchao by row", replaced("_weight_scale", lambda _: None), f"{Q}._weight_scale is missing"),
-        ("torchao by row", replaced("_weight_qdata", lambda _: None), "is the scale of no quantized weight"),
-        ("torchao by tensor", replaced("_weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
-        ("quark nvfp4", replaced("weight_scale_2", lambda _: None), "weight_scale_2 is missing"),
-        ("quark mxfp4", replaced("weight", lambda tensor: tensor.int()), "is I32 [256, 128], which is not supported"),
-        ("fbgemm", replaced("weight_scale", lambda _: None), f"{Q}.weight_scale is missing"),
-        ("fbgemm", replaced("weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
-    ],
-)  # fmt: skip
-def test_damage(tmp_path: Path, kind: str, change: Callable[[Weights], Any], message: str) -> None:
-    source = stored(tmp_path / "source", kind)
-    change_weights(source, change)
+DAMAGE: list[tuple[str, Callable[[Weights], Any], str]] = [
+    (NESTED, lambda weights: weights.pop(STATE), f"{Q}.weight has no quant_state: {STATE} is missing"),
+    (NESTED, replaced("weight.quant_map", lambda _: None), "has no quant_map"),
+    (NESTED, replaced("weight.nested_absmax", lambda _: None), "has no nested_absmax"),
+    (NESTED, replaced("weight.nested_quant_map", lambda tensor: tensor[:255].clone()), "it must be F32 [256]"),
+    (NESTED, replaced("weight.absmax", lambda tensor: tensor[1:].clone()), "it must be F32 or U8 [1024]"),
+    (NESTED, replaced("weight.absmax", lambda tensor: tensor.half()), "it must be F32 or U8 [1024]"),
+    (NESTED, replaced("weight", lambda tensor: tensor[2:].clone()), "but its quant_state says 256 x 256"),
+    (NESTED, replaced("weight.quant_map", first(-0.5)), "quant_map has other values than NF4"),
+    (NESTED, replaced("weight.nested_absmax", first(float("nan"))), "absmax in model.safetensors holds nan"),
+    (NESTED, replaced("weight.nested_absmax", first(3e38)), "absmax in model.safetensors holds -"),
+    (FLAT, replaced("weight.absmax", first(float("inf"))), "absmax in model.safetensors holds inf"),
+    (FLAT, replaced("weight.absmax", first(3.4e38)), "decodes to weights that overflow bfloat16"),
+    (FLAT, replaced("weight.absmax", lambda _: None), "has no absmax"),
+    (NESTED, state(shape=[256, 255]), "but its quant_state says 256 x 255"),
+    (NESTED, state(shape=[65536]), "which are not those of a matrix"),
+    (NESTED, state(shape=[True, 65536]), "which are not those of a matrix"),
+    (NESTED, state(shape=[-256, -256]), "which are not those of a matrix"),
+    (NESTED, state(blocksize=0), "which are not those of a matrix"),
+    (NESTED, state(blocksize=48), "which do not divide into blocks of 48"),
+    (NESTED, state(shape=[2048, 32]), "which do not divide into blocks of 64"),
+    (NESTED, state(nested_blocksize=0), "has no valid nested_blocksize and nested_offset"),
+    (NESTED, state(nested_blocksize=1 << 70), "has no valid nested_blocksize and nested_offset"),
+    (NESTED, state(nested_offset=float("nan")), "has no valid nested_blocksize and nested_offset"),
+    (NESTED, state(nested_offset="1"), "has no valid nested_blocksize and nested_offset"),
+    (NESTED, replaced(STATE.removeprefix(f"{Q}."), first(0)), f"{STATE} is not a JSON object"),
+    (INT8, replaced("SCB", lambda _: None), f"{Q}.weight has no scale: {Q}.SCB is missing"),
+    (INT8, replaced("SCB", first(float("nan"))), f"{Q}.SCB in model.safetensors holds nan"),
+    (INT8, replaced("SCB", first(float("inf"))), f"{Q}.SCB in model.safetensors holds inf"),
+    (INT8, replaced("SCB", lambda tensor: tensor[1:].clone()), f"{Q}.SCB is [255]"),
+    (INT8, replaced("weight_format", first(2)), f"{Q}.weight_format is not 0: codes do not lie in rows"),
+    (INT8, lambda weights: weights.update({"model.norm.SCB": torch.ones(4)}), "is the scale of no quantized"),
+    (FLAT, lambda weights: weights.update({"model.norm.absmax": torch.ones(4)}), "is the scale of no quantized"),
+    (WORDS, replaced("weight_zero_point", lambda _: None), "has no weight_zero_point"),
+    (WORDS, replaced("weight_scale", lambda tensor: tensor[:, 1:].clone()), "it must be F32 or BF16 or F16 [8, 256]"),
+    ("quark int4", replaced("weight_zero_point", first(1)), "holds the zero point 9"),
+    (
+        "quark fp8", lambda weights: weights.update({f"{Q}.input_rotation": torch.ones(4, 4)}),
+        f"{Q}.input_rotation: the inputs of its layer are rotated",
+    ),
+    (
+        "torchao by row", lambda weights: weights.update({f"{Q}._weight_act_pre_scale": torch.ones(4)}),
+        f"{Q}._weight_act_pre_scale: the inputs of its layer are rotated or scaled",
+    ),
+    ("torchao by row", replaced("_weight_scale", lambda _: None), f"{Q}._weight_scale is missing"),
+    ("torchao by row", replaced("_weight_qdata", lambda _: None), "is the scale of no quantized weight"),
+    ("torchao by tensor", replaced("_weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
+    ("quark nvfp4", replaced("weight_scale_2", lambda _: None), "weight_scale_2 is missing"),
+    ("quark mxfp4", replaced("weight", lambda tensor: tensor.int()), "is I32 [256, 128], which is not supported"),
+    ("fbgemm", replaced("weight_scale", lambda _: None), f"{Q}.weight_scale is missing"),
+    ("fbgemm", replaced("weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
+]  # fmt: skip
+
+
+def test_damage(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for kind in {row[0]: None for row in DAMAGE}:
+        stored(tmp_path / kind, kind)
+    for kind, change, message in DAMAGE:
+        file = tmp_path / kind / "model.safetensors"
+        sound = file.read_bytes()
+        change_weights(file.parent, change)
+        with subtests.test(kind=kind, message=message):
+            check_damage(file.parent, tmp_path / "out", message)
+        file.write_bytes(sound)
+
+
+def check_damage(source: Path, out: Path, message: str) -> None:
     with pytest.raises(OpenQuantError) as caught:
-        dequantize(source, tmp_path / "out")
+        dequantize(source, out)
     assert message in caught.value.message
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
     if isinstance(caught.value, SourceError):
         [problem] = verify(source).problems
         # It names the shard first, and words it otherwise that a scale is not valid.
