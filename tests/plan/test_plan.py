@@ -219,40 +219,40 @@ def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path) -> Non
     ) in plan_of(source).notes
 
 
-@for_each(("key", "number", "difference"), [
-    ("hidden_size", 512, "hidden_size is 512, and lm_head.weight is [512, 256]"),
-    ("vocab_size", 500, "vocab_size is 500, and lm_head.weight is [512, 256]"),
-    ("intermediate_size", 500, "intermediate_size is 500, and model.layers.0.mlp.gate_proj.weight is [512, 256]"),
-    ("num_attention_heads", 8,
-     "num_attention_heads is 8 and head_dim is 64, and model.layers.0.self_attn.o_proj.weight is [256, 256]"),
-    ("num_key_value_heads", 4,
-     "num_key_value_heads is 4 and head_dim is 64, and model.layers.0.self_attn.k_proj.weight is [128, 256]"),
-    ("num_experts", 3, "num_experts is 3, and model.layers.1.mlp.experts has 4"),
-    ("num_hidden_layers", 1, "num_hidden_layers is 1, and the tensors have layer 1"),
-])  # fmt: skip
-def test_a_config_of_another_model_is_noted(tmp_path: Path, key: str, number: int, difference: str) -> None:
-    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
-    if key == "intermediate_size":
-        root = small_checkpoints.write(tmp_path / "dense")
-    config = json.loads((root / "config.json").read_text())
-    assert not plan_of(root).notes
-    assert key in config
-    (root / "config.json").write_text(json.dumps(config | {key: number}))
-    assert plan_of(root).notes == (f"config.json does not fit the tensors: {difference}",)
-
-
-def test_a_size_of_heads_that_follows_from_others(source: Path) -> None:
-    """Without head_dim, a wrong hidden_size is said once, not of the heads too."""
-    config = json.loads((source / "config.json").read_text())
-    del config["head_dim"]
-    (source / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
-    difference = (
-        "num_key_value_heads is 4 and hidden_size is 256, and model.layers.1.self_attn.k_proj.weight is [128, 256]"
+def test_a_config_of_another_model_is_noted(tmp_path: Path) -> None:
+    root, dense = (
+        small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM"),
+        small_checkpoints.write(tmp_path / "b"),
     )
-    assert plan_of(source).notes == (f"config.json does not fit the tensors: {difference}",)
-    (source / "config.json").write_text(json.dumps(config | {"hidden_size": 512}))
-    difference = "hidden_size is 512, and lm_head.weight is [512, 256]"
-    assert plan_of(source).notes == (f"config.json does not fit the tensors: {difference}",)
+    attention = "model.layers.0.self_attn"
+
+    def notes(root: Path, config: dict[str, Any], **changed: int) -> tuple[str, ...]:
+        assert changed.keys() <= config.keys()
+        (root / "config.json").write_text(json.dumps(config | changed))
+        return plan_of(root).notes
+
+    configs = {held: json.loads((held / "config.json").read_text()) for held in (root, dense)}
+    assert notes(root, configs[root]) == notes(dense, configs[dense]) == ()
+    for held, key, number, difference in (
+        (root, "hidden_size", 512, "is 512, and lm_head.weight is [512, 256]"),
+        (root, "vocab_size", 500, "is 500, and lm_head.weight is [512, 256]"),
+        (dense, "intermediate_size", 500, "is 500, and model.layers.0.mlp.gate_proj.weight is [512, 256]"),
+        (root, "num_attention_heads", 8, f"is 8 and head_dim is 64, and {attention}.o_proj.weight is [256, 256]"),
+        (root, "num_key_value_heads", 4, f"is 4 and head_dim is 64, and {attention}.k_proj.weight is [128, 256]"),
+        (root, "num_experts", 3, "is 3, and model.layers.1.mlp.experts has 4"),
+        (root, "num_hidden_layers", 1, "is 1, and the tensors have layer 1"),
+    ):
+        told = f"config.json does not fit the tensors: {key} {difference}"
+        assert notes(held, configs[held], **{key: number}) == (told,)
+
+    # Without head_dim, a wrong hidden_size is said once, not of the heads too.
+    config = {key: value for key, value in configs[dense].items() if key != "head_dim"}
+    for key, number, difference in (
+        ("num_key_value_heads", 4, f"is 4 and hidden_size is 256, and {attention}.k_proj.weight is [128, 256]"),
+        ("hidden_size", 512, "is 512, and lm_head.weight is [512, 256]"),
+    ):
+        (told,) = notes(dense, config, **{key: number})
+        assert told.replace("layers.1", "layers.0") == f"config.json does not fit the tensors: {key} {difference}"
 
 
 @for_each(
@@ -275,16 +275,14 @@ def test_what_one_layer_lacks_is_noted(tmp_path: Path, lost: str, renamed: str |
 
 def test_layers_of_several_kinds_lack_nothing() -> None:
     """A layer counts as damaged only if it is alone, and lacks one module of what several others have."""
-    model = MODELS["Qwen3ForCausalLM"]
 
-    def modules(*layers: str) -> list[str]:
-        return [f"model.layers.{number}.{part}" for number, parts in enumerate(layers) for part in parts]
+    def absent(*layers: str) -> list[str]:
+        modules = [f"model.layers.{number}.{part}" for number, parts in enumerate(layers) for part in parts]
+        return absent_modules(MODELS["Qwen3ForCausalLM"], modules)
 
-    assert absent_modules(model, modules("ab", "ab", "a")) == ["model.layers.2.b"]
-    assert absent_modules(model, modules("ab", "a")) == []
-    assert absent_modules(model, modules("ab", "ab", "a", "a")) == []
-    assert absent_modules(model, modules("abc", "abc", "a")) == []
-    assert absent_modules(model, modules("ab", "ab", "ac")) == []
+    assert absent("ab", "ab", "a") == ["model.layers.2.b"]
+    for layers in (("ab", "a"), ("ab", "ab", "a", "a"), ("abc", "abc", "a"), ("ab", "ab", "ac")):
+        assert absent(*layers) == []
 
 
 def test_ignore_widens_to_the_joined_set_and_says_so(source: Path, tmp_path: Path) -> None:
@@ -795,38 +793,33 @@ def test_inputs_that_do_not_divide_by_128_have_groups_of_32() -> None:
     assert summary.schemes(sized(EXAMPLE, INT4_W4A16_CHANNEL, 4)) == {INT4_W4A16_CHANNEL: 28}
 
 
-def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path) -> None:
+def with_mlp(root: Path, inner: int) -> Path:
+    """A model whose MLPs have so many inner rows."""
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    for layer in (0, 1):
-        for part in ("gate", "up"):
-            name = f"model.layers.{layer}.mlp.{part}_proj.weight"
-            weights[name] = weights[name][:200].clone()
-        name = f"model.layers.{layer}.mlp.down_proj.weight"
-        weights[name] = weights[name][:, :200].clone()
-    plan = plan_of(small_checkpoints.write(tmp_path / "source", weights=weights), INT4_W4A16)
+    for name, weight in list(weights.items()):
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            weights[name] = weight[:inner].clone()
+        if name.endswith("down_proj.weight"):
+            weights[name] = weight[:, :inner].clone()
+    return small_checkpoints.write(root, weights=weights)
+
+
+def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path) -> None:
+    plan = plan_of(with_mlp(tmp_path / "source", 200), INT4_W4A16)
     assert reason(plan, "model.layers.0.mlp.down_proj") == "200 inputs per row do not divide into groups of 32"
     assert summary.schemes(plan) == {INT4_W4A16: 12}
     assert summary.parallel_sizes(plan)[0] == 1
 
 
-@for_each(("scheme", "width"), [(NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)])
-def test_ranks_hold_whole_groups_of_fp4(tmp_path: Path, scheme: Scheme, width: int) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    for layer in (0, 1):
-        for part in ("gate", "up"):
-            name = f"model.layers.{layer}.mlp.{part}_proj.weight"
-            weights[name] = weights[name][: 13 * width].clone()
-        name = f"model.layers.{layer}.mlp.down_proj.weight"
-        weights[name] = weights[name][:, : 13 * width].clone()
-    source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    plan = sized(source, scheme, 2)
-    half = 13 * width // 2
-    assert reason(plan, "model.layers.0.mlp.down_proj") == (
-        f"--tp 2: {13 * width} / 2 = {half} is not a multiple of {width}"
-    )
-    assert summary.schemes(plan) == {scheme: 12}
-    assert plan.notes[0].startswith("groups do not divide on 2 ranks, which leaves 2 of 14 layers")
-    assert summary.schemes(sized(source, scheme, 1)) == {scheme: 14}
+def test_ranks_hold_whole_groups_of_fp4(tmp_path: Path) -> None:
+    for scheme, width in ((NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)):
+        source, inner = with_mlp(tmp_path / scheme.name, 13 * width), 13 * width
+        plan = sized(source, scheme, 2)
+        told = f"--tp 2: {inner} / 2 = {inner // 2} is not a multiple of {width}"
+        assert reason(plan, "model.layers.0.mlp.down_proj") == told
+        assert summary.schemes(plan) == {scheme: 12}
+        assert plan.notes[0].startswith("groups do not divide on 2 ranks, which leaves 2 of 14 layers")
+        assert summary.schemes(sized(source, scheme, 1)) == {scheme: 14}
 
 
 def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) -> None:
@@ -1091,46 +1084,47 @@ def test_embedding_is_named_as_vllm_finds_it(tmp_path: Path, architecture: str, 
     assert ("Embedding" in second) == (architecture == "LlamaForCausalLM")
 
 
-@for_each(("documents", "note"), [
-    (1, "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of it a lot: "
-     "--samples 3 gives enough"),
-    (3, None),
-])  # fmt: skip
-def test_texts_too_few_for_gptq_have_a_note(source: Path, documents: int, note: str | None) -> None:
-    plan = make_plan(open_checkpoint(source), INT4_W4A16_64, PlanOptions(gptq={"documents": documents, "length": 200}))
-    assert [text for text in plan.notes if "fewer tokens" in text] == ([note] if note else [])
+def test_texts_too_few_for_gptq_have_a_note(source: Path) -> None:
+    few = (
+        "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of it a lot: --samples 3 "
+        "gives enough"
+    )
+    for documents, expected in ((1, [few]), (3, [])):
+        options = PlanOptions(gptq={"documents": documents, "length": 200})
+        plan = make_plan(open_checkpoint(source), INT4_W4A16_64, options)
+        assert [text for text in plan.notes if "fewer tokens" in text] == expected
 
 
-@for_each(("architecture", "scheme", "message", "hint"), [
-    ("Qwen3ForCausalLM", BLOCK, "no engine loads a quantized embedding beside --scheme block in the fp8 format",
-     "use --scheme channel or int8-weights, or --format compressed-tensors"),
-    ("Qwen3ForCausalLM", MXFP8,
-     "no engine loads a quantized embedding beside --scheme mxfp8 in the compressed-tensors format",
-     "use --scheme channel or int8-weights"),
-    ("MixtralForCausalLM", CHANNEL,
-     f"MixtralForCausalLM: its embedding stays unquantized: {VLLM} builds it without a quantization, and no "
-     "other engine loads a quantized one", "leave --quantize-embeddings out"),
-    ("Gemma3ForCausalLM", CHANNEL, f"the embedding is the output head too, and {VLLM} ties no quantized one to it",
-     "leave --quantize-embeddings out"),
-])  # fmt: skip
-def test_embeddings_that_engines_cannot_load_are_refused(
-    tmp_path: Path, architecture: str, scheme: Scheme, message: str, hint: str
-) -> None:
-    with pytest.raises(PlanError) as caught:
-        with_embedding(small_checkpoints.write(tmp_path / "a", architecture), scheme)
-    assert (caught.value.message, caught.value.hint) == (message, hint)
+NO_ENGINE = "no engine loads a quantized embedding beside --scheme"
+EMBEDDED = f"the embedding is the output head too, and {VLLM} ties no quantized one to it"
+KEPT = "leave --quantize-embeddings out"
+UNBUILT = (
+    f"MixtralForCausalLM: its embedding stays unquantized: {VLLM} builds it without a quantization, and no other engine "
+    "loads a quantized one"
+)
 
 
-@for_each(("lacking", "message"), [
-    ("lm_head.weight", f"the embedding is the output head too, and {VLLM} ties no quantized one to it"),
-    ("model.embed_tokens.weight", "the source has no embed_tokens.weight"),
-])  # fmt: skip
-def test_an_embedding_of_its_own_must_be_there(tmp_path: Path, lacking: str, message: str) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    del weights[lacking]
-    with pytest.raises(PlanError) as caught:
-        with_embedding(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
-    assert caught.value.message == message
+def test_embeddings_that_engines_cannot_load_are_refused(tmp_path: Path) -> None:
+    other = "use --scheme channel or int8-weights"
+    for name, scheme, message, hint in (
+        ("Qwen3ForCausalLM", BLOCK, f"{NO_ENGINE} block in the fp8 format", f"{other}, or --format compressed-tensors"),
+        ("Qwen3ForCausalLM", MXFP8, f"{NO_ENGINE} mxfp8 in the compressed-tensors format", other),
+        ("MixtralForCausalLM", CHANNEL, UNBUILT, KEPT),
+        ("Gemma3ForCausalLM", CHANNEL, EMBEDDED, KEPT),
+    ):
+        with pytest.raises(PlanError) as caught:
+            with_embedding(small_checkpoints.write(tmp_path / name, name), scheme)
+        assert (caught.value.message, caught.value.hint) == (message, hint)
+    # One of its own must be there.
+    for lacking, message in (
+        ("lm_head.weight", EMBEDDED),
+        ("model.embed_tokens.weight", "the source has no embed_tokens.weight"),
+    ):
+        weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+        del weights[lacking]
+        with pytest.raises(PlanError) as caught:
+            with_embedding(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
+        assert caught.value.message == message
 
 
 @for_each(("architecture", "scheme", "options", "misread"), [
