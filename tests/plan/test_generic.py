@@ -92,15 +92,15 @@ def quantized(plan: Plan) -> set[str]:
 
 # Of which it finds all.
 USUAL = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM", "OlmoeForCausalLM")
-# With draft layers, latent attention, shared experts, hybrids, towers, routers of other names, a bias for each expert.
+# With draft layers, latent attention, shared experts, hybrids, towers for pictures and sounds, routers of other names, a
+# bias for each expert; and with every name of a projection that is known.
 OTHERS = (
-    "DeepseekV3ForCausalLM",
-    "Gemma3nForConditionalGeneration",
-    "Glm4MoeForCausalLM",
-    "GptOssForCausalLM",
-    "Llama4ForConditionalGeneration",
-    "Qwen3NextForCausalLM",
-    "Qwen3VLMoeForConditionalGeneration",
+    *("AriaForConditionalGeneration", "DeepseekV3ForCausalLM", "FalconForCausalLM", "GPTJForCausalLM"),
+    *("GPTNeoXForCausalLM", "Gemma3nForConditionalGeneration", "Glm4MoeForCausalLM", "GptOssForCausalLM"),
+    *("GraniteMoeHybridForCausalLM", "HunYuanMoEV1ForCausalLM", "InternLM2ForCausalLM", "InternVLChatModel"),
+    *("KimiLinearForCausalLM", "KimiVLForConditionalGeneration", "Llama4ForConditionalGeneration"),
+    *("MiniMaxM2ForCausalLM", "PhiForCausalLM", "Qwen2AudioForConditionalGeneration", "Qwen2MoeForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3OmniMoeForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
 )
 # These have names of their own, or none, for what their layers are in.
 OWN = (
