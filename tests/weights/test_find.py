@@ -379,42 +379,35 @@ def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.d
         assert verify(out).problems == ()
 
 
-def test_an_input_scale_that_is_none(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
-    # The second is beyond float32.
+def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
+    source, name = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR), f"{DOWN}.input_scale"
+    # One that is none, and one beyond float32.
     for scale, told in ((torch.tensor(math.nan), "nan"), (torch.tensor(1e300, dtype=torch.float64), "inf")):
-        change_weights(source, lambda weights, scale=scale: weights.update({f"{Q}.input_scale": scale}))
+        change_weights(source, lambda weights, scale=scale: weights.update({name: scale}))
         with pytest.raises(SourceError) as caught:
-            compress(source, tmp_path / "out", activation_scheme="static")
-        assert caught.value.message == f"{Q}.input_scale in model.safetensors holds {told}, which is not a valid scale"
-
-
-def test_an_input_scale_of_many_numbers_is_not_used(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
-    change_weights(source, lambda weights: weights.update({f"{DOWN}.input_scale": torch.full((3,), 0.5)}))
+            compress(source, tmp_path / "none", activation_scheme="static")
+        assert caught.value.message == f"{name} in model.safetensors holds {told}, which is not a valid scale"
+    # One of many numbers.
+    change_weights(source, lambda weights: weights.update({name: torch.full((3,), 0.5)}))
     plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
     why = [found.why for found in plan.lines if found.names == (DOWN,)]
     assert why == ["its input_scale is F32 [3], not a single float"]
 
-
-def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
-    change_weights(source, lambda weights: weights.pop(f"{DOWN}.input_scale"))
+    change_weights(source, lambda weights: weights.pop(name))
     result = compress(source, tmp_path / "out", activation_scheme="static")
     assert result.quantized_tensors == 13
     assert DOWN in result.ignored_layers
-    plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
-    assert plan.notes == (
+    assert make_plan(open_checkpoint(source), TENSOR_STATIC).notes == (
         "no static activation scale is known for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
     )
+    with pytest.raises(OpenQuantError, match='scheme="block" has no static activations'):
+        compress(source, tmp_path / "no", "block", activation_scheme="static")
     with pytest.raises(PlanError) as caught:
         make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "plain")), TENSOR_STATIC)
     assert caught.value.message == (
         "static activation scales need a calibration, or the input_scale tensors of a quantized source, of which this one "
         "has none"
     )
-    with pytest.raises(OpenQuantError, match='scheme="block" has no static activations'):
-        compress(source, tmp_path / "no", "block", activation_scheme="static")
 
 
 def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Path) -> None:
@@ -440,34 +433,31 @@ def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Pa
 LEFTOVERS = ("act_scale", "output_scale", "input_zero_point", "weight_zero_point")
 
 
-@for_each("work", [compress, dequantize, lambda *paths: compress(*paths, "channel")])
-def test_leftovers_are_left_out_with_a_note(tmp_path: Path, work: Callable[..., Any]) -> None:
+def test_leftovers_are_left_out_with_a_note(tmp_path: Path) -> None:
     left = {last: torch.tensor(1.0) for last in LEFTOVERS}
     source = store(tmp_path / "source", by_tensor(**STATIC, **left), PER_TENSOR, shards=2)
-    work(source, tmp_path / "out")
     cache = {f"model.layers.{layer}.self_attn.{part}_proj.output_scale" for layer in (0, 1) for part in "qkv"}
-    found = {name for name in small_checkpoints.read(tmp_path / "out") if name.endswith(LEFTOVERS)}
-    assert found == (set() if work is dequantize else cache)
+    for number, work in enumerate((compress, partial(compress, scheme="channel"), dequantize)):
+        work(source, tmp_path / str(number))
+        found = {name for name in small_checkpoints.read(tmp_path / str(number)) if name.endswith(LEFTOVERS)}
+        assert found == (set() if work is dequantize else cache)
     checkpoint = open_checkpoint(source)
-    notes = (make_plain_plan(checkpoint) if work is dequantize else make_plan(checkpoint, TENSOR)).notes
-    assert len(notes) == 1
-    assert notes[0].startswith("left out, as engines refuse them: model.layers.{0..1}.mlp.down_proj.act_scale, ")
-    assert "o_proj.output_scale" in notes[0]
-    assert "k_proj.output_scale" not in notes[0]
+    for plan in (make_plain_plan(checkpoint), make_plan(checkpoint, TENSOR)):
+        (note,) = plan.notes
+        assert note.startswith("left out, as engines refuse them: model.layers.{0..1}.mlp.down_proj.act_scale, ")
+        assert "o_proj.output_scale" in note
+        assert "k_proj.output_scale" not in note
 
-
-def test_leftovers_are_a_problem_to_verify(tmp_path: Path) -> None:
+    # They are a problem to verify.
     out = tmp_path / "out"
     compress(small_checkpoints.write(tmp_path / "plain"), out)
     change_weights(out, lambda weights: weights.update({f"{Q}.act_scale": torch.tensor(1.0)}))
     assert verify(out).problems == (f"model.safetensors: {Q}.act_scale is a tensor that engines refuse to load",)
-
-
-def test_zero_points_that_count_are_refused(tmp_path: Path) -> None:
+    # Zero points that count are refused.
     config = group("tensor", symmetric=False)
-    source = store(tmp_path / "source", by_tensor(weight_zero_point=torch.tensor(1.0)), config)
+    source = store(tmp_path / "shifted", by_tensor(weight_zero_point=torch.tensor(1.0)), config)
     with pytest.raises(PlanError, match="group_0 stores asymmetric float8 weights by tensor"):
-        compress(source, tmp_path / "out")
+        compress(source, tmp_path / "no")
 
 
 # Other numbers than FP8.
