@@ -59,7 +59,6 @@ from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-variants = for_each("scheme", VARIANTS)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -356,9 +355,6 @@ def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: s
         activations = settings["config_groups"]["group_0"]["input_activations"]
         assert (activations["strategy"], activations["dynamic"]) == ("tensor", False)
     assert "dynamic" not in (tmp_path / "out" / "README.md").read_text()
-
-
-FLOAT_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 @for_each("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
