@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from openquant import PackedLinear, compress, dequantize, packed
 from openquant.formats import schemes
 from openquant.formats.schemes import INT8_W8A8, SCHEMES, VARIANTS, ZERO_POINT, Scheme
 from support import small_checkpoints
+from support.rows import for_each
 
 CODES = {
     "int8": {"weight": (torch.int8, (128, 256))},
@@ -26,22 +28,19 @@ SCALES = {"mxfp8": torch.uint8, "mxfp4": torch.uint8, "int8-weights": torch.bflo
 SCALES |= {"nvfp4": torch.float8_e4m3fn}
 
 
-@pytest.mark.parametrize(
-    ("scheme", "format", "scale_name", "shape"),
-    [
-        ("mxfp8", None, "weight_scale", (128, 8)),
-        ("mxfp4", None, "weight_scale", (128, 8)),
-        ("nvfp4", None, "weight_scale", (128, 16)),
-        ("int8", None, "weight_scale", (128, 1)),
-        ("int8-weights", None, "weight_scale", (128, 1)),
-        ("int4", None, "weight_scale", (128, 2)),
-        ("tensor", None, "weight_scale", ()),
-        ("tensor", "compressed-tensors", "weight_scale", (1,)),
-        ("channel", None, "weight_scale", (128, 1)),
-        ("block", None, "weight_scale_inv", (1, 2)),
-        ("block", "compressed-tensors", "weight_scale", (1, 2)),
-    ],
-)
+@for_each(("scheme", "format", "scale_name", "shape"), [
+    ("mxfp8", None, "weight_scale", (128, 8)),
+    ("mxfp4", None, "weight_scale", (128, 8)),
+    ("nvfp4", None, "weight_scale", (128, 16)),
+    ("int8", None, "weight_scale", (128, 1)),
+    ("int8-weights", None, "weight_scale", (128, 1)),
+    ("int4", None, "weight_scale", (128, 2)),
+    ("tensor", None, "weight_scale", ()),
+    ("tensor", "compressed-tensors", "weight_scale", (1,)),
+    ("channel", None, "weight_scale", (128, 1)),
+    ("block", None, "weight_scale_inv", (1, 2)),
+    ("block", "compressed-tensors", "weight_scale", (1, 2)),
+])  # fmt: skip
 def test_state_dict_holds_the_written_names_and_comes_back(
     scheme: str, format: str | None, scale_name: str, shape: tuple[int, ...]
 ) -> None:
@@ -62,20 +61,17 @@ def test_state_dict_holds_the_written_names_and_comes_back(
     assert packed(x).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("size", "groups"), [("32", 8), (64, 4), (128, 2), ("channel", 1)])
-def test_inputs_that_share_a_scale_can_be_chosen(size: str | int, groups: int) -> None:
-    linear = nn.Linear(256, 128, dtype=torch.bfloat16)
-    packed = PackedLinear.from_linear(linear, "int4", group_size=size)
-    assert packed.scheme.group_size == str(size)
-    assert packed.scale.shape == (128, groups)
-    error = (packed.dequantized() - linear.weight).norm() / linear.weight.norm()
-    assert 0.06 < error < 0.09
-
-
-def test_groups_are_those_of_compress_where_128_does_not_divide_the_inputs() -> None:
+def test_inputs_that_share_a_scale_can_be_chosen() -> None:
+    for size, groups in (("32", 8), (64, 4), (128, 2), ("channel", 1)):
+        linear = nn.Linear(256, 128, dtype=torch.bfloat16)
+        packed = PackedLinear.from_linear(linear, "int4", group_size=size)
+        assert packed.scheme.group_size == str(size)
+        assert packed.scale.shape == (128, groups)
+        error = (packed.dequantized() - linear.weight).norm() / linear.weight.norm()
+        assert 0.06 < error < 0.09
+    # They are those of `compress` where 128 does not divide the inputs.
     linear = nn.Linear(96, 128, bias=False, dtype=torch.bfloat16)
-    packed = PackedLinear.from_linear(linear, "int4")
-    assert packed.scheme.group_size == "32"
+    assert PackedLinear.from_linear(linear, "int4").scheme.group_size == "32"
     with pytest.raises(ValueError, match="96 inputs per row do not divide into groups of 128"):
         PackedLinear.from_linear(linear, "int4", group_size=128)
 
@@ -91,7 +87,7 @@ OUTPUTS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "scheme"), OUTPUTS, ids=lambda value: "-".join(map(str, value or ["none"])))
+@for_each(("options", "scheme"), OUTPUTS)
 def test_a_layer_of_an_output_is_read_back(options: dict[str, object], scheme: str | None, tmp_path: Path) -> None:
     compress(EXAMPLE, tmp_path / "out", **options)
     dequantize(tmp_path / "out", tmp_path / "plain")
@@ -120,7 +116,7 @@ def test_a_layer_that_is_not_whole_is_not_read() -> None:
         PackedLinear.from_state_dict(state, "int4")
 
 
-@pytest.mark.parametrize("scheme", ["tensor", "channel", "block", "mxfp8", "mxfp4", "int8", "int8-weights"])
+@for_each("scheme", ["tensor", "channel", "block", "mxfp8", "mxfp4", "int8", "int8-weights"])
 def test_a_weight_stays_on_its_device_unless_its_scales_are_searched_for(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,10 +137,7 @@ def test_forward_is_the_dequantized_layer() -> None:
     assert torch.equal(packed(x), x @ weight.T)
     assert (packed(x) - linear(x)).abs().max() < 0.2
     assert "bias" not in packed.state_dict()
-
-
-def test_scales_can_be_powers_of_two() -> None:
-    linear = nn.Linear(128, 128, bias=False)
+    # Scales can be powers of two.
     packed = PackedLinear.from_linear(linear, "block", scale_format="ue8m0")
     assert torch.frexp(packed.scale).mantissa.item() == 0.5
     assert (packed.dequantized() - linear.weight).abs().max() <= linear.weight.abs().max() / 16
@@ -152,41 +145,37 @@ def test_scales_can_be_powers_of_two() -> None:
 
 def test_bad_parts_are_refused() -> None:
     codes = torch.zeros(128, 256).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"float8_e4m3fn matrix, not float32 \[128, 256\]"):
-        PackedLinear(torch.zeros(128, 256), torch.tensor(1.0))
-    with pytest.raises(ValueError, match=r"^weight must be codes of int4: int32 matrix, not uint8 \[128, 128\]$"):
-        PackedLinear(torch.zeros(128, 128, dtype=torch.uint8), torch.tensor(1.0), scheme="int4")
-    words = torch.zeros(128, 32, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"does not fit a weight \[128, 128\] of int8-weights: give scheme= if it is"):
-        PackedLinear(words, torch.ones(128, 2, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"does not fit a weight \[128, 256\]$"):
-        PackedLinear(words, torch.ones(128, 3, dtype=torch.bfloat16), scheme="int4")
-    with pytest.raises(ValueError, match="^int9 is not a scheme$"):
-        PackedLinear(words, torch.ones(128, 2, dtype=torch.bfloat16), scheme="int9")
-    with pytest.raises(ValueError, match="^scheme channel has no zero_point$"):
-        PackedLinear(codes, torch.ones(128, 1), scheme="channel", zero_point=words)
-    with pytest.raises(ValueError, match=r"^zero_point must be int32 \[16, 2\], not int32 \[16, 1\]$"):
-        PackedLinear(words, torch.ones(128, 2, dtype=torch.bfloat16), scheme="int4", zero_point=words[:16, :1])
-    with pytest.raises(ValueError, match=r"scale \[2, 1\] does not fit a weight \[128, 256\]"):
-        PackedLinear(codes, torch.ones(2, 1))
-    with pytest.raises(ValueError, match="torch.float64 scale"):
-        PackedLinear(codes, torch.tensor(1.0, dtype=torch.float64))
-    with pytest.raises(ValueError, match="96 x 256 does not divide"):
-        PackedLinear.from_linear(nn.Linear(256, 96), "block")
-    linear = nn.Linear(128, 128)
-    with torch.no_grad():
-        linear.weight[3, 4] = torch.nan
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        PackedLinear.from_linear(linear)
-    with torch.no_grad():
-        linear.weight[3, 4] = 70000
-    with pytest.raises(ValueError, match="reaches 70000, engines load at most 65504"):
-        PackedLinear.from_linear(linear)
-    with torch.no_grad():
-        linear.weight[3, 4] = -3.3e38
-    for scheme in ("channel", "block", "mxfp8"):
-        with pytest.raises(ValueError, match=r"reaches 3.3e\+38, engines load at most 2.97747e\+38"):
-            PackedLinear.from_linear(linear, scheme)
+    words, ones = torch.zeros(128, 32, dtype=torch.int32), torch.ones(128, 2, dtype=torch.bfloat16)
+    linear, nan, large, larger = (nn.Linear(128, 128) for _ in range(4))
+    for layer, value in ((nan, torch.nan), (large, 70000), (larger, -3.3e38)):
+        with torch.no_grad():
+            layer.weight[3, 4] = value
+    make = PackedLinear.from_linear
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: PackedLinear(torch.zeros(128, 256), torch.tensor(1.0)), r"float8_e4m3fn matrix, not float32 \[128, 256\]"),
+        (lambda: PackedLinear(torch.zeros(128, 128, dtype=torch.uint8), torch.tensor(1.0), scheme="int4"),
+         r"^weight must be codes of int4: int32 matrix, not uint8 \[128, 128\]$"),
+        (lambda: PackedLinear(words, ones), r"does not fit a weight \[128, 128\] of int8-weights: give scheme= if it is"),
+        (lambda: PackedLinear(words, torch.ones(128, 3, dtype=torch.bfloat16), scheme="int4"),
+         r"does not fit a weight \[128, 256\]$"),
+        (lambda: PackedLinear(words, ones, scheme="int9"), "^int9 is not a scheme$"),
+        (lambda: PackedLinear(codes, torch.ones(128, 1), scheme="channel", zero_point=words),
+         "^scheme channel has no zero_point$"),
+        (lambda: PackedLinear(words, ones, scheme="int4", zero_point=words[:16, :1]),
+         r"^zero_point must be int32 \[16, 2\], not int32 \[16, 1\]$"),
+        (lambda: PackedLinear(codes, torch.ones(2, 1)), r"scale \[2, 1\] does not fit a weight \[128, 256\]"),
+        (lambda: PackedLinear(codes, torch.tensor(1.0, dtype=torch.float64)), "torch.float64 scale"),
+        (lambda: make(nn.Linear(256, 96), "block"), "96 x 256 does not divide"),
+        (lambda: make(nan), "NaN or infinity"),
+        (lambda: make(large), "reaches 70000, engines load at most 65504"),
+        (lambda: make(larger, "channel"), r"reaches 3.3e\+38, engines load at most 2.97747e\+38"),
+        (lambda: make(larger, "block"), r"reaches 3.3e\+38, engines load at most 2.97747e\+38"),
+        (lambda: make(larger, "mxfp8"), r"reaches 3.3e\+38, engines load at most 2.97747e\+38"),
+    ]  # fmt: skip
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+    make(linear)
 
 
 SHIFTED = replace(INT8_W8A8, name="shifted", format=replace(INT8_W8A8.format, zero_point=ZERO_POINT))
@@ -194,17 +183,10 @@ NEW_NUMBER = replace(INT8_W8A8.format.number, dtype="F8_E5M2")
 NEW_DTYPE = replace(INT8_W8A8, name="e5m2", format=replace(INT8_W8A8.format, number=NEW_NUMBER))
 
 
-@pytest.mark.parametrize(
-    ("scheme", "message"),
-    [
-        (
-            SHIFTED,
-            "(from_linear computes no zero points, and scheme shifted needs them|scheme shifted needs a zero_point)",
-        ),
-        (NEW_DTYPE, "PackedLinear has no tensors of F8_E5M2, and scheme e5m2 needs them"),
-    ],
-    ids=["zero points", "dtype"],
-)
+@for_each(("scheme", "message"), [
+    (SHIFTED, "(from_linear computes no zero points, and scheme shifted needs them|scheme shifted needs a zero_point)"),
+    (NEW_DTYPE, "PackedLinear has no tensors of F8_E5M2, and scheme e5m2 needs them"),
+])  # fmt: skip
 def test_a_scheme_that_the_layer_cannot_hold_is_refused(
     scheme: Scheme, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

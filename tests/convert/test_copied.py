@@ -35,25 +35,20 @@ def source(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_they_are_named_whatever_the_dtype(tmp_path: Path, dtype: str) -> None:
-    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype, vocab=128)
-    small_checkpoints.change_weights(root, damage)
-    assert compress(root, tmp_path / "out").not_finite == FOUND
-
-
-def test_the_run_names_them_and_copies_them(source: Path, tmp_path: Path) -> None:
+def test_the_run_names_them_and_copies_them(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = compress(source, tmp_path / "out", workers=3)
     assert (result.not_finite, result.unread_shards) == (FOUND, 0)
     assert list(result.not_finite) == sorted(FOUND)
     shard = next(path for path in (tmp_path / "out").glob("*.safetensors") if NORM in load_file(path))
     assert load_file(shard)[NORM][3].isnan()
     assert compress(small_checkpoints.write(tmp_path / "sound", "Qwen3MoeForCausalLM", vocab=128)).not_finite == {}
-
-
-def test_pieces_of_a_tensor_are_summed_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in ("float16", "float32"):
+        root = small_checkpoints.write(tmp_path / dtype, "Qwen3MoeForCausalLM", dtype=dtype, vocab=128)
+        small_checkpoints.change_weights(root, damage)
+        assert compress(root, tmp_path / f"{dtype}-out").not_finite == FOUND
+    # Pieces of a tensor are summed up.
     monkeypatch.setattr(conversion, "BUFFER", 512)
-    assert compress(source, tmp_path / "out").not_finite == FOUND
+    assert compress(source, tmp_path / "pieces").not_finite == FOUND
 
 
 def test_it_is_printed_and_in_json(source: Path, tmp_path: Path) -> None:
@@ -82,30 +77,30 @@ def test_a_note_names_three_and_counts_the_others(tmp_path: Path) -> None:
     assert f"not quantized {some} and {len(names) - 3} more hold NaN or infinity: " in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("finished", range(1, SHARDS + 1))
 def test_a_run_that_is_continued_names_those_of_finished_shards(
-    source: Path, tmp_path: Path, finished: int, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stop(Exception):
         pass
 
-    publish, published = OutputDirectory.publish, []
+    publish, left = OutputDirectory.publish, [0]
 
     def stopping(self: OutputDirectory, name: str) -> None:
         publish(self, name)
-        if name.endswith(".safetensors"):
-            published.append(name)
-            if len(published) == finished:
-                raise Stop
+        left[0] -= name.endswith(".safetensors")
+        if not left[0]:
+            raise Stop
 
-    with monkeypatch.context() as patched:
-        patched.setattr(OutputDirectory, "publish", stopping)
-        with pytest.raises(Stop):
-            compress(source, tmp_path / "out", workers=1)
-    result = compress(source, tmp_path / "out")
-    assert result.resumed and result.not_finite == FOUND
     compress(source, tmp_path / "whole")
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    for finished in range(1, SHARDS + 1):
+        out, left[0] = tmp_path / str(finished), finished
+        with monkeypatch.context() as patched:
+            patched.setattr(OutputDirectory, "publish", stopping)
+            with pytest.raises(Stop):
+                compress(source, out, workers=1)
+        result = compress(source, out)
+        assert result.resumed and result.not_finite == FOUND
+        assert tree(out) == tree(tmp_path / "whole")
 
 
 def test_experts_that_stay_unquantized_are_named_one_by_one(tmp_path: Path) -> None:

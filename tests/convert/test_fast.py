@@ -13,7 +13,7 @@ from conftest import tree
 from openquant import compress, dequantize
 from openquant.convert import conversion
 from openquant.formats import compiled
-from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, NVFP4, VARIANTS, Scheme
+from openquant.formats.schemes import BLOCK, CHANNEL, INT4_W4A16, NVFP4, VARIANTS
 from support.conversions import Shelf, asking
 
 
@@ -36,31 +36,37 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
 def test_every_scheme_has_the_bytes_of_a_small_model(
-    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: set[str], scheme: Scheme
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: set[str], subtests: pytest.Subtests
 ) -> None:
-    source, output, _ = shelf.converted("Qwen3ForCausalLM", scheme)
-    monkeypatch.setattr(conversion, "LARGE", 0)
-    compress(source, tmp_path / "fast", **asking(scheme))
-    assert tree(tmp_path / "fast") == tree(output)
-    assert called == {"absmax", "encode_stored", *(["best_scales"] if scheme.searches_scales else [])}
+    for scheme in VARIANTS:
+        with subtests.test(scheme=scheme.suffix):
+            monkeypatch.setattr(conversion, "LARGE", 1 << 60)
+            source, output, _ = shelf.converted("Qwen3ForCausalLM", scheme)
+            monkeypatch.setattr(conversion, "LARGE", 0)
+            called.clear()
+            fast = tmp_path / f"fast{scheme.suffix}"
+            compress(source, fast, **asking(scheme))
+            assert tree(fast) == tree(output)
+            assert called == {"absmax", "encode_stored", *(["best_scales"] if scheme.searches_scales else [])}
 
 
-@pytest.mark.parametrize("scheme", [BLOCK, CHANNEL, INT4_W4A16, NVFP4], ids=lambda scheme: scheme.suffix)
 def test_quantized_sources_are_decoded_to_the_same_bytes(
-    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: set[str], scheme: Scheme
+    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: set[str]
 ) -> None:
-    _, stored, _ = shelf.converted("Qwen3ForCausalLM", scheme)
-    monkeypatch.setattr(conversion, "LARGE", 0)
-    compress(stored, tmp_path / "fast", "mxfp8")
-    dequantize(stored, tmp_path / "fast-plain")
-    assert called == {"absmax", "encode_stored", "decode_rows", "to_bfloat16"}
-    monkeypatch.setattr(conversion, "LARGE", 1 << 60)
-    compress(stored, tmp_path / "slow", "mxfp8")
-    dequantize(stored, tmp_path / "slow-plain")
-    for name in ("", "-plain"):
-        assert tree(tmp_path / f"fast{name}") == tree(tmp_path / f"slow{name}")
+    for scheme in (BLOCK, CHANNEL, INT4_W4A16, NVFP4):
+        here = tmp_path / scheme.name
+        monkeypatch.setattr(conversion, "LARGE", 1 << 60)
+        stored = shelf.converted("Qwen3ForCausalLM", scheme).output
+        compress(stored, here / "slow", "mxfp8")
+        dequantize(stored, here / "slow-plain")
+        monkeypatch.setattr(conversion, "LARGE", 0)
+        called.clear()
+        compress(stored, here / "fast", "mxfp8")
+        dequantize(stored, here / "fast-plain")
+        assert called == {"absmax", "encode_stored", "decode_rows", "to_bfloat16"}
+        for name in ("", "-plain"):
+            assert tree(here / f"fast{name}") == tree(here / f"slow{name}")
 
 
 def test_compiled_loops_are_loaded_for_large_models_where_the_memory_allows_it(source: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from openquant.hub.source import Source, find_source
 from openquant.plan.plan import make_plan
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import COMMANDS, Rank, finish
+from support.rows import for_each
 
 SHARDS = 5
 
@@ -111,29 +112,26 @@ MOMENTS += [("before-write", n) for n in (0, 1, 30, 40)] + [("before-held", n) f
 MOMENTS += [("before-fsync", n) for n in (0, 3, 7)]
 
 
-@pytest.mark.parametrize(("moment", "count"), MOMENTS)
 def test_a_killed_run_continues_to_the_same_bytes(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], moment: str, count: int
+    tmp_path: Path, source: Path, whole: dict[str, bytes], subtests: pytest.Subtests
 ) -> None:
-    out = tmp_path / "out"
-    assert struck(source, out, "KILL", moment, count).returncode == -signal.SIGKILL
-    left = tree(out)
-    # What has its final name is whole; without the last file nothing takes the directory for a model.
-    for name, data in left.items():
-        if not name.startswith(".openquant"):
-            assert data == whole[name], name
-    if "config.json" not in left:
-        finished = {name: (out / name).stat().st_mtime_ns for name in left if name.endswith(".safetensors")}
-        result = compress(source, out)
-        assert result.resumed == (".openquant.json" in left and len(left) > 1 and any(
-            not name.startswith(".openquant") for name in left))  # fmt: skip
-        assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
-    else:
-        compress(source, out)
-    assert tree(out) == whole
+    for moment, count in MOMENTS:
+        out = tmp_path / f"{moment}-{count}"
+        with subtests.test(moment=moment, count=count):
+            assert struck(source, out, "KILL", moment, count).returncode == -signal.SIGKILL
+            left = tree(out)
+            shards = {name: (out / name).stat().st_mtime_ns for name in finished(out)}
+            # What has its final name is whole; without the last file nothing takes the directory for a model.
+            final = {name: data for name, data in left.items() if not name.startswith(".openquant")}
+            assert final == {name: whole[name] for name in final}
+            result = compress(source, out)
+            if "config.json" not in left:
+                assert result.resumed == (".openquant.json" in left and bool(final))
+                assert {name: (out / name).stat().st_mtime_ns for name in shards} == shards
+            assert tree(out) == whole
 
 
-@pytest.mark.parametrize("words", ["int4 --asymmetric", "nvfp4", "nvfp4-w4a4", "mxfp4"])
+@for_each("words", ["int4 --asymmetric", "nvfp4", "nvfp4-w4a4", "mxfp4"])
 def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, source: Path, words: str) -> None:
     out, (scheme, *more) = tmp_path / "out", words.split()
     assert struck(source, out, "KILL", "after-rename", 3, "--scheme", scheme, *more).returncode == -signal.SIGKILL
@@ -145,7 +143,7 @@ def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, s
     assert tree(out) == tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@for_each("overwrite", [False, True])
 def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
     tmp_path: Path, source: Path, overwrite: bool
 ) -> None:
@@ -209,22 +207,19 @@ def test_a_shard_that_is_gone_at_the_end(
     assert tree(out) == whole
 
 
-@pytest.mark.parametrize("how", ["INT", "TERM"])
-@pytest.mark.parametrize(("moment", "count"), [("before-rename", 3), ("before-write", 30)])
-def test_an_interrupted_run_exits_130_and_continues(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], how: str, moment: str, count: int
-) -> None:
-    out = tmp_path / "out"
-    stopped = struck(source, out, how, moment, count)
-    assert stopped.returncode == 130, stopped.stderr
-    assert stopped.stderr.splitlines()[-2:] == ["error: interrupted", "hint: run the same command again to continue"]
-    assert "Traceback" not in stopped.stderr
-    assert not (out / "config.json").exists()
-    again = subprocess.run(
-        [sys.executable, ROOT / "compress_fp8.py", "-m", source, "-o", out], capture_output=True, text=True
-    )
-    assert again.returncode == 0, again.stderr
-    assert tree(out) == whole
+def test_an_interrupted_run_exits_130_and_continues(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
+    for how, moment, count in (("INT", "before-rename", 3), ("TERM", "before-write", 30), ("INT", "before-write", 30)):
+        out = tmp_path / f"{how}-{moment}"
+        stopped = struck(source, out, how, moment, count)
+        assert stopped.returncode == 130, stopped.stderr
+        assert stopped.stderr.splitlines()[-2:] == [
+            "error: interrupted",
+            "hint: run the same command again to continue",
+        ]
+        assert "Traceback" not in stopped.stderr
+        assert not (out / "config.json").exists()
+        compress(source, out)
+        assert tree(out) == whole
 
 
 def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
@@ -242,62 +237,51 @@ def test_a_finished_run_says_so_and_writes_nothing(tmp_path: Path, source: Path,
     assert tree(out) == whole | {"notes.txt": b"mine"}
 
 
-@pytest.mark.parametrize(
-    ("name", "damaged"),
-    [
-        ("config.json", "{"),
-        ("config.json", '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}'),
-        ("model.safetensors.index.json", '{"weight_map": {}}'),
-    ],
-    ids=["no JSON", "no quantization_config", "empty index"],
-)
 def test_a_finished_output_that_was_damaged_is_not_called_complete(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], name: str, damaged: str
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
-    out = tmp_path / "whole"
-    (out / name).write_text(damaged)
-    with pytest.raises(OutputError) as caught:
-        compress(source, out)
-    assert caught.value.message.startswith(f"{out} is damaged: ")
-    assert "overwrite=True" in caught.value.hint
-    assert tree(out) == whole | {name: damaged.encode()}
+    out, index = tmp_path / "whole", "model.safetensors.index.json"
+    other = '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}'
+    for name, damaged in (("config.json", "{"), ("config.json", other), (index, '{"weight_map": {}}')):
+        (out / name).write_text(damaged)
+        with pytest.raises(OutputError) as caught:
+            compress(source, out)
+        assert caught.value.message.startswith(f"{out} is damaged: ")
+        assert "overwrite=True" in caught.value.hint
+        assert tree(out) == whole | {name: damaged.encode()}
+        (out / name).write_bytes(whole[name])
 
 
-@pytest.mark.parametrize("damage", ["lost", "shorter", "longer", "header", "empty card"])
 def test_a_file_lost_from_a_finished_directory_is_made_again(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], damage: str
+    tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
-    shard = tmp_path / "whole" / "model-00003-of-00005.safetensors"
-    data = shard.read_bytes()
-    if damage == "lost":
-        shard.unlink()
-    elif damage == "empty card":
-        shard.with_name("README.md").write_bytes(b"")
-    else:
-        shard.write_bytes({"shorter": data[:-1], "longer": data + b"x", "header": data[:5]}[damage])
-    assert compress(source, tmp_path / "whole").resumed
-    assert tree(tmp_path / "whole") == whole
+    out, shard = tmp_path / "whole", "model-00003-of-00005.safetensors"
+    data = whole[shard]
+    (out / shard).unlink()
+    for name, damaged in (
+        (shard, data[:-1]),
+        (shard, data + b"x"),
+        (shard, data[:5]),
+        ("README.md", b""),
+        (shard, None),
+    ):
+        assert compress(source, out).resumed
+        assert tree(out) == whole, name
+        if damaged is not None:
+            (out / name).write_bytes(damaged)
 
 
 def test_a_shortened_shard_of_an_unfinished_directory_is_made_again(
     tmp_path: Path, source: Path, whole: dict[str, bytes]
 ) -> None:
-    out = tmp_path / "whole"
-    journal = json.loads((out / ".openquant.json").read_text())
-    (out / ".openquant.json").write_text(json.dumps({**journal, "done": False}))
+    out, journal = tmp_path / "whole", ".openquant.json"
+    (out / journal).write_text(json.dumps({**json.loads(whole[journal]), "done": False}))
     (out / "model-00003-of-00005.safetensors").unlink()
     os.truncate(out / "model-00001-of-00005.safetensors", 100)
     assert compress(source, out).resumed
-    assert {name: data for name, data in tree(out).items() if name != ".openquant.json"} == {
-        name: data for name, data in whole.items() if name != ".openquant.json"
-    }
+    assert tree(out) | {journal: b""} == whole | {journal: b""}
 
-
-def test_what_was_changed_since_it_was_written_is_no_fault_of_ours(
-    tmp_path: Path, source: Path, whole: dict[str, bytes]
-) -> None:
-    out = tmp_path / "out"
-    compress(source, out)
+    # What was changed since it was written is no fault of ours.
     next(out.glob("*.safetensors")).unlink()
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"model_type": "other"}))
@@ -336,26 +320,37 @@ def test_overwrite_replaces_what_the_journal_names_and_nothing_else(
     out = tmp_path / "whole"
     (out / "notes.txt").write_text("mine")
     single = small_checkpoints.write(tmp_path / "single", "Qwen3ForCausalLM")
+    # Files that are not ours are in the way.
+    for name in ("model.safetensors", "other.safetensors"):
+        (out / name).write_text("mine")
+        before = tree(out)
+        with pytest.raises(OutputError) as caught:
+            compress(single, out, overwrite=True)
+        assert caught.value.message == f"{out / name} was not made by openquant and will not be overwritten"
+        assert tree(out) == before
+        (out / name).unlink()
     compress(single, out, "block", overwrite=True)
     compress(single, tmp_path / "fresh", "block")
     assert tree(out) == tree(tmp_path / "fresh") | {"notes.txt": b"mine"}
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 8, 9])
 def test_what_is_overwritten_first_is_no_model_and_stays_ours(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], count: int
+    tmp_path: Path, source: Path, whole: dict[str, bytes], subtests: pytest.Subtests
 ) -> None:
     """Whenever it is killed: config.json goes first, so nothing takes the rest for a model, and the journal last."""
-    out = tmp_path / "whole"
     order = ["config.json", "generation_config.json", "model.safetensors.index.json", "README.md"]
-    order += [*finished(out), ".openquant.json"]
+    order += [*finished(tmp_path / "whole"), ".openquant.json"]
     assert set(order) == whole.keys()
-    done = struck(source, out, "KILL", "before-unlink", count, "--overwrite", "--scheme", "block")
-    assert done.returncode == -signal.SIGKILL
-    assert settled(out) == {name: whole[name] for name in order[count:]}
-    compress(source, out, "block", overwrite=True)
     compress(source, tmp_path / "fresh", "block")
-    assert tree(out) == tree(tmp_path / "fresh")
+    for count in (0, 1, 2, 3, 4, 8, 9):
+        out = tmp_path / f"out{count}" / "whole"
+        shutil.copytree(tmp_path / "whole", out)
+        with subtests.test(count=count):
+            done = struck(source, out, "KILL", "before-unlink", count, "--overwrite", "--scheme", "block")
+            assert done.returncode == -signal.SIGKILL
+            assert settled(out) == {name: whole[name] for name in order[count:]}
+            compress(source, out, "block", overwrite=True)
+            assert tree(out) == tree(tmp_path / "fresh")
 
 
 # Runs the command, and writes down what reached the disk and what got its name, in order.
@@ -403,38 +398,21 @@ def test_a_file_gets_its_name_when_it_is_on_disk_and_keeps_it(tmp_path: Path, so
     assert names[-2:] == ["config.json", ".openquant.json"]
 
 
-def test_overwrite_refuses_files_that_are_not_ours(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
-    out = tmp_path / "whole"
-    single = small_checkpoints.write(tmp_path / "single", "Qwen3ForCausalLM")
-    for name in ("model.safetensors", "other.safetensors"):
-        (out / name).write_text("mine")
-        before = tree(out)
-        with pytest.raises(OutputError) as caught:
-            compress(single, out, overwrite=True)
-        assert caught.value.message == f"{out / name} was not made by openquant and will not be overwritten"
-        assert tree(out) == before
-        (out / name).unlink()
-
-
-def test_overwrite_does_not_follow_a_journal_out_of_its_directory(tmp_path: Path, source: Path) -> None:
-    compress(source, tmp_path / "out")
-    (tmp_path / "precious").write_text("mine")
-    journal = json.loads((tmp_path / "out" / ".openquant.json").read_text())
-    journal["files"] += ["../precious", str(tmp_path / "precious")]
-    (tmp_path / "out" / ".openquant.json").write_text(json.dumps(journal))
-    with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
-        compress(source, tmp_path / "out", "block", overwrite=True)
-    assert (tmp_path / "precious").read_text() == "mine"
-
-
-def test_overwrite_does_not_follow_a_link_out_of_its_directory(tmp_path: Path, source: Path) -> None:
+def test_overwrite_follows_neither_a_journal_nor_a_link_out_of_its_directory(tmp_path: Path, source: Path) -> None:
     (source / "assets").mkdir()
     (source / "assets" / "a.txt").write_text("the model's")
-    out = tmp_path / "out"
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     compress(source, out)
-    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "a.txt").write_text("mine")
+    kept = (out / ".openquant.json").read_text()
+    journal = json.loads(kept)
+    journal["files"] += ["../elsewhere/a.txt", str(elsewhere / "a.txt")]
+    (out / ".openquant.json").write_text(json.dumps(journal))
+    with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
+        compress(source, out, "block", overwrite=True)
+
+    (out / ".openquant.json").write_text(kept)
     shutil.rmtree(out / "assets")
     (out / "assets").symlink_to(elsewhere)
     for overwrite in (False, True):
@@ -460,27 +438,37 @@ def test_a_working_directory_that_is_not_ours_is_refused(tmp_path: Path, source:
 
 def test_a_finished_directory_keeps_the_user_s_edits(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
     out = tmp_path / "whole"
+    # Leftovers in the source make it no other one.
+    (source / "optimizer.pt").write_text("new")
+    assert compress(source, out).resumed
+    assert tree(out) == whole
     (out / "README.md").write_text("mine")
     (out / "config.json").unlink()
     compress(source, out)
     assert tree(out) == whole | {"README.md": b"mine"}
 
 
-def test_a_finished_directory_needs_neither_space_nor_permission(
+def test_too_small_a_disk_is_found_before_the_first_byte(
     tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    # Nor is an earlier output thrown away for a run that cannot succeed.
+    with pytest.raises(OutputError, match="bytes, its disk has"):
+        compress(small_checkpoints.write(tmp_path / "larger", dtype="float32"), tmp_path / "whole", overwrite=True)
+    assert tree(tmp_path / "whole") == whole
+    with monkeypatch.context() as patch:
+        patch.setattr(Source, "digests", lambda *_: pytest.fail("the files that do not fit are read"))
+        with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has 1,000 free"):
+            compress(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+    # A finished directory needs neither space nor permission.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
     (tmp_path / "whole").chmod(0o555)
     before = (tmp_path / "whole").stat().st_mtime_ns
     assert compress(source, tmp_path / "whole").resumed
     assert (tmp_path / "whole").stat().st_mtime_ns == before
-    assert tree(tmp_path / "whole") == whole
-
-
-def test_leftovers_in_the_source_are_no_other_source(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
-    (source / "optimizer.pt").write_text("new")
-    assert compress(source, tmp_path / "whole").resumed
     assert tree(tmp_path / "whole") == whole
 
 
@@ -540,7 +528,7 @@ def sources(source: Path) -> dict[str, object]:
     return {**named.stamps(checkpoint), **named.digests(checkpoint)}
 
 
-@pytest.mark.parametrize("moved", ["in place", "replaced"])
+@for_each("moved", ["in place", "replaced"])
 def test_what_a_finished_shard_was_made_from_may_not_change(tmp_path: Path, source: Path, moved: str) -> None:
     out = tmp_path / "out"
     struck(source, out, "KILL", "after-rename", 3)
@@ -581,8 +569,8 @@ def test_what_nothing_was_made_from_yet_may_change(tmp_path: Path) -> None:
     assert tree(out) == tree(tmp_path / "fresh")
 
 
-@pytest.mark.parametrize("name", ["generation_config.json", "README.md"])
-@pytest.mark.parametrize("count", [3, 10])
+@for_each("name", ["generation_config.json", "README.md"])
+@for_each("count", [3, 10])
 def test_other_files_may_not_change_either(tmp_path: Path, source: Path, name: str, count: int) -> None:
     (source / "README.md").write_text("# A model")
     out = tmp_path / "out"
@@ -664,7 +652,15 @@ def test_a_source_that_is_touched_under_way_is_looked_at_again(
 def test_a_source_that_changes_under_way_is_not_called_finished(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shard, out = "model-00002-of-00005.safetensors", tmp_path / "out"
+    shard, out, config = "model-00002-of-00005.safetensors", tmp_path / "out", source / "config.json"
+    text = config.read_text()
+    during(monkeypatch, lambda: config.write_text(text.replace("rms_norm_eps", "rms_norm_esp")))
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "other")
+    assert caught.value.message == f"{config} changed while it was being converted"
+    assert not (tmp_path / "other" / "config.json").exists()
+    config.write_text(text)
+
     during(monkeypatch, lambda: change(source, shard))
     for _ in range(2):
         with pytest.raises(SourceError) as caught:
@@ -672,17 +668,6 @@ def test_a_source_that_changes_under_way_is_not_called_finished(
         assert caught.value.message == f"{source / shard} changed since {out / shard} was made"
         assert not (out / "config.json").exists()
         assert not json.loads((out / ".openquant.json").read_text())["done"]
-
-
-def test_a_config_that_changes_under_way_is_not_called_finished(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = source / "config.json"
-    during(monkeypatch, lambda: config.write_text(config.read_text().replace("rms_norm_eps", "rms_norm_esp")))
-    with pytest.raises(SourceError) as caught:
-        compress(source, tmp_path / "out")
-    assert caught.value.message == f"{config} changed while it was being converted"
-    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_a_log_in_the_source_may_grow(
@@ -700,46 +685,42 @@ def test_a_log_in_the_source_may_grow(
     assert (tmp_path / "again" / "convert.txt").read_text() == "a line\n"
 
 
-@pytest.mark.parametrize("name", ["n" * 255, "two\nlines", "caf\udce9", "-q", "naïve 模型"])
-def test_file_names_that_the_file_system_allows(tmp_path: Path, source: Path, name: str) -> None:
-    (source / name).write_text("odd")
+def test_file_names_that_the_file_system_allows(tmp_path: Path, source: Path) -> None:
+    names = ("n" * 255, "two\nlines", "caf\udce9", "-q", "naïve 模型")
+    for name in names:
+        (source / name).write_text("odd")
     compress(source, tmp_path / "out")
-    assert (tmp_path / "out" / name).read_text() == "odd"
+    assert [(tmp_path / "out" / name).read_text() for name in names] == ["odd"] * 5
     assert compress(source, tmp_path / "out").resumed
 
 
-@pytest.mark.parametrize("output", ["n" * 300, "loop/x"])
-def test_impossible_output_names_are_explained(tmp_path: Path, source: Path, output: str) -> None:
+def test_impossible_output_names_are_explained(tmp_path: Path, source: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(OutputError, match="cannot be (read|written): (File name too long|Too many levels|File exists)"):
-        compress(source, tmp_path / output)
+    told = "cannot be (read|written): (File name too long|Too many levels|File exists)"
+    for output in ("n" * 300, "loop/x"):
+        with pytest.raises(OutputError, match=told):
+            compress(source, tmp_path / output)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_directory_with_the_user_s_files_is_refused(tmp_path: Path, source: Path, overwrite: bool) -> None:
-    out = tmp_path / "out"
+def test_a_directory_with_the_user_s_files_is_refused(tmp_path: Path, source: Path) -> None:
+    out, unfinished = tmp_path / "out", tmp_path / "unfinished"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError) as caught:
-        compress(source, out, overwrite=overwrite)
-    assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds notes.txt"
-    assert tree(out) == {"notes.txt": b"mine"}
-    assert not (out / ".openquant").exists()
+    for overwrite in (False, True):
+        with pytest.raises(OutputError) as caught:
+            compress(source, out, overwrite=overwrite)
+        assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds notes.txt"
+        assert tree(out) == {"notes.txt": b"mine"}
+        assert not (out / ".openquant").exists()
 
-
-def test_an_unfinished_directory_with_a_foreign_file_is_refused(tmp_path: Path, source: Path) -> None:
-    struck(source, tmp_path / "out", "KILL", "after-rename", 3)
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match="out holds notes.txt, which this run did not write"):
-        compress(source, tmp_path / "out")
-
-
-def test_an_empty_directory_is_fine_and_a_file_is_not(tmp_path: Path, source: Path) -> None:
-    (tmp_path / "out").mkdir()
-    compress(source, tmp_path / "out")
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OutputError, match="file exists and is not a directory"):
-        compress(source, tmp_path / "file")
+    struck(source, unfinished, "KILL", "after-rename", 3)
+    (unfinished / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match="unfinished holds notes.txt, which this run did not write"):
+        compress(source, unfinished)
+    with pytest.raises(OutputError, match="notes.txt exists and is not a directory"):
+        compress(source, out / "notes.txt")
+    (tmp_path / "empty").mkdir()
+    compress(source, tmp_path / "empty")
 
 
 JOURNALS = ["", "[]", '{"format": 99}', '{"format": 1}', "[" * 10**5,
@@ -747,13 +728,13 @@ JOURNALS = ["", "[]", '{"format": 99}', '{"format": 1}', "[" * 10**5,
             '{"format": 1, "digest": "", "done": true, "files": ["a\\u0000"]}']  # fmt: skip
 
 
-@pytest.mark.parametrize("journal", JOURNALS)
-def test_a_journal_we_cannot_read_is_refused(tmp_path: Path, source: Path, journal: str) -> None:
+def test_a_journal_we_cannot_read_is_refused(tmp_path: Path, source: Path) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".openquant.json").write_text(journal)
     (tmp_path / "out" / "a").write_text("mine")
-    with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
-        compress(source, tmp_path / "out")
+    for journal in JOURNALS:
+        (tmp_path / "out" / ".openquant.json").write_text(journal)
+        with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
+            compress(source, tmp_path / "out")
 
 
 def test_the_output_may_not_be_or_lie_in_the_source(tmp_path: Path, source: Path) -> None:
@@ -799,21 +780,6 @@ def test_two_runs_at_the_same_time(tmp_path: Path) -> None:
     assert first.returncode == 0, errors
     assert second.returncode == 2
     assert second.stderr.startswith(f"error: another run is writing to {tmp_path / 'out'}\n")
-
-
-def test_too_small_a_disk_is_found_before_the_first_byte(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    monkeypatch.setattr(Source, "digests", lambda *_: pytest.fail("the files that do not fit are read"))
-    with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has 1,000 free"):
-        compress(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    # Nor is an earlier output thrown away for a run that cannot succeed.
-    with pytest.raises(OutputError, match="bytes, its disk has"):
-        compress(small_checkpoints.write(tmp_path / "larger", dtype="float32"), tmp_path / "whole", overwrite=True)
-    assert tree(tmp_path / "whole") == whole
 
 
 def test_a_disk_that_fills_up_is_named_and_the_run_continues_later(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from openquant.files.checkpoint import open_checkpoint
@@ -22,6 +21,7 @@ from openquant.run import carry_out
 from openquant.weights.transform import WeightTransform, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf
+from support.rows import for_each
 
 Weights = dict[str, torch.Tensor]
 RANDOM = np.random.default_rng(5)
@@ -66,7 +66,7 @@ MOE = {
 }
 
 
-@pytest.mark.parametrize("scheme", [SCHEMES["int8"], SCHEMES["tensor"], SCHEMES["int4"]], ids=lambda each: each.name)
+@for_each("scheme", [SCHEMES["int8"], SCHEMES["tensor"], SCHEMES["int4"]])
 def test_weights_are_rounded_as_they_are_folded(shelf: Shelf, tmp_path: Path, scheme: Scheme) -> None:
     source = shelf.source("Qwen3MoeForCausalLM")
     weights = small_checkpoints.read(source)
@@ -103,7 +103,7 @@ def test_codes_are_those_of_torch(shelf: Shelf, tmp_path: Path) -> None:
     assert torch.equal(found[f"{name}_scale"], scale)
 
 
-@pytest.mark.parametrize("ignored", ["**.o_proj", "**.experts.**"])
+@for_each("ignored", ["**.o_proj", "**.experts.**"])
 def test_what_stays_unquantized_is_folded_too(shelf: Shelf, tmp_path: Path, ignored: str) -> None:
     source = shelf.source("Qwen3MoeForCausalLM")
     transforms, expected = tuned(small_checkpoints.read(source), MOE)
@@ -114,7 +114,7 @@ def test_what_stays_unquantized_is_folded_too(shelf: Shelf, tmp_path: Path, igno
             assert torch.equal(found[name], expected[name]), name
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@for_each("dtype", ["float16", "float32"])
 def test_routers_keep_their_dtype(tmp_path: Path, dtype: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", dtype=dtype)
     weights = small_checkpoints.read(source)
@@ -155,7 +155,7 @@ def test_a_plan_is_known_by_its_tunings(shelf: Shelf) -> None:
     assert len({summary.output_bytes(plan) for plan in plans}) == 1
 
 
-@pytest.mark.parametrize("asymmetric", [False, True])
+@for_each("asymmetric", [False, True])
 def test_scales_are_searched_for_by_what_goes_in(shelf: Shelf, tmp_path: Path, asymmetric: bool) -> None:
     source, scheme = shelf.source("Qwen3ForCausalLM"), find_scheme("int4", asymmetric=asymmetric)
     module = "model.layers.0.self_attn.o_proj"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from openquant.errors import UsageError
@@ -24,50 +22,46 @@ from openquant.formats.schemes import (
     TENSOR_COMPRESSED,
     TENSOR_COMPRESSED_STATIC,
     TENSOR_STATIC,
-    Scheme,
 )
 
+STATIC = ActivationQuantization(E4M3, (None, None), static=True)
+BY_TOKEN = ActivationQuantization(E4M3, (1, None))
+BY_GROUP = ActivationQuantization(E4M3, (1, 128))
+MX = ActivationQuantization(E4M3, (1, 32), power_of_two=True)
+NV = ActivationQuantization(E2M1, (1, 16), has_global_scale=True)
 OF_SCHEMES = [
     (TENSOR, ActivationQuantization(E4M3, (None, None))),
-    (TENSOR_STATIC, ActivationQuantization(E4M3, (None, None), static=True)),
-    (TENSOR_COMPRESSED, ActivationQuantization(E4M3, (1, None))),
-    (TENSOR_COMPRESSED_STATIC, ActivationQuantization(E4M3, (None, None), static=True)),
-    (CHANNEL, ActivationQuantization(E4M3, (1, None))),
-    (BLOCK, ActivationQuantization(E4M3, (1, 128))),
-    (BLOCK_COMPRESSED, ActivationQuantization(E4M3, (1, 128))),
+    (TENSOR_STATIC, STATIC),
+    (TENSOR_COMPRESSED, BY_TOKEN),
+    (TENSOR_COMPRESSED_STATIC, STATIC),
+    (CHANNEL, BY_TOKEN),
+    (BLOCK, BY_GROUP),
+    (BLOCK_COMPRESSED, BY_GROUP),
     (BLOCK_UE8M0, ActivationQuantization(E4M3, (1, 128), power_of_two=True)),
-    (MXFP8, ActivationQuantization(E4M3, (1, 32), power_of_two=True)),
+    (MXFP8, MX),
     (INT8_W8A8, ActivationQuantization(INT8, (1, None))),
     (INT8_W8A16, None),
     (NVFP4, None),
-    (NVFP4_W4A4, ActivationQuantization(E2M1, (1, 16), has_global_scale=True)),
+    (NVFP4_W4A4, NV),
 ]
+MODELOPT = {
+    "FP8": STATIC,
+    "FP8_PER_CHANNEL_PER_TOKEN": BY_TOKEN,
+    "FP8_PB_WO": BY_GROUP,
+    "MXFP8": MX,
+    "NVFP4": NV,
+    "W4A16_NVFP4": None,
+}
 
 
-@pytest.mark.parametrize(("scheme", "inputs"), OF_SCHEMES, ids=lambda value: getattr(value, "suffix", ""))
-def test_every_scheme_says_what_becomes_of_activations(scheme: Scheme, inputs: ActivationQuantization | None) -> None:
-    found = read_quantization({"quantization_config": scheme.config([])})
-    assert found.inputs_of("model.layers.0.mlp.up_proj") == inputs
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "inputs"),
-    [
-        ("FP8", ActivationQuantization(E4M3, (None, None), static=True)),
-        ("FP8_PER_CHANNEL_PER_TOKEN", ActivationQuantization(E4M3, (1, None))),
-        ("FP8_PB_WO", ActivationQuantization(E4M3, (1, 128))),
-        ("MXFP8", ActivationQuantization(E4M3, (1, 32), power_of_two=True)),
-        ("NVFP4", ActivationQuantization(E2M1, (1, 16), has_global_scale=True)),
-        ("W4A16_NVFP4", None),
-    ],
-)
-def test_so_does_every_algorithm_of_modelopt(algorithm: str, inputs: ActivationQuantization | None) -> None:
-    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
-    assert read_quantization(config).inputs_of("model.layers.0.mlp.up_proj") == inputs
-
-
-def test_mxfp4_has_weights_alone() -> None:
-    assert read_quantization({"quantization_config": {"quant_method": "mxfp4"}}).inputs_of("any") is None
+def test_every_scheme_and_algorithm_of_modelopt_says_what_becomes_of_activations() -> None:
+    configs = [(scheme.config([]), inputs) for scheme, inputs in OF_SCHEMES]
+    configs += [({"quant_method": "modelopt", "quant_algo": name}, inputs) for name, inputs in MODELOPT.items()]
+    # It has weights alone.
+    configs += [({"quant_method": "mxfp4"}, None)]
+    for config, inputs in configs:
+        found = read_quantization({"quantization_config": config})
+        assert found.inputs_of("model.layers.0.mlp.up_proj") == inputs, config
 
 
 def test_layers_of_several_groups_have_their_own() -> None:
@@ -78,18 +72,15 @@ def test_layers_of_several_groups_have_their_own() -> None:
     assert found.inputs_of("model.layers.0.mlp.down_proj") == ActivationQuantization(E4M3, (1, None))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_is_not_known_stops() -> None:
+    for change in (
         {"num_bits": 4},
         {"type": "int", "symmetric": False},
         {"strategy": "channel"},
         {"strategy": ["token"]},
         {"strategy": "group", "group_size": "128"},
         {"dynamic": False},
-    ],
-)
-def test_what_is_not_known_stops(change: dict[str, Any]) -> None:
-    said = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True, **change}
-    with pytest.raises(UsageError, match="config.json quantizes activations as .*, which is not known here"):
-        read_activation_quantization(said)
+    ):
+        said = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True, **change}
+        with pytest.raises(UsageError, match="config.json quantizes activations as .*, which is not known here"):
+            read_activation_quantization(said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,62 +12,56 @@ import numpy as np
 import pytest
 
 from openquant.formats import compiled, kernels
-from openquant.formats.format import Group, grid_of
-from openquant.formats.numbers import E2M1, E4M3, INT4, Floats, Number
-from openquant.formats.schemes import VARIANTS, Scheme
+from openquant.formats.format import grid_of
+from openquant.formats.numbers import E2M1, E4M3, INT4
+from openquant.formats.schemes import VARIANTS
 
 NUMBERS = tuple(dict.fromkeys(scheme.format.number for scheme in VARIANTS))
 GROUPS = ((None, None), (1, None), (128, 128), (1, 32), (1, 16), (1, 40))
 
 
-def of_bits(values: Floats) -> np.ndarray:
-    return values.view(np.uint32)
-
-
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{number.name}-{number.dtype}")
-@pytest.mark.parametrize("exponent", [1, 3, 64, 127, 190, 240, 252])
-def test_every_bfloat16_has_the_same_code_under_any_scale(number: Number, exponent: int) -> None:
+def test_every_bfloat16_has_the_same_code_under_any_scale() -> None:
     """Beyond the largest code, subnormal, and zero of either sign."""
+    exponents = np.array([1, 3, 64, 127, 190, 240, 252], np.uint32)
     finite = np.arange(65536, dtype=np.uint16)
-    bits = finite[(finite & 0x7FFF) < 0x7F80].reshape(-1, 128)
-    mantissas = np.random.default_rng(exponent).integers(0, 1 << 23, (len(bits), 1), np.uint32)
-    scale = (mantissas | np.uint32(exponent << 23)).view(np.float32)
-    made = [np.empty((len(bits), number.nbytes(128)), np.uint8) for _ in range(2)]
-    with np.errstate(over="ignore"):
-        kernels.encode_stored(bits, "BF16", scale, (1, None), made[0], number)
-    compiled.encode_stored(bits, "BF16", scale, (1, None), made[1], number)
-    np.testing.assert_array_equal(made[1], made[0])
+    bits = np.tile(finite[(finite & 0x7FFF) < 0x7F80].reshape(-1, 128), (len(exponents), 1))
+    mantissas = np.random.default_rng(0).integers(0, 1 << 23, (len(bits), 1), np.uint32)
+    scale = (mantissas | np.repeat(exponents, len(bits) // len(exponents))[:, None] << 23).view(np.float32)
+    for number in NUMBERS:
+        made = [np.empty((len(bits), number.nbytes(128)), np.uint8) for _ in range(2)]
+        with np.errstate(over="ignore"):
+            kernels.encode_stored(bits, "BF16", scale, (1, None), made[0], number)
+        compiled.encode_stored(bits, "BF16", scale, (1, None), made[1], number)
+        np.testing.assert_array_equal(made[1], made[0], f"{number.name} {number.dtype}")
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{number.name}-{number.dtype}")
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize("low", [0, 100, 256])
-@pytest.mark.parametrize("shifted", [False, True])
-def test_codes_stand_for_the_same_weights(number: Number, group: Group, low: int, shifted: bool) -> None:
+def test_codes_stand_for_the_same_weights(subtests: pytest.Subtests) -> None:
     """All bytes, NaN too, whole groups or not, with zero points or none, and scales that take them beyond float32."""
     rows, cols = 150, 352
-    generator = np.random.default_rng(low)
-    codes = generator.integers(0, 256, (rows, number.nbytes(cols)), np.uint8)
-    height = group[0] or low + rows
-    grid = (low + rows - 1) // height + 1 - low // height, grid_of(group, (1, cols))[1]
-    scale = np.exp2(generator.uniform(-140, 128, grid)).astype(np.float32)
-    zero = generator.integers(-8, 8, grid).astype(np.float32) if shifted else None
-    found = [np.zeros((rows, cols), np.float32) for _ in range(2)]
-    for loops, out in zip((kernels, compiled), found, strict=True):
-        loops.decode_rows(codes, number, scale, group, low, out, zero)
-    np.testing.assert_array_equal(found[1], found[0])
-    assert (np.signbit(found[1]) == np.signbit(found[0])).all()
+    for number, group, low in itertools.product(NUMBERS, GROUPS, (0, 100, 256)):
+        generator = np.random.default_rng(low)
+        codes = generator.integers(0, 256, (rows, number.nbytes(cols)), np.uint8)
+        height = group[0] or low + rows
+        grid = (low + rows - 1) // height + 1 - low // height, grid_of(group, (1, cols))[1]
+        scale = np.exp2(generator.uniform(-140, 128, grid)).astype(np.float32)
+        for zero in (None, generator.integers(-8, 8, grid).astype(np.float32)):
+            found = [np.zeros((rows, cols), np.float32) for _ in range(2)]
+            for loops, out in zip((kernels, compiled), found, strict=True):
+                loops.decode_rows(codes, number, scale, group, low, out, zero)
+            with subtests.test(number=number.name, dtype=number.dtype, group=group, low=low, shifted=zero is not None):
+                np.testing.assert_array_equal(found[1], found[0])
+                assert (np.signbit(found[1]) == np.signbit(found[0])).all()
 
 
-@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: f"{number.name}-{number.dtype}")
-def test_the_same_code_is_the_first_that_holds_no_value(number: Number) -> None:
-    codes = np.random.default_rng(0).integers(0, 0x7F, (3, 1000), np.uint8)
-    assert compiled.first_unsound(codes, number) is None
-    codes[1, 7] = codes[2, 5] = 0xFF
-    assert compiled.first_unsound(codes, number) == kernels.first_unsound(codes, number)
-    codes[2, 5] = 0x7F
-    assert (compiled.first_unsound(codes, number) == 1007) == (number == E4M3)
-    assert compiled.first_unsound(codes[:0], number) is None
+def test_the_same_code_is_the_first_that_holds_no_value() -> None:
+    for number in NUMBERS:
+        codes = np.random.default_rng(0).integers(0, 0x7F, (3, 1000), np.uint8)
+        assert compiled.first_unsound(codes, number) is None
+        codes[1, 7] = codes[2, 5] = 0xFF
+        assert compiled.first_unsound(codes, number) == kernels.first_unsound(codes, number), number
+        codes[2, 5] = 0x7F
+        assert (compiled.first_unsound(codes, number) == 1007) == (number == E4M3), number
+        assert compiled.first_unsound(codes[:0], number) is None
 
 
 def test_values_are_rounded_to_the_same_bfloat16() -> None:
@@ -79,52 +74,49 @@ def test_values_are_rounded_to_the_same_bfloat16() -> None:
     np.testing.assert_array_equal(found[1], found[0])
 
 
-@pytest.mark.parametrize("number", [INT4, E2M1], ids=lambda number: number.name)
-@pytest.mark.parametrize("width", [16, 42, 4100])
-@pytest.mark.parametrize("groups", [1, 31, 33, 129])
-def test_the_same_of_several_scales_is_best(number: Number, width: int, groups: int) -> None:
+def test_the_same_of_several_scales_is_best() -> None:
     """However many groups there are: of many weights as good as random, which scale is best depends on each sum."""
-    generator = np.random.default_rng(width * groups)
-    for _ in range(20):
-        bits = generator.integers(0x3E00, 0x3F80, (groups, width)).astype(np.uint16)
-        usual = np.full(groups, 2 / number.span, np.float32)
-        # As near to each other as float32 can tell.
-        scales = usual * generator.uniform(1 - 2.0**-20, 1 + 2.0**-20, (9, groups)).astype(np.float32)
-        shares = generator.uniform(0, 1, (7, width)).astype(np.float32)
-        for weighed in ((), (shares,)):
-            found = [loops.best_scales(bits, "BF16", usual, scales, number, *weighed) for loops in (kernels, compiled)]
-            np.testing.assert_array_equal(found[1], found[0])
+    for number, width, groups in itertools.product((INT4, E2M1), (16, 42, 4100), (1, 31, 33, 129)):
+        generator = np.random.default_rng(width * groups)
+        for _ in range(20 if width < 100 else -(-64 // groups)):
+            bits = generator.integers(0x3E00, 0x3F80, (groups, width)).astype(np.uint16)
+            usual = np.full(groups, 2 / number.span, np.float32)
+            # As near to each other as float32 can tell.
+            scales = usual * generator.uniform(1 - 2.0**-20, 1 + 2.0**-20, (9, groups)).astype(np.float32)
+            shares = generator.uniform(0, 1, (7, width)).astype(np.float32)
+            for weighed in ((), (shares,)):
+                arguments = bits, "BF16", usual, scales, number, *weighed
+                found, same = (loops.best_scales(*arguments) for loops in (kernels, compiled))
+                np.testing.assert_array_equal(same, found, f"{number.name} {width} {groups}")
 
 
-@pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
-@pytest.mark.parametrize("fused", [1.0, 3.7, 2.0**60])
-def test_the_same_scales_are_made_of_the_largest_weights(scheme: Scheme, fused: float) -> None:
+def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtests) -> None:
     """Zero too, subnormal ones, and those that take a scale beyond E4M3; stored alike."""
-    form = scheme.format
     bits = np.random.default_rng(0).integers(0, 0x7F000000, (64, 1024), np.uint32)
     bits[0], bits[1, 0] = bits[0] >> 8, 0
     largest = bits.view(np.float32)
-    divisors = (
-        [None] if form.global_scale is None else [None, form.choose_global_scale(np.full((1, 1), fused, np.float32))]
-    )
-    for divisor in divisors:
-        with np.errstate(over="ignore"):
-            scale = kernels.scales(form, largest, divisor)
-        np.testing.assert_array_equal(compiled.scales(form, largest, divisor), scale)
-        if divisor is not None or form.global_scale is None:
-            stored = kernels.stored(form, scale, divisor)
-            np.testing.assert_array_equal(compiled.stored(form, scale, divisor), stored)
+    for scheme in VARIANTS:
+        form, divisors = scheme.format, [None]
+        if form.global_scale is not None:
+            divisors += [form.choose_global_scale(np.full((1, 1), fused, np.float32)) for fused in (1.0, 3.7, 2.0**60)]
+        for divisor in divisors:
+            with subtests.test(scheme=scheme.suffix, divisor=divisor):
+                with np.errstate(over="ignore"):
+                    scale = kernels.scales(form, largest, divisor)
+                np.testing.assert_array_equal(compiled.scales(form, largest, divisor), scale)
+                if divisor is not None or form.global_scale is None:
+                    stored = kernels.stored(form, scale, divisor)
+                    np.testing.assert_array_equal(compiled.stored(form, scale, divisor), stored)
 
 
-@pytest.mark.parametrize("number", [INT4, E2M1], ids=lambda number: number.name)
-@pytest.mark.parametrize("width", [2, 7])
-def test_rows_that_do_not_fill_a_register_are_encoded_whole(number: Number, width: int) -> None:
+def test_rows_that_do_not_fill_a_register_are_encoded_whole() -> None:
     bits = np.random.default_rng(1).integers(0, 0x4000, (5, 14), np.uint16)
-    scale = kernels.absmax(bits, "BF16", (1, width)) / np.float32(number.span)
-    made = [np.empty((5, 7), np.uint8) for _ in range(2)]
-    for loops, out in zip((kernels, compiled), made, strict=True):
-        loops.encode_stored(bits, "BF16", scale, (1, width), out, number)
-    np.testing.assert_array_equal(made[1], made[0])
+    for number, width in itertools.product((INT4, E2M1), (2, 7)):
+        scale = kernels.absmax(bits, "BF16", (1, width)) / np.float32(number.span)
+        made = [np.empty((5, 7), np.uint8) for _ in range(2)]
+        for loops, out in zip((kernels, compiled), made, strict=True):
+            loops.encode_stored(bits, "BF16", scale, (1, width), out, number)
+        np.testing.assert_array_equal(made[1], made[0])
 
 
 ALONE = """
@@ -138,53 +130,45 @@ print("numpy" if found is kernels else "compiled")
 """
 
 
-@pytest.mark.parametrize(
-    ("setting", "loops"),
-    [
-        # Nowhere to keep what is compiled: the package's directory counts as one without this.
-        (
-            {"NUMBA_CACHE_LOCATOR_CLASSES": "UserWideCacheLocator", "HOME": "/dev/null", "XDG_CACHE_HOME": "/dev/null"},
-            "compiled",
-        ),
-        ({"NUMBA_DISABLE_JIT": "1"}, "numpy"),
-    ],
-)
-def test_without_a_cache_loops_are_compiled_again_and_without_a_compiler_they_are_numpy_s(
-    setting: dict[str, str], loops: str
-) -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], env={**os.environ, **setting}, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == (f"{loops}\n", "")
+def ran(code: str, **environment: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    return done.stdout, done.stderr
+
+
+def test_without_a_cache_loops_are_compiled_again() -> None:
+    """Nowhere to keep what is compiled: the package's directory counts as one without this."""
+    nowhere = {
+        "NUMBA_CACHE_LOCATOR_CLASSES": "UserWideCacheLocator",
+        "HOME": "/dev/null",
+        "XDG_CACHE_HOME": "/dev/null",
+    }
+    assert ran(ALONE, **nowhere) == ("compiled\n", "")
+
+
+def test_without_a_compiler_loops_are_numpy_s(tmp_path: Path) -> None:
+    """Or with one that is installed, but for another numpy."""
+    assert ran(ALONE, NUMBA_DISABLE_JIT="1") == ("numpy\n", "")
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text('raise ImportError("Numba needs NumPy 2.2 or less")\n')
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))])
+    assert ran(ALONE, PYTHONPATH=path) == ("numpy\n", "")
 
 
 def test_a_cache_that_is_full_or_damaged_is_done_without(tmp_path: Path) -> None:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     # A file that may not grow fails as one on a full disk does.
     full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n" + ALONE
-
-    def run(code: str) -> tuple[str, str]:
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        return done.stdout, done.stderr
 
     def kept() -> list[Path]:
         return [path for path in tmp_path.rglob("*") if path.is_file()]
 
-    assert run(full) == ("compiled\n", "")
+    assert ran(full, NUMBA_CACHE_DIR=str(tmp_path)) == ("compiled\n", "")
     assert kept() == []
-    assert run(ALONE) == ("compiled\n", "")
+    assert ran(ALONE, NUMBA_CACHE_DIR=str(tmp_path)) == ("compiled\n", "")
     sizes = {path: path.stat().st_size for path in kept()}
     assert {path.suffix for path in sizes} == {".nbi", ".nbc"}
     for path in sizes:
         path.write_bytes(path.read_bytes()[:40])
-    assert run(ALONE) == ("compiled\n", "")
+    assert ran(ALONE, NUMBA_CACHE_DIR=str(tmp_path)) == ("compiled\n", "")
     assert {path: path.stat().st_size for path in kept()} == sizes
-
-
-def test_without_numba_loops_are_numpy_s(tmp_path: Path) -> None:
-    """Installed, but for another numpy."""
-    (tmp_path / "numba").mkdir()
-    (tmp_path / "numba" / "__init__.py").write_text('raise ImportError("Numba needs NumPy 2.2 or less")\n')
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", str(Path(__file__).parents[2]))])
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert (done.stdout, done.stderr) == ("numpy\n", "")

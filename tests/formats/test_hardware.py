@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-
-import pytest
 
 from conftest import ROOT
 from openquant.formats.hardware import (
@@ -22,49 +21,39 @@ from openquant.formats.hardware import (
 from openquant.formats.schemes import SCHEMES
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
-@pytest.mark.parametrize("experts", [False, True])
-def test_engines_of_a_scheme_are_those_with_a_kernel_for_it(scheme, experts):
-    found = tuple(
-        engine for engine in ENGINES if any(find_kernel(engine, scheme.name, where, experts) for where in HARDWARE)
-    )
-    assert found == (scheme.expert_engines if experts else scheme.engines)
+def test_engines_of_a_scheme_are_those_with_a_kernel_for_it():
+    for scheme in SCHEMES.values():
+        for experts, engines in ((False, scheme.engines), (True, scheme.expert_engines)):
+            found = [
+                engine
+                for engine in ENGINES
+                if any(find_kernel(engine, scheme.name, where, experts) for where in HARDWARE)
+            ]
+            assert found == [*engines], (scheme.name, experts)
 
 
-def test_kernels_name_what_there_is():
+def test_kernels_name_what_there_is_and_none_is_hidden_by_those_before_it():
     assert {kernel.engine for kernel in KERNELS} == {*ENGINES}
     assert {name for kernel in KERNELS for name in kernel.schemes} == {*SCHEMES}
     assert {where for kernel in KERNELS for where in kernel.hardware} == {*HARDWARE}
     assert {*MLX_LM} <= {*SCHEMES}
-
-
-def test_no_kernel_is_hidden_by_those_before_it():
-    asked = [
-        (engine, scheme, where, experts)
-        for engine in ENGINES
-        for scheme in SCHEMES
-        for where in HARDWARE
-        for experts in (False, True)
-    ]
+    asked = itertools.product(ENGINES, SCHEMES, HARDWARE, (False, True))
     assert {find_kernel(*question) for question in asked} - {None} == {*KERNELS}
 
 
-@pytest.mark.parametrize(
-    ("capability", "generation"),
-    [
-        ((7, 0), None),
-        ((7, 5), "Turing"),
-        ((8, 0), "Ampere"),
-        ((8, 6), "Ampere"),
-        ((8, 9), "Ada"),
-        ((9, 0), "Hopper"),
-        ((10, 0), "Blackwell"),
-        ((10, 3), "Blackwell"),
-        ((12, 0), "Blackwell"),
-    ],
-)
-def test_a_compute_capability_is_of_a_generation(capability, generation):
-    assert generation_of(*capability) == generation
+def test_a_compute_capability_is_of_a_generation():
+    expected = {
+        (7, 0): None,
+        (7, 5): "Turing",
+        (8, 0): "Ampere",
+        (8, 6): "Ampere",
+        (8, 9): "Ada",
+        (9, 0): "Hopper",
+        (10, 0): "Blackwell",
+        (10, 3): "Blackwell",
+        (12, 0): "Blackwell",
+    }
+    assert {capability: generation_of(*capability) for capability in expected} == expected
 
 
 def test_which_arithmetic_a_gpu_has():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openquant.formats import compiled, kernels, scales
@@ -60,47 +62,44 @@ def signs(weight: torch.Tensor, scheme: Scheme) -> np.ndarray:
     return np.where(positive & (scheme.format.number != E2M1), np.float32(-1), np.float32(1))
 
 
-@pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), fused=st.floats(1, 64), weighed=st.booleans())
-def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, fused: float, weighed: bool) -> None:
-    counts = importance(seed) if weighed else None
-    form, weight = scheme.format, noise(seed, magnitude=magnitude)
-    absmax = kernels.absmax(weight.numpy().view(np.uint32), "F32", form.group)
-    # As if what it is joined with had a weight so many times as large.
-    divisor = form.choose_global_scale(absmax.max(keepdims=True) * np.float32(fused))
-    scale = found_in(weight, scheme, divisor, counts)
-    tried = [signs(weight, scheme) * form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.clip_ratios]
-    assert np.any([scale == each for each in tried], axis=0).all()
-    least = np.min([errors(weight, each, form, counts) for each in tried], axis=0)
-    assert (errors(weight, scale, form, counts) <= least * (1 + 1e-5)).all()
+def test_no_other_ratio_is_better(seed: int, magnitude: int, fused: float, weighed: bool) -> None:
+    counts, weight = importance(seed) if weighed else None, noise(seed, magnitude=magnitude)
+    for scheme in SEARCHED:
+        form = scheme.format
+        absmax = kernels.absmax(weight.numpy().view(np.uint32), "F32", form.group)
+        # As if what it is joined with had a weight so many times as large.
+        divisor = form.choose_global_scale(absmax.max(keepdims=True) * np.float32(fused))
+        scale, sign = found_in(weight, scheme, divisor, counts), signs(weight, scheme)
+        tried = [sign * form.scales(absmax * np.float32(ratio), divisor) for ratio in scheme.clip_ratios]
+        assert np.any([scale == each for each in tried], axis=0).all(), scheme.suffix
+        least = np.min([errors(weight, each, form, counts) for each in tried], axis=0)
+        assert (errors(weight, scale, form, counts) <= least * (1 + 1e-5)).all(), scheme.suffix
 
 
-@pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
-@pytest.mark.parametrize("piece", [2, 30, 100])
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, scheme: Scheme, piece: int) -> None:
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests) -> None:
     weight, counts = noise(3, 16, 512), importance(3, 512)
-    whole, weighed = found_in(weight, scheme), found_in(weight, scheme, counts=counts)
-    assert not np.array_equal(whole, weighed)
-    monkeypatch.setattr(kernels, "CHUNK", piece * 40)
-    monkeypatch.setattr(scales, "GROUPS", piece)
-    assert np.array_equal(found_in(weight, scheme), whole)
-    assert np.array_equal(found_in(weight, scheme, counts=counts), weighed)
+    for scheme in SEARCHED:
+        whole, weighed = found_in(weight, scheme), found_in(weight, scheme, counts=counts)
+        assert not np.array_equal(whole, weighed), scheme.suffix
+        for piece in (2, 30, 100):
+            with subtests.test(scheme=scheme.suffix, piece=piece), monkeypatch.context() as patch:
+                patch.setattr(kernels, "CHUNK", piece * 40)
+                patch.setattr(scales, "GROUPS", piece)
+                assert np.array_equal(found_in(weight, scheme), whole)
+                assert np.array_equal(found_in(weight, scheme, counts=counts), weighed)
+        # Where all inputs count alike, scales are those of the weights; also where nothing ever goes in.
+        for count in (0.0, 2.0**-126, 2.0**126):
+            with subtests.test(scheme=scheme.suffix, count=count):
+                assert np.array_equal(found_in(weight, scheme, counts=np.full(512, count, np.float32)), whole)
 
 
-@pytest.mark.parametrize("scheme", SEARCHED, ids=lambda scheme: scheme.suffix)
-@pytest.mark.parametrize("count", [0.0, 2.0**-126, 2.0**126])
-def test_where_all_inputs_count_alike_scales_are_those_of_the_weights(scheme: Scheme, count: float) -> None:
-    """Also where nothing ever goes in."""
-    weight = noise(6)
-    found = found_in(weight, scheme, counts=np.full(256, count, np.float32))
-    assert np.array_equal(found, found_in(weight, scheme))
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F16"])
-def test_other_dtypes_have_the_scales_of_their_values(dtype: str) -> None:
-    weight = noise(4).to(torch.bfloat16 if dtype == "BF16" else torch.float16)
-    scale = choose_scales(INT4_W4A16, weight.view(torch.int16).numpy().view(np.uint16), dtype).scale
-    assert np.array_equal(scale, found_in(weight.float(), INT4_W4A16))
+def test_other_dtypes_have_the_scales_of_their_values() -> None:
+    for dtype, kind in (("BF16", torch.bfloat16), ("F16", torch.float16)):
+        weight = noise(4).to(kind)
+        scale = choose_scales(INT4_W4A16, weight.view(torch.int16).numpy().view(np.uint16), dtype).scale
+        assert np.array_equal(scale, found_in(weight.float(), INT4_W4A16)), dtype
 
 
 def test_a_group_without_outliers_keeps_its_largest_weight_and_zeros_their_scale() -> None:
@@ -110,23 +109,23 @@ def test_a_group_without_outliers_keeps_its_largest_weight_and_zeros_their_scale
     assert scale.tolist() == [[2.0**-7], [pytest.approx(7 / 7.5, rel=2.0**-8)]]
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-@pytest.mark.parametrize("width", [8, 128, 600])
-def test_the_largest_weight_has_the_code_below_all_others(dtype: str, width: int) -> None:
+def test_the_largest_weight_has_the_code_below_all_others() -> None:
     """Whichever sign it has; of two as large the negative one, and the scale of zeros is positive."""
-    weight = torch.randn(300, width, generator=torch.Generator().manual_seed(width)) / 8
-    weight[0], weight[1:3] = 0, weight[1:3].abs()
-    weight[3:5] = -weight[1:3]
-    weight[5, :2] = torch.tensor([3.0, -3.0])
-    weight[6, :2] = torch.tensor([-3.0, 3.0])
-    weight = weight.to({"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype])
-    bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy()
-    bits = bits.view(bits.dtype.str.replace("i", "u"))
-    found = kernels.signs(bits)
-    np.testing.assert_array_equal(compiled.signs(bits), found)
-    assert found[:7].tolist() == [1, -1, -1, 1, 1, 1, 1]
-    positive = weight.amax(1) > -weight.amin(1)
-    np.testing.assert_array_equal(found[7:], np.where(positive, -1, 1)[7:])
+    kinds = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    for dtype, width in itertools.product(kinds, (8, 128, 600)):
+        weight = torch.randn(300, width, generator=torch.Generator().manual_seed(width)) / 8
+        weight[0], weight[1:3] = 0, weight[1:3].abs()
+        weight[3:5] = -weight[1:3]
+        weight[5, :2] = torch.tensor([3.0, -3.0])
+        weight[6, :2] = torch.tensor([-3.0, 3.0])
+        weight = weight.to(kinds[dtype])
+        bits = weight.view(torch.int32 if dtype == "F32" else torch.int16).numpy()
+        bits = bits.view(bits.dtype.str.replace("i", "u"))
+        found = kernels.signs(bits)
+        np.testing.assert_array_equal(compiled.signs(bits), found)
+        assert found[:7].tolist() == [1, -1, -1, 1, 1, 1, 1], (dtype, width)
+        positive = weight.amax(1) > -weight.amin(1)
+        np.testing.assert_array_equal(found[7:], np.where(positive, -1, 1)[7:])
 
 
 def test_the_largest_weight_becomes_6_or_4_or_is_clipped() -> None:
@@ -136,25 +135,22 @@ def test_the_largest_weight_becomes_6_or_4_or_is_clipped() -> None:
     weight[2] = torch.tensor([6.5] + [6.0, 4, 3, 2, 1.5] * 3)
     scale = found_in(weight, NVFP4, np.full((1, 1), 256, np.float32))
     assert scale.tolist() == [[1.0], [1.0], [1.0]]
+    # The block of the largest weight of all has no room for 4 as its largest code, which were best here.
+    for magnitude in (6.0, 2.0**127):
+        weight = torch.full((1, 16), magnitude / 4 * 3)
+        weight[0, 0] = magnitude
+        divisor = np.full((1, 1), 2688 / magnitude, np.float32)
+        assert (found_in(weight, NVFP4, divisor) * divisor).item() == 448
+        beside_a_larger = np.full((1, 1), 1024 / magnitude, np.float32)
+        assert (found_in(weight, NVFP4, beside_a_larger) * beside_a_larger).item() == 256
 
 
-@pytest.mark.parametrize("magnitude", [6.0, 2.0**127])
-def test_a_scale_beyond_e4m3_is_its_largest(magnitude: float) -> None:
-    """The block of the largest weight of all has no room for 4 as its largest code, which were best here."""
-    weight = torch.full((1, 16), magnitude / 4 * 3)
-    weight[0, 0] = magnitude
-    divisor = np.full((1, 1), 2688 / magnitude, np.float32)
-    assert (found_in(weight, NVFP4, divisor) * divisor).item() == 448
-    beside_a_larger = np.full((1, 1), 1024 / magnitude, np.float32)
-    assert (found_in(weight, NVFP4, beside_a_larger) * beside_a_larger).item() == 256
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_weights_stay_what_they_are(rows: int) -> None:
-    weight = noise(5, rows, 128)
-    before = weight.clone()
-    found_in(weight, INT4_W4A16)
-    assert torch.equal(weight, before)
+def test_weights_stay_what_they_are() -> None:
+    for rows in (1, 3):
+        weight = noise(5, rows, 128)
+        before = weight.clone()
+        found_in(weight, INT4_W4A16)
+        assert torch.equal(weight, before)
 
 
 def test_without_a_search_the_largest_weight_makes_the_scale() -> None:

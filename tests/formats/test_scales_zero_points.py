@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.utils import calculate_qparams
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openquant.errors import UsageError
 from openquant.formats import compiled, kernels, scales
+from openquant.formats.format import Format
 from openquant.formats.numbers import INT4
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode, encode, group_ranges
@@ -29,7 +33,6 @@ from openquant.formats.schemes import (
     find_scheme,
 )
 
-each = pytest.mark.parametrize("scheme", ASYMMETRIC, ids=lambda scheme: scheme.suffix)
 FORM = INT4_SHIFTED.format
 
 
@@ -65,87 +68,89 @@ def torched(weight: torch.Tensor, scale: np.ndarray, zero: np.ndarray) -> tuple[
     return weight, torch.from_numpy(scale), FORM, torch.from_numpy(zero)  # type: ignore[return-value]
 
 
-@each
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), magnitude=st.integers(-20, 20))
-def test_what_compressed_tensors_makes(scheme: Scheme, seed: int, magnitude: int) -> None:
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    weight, form = skewed(seed, magnitude), scheme.format
-    config = QuantizationConfig.model_validate(scheme.config([])).config_groups["group_0"]
-    grouped = weight.reshape(16, -1, form.group[1] or 384)
-    wanted, wanted_zero = calculate_qparams(grouped.amin(2), grouped.amax(2), config.weights)
-    # Of a group of zeros its own are divided by zero.
-    some = grouped.abs().amax(2) > 0
-    scale, zero = (torch.from_numpy(found) for found in of(weight, scheme.unsearched))
-    assert torch.equal(scale[some], wanted[some].bfloat16().float())
-    assert torch.equal(zero[some], wanted_zero[some].float())
-    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
-    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
-    theirs = compressor.compress(state, config)
-    assert torch.equal(encode(weight, scale, form, zero), theirs["weight_packed"])
-    words = kernels.pack_words(form.number.encode(zero.numpy()), form.number).view(np.int32)
-    assert torch.equal(torch.from_numpy(words), theirs["weight_zero_point"])
-    back = decode(theirs["weight_packed"], scale, form, zero)
-    assert torch.equal(back, compressor.decompress(theirs, config)["weight"])
+def test_what_compressed_tensors_makes(seed: int, magnitude: int) -> None:
+    weight = skewed(seed, magnitude)
+    for scheme in ASYMMETRIC:
+        form = scheme.format
+        config = QuantizationConfig.model_validate(scheme.config([])).config_groups["group_0"]
+        grouped = weight.reshape(16, -1, form.group[1] or 384)
+        wanted, wanted_zero = calculate_qparams(grouped.amin(2), grouped.amax(2), config.weights)
+        # Of a group of zeros its own are divided by zero.
+        some = grouped.abs().amax(2) > 0
+        scale, zero = (torch.from_numpy(found) for found in of(weight, scheme.unsearched))
+        assert torch.equal(scale[some], wanted[some].bfloat16().float()), scheme.suffix
+        assert torch.equal(zero[some], wanted_zero[some].float()), scheme.suffix
+        compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+        theirs = compressor.compress(state, config)
+        assert torch.equal(encode(weight, scale, form, zero), theirs["weight_packed"]), scheme.suffix
+        words = kernels.pack_words(form.number.encode(zero.numpy()), form.number).view(np.int32)
+        assert torch.equal(torch.from_numpy(words), theirs["weight_zero_point"]), scheme.suffix
+        back = decode(theirs["weight_packed"], scale, form, zero)
+        assert torch.equal(back, compressor.decompress(theirs, config)["weight"]), scheme.suffix
 
 
-@each
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**31), magnitude=st.integers(-100, 100), dtype=st.sampled_from(["BF16", "F32"]))
-def test_kernels_are_what_torch_computes(scheme: Scheme, seed: int, magnitude: int, dtype: str) -> None:
-    weight, form = skewed(seed, magnitude), scheme.format
+def test_kernels_are_what_torch_computes(seed: int, magnitude: int, dtype: str) -> None:
+    weight = skewed(seed, magnitude)
     bits = weight.numpy().view(np.uint32)
     if dtype == "BF16":
         weight = weight.bfloat16()
         bits = weight.view(torch.int16).numpy().view(np.uint16)
-    scale, zero = choose_scales(scheme.unsearched, bits, dtype)
-    wanted = group_ranges(weight, form)
-    assert np.array_equal(scale, wanted[0].numpy())
-    assert np.array_equal(zero, wanted[1].numpy())
-    codes = np.empty((16, form.number.nbytes(384)), np.uint8)
-    kernels.encode_stored(bits, dtype, scale, form.group, codes, form.number, None, zero)
-    again = np.empty_like(codes)
-    compiled.encode_stored(bits, dtype, scale, form.group, again, form.number, None, zero)
-    assert np.array_equal(again, codes)
-    assert np.array_equal(codes.view(np.int32), encode(weight, *wanted[:1], form, wanted[1]).numpy())
-    out = np.empty((16, 384), np.float32)
-    kernels.decode_rows(codes, form.number, scale, form.group, 0, out, zero)
-    assert np.array_equal(out, decode(torch.from_numpy(codes.view(np.int32)), *wanted[:1], form, wanted[1]).numpy())
-    # Rounding the zero point may clip the ends by half a step, rounding the scale by its share of the range.
-    spread = np.repeat(scale, 384 // scale.shape[1], axis=1)
-    assert (np.abs(out - weight.float().numpy()) <= spread * (1 + 2 * form.number.span / 256)).all()
+    for scheme in ASYMMETRIC:
+        form, name = scheme.format, scheme.suffix
+        scale, zero = choose_scales(scheme.unsearched, bits, dtype)
+        wanted = group_ranges(weight, form)
+        assert np.array_equal(scale, wanted[0].numpy()), name
+        assert np.array_equal(zero, wanted[1].numpy()), name
+        codes = np.empty((16, form.number.nbytes(384)), np.uint8)
+        kernels.encode_stored(bits, dtype, scale, form.group, codes, form.number, None, zero)
+        again = np.empty_like(codes)
+        compiled.encode_stored(bits, dtype, scale, form.group, again, form.number, None, zero)
+        assert np.array_equal(again, codes), name
+        words = encode(weight, wanted[0], form, wanted[1])
+        assert np.array_equal(codes.view(np.int32), words.numpy()), name
+        out = np.empty((16, 384), np.float32)
+        kernels.decode_rows(codes, form.number, scale, form.group, 0, out, zero)
+        assert np.array_equal(out, decode(words, wanted[0], form, wanted[1]).numpy()), name
+        # Rounding the zero point may clip the ends by half a step, rounding the scale by its share of the range.
+        spread = np.repeat(scale, 384 // scale.shape[1], axis=1)
+        assert (np.abs(out - weight.float().numpy()) <= spread * (1 + 2 * form.number.span / 256)).all(), name
 
 
-@each
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), magnitude=st.integers(-60, 60), weighed=st.booleans())
-def test_no_other_ratio_is_better(scheme: Scheme, seed: int, magnitude: int, weighed: bool) -> None:
-    weight, form = skewed(seed, magnitude, rows=8, cols=256), scheme.format
+def test_no_other_ratio_is_better(seed: int, magnitude: int, weighed: bool) -> None:
+    weight = skewed(seed, magnitude, rows=8, cols=256)
     counts = np.exp(2 * np.random.default_rng(seed).standard_normal(256)).astype(np.float32)
-    found = of(weight, scheme, counts if weighed else None)
 
-    def errors(scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    def errors(form: Format, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
         grouped = weight.numpy().astype(np.float64).reshape(*scale.shape, -1)
         spread, shift = scale.astype(np.float64)[..., None], zero[..., None]
         codes = np.clip(np.rint(grouped / spread + shift), -form.number.largest, form.number.largest - 1)
         squares = np.square((codes - shift) * spread - grouped)
         return (squares * counts.reshape(grouped.shape[1:]) if weighed else squares).sum(axis=2)
 
-    grouped = weight.numpy().reshape(8, -1, form.group[1] or 256)
-    low, high = grouped.min(axis=2), grouped.max(axis=2)
-    tried = [form.ranges(low * np.float32(ratio), high * np.float32(ratio)) for ratio in scheme.clip_ratios]
-    assert np.any([(found[0] == scale) & (found[1] == zero) for scale, zero in tried], axis=0).all()
-    least = np.min([errors(*one) for one in tried], axis=0)
-    assert (errors(*found) <= least * (1 + 1e-4)).all()
+    for scheme in ASYMMETRIC:
+        form, found = scheme.format, of(weight, scheme, counts if weighed else None)
+        grouped = weight.numpy().reshape(8, -1, form.group[1] or 256)
+        low, high = grouped.min(axis=2), grouped.max(axis=2)
+        tried = [form.ranges(low * np.float32(ratio), high * np.float32(ratio)) for ratio in scheme.clip_ratios]
+        assert np.any([(found[0] == scale) & (found[1] == zero) for scale, zero in tried], axis=0).all(), scheme.suffix
+        least = np.min([errors(form, *one) for one in tried], axis=0)
+        assert (errors(form, *found) <= least * (1 + 1e-4)).all(), scheme.suffix
 
 
-@pytest.mark.parametrize("piece", [1, 300, 4096])
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, counts = skewed(3), np.linspace(0, 1, 384, dtype=np.float32)
     whole = [of(weight, INT4_SHIFTED, each) for each in (None, counts)]
-    monkeypatch.setattr(scales, "WEIGHTS", piece)
-    for found, each in zip(whole, (None, counts), strict=True):
-        assert all(map(np.array_equal, of(weight, INT4_SHIFTED, each), found))
+    for piece in (1, 300, 4096):
+        monkeypatch.setattr(scales, "WEIGHTS", piece)
+        for found, each in zip(whole, (None, counts), strict=True):
+            assert all(map(np.array_equal, of(weight, INT4_SHIFTED, each), found)), piece
 
 
 def test_they_are_of_one_config() -> None:

@@ -8,18 +8,17 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from openquant.formats import compiled, kernels, reference
 from openquant.formats.numbers import INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS, Number
 from openquant.formats.scales import choose_scales
-from openquant.formats.schemes import ASYMMETRIC, INT8_W8A16, INTEGER_GROUPS, Scheme
+from openquant.formats.schemes import ASYMMETRIC, INT8_W8A16, INTEGER_GROUPS
 
 BY_ROW = (*(groups[3] for groups in INTEGER_GROUPS.values()), INT8_W8A16)
 WIDTHS = (INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS)
-each = pytest.mark.parametrize("number", WIDTHS, ids=lambda number: number.name)
 
 
 def words_of(codes: np.ndarray, number: Number, axis: int) -> np.ndarray:
@@ -28,46 +27,61 @@ def words_of(codes: np.ndarray, number: Number, axis: int) -> np.ndarray:
     return pack_to_int32(values, number.bits, packed_dim=axis).numpy().view(np.uint32)
 
 
-@each
-@given(data=st.data())
-def test_rows_of_any_number_share_words_as_in_compressed_tensors(number: Number, data: st.DataObject) -> None:
-    shape = data.draw(st.tuples(st.integers(1, 70), st.integers(1, 5)))
-    codes = data.draw(hnp.arrays(np.uint8, shape, elements=st.integers(0, 2**number.bits - 1)))
-    words = kernels.pack_words(codes, number)
-    assert words.shape == (number.items(len(codes)), codes.shape[1])
-    assert np.array_equal(words, words_of(codes, number, 0))
-    back = kernels.unpack_words(words, number)
-    assert np.array_equal(back[: len(codes)], codes)
-    assert not back[len(codes) :].any()
-    theirs = unpack_from_int32(torch.from_numpy(words.view(np.int32)), number.bits, torch.Size(shape), packed_dim=0)
-    assert np.array_equal(theirs.numpy(), codes.astype(np.int16) - 2 ** (number.bits - 1))
+@pytest.mark.parametrize("axis", ["rows", "columns"])
+def test_words_are_those_of_compressed_tensors(axis: str, subtests: pytest.Subtests) -> None:
+    for number in WIDTHS:
+        with subtests.test(number=number.name):
+            (check_rows if axis == "rows" else check_columns)(number)
 
 
-@each
-@given(data=st.data())
-def test_every_kernel_packs_columns_as_compressed_tensors_does(number: Number, data: st.DataObject) -> None:
-    rows, runs = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 5)))
-    codes = data.draw(hnp.arrays(np.uint8, (rows, runs * number.run), elements=st.integers(0, 2**number.bits - 1)))
-    expected = words_of(codes, number, 1)
-    packed = np.empty((rows, number.nbytes(codes.shape[1])), np.uint8)
-    kernels.pack(codes, packed, number)
-    assert np.array_equal(packed.view(np.uint32), expected)
-    assert np.array_equal(kernels.unpack(packed, number), codes)
-    # Codes are the nearest to their own values under a scale of 1.
-    weights, one = number.decode(codes), np.ones((1, 1), np.float32)
-    if number == INT8_WORDS:
-        weights, expected = np.maximum(weights, -127), words_of(np.maximum(codes, 1), number, 1)
-    for loops in (kernels, compiled):
-        out = np.empty_like(packed)
-        loops.encode_stored(weights.view(np.uint32), "F32", one, (None, None), out, number)
-        assert np.array_equal(out.view(np.uint32), expected)
-        decoded = np.empty_like(weights)
-        loops.decode_rows(out, number, one, (None, None), 0, decoded)
-        assert np.array_equal(decoded, weights)
-    fmt, ones = next(scheme.format for scheme in BY_ROW if scheme.format.number == number), torch.ones(rows, 1)
-    words = reference.encode(torch.from_numpy(weights), ones, fmt)
-    assert np.array_equal(words.numpy().view(np.uint32), expected)
-    assert np.array_equal(reference.decode(words, ones, fmt).numpy(), weights)
+def check_rows(number: Number) -> None:
+    @settings(max_examples=25)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        shape = data.draw(st.tuples(st.integers(1, 70), st.integers(1, 5)))
+        codes = data.draw(hnp.arrays(np.uint8, shape, elements=st.integers(0, 2**number.bits - 1)))
+        words = kernels.pack_words(codes, number)
+        assert words.shape == (number.items(len(codes)), codes.shape[1])
+        assert np.array_equal(words, words_of(codes, number, 0))
+        back = kernels.unpack_words(words, number)
+        assert np.array_equal(back[: len(codes)], codes)
+        assert not back[len(codes) :].any()
+        theirs = unpack_from_int32(torch.from_numpy(words.view(np.int32)), number.bits, torch.Size(shape), packed_dim=0)
+        assert np.array_equal(theirs.numpy(), codes.astype(np.int16) - 2 ** (number.bits - 1))
+
+    check()
+
+
+def check_columns(number: Number) -> None:
+    """By every kernel."""
+
+    @settings(max_examples=25)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        rows, runs = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 5)))
+        codes = data.draw(hnp.arrays(np.uint8, (rows, runs * number.run), elements=st.integers(0, 2**number.bits - 1)))
+        expected = words_of(codes, number, 1)
+        packed = np.empty((rows, number.nbytes(codes.shape[1])), np.uint8)
+        kernels.pack(codes, packed, number)
+        assert np.array_equal(packed.view(np.uint32), expected)
+        assert np.array_equal(kernels.unpack(packed, number), codes)
+        # Codes are the nearest to their own values under a scale of 1.
+        weights, one = number.decode(codes), np.ones((1, 1), np.float32)
+        if number == INT8_WORDS:
+            weights, expected = np.maximum(weights, -127), words_of(np.maximum(codes, 1), number, 1)
+        for loops in (kernels, compiled):
+            out = np.empty_like(packed)
+            loops.encode_stored(weights.view(np.uint32), "F32", one, (None, None), out, number)
+            assert np.array_equal(out.view(np.uint32), expected)
+            decoded = np.empty_like(weights)
+            loops.decode_rows(out, number, one, (None, None), 0, decoded)
+            assert np.array_equal(decoded, weights)
+        fmt, ones = next(scheme.format for scheme in BY_ROW if scheme.format.number == number), torch.ones(rows, 1)
+        words = reference.encode(torch.from_numpy(weights), ones, fmt)
+        assert np.array_equal(words.numpy().view(np.uint32), expected)
+        assert np.array_equal(reference.decode(words, ones, fmt).numpy(), weights)
+
+    check()
 
 
 # Words of the codes 0, 1, 2 and so on, modulo 2^bits, until words are full.
@@ -82,38 +96,41 @@ GOLDEN = {
 }
 
 
-@each
-def test_golden_words(number: Number) -> None:
-    codes = (np.arange(number.run) % 2**number.bits).astype(np.uint8)[None]
-    packed = np.empty((1, number.nbytes(number.run)), np.uint8)
-    kernels.pack(codes, packed, number)
-    assert packed.view(np.uint32).tolist() == [GOLDEN[number]]
+def test_golden_words() -> None:
+    for number in WIDTHS:
+        codes = (np.arange(number.run) % 2**number.bits).astype(np.uint8)[None]
+        packed = np.empty((1, number.nbytes(number.run)), np.uint8)
+        kernels.pack(codes, packed, number)
+        assert packed.view(np.uint32).tolist() == [GOLDEN[number]], number.name
 
 
-@pytest.mark.parametrize("scheme", ASYMMETRIC, ids=lambda scheme: scheme.suffix)
-def test_compressed_tensors_decompresses_zero_points(scheme: Scheme) -> None:
+def test_compressed_tensors_decompresses_zero_points(subtests: pytest.Subtests) -> None:
     weight = torch.randn(64, 384, generator=torch.Generator().manual_seed(5)) + 0.5
-    fmt, number = scheme.format, scheme.format.number
-    scale, zero = choose_scales(scheme, weight.numpy().view(np.uint32), "F32")
-    assert zero is not None
-    codes = reference.encode(weight, torch.from_numpy(scale), fmt, torch.from_numpy(zero))
-    packed = np.empty((64, number.nbytes(384)), np.uint8)
-    compiled.encode_stored(weight.numpy().view(np.uint32), "F32", scale, fmt.group, packed, number, None, zero)
-    assert np.array_equal(packed.view(np.int32), codes.numpy())
-    stored = {
-        "weight_packed": codes,
-        "weight_scale": torch.from_numpy(scale).bfloat16(),
-        "weight_zero_point": torch.from_numpy(kernels.pack_words(number.encode(zero), number).view(np.int32)),
-        "weight_shape": torch.tensor([64, 384]),
-    }
-    config = QuantizationConfig.model_validate(scheme.config([])).config_groups["group_0"]
-    theirs = BaseCompressor.get_value_from_registry("pack-quantized").decompress(stored, config)["weight"]
-    ours = np.empty((64, 384), np.float32)
-    for loops in (kernels, compiled):
-        loops.decode_rows(packed, number, scale, fmt.group, 0, ours, zero)
-        assert torch.equal(torch.from_numpy(ours).to(theirs.dtype), theirs)
-    points = [info for info in fmt.parts("up", (64, 384)) if info.name == "up.weight_zero_point"]
-    assert [info.shape for info in points] == [tuple(stored["weight_zero_point"].shape)]
+    bits = weight.numpy().view(np.uint32)
+    for scheme in ASYMMETRIC:
+        with subtests.test(scheme=scheme.suffix):
+            fmt, number = scheme.format, scheme.format.number
+            scale, zero = choose_scales(scheme, bits, "F32")
+            assert zero is not None
+            codes = reference.encode(weight, torch.from_numpy(scale), fmt, torch.from_numpy(zero))
+            packed = np.empty((64, number.nbytes(384)), np.uint8)
+            compiled.encode_stored(bits, "F32", scale, fmt.group, packed, number, None, zero)
+            assert np.array_equal(packed.view(np.int32), codes.numpy())
+            points = kernels.pack_words(number.encode(zero), number).view(np.int32)
+            stored = {
+                "weight_packed": codes,
+                "weight_scale": torch.from_numpy(scale).bfloat16(),
+                "weight_zero_point": torch.from_numpy(points),
+                "weight_shape": torch.tensor([64, 384]),
+            }
+            config = QuantizationConfig.model_validate(scheme.config([])).config_groups["group_0"]
+            theirs = BaseCompressor.get_value_from_registry("pack-quantized").decompress(stored, config)["weight"]
+            ours = np.empty((64, 384), np.float32)
+            for loops in (kernels, compiled):
+                loops.decode_rows(packed, number, scale, fmt.group, 0, ours, zero)
+                assert torch.equal(torch.from_numpy(ours).to(theirs.dtype), theirs)
+            named = [info.shape for info in fmt.parts("up", (64, 384)) if info.name == "up.weight_zero_point"]
+            assert named == [points.shape]
 
 
 def test_what_does_not_fill_words_has_no_place() -> None:

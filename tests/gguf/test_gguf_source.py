@@ -23,13 +23,9 @@ from openquant.gguf import source
 from openquant.gguf.architectures import ARCHITECTURES
 from openquant.gguf.source import open_gguf
 from support.gguf_files import DECODABLE, HEAD_DIM, LAYERS, TEMPLATE, WIDTH, shapes_of, split_gguf, write_gguf
+from support.rows import for_each
 
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _STACK = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -54,7 +50,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@for_each("architecture", ARCHITECTURES)
 def test_a_file_becomes_what_transformers_makes_of_it(architecture: str, tmp_path: Path) -> None:
     # Types that divide all rows, of every kind.
     write_gguf(tmp_path / "m.gguf", architecture, DECODABLE)
@@ -87,7 +83,7 @@ def test_a_file_becomes_what_transformers_makes_of_it(architecture: str, tmp_pat
     assert ours.chat_template == TEMPLATE
 
 
-@pytest.mark.parametrize("scheme", ["tensor", "int4", "nvfp4"])
+@for_each("scheme", ["tensor", "int4", "nvfp4"])
 def test_decoded_weights_are_compressed_in_float32(scheme: str, tmp_path: Path) -> None:
     written = write_gguf(tmp_path / "m.gguf", "qwen3", [GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K])
     openquant.dequantize(tmp_path / "m.gguf", tmp_path / "plain")

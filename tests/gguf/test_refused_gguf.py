@@ -87,12 +87,11 @@ HEADERS: list[tuple[bytes, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HEADERS, ids=range(len(HEADERS)))
-def test_damaged_and_hostile_headers_are_refused(case: tuple[bytes, str | None], tmp_path: Path) -> None:
-    data, message = case
-    (tmp_path / "m.gguf").write_bytes(data)
-    with pytest.raises(SourceError, match=f"^{re.escape(message or 'm.gguf is truncated: a ends at byte ')}"):
-        open_gguf(tmp_path / "m.gguf")
+def test_damaged_and_hostile_headers_are_refused(tmp_path: Path) -> None:
+    for data, message in HEADERS:
+        (tmp_path / "m.gguf").write_bytes(data)
+        with pytest.raises(SourceError, match=f"^{re.escape(message or 'm.gguf is truncated: a ends at byte ')}"):
+            open_gguf(tmp_path / "m.gguf")
 
 
 def test_any_truncation_is_refused(sound: bytes, tmp_path: Path) -> None:
@@ -147,13 +146,12 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CONFIGS, ids=range(len(CONFIGS)))
-def test_a_config_that_cannot_be_rebuilt_is_refused(case: tuple[str, dict[str, Any], str], tmp_path: Path) -> None:
-    architecture, metadata, message = case
-    shapes = None if architecture != "mamba" else {"a": (4,)}
-    write_gguf(tmp_path / "m.gguf", architecture, metadata=metadata, shapes=shapes)
-    with pytest.raises(SourceError, match=f"^{re.escape(message)}"):
-        open_gguf(tmp_path / "m.gguf")
+def test_a_config_that_cannot_be_rebuilt_is_refused(tmp_path: Path) -> None:
+    for architecture, metadata, message in CONFIGS:
+        shapes = None if architecture != "mamba" else {"a": (4,)}
+        write_gguf(tmp_path / "m.gguf", architecture, metadata=metadata, shapes=shapes)
+        with pytest.raises(SourceError, match=f"^{re.escape(message)}"):
+            open_gguf(tmp_path / "m.gguf")
 
 
 TOKENIZERS: list[tuple[dict[str, Any], str]] = [
@@ -167,18 +165,40 @@ TOKENIZERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("case", TOKENIZERS, ids=range(len(TOKENIZERS)))
-def test_a_tokenizer_that_is_not_known_is_refused(case: tuple[dict[str, Any], str], tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", tokenizer=case[0])
-    with pytest.raises(SourceError, match=f"^{re.escape(case[1])}"):
-        open_gguf(tmp_path / "m.gguf")
+def test_a_tokenizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    for tokenizer, message in TOKENIZERS:
+        write_gguf(tmp_path / "m.gguf", tokenizer=tokenizer)
+        with pytest.raises(SourceError, match=f"^{re.escape(message)}"):
+            open_gguf(tmp_path / "m.gguf")
+
+
+def test_a_sound_file_is_refused_where_it_cannot_be_used(
+    sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(sound)
+    with pytest.raises(SourceError) as refused:
+        openquant.dequantize(tmp_path, tmp_path / "out")
+    assert refused.value.message == f"{tmp_path} holds GGUF weights (m.gguf), which are read from a file"
+    assert refused.value.hint == "download it if it is on the Hub, and give the path of the file"
+    # Options of repositories.
+    with pytest.raises(UsageError, match="m.gguf is a local file, which has no revision main$"):
+        openquant.dequantize(file, tmp_path / "out", revision="main")
+    with pytest.raises(UsageError, match="m.gguf is a local file, nothing of it can be streamed$"):
+        openquant.dequantize(file, tmp_path / "out", stream=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("openquant.files.gguf.MAX_HEADER", 1000)
+        with pytest.raises(SourceError, match="^m.gguf has a header of more than 1,000 bytes$"):
+            open_gguf(file)
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)
+    with pytest.raises(UsageError, match="^this transformers is too old to build the tokenizers of GGUF files$"):
+        open_gguf(file)
 
 
 def test_tensors_that_no_class_has_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "qwen2", vectors={"blk.0.attn_sinks.weight": np.zeros(4, np.float32)})
-    with pytest.raises(
-        SourceError, match="^m.gguf holds blk.0.attn_sinks.weight, which Qwen2ForCausalLM has no place for$"
-    ):
+    told = "^m.gguf holds blk.0.attn_sinks.weight, which Qwen2ForCausalLM has no place for$"
+    with pytest.raises(SourceError, match=told):
         open_gguf(tmp_path / "m.gguf")
 
 
@@ -217,44 +237,9 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_header_that_is_too_large_is_refused(sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openquant.files.gguf.MAX_HEADER", 1000)
-    (tmp_path / "m.gguf").write_bytes(sound)
-    with pytest.raises(SourceError, match="^m.gguf has a header of more than 1,000 bytes$"):
-        open_gguf(tmp_path / "m.gguf")
-
-
-def test_a_directory_of_gguf_files_is_refused_with_the_way(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf")
-    with pytest.raises(SourceError) as refused:
-        openquant.dequantize(tmp_path, tmp_path / "out")
-    assert refused.value.message == f"{tmp_path} holds GGUF weights (m.gguf), which are read from a file"
-    assert refused.value.hint == "download it if it is on the Hub, and give the path of the file"
-
-
 def test_other_tensors_of_the_same_name_in_two_parts_are_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     split_gguf(tmp_path / "m.gguf", tmp_path, 2, both=("token_embd.weight",))
     message = "^token_embd.weight is in m-00001-of-00002.gguf and in m-00002-of-00002.gguf$"
     with pytest.raises(SourceError, match=message):
         open_gguf(tmp_path / "m-00001-of-00002.gguf")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"revision": "main"}, "is a local file, which has no revision main"),
-        ({"stream": True}, "is a local file, nothing of it can be streamed"),
-    ],
-)
-def test_options_of_repositories_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf")
-    with pytest.raises(UsageError, match=f"m.gguf {message}$"):
-        openquant.dequantize(tmp_path / "m.gguf", tmp_path / "out", **options)
-
-
-def test_an_older_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_gguf(tmp_path / "m.gguf")
-    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)
-    with pytest.raises(UsageError, match="^this transformers is too old to build the tokenizers of GGUF files$"):
-        open_gguf(tmp_path / "m.gguf")

@@ -6,8 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
@@ -16,9 +14,10 @@ from openquant.plan.as_stored import stored_serving
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
+from support.rows import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     ["Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "Lfm2ForCausalLM", "Qwen2_5_VLForConditionalGeneration",
      "Phi3ForCausalLM", "Gemma3ForConditionalGeneration"],
@@ -30,17 +29,17 @@ def test_a_source_is_as_its_plan_says(name: str) -> None:
     assert stored_serving(checkpoint) == summary.serving(plan)[0]
 
 
-@pytest.mark.parametrize("scheme", [TENSOR, BLOCK, CHANNEL])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
-def test_an_output_is_as_its_plan_says(tmp_path: Path, architecture: str, scheme: object) -> None:
+@for_each("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_an_output_is_as_its_plan_says(tmp_path: Path, architecture: str) -> None:
     source = small_checkpoints.write(tmp_path / "source", architecture)
-    plan = make_plan(open_checkpoint(source), scheme)  # type: ignore[arg-type]
-    compress(source, tmp_path / "out", scheme.name)  # type: ignore[attr-defined]
-    found = stored_serving(open_checkpoint(tmp_path / "out"))
-    assert summary.serving(plan) is not None
-    assert found.weights_bytes == summary.serving(plan)[1].weights_bytes
-    assert found.cache == summary.serving(plan)[1].cache
-    assert [fit.gpus for fit in found.fits] == [fit.gpus for fit in summary.serving(plan)[1].fits]
+    for scheme in (TENSOR, BLOCK, CHANNEL):
+        plan, out = make_plan(open_checkpoint(source), scheme), tmp_path / scheme.name
+        compress(source, out, scheme.name)
+        found = stored_serving(open_checkpoint(out))
+        assert summary.serving(plan) is not None
+        output = summary.serving(plan)[1]
+        assert (found.weights_bytes, found.cache) == (output.weights_bytes, output.cache)
+        assert [fit.gpus for fit in found.fits] == [fit.gpus for fit in output.fits]
 
 
 def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from openquant.weights.statistics import Calibration
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.published_checkpoints import published
+from support.rows import for_each
 
 FP8 = PlanOptions(fp8_kv_cache=True)
 
@@ -61,18 +62,22 @@ def layers_of(name: str, **config: Any) -> dict[int, str]:
 ALL = [f"model.layers.{layer}.self_attn.{last}" for layer in range(2) for last in ("k_scale", "v_scale")]
 
 
-@pytest.mark.parametrize("scheme", VARIANTS, ids=lambda scheme: scheme.suffix)
-def test_every_scheme_has_scales_of_one_in_all_layers(tmp_path: Path, scheme: Scheme) -> None:
-    plan = planned(small_checkpoints.write(tmp_path / "source"), scheme)
-    outputs = [info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)]
-    assert sorted(info.name for info in outputs if info.name.endswith(("k_scale", "v_scale"))) == ALL
-    assert has_fp8_cache(plan) and summary.cache_layers(plan) == 2 and summary.suffix(plan) == f"{scheme.suffix}-KV8"
-    key = "kv_cache_quant_algo" if scheme.method == "fp8" else "kv_cache_scheme"
-    assert key in output_config(plan)["quantization_config"]
+def test_every_scheme_has_scales_of_one_in_all_layers(source: Path, subtests: pytest.Subtests) -> None:
     told = "vLLM does not take an FP8 KV cache from a config in this format: serve with --kv-cache-dtype fp8"
-    assert (told in plan.notes) is (scheme.method == "fp8")
-    assert any(note.startswith("scales of the KV cache are 1 in all of 2 layers") for note in plan.notes)
-    assert all(line.bytes_before == 0 for line in plan.lines if line.names[0] in ALL)
+    for scheme in VARIANTS:
+        with subtests.test(scheme=scheme.suffix):
+            plan = planned(source, scheme)
+            outputs = [info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)]
+            assert sorted(info.name for info in outputs if info.name.endswith(("k_scale", "v_scale"))) == ALL
+            assert has_fp8_cache(plan) and summary.cache_layers(plan) == 2
+            assert summary.suffix(plan) == f"{scheme.suffix}-KV8"
+            key = "kv_cache_quant_algo" if scheme.method == "fp8" else "kv_cache_scheme"
+            assert key in output_config(plan)["quantization_config"]
+            assert (told in plan.notes) is (scheme.method == "fp8")
+            assert any(note.startswith("scales of the KV cache are 1 in all of 2 layers") for note in plan.notes)
+            assert all(line.bytes_before == 0 for line in plan.lines if line.names[0] in ALL)
+    with pytest.raises(UsageError, match="int8 is not a cache"):
+        compress(source, kv_cache="int8")
 
 
 def test_what_is_written(tmp_path: Path) -> None:
@@ -88,42 +93,26 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert scales_of(tmp_path / "plain") == {}
 
 
-def test_other_caches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="int8 is not a cache"):
-        compress(tmp_path, kv_cache="int8")
-
-
-@pytest.mark.parametrize(
-    ("name", "paths"),
-    [
-        ("Qwen3ForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(28)]),
-        ("Phi3ForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(40)]),
+def test_layers_with_a_cache_are_known_by_their_projections(tmp_path: Path) -> None:
+    for name, layers in (
+        ("Qwen3ForCausalLM", range(28)),
+        ("Phi3ForCausalLM", range(40)),
         # One layer in four attends.
-        ("Qwen3NextForCausalLM", [f"model.layers.{layer}.self_attn" for layer in range(3, 48, 4)]),
-        ("NemotronHForCausalLM", None),
-    ],
-)
-def test_layers_with_a_cache_are_known_by_their_projections(name: str, paths: list[str] | None) -> None:
-    found = layers_of(name)
-    assert list(found.values()) == (paths or [f"backbone.layers.{layer}.mixer" for layer in found])
-    assert found
-
-
-def test_layers_that_read_the_cache_of_others_have_no_scales() -> None:
+        ("Qwen3NextForCausalLM", range(3, 48, 4)),
+    ):
+        assert list(layers_of(name).values()) == [f"model.layers.{layer}.self_attn" for layer in layers]
+    found = layers_of("NemotronHForCausalLM")
+    assert found and list(found.values()) == [f"backbone.layers.{layer}.mixer" for layer in found]
+    # Those that read the cache of others have no scales.
     assert len(layers_of("Gemma4ForCausalLM")) == 35
     assert list(layers_of("Gemma4ForCausalLM", num_kv_shared_layers=20)) == list(range(15))
 
-
-@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"])
-def test_latent_attention_is_refused_by_name(name: str) -> None:
-    with pytest.raises(PlanError, match=r"\(MLA\)"):
-        layers_of(name)
-
-
-@pytest.mark.parametrize("name", ["Lfm2ForCausalLM", "Lfm2MoeForCausalLM"])
-def test_where_engines_load_no_such_scales_it_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(PlanError, match="no engine loads scales of the KV cache"):
-        planned(small_checkpoints.write(tmp_path / "source", name))
+    for name in ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"):
+        with pytest.raises(PlanError, match=r"\(MLA\)"):
+            layers_of(name)
+    for name in ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"):
+        with pytest.raises(PlanError, match="no engine loads scales of the KV cache"):
+            planned(small_checkpoints.write(tmp_path / name, name))
 
 
 # As its loader does (run on a small model of each architecture).
@@ -133,9 +122,7 @@ FAILS = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [*(f"{name}ForCausalLM" for name in FAILS), "Qwen2VLForConditionalGeneration", "Qwen3ForCausalLM"]
-)
+@for_each("name", [*(f"{name}ForCausalLM" for name in FAILS), "Qwen2VLForConditionalGeneration", "Qwen3ForCausalLM"])
 def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: str) -> None:
     reason = MODELS[name].sglang.cache
     assert (reason is None) is (name == "Qwen3ForCausalLM")

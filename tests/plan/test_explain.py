@@ -18,6 +18,7 @@ from openquant.plan.explain import ModuleExplanation, Rule, explain_modules
 from openquant.plan.plan import Plan, make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
+from support.rows import for_each
 
 
 def planned(name: str, scheme: Scheme = TENSOR, **options: object) -> Plan:
@@ -76,7 +77,7 @@ def test_what_no_pattern_covers_says_so() -> None:
     assert one(plan, "model.layers.0.mlp.gate").rule == Rule("rest", None)
 
 
-@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Llama4ForConditionalGeneration", "NemotronHForCausalLM"])
+@for_each("name", ["Qwen3ForCausalLM", "Llama4ForConditionalGeneration", "NemotronHForCausalLM"])
 def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
     plan = planned(name, SCHEMES["channel"])
     layers = explain_modules(plan, "**")
@@ -90,16 +91,13 @@ def test_every_module_is_explained_as_it_is_planned(name: str) -> None:
         assert layer.scheme or layer.listed or not linear, layer.module
 
 
-@pytest.mark.parametrize(
-    ("asked", "hint"),
-    [
-        ("model.layers.3.self_attn.q_prj", "nearest is model.layers.3.self_attn.q_proj or "),
-        ("model.layers.99.mlp.down_proj", "nearest is model.layers.0.mlp.down_proj or "),
-        ("down_proj", "** is any part of a name: '**.down_proj'"),
-        ("**.nothing", "modules are named like tensors, without .weight; ** is any part; "),
-        ("x" * 5000, "modules are named like tensors"),
-    ],
-)
+@for_each(("asked", "hint"), [
+    ("model.layers.3.self_attn.q_prj", "nearest is model.layers.3.self_attn.q_proj or "),
+    ("model.layers.99.mlp.down_proj", "nearest is model.layers.0.mlp.down_proj or "),
+    ("down_proj", "** is any part of a name: '**.down_proj'"),
+    ("**.nothing", "modules are named like tensors, without .weight; ** is any part; "),
+    ("x" * 5000, "modules are named like tensors"),
+])  # fmt: skip
 def test_a_name_that_is_not_there(asked: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         explain(EXAMPLE, asked)
@@ -107,19 +105,16 @@ def test_a_name_that_is_not_there(asked: str, hint: str) -> None:
     assert caught.value.hint.startswith(hint)
 
 
-@pytest.mark.parametrize("asked", ["lm_head", "lm_head.weight"])
-def test_an_output_head_that_is_the_embedding(asked: str, tmp_path: Path) -> None:
+def test_an_output_head_that_is_the_embedding_or_its_own(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "tied", "Gemma2ForCausalLM")
-    with pytest.raises(UsageError) as caught:
-        explain(source, asked)
-    assert caught.value.message == (
-        "lm_head is no module of its own: the output head is the input embedding, which stays unquantized"
-    )
-    assert caught.value.hint == "explain model.embed_tokens instead"
-
-
-def test_an_output_head_of_its_own() -> None:
-    assert one(planned("Qwen3MoeForCausalLM"), "lm_head").why == ("output head: quantized with --quantize-lm-head only")
+    for asked in ("lm_head", "lm_head.weight"):
+        with pytest.raises(UsageError) as caught:
+            explain(source, asked)
+        assert caught.value.message == (
+            "lm_head is no module of its own: the output head is the input embedding, which stays unquantized"
+        )
+        assert caught.value.hint == "explain model.embed_tokens instead"
+    assert one(planned("Qwen3MoeForCausalLM"), "lm_head").why == "output head: quantized with --quantize-lm-head only"
     refused = one(planned("AfmoeForCausalLM"), "lm_head").why
     assert refused.startswith("output head: vLLM ") and "--quantize-lm-head" not in refused
 

@@ -30,6 +30,7 @@ from openquant.plan.tensor_parallel import fused_parts, why_not_reordered
 from openquant.registry.architecture import Architecture, ParallelSplit
 from openquant.registry.parts import HEADS
 from support import small_checkpoints
+from support.rows import for_each
 
 FALCON, BLOOM, TELECHAT2 = "FalconForCausalLM", "BloomForCausalLM", "TeleChat2ForCausalLM"
 SORTED = "an engine sorts its rows by heads"
@@ -49,35 +50,32 @@ def plan_of(root: Path, scheme: Scheme) -> Plan:
     return make_plan(open_checkpoint(root), scheme, PlanOptions())
 
 
-@pytest.mark.parametrize(
-    ("name", "scheme", "head", "problem"),
-    [
-        # What has an axis of outputs is sorted, a single scale is let be.
-        (FALCON, TENSOR, 64, None),
-        (FALCON, CHANNEL, 64, None),
-        (FALCON, MXFP8, 64, None),
-        (FALCON, INT4_W4A16, 64, None),
-        (FALCON, BLOCK, 128, None),
-        (FALCON, BLOCK, 64, f"{SORTED}, and the 64 rows of a head are not whole groups of 128"),
-        # Zero points of eight rows share a word.
-        (FALCON, INT4_SHIFTED, 64, None),
-        (FALCON, INT4_SHIFTED, 4, f"{SORTED}, and the 4 rows of a head are not whole groups of 8"),
-        # Whatever there is is sorted.
-        (BLOOM, CHANNEL, 64, None),
-        (BLOOM, MXFP8, 64, None),
-        (BLOOM, BLOCK, 128, None),
-        (BLOOM, BLOCK, 64, f"{SORTED}, and the 64 rows of a head are not whole groups of 128"),
-        (BLOOM, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has no rows for each head"),
-        (BLOOM, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has no rows for each head"),
-        (BLOOM, NVFP4, 64, f"{SORTED}, and fails on its weight_global_scale, which has no rows for each head"),
-        # So is it, by counts of rows.
-        (TELECHAT2, CHANNEL, 64, None),
-        (TELECHAT2, MXFP8, 64, None),
-        (TELECHAT2, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has fewer rows"),
-        (TELECHAT2, BLOCK, 128, f"{SORTED}, and fails on its weight_scale_inv, which has fewer rows"),
-        (TELECHAT2, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has fewer rows"),
-    ],
-)
+@for_each(("name", "scheme", "head", "problem"), [
+    # What has an axis of outputs is sorted, a single scale is let be.
+    (FALCON, TENSOR, 64, None),
+    (FALCON, CHANNEL, 64, None),
+    (FALCON, MXFP8, 64, None),
+    (FALCON, INT4_W4A16, 64, None),
+    (FALCON, BLOCK, 128, None),
+    (FALCON, BLOCK, 64, f"{SORTED}, and the 64 rows of a head are not whole groups of 128"),
+    # Zero points of eight rows share a word.
+    (FALCON, INT4_SHIFTED, 64, None),
+    (FALCON, INT4_SHIFTED, 4, f"{SORTED}, and the 4 rows of a head are not whole groups of 8"),
+    # Whatever there is is sorted.
+    (BLOOM, CHANNEL, 64, None),
+    (BLOOM, MXFP8, 64, None),
+    (BLOOM, BLOCK, 128, None),
+    (BLOOM, BLOCK, 64, f"{SORTED}, and the 64 rows of a head are not whole groups of 128"),
+    (BLOOM, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has no rows for each head"),
+    (BLOOM, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has no rows for each head"),
+    (BLOOM, NVFP4, 64, f"{SORTED}, and fails on its weight_global_scale, which has no rows for each head"),
+    # So is it, by counts of rows.
+    (TELECHAT2, CHANNEL, 64, None),
+    (TELECHAT2, MXFP8, 64, None),
+    (TELECHAT2, TENSOR, 64, f"{SORTED}, and fails on its weight_scale, which has fewer rows"),
+    (TELECHAT2, BLOCK, 128, f"{SORTED}, and fails on its weight_scale_inv, which has fewer rows"),
+    (TELECHAT2, INT4_W4A16, 64, f"{SORTED}, and fails on its weight_shape, which has fewer rows"),
+])  # fmt: skip
 def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, head: int, problem: str | None) -> None:
     config = {HEADS: 4, "num_kv_heads": 2, "new_decoder_architecture": True}
     rows = (12 if name == BLOOM else 8) * head
@@ -85,15 +83,12 @@ def test_what_shares_a_scale_must_stay_within_a_head(name: str, scheme: Scheme, 
     assert why_not_reordered((rows, 256), replace(split_of(name), interleaved=False), config, scheme.format) is None
 
 
-@pytest.mark.parametrize(
-    ("config", "rows"),
-    [
-        ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 2}, [256, 128, 128]),
-        # One key for all heads, whatever num_kv_heads says.
-        ({"multi_query": True, "num_kv_heads": 4}, [256, 64, 64]),
-        ({"multi_query": False}, [256, 256, 256]),
-    ],
-)
+@for_each(("config", "rows"), [
+    ({"new_decoder_architecture": True, "multi_query": True, "num_kv_heads": 2}, [256, 128, 128]),
+    # One key for all heads, whatever num_kv_heads says.
+    ({"multi_query": True, "num_kv_heads": 4}, [256, 64, 64]),
+    ({"multi_query": False}, [256, 256, 256]),
+])  # fmt: skip
 def test_parts_depend_on_what_config_says(config: dict[str, Any], rows: list[int]) -> None:
     found = fused_parts((sum(rows), 256), split_of(FALCON), {HEADS: 4, **config})
     assert [count for count, _ in found] == rows

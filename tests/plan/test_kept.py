@@ -43,6 +43,7 @@ from support.quantized_checkpoints import (
     ragged_blocks,
     store,
 )
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
@@ -77,7 +78,7 @@ def config_of(root: Path) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("file", [False, True], ids=["config.json", "hf_quant_config.json"])
+@for_each("file", [False, True])
 def test_several_formats_of_modelopt(tmp_path: Path, file: bool) -> None:
     stored, found = kept(mixed_precision(tmp_path / "source", file=file), tmp_path / "out")
     expected: Weights = {}
@@ -163,7 +164,7 @@ KEPT: dict[str, tuple[Make, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@for_each("name", KEPT)
 def test_one_format(tmp_path: Path, name: str) -> None:
     make, config, form = KEPT[name]
     stored, found = kept(store(tmp_path / "source", make, config), tmp_path / "out")
@@ -172,17 +173,14 @@ def test_one_format(tmp_path: Path, name: str) -> None:
         scale = next(tensor for last, tensor in stored.items() if last.startswith(f"{Q}.weight_scale"))
         assert equal(found[f"{Q}.weight"], stored[f"{Q}.weight"])
         assert equal(found[f"{Q}.weight_scale"], scale.float())
+    if name == STATIC:
+        # Layers that engines fuse keep scales of their own: engines round their codes again, of the source too.
+        assert stored[f"{Q}.weight_scale"] != stored[f"{K}.weight_scale"]
+        assert equal(found[f"{K}.weight_scale"], stored[f"{K}.weight_scale"])
     activations = [name for name in found if name.endswith("input_scale")]
     assert len(activations) == sum(name.endswith((".input_scale", ".activation_scale")) for name in stored)
     plan = make_kept_plan(open_checkpoint(tmp_path / "source"), PlanOptions())
     assert (summary.scheme_name(plan), summary.suffix(plan)) == ("keep", "-CT")
-
-
-def test_layers_that_engines_fuse_keep_scales_of_their_own(tmp_path: Path) -> None:
-    """Engines round codes with one scale per tensor again as they load them, of the source too."""
-    stored, found = kept(store(tmp_path / "source", *SOURCES[STATIC][:2]), tmp_path / "out")
-    assert stored[f"{Q}.weight_scale"] != stored[f"{K}.weight_scale"]
-    assert equal(found[f"{K}.weight_scale"], stored[f"{K}.weight_scale"])
 
 
 def test_global_scales_of_fused_layers_must_be_equal(tmp_path: Path) -> None:
@@ -252,7 +250,7 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_compressed_tensors_has_no_layout_for(tmp_path: Path, name: str) -> None:
     make, config, message = REFUSED[name]
     source = store(tmp_path / "source", make, config)
@@ -294,7 +292,7 @@ def quantized_router(source: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (without_input_scale, f"{Q} has static activations: the source has no input_scale for it"),
@@ -314,42 +312,39 @@ def test_what_engines_cannot_load_so(tmp_path: Path, change: Callable[[Path], No
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unquantized_source_has_no_codes_to_keep(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "source")
+def test_options_that_would_change_weights(tmp_path: Path) -> None:
+    given: dict[str, dict[str, Any]] = {
+        "ignore": {"ignore": "**"},
+        "format": {"format": "fp8"},
+        "gptq=True": {"gptq": True},
+        "calibrate=True": {"calibrate": True},
+        "quantize_lm_head=True": {"quantize_lm_head": True},
+    }
+    for told, options in given.items():
+        with pytest.raises(UsageError) as caught:
+            compress(tmp_path, tmp_path / "out", "keep", **options)
+        assert caught.value.message == f'scheme="keep" leaves weights as they are, and {told} is given'
+    # An unquantized source has no codes to keep.
     with pytest.raises(PlanError, match="^nothing in .* is quantized$"):
-        compress(source, tmp_path / "out", "keep")
+        compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "keep")
 
 
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [({"ignore": "**"}, "ignore"), ({"format": "fp8"}, "format"), ({"gptq": True}, "gptq=True"),
-     ({"calibrate": True}, "calibrate=True"), ({"quantize_lm_head": True}, "quantize_lm_head=True")],
-)  # fmt: skip
-def test_options_that_would_change_weights(tmp_path: Path, options: dict[str, Any], given: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        compress(tmp_path, tmp_path / "out", "keep", **options)
-    assert caught.value.message == f'scheme="keep" leaves weights as they are, and {given} is given'
-
-
-@pytest.mark.parametrize("last", ["weight_packed", "weight_scale", "weight_global_scale"])
-def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path, last: str) -> None:
+def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path) -> None:
     source, out, module = mixed_precision(tmp_path / "source"), tmp_path / "out", f"{DENSE}.down_proj"
     compress(source, out, "keep")
+    told = f"{module}.weight_packed stands for other weights than the source's codes and scales"
+    for last in ("weight_packed", "weight_scale", "weight_global_scale"):
 
-    def change(found: Weights) -> None:
-        raw = found[f"{module}.{last}"].view(torch.uint8).reshape(-1)
-        raw[0] ^= 1
+        def flip(found: Weights, last: str = last) -> None:
+            found[f"{module}.{last}"].view(torch.uint8).reshape(-1)[0] ^= 1
 
-    change_weights(out, change)
-    assert verify(out).problems == ()
-    problems = verify(out, source, full=True).problems
-    assert any(
-        problem.endswith(f"{module}.weight_packed stands for other weights than the source's codes and scales")
-        for problem in problems
-    )
+        change_weights(out, flip)
+        assert verify(out).problems == ()
+        assert any(problem.endswith(told) for problem in verify(out, source, full=True).problems), last
+        change_weights(out, flip)
 
 
-@pytest.mark.parametrize("scheme", ["block", "int4"])
+@for_each("scheme", ["block", "int4"])
 def test_the_unquantized_model_is_a_source_without_codes(tmp_path: Path, scheme: str) -> None:
     """Any method may have made the codes that were kept, so errors are measured, and not judged."""
     original = small_checkpoints.write(tmp_path / "original")

@@ -53,6 +53,7 @@ from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
 from openquant.weights.transform import UNDECIDED, WeightTransforms
 from support import small_checkpoints
+from support.rows import for_each
 
 INT6 = INTEGER_GROUPS[6][0]
 
@@ -87,11 +88,14 @@ def test_a_plan_says_what_it_lacks() -> None:
         lacks(TENSOR_STATIC)
 
 
-@pytest.mark.parametrize("architecture", small_checkpoints.HAND_MADE)
-def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str) -> None:
+@for_each("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "Gemma3ForCausalLM"])
+def test_digest_depends_on_options_source_and_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
     checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a", architecture))
+    before = make_plan(checkpoint, TENSOR).digest
     digests = {
-        make_plan(checkpoint, TENSOR).digest,
+        before,
         make_plan(checkpoint, BLOCK).digest,
         make_plan(checkpoint, CHANNEL).digest,
         make_plan(checkpoint, TENSOR, PlanOptions(("**.layers.0.**",))).digest,
@@ -103,14 +107,9 @@ def test_digest_depends_on_options_and_source(tmp_path: Path, architecture: str)
         make_plan(checkpoint, BLOCK_COMPRESSED, PlanOptions(scheme_for=(("**.o_proj", TENSOR_COMPRESSED),))).digest,
     }
     assert len(digests) == 10
-    assert make_plan(checkpoint, TENSOR).digest in digests
-
-
-def test_digest_depends_on_the_registry_s_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that begins under one version of an entry is not continued under another."""
-    checkpoint = open_checkpoint(small_checkpoints.write(tmp_path / "a"))
-    before = make_plan(checkpoint, TENSOR).digest
-    monkeypatch.setitem(MODELS, "Qwen3ForCausalLM", replace(MODELS["Qwen3ForCausalLM"], fused=()))
+    assert make_plan(checkpoint, TENSOR).digest == before
+    # A run that begins under one version of an entry is not continued under another.
+    monkeypatch.setitem(MODELS, architecture, replace(MODELS[architecture], fused=()))
     assert make_plan(checkpoint, TENSOR).digest != before
 
 
@@ -133,37 +132,46 @@ def test_unknown_architecture_names_the_nearest(source: Path) -> None:
 
 
 def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    for layer in (0, 1):
-        weights[f"model.layers.{layer}.mlp.router.weight"] = torch.zeros(4, 256)
-    weights["model.extra"] = torch.zeros(2, 2)
-    weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(256, 256, dtype=torch.float64)
-    root = small_checkpoints.write(tmp_path / "a", weights=weights)
-    with pytest.raises(PlanError) as caught:
-        plan_of(root)
-    assert caught.value.message == (
+    def told(weights: dict[str, torch.Tensor]) -> tuple[str, str | None]:
+        with pytest.raises(PlanError) as caught:
+            plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
+        return caught.value.message, caught.value.hint
+
+    plain = small_checkpoints.tensors("Qwen3ForCausalLM")
+    more = {f"model.layers.{layer}.mlp.router.weight": torch.zeros(4, 256) for layer in (0, 1)}
+    more |= {"model.extra": torch.zeros(2, 2)}
+    more |= {"model.layers.0.self_attn.q_proj.weight": torch.zeros(256, 256, dtype=torch.float64)}
+    assert told(plain | more) == (
         "model.layers.0.self_attn.q_proj.weight is F64, not one of BF16, F16, F32; "
-        "model.extra, model.layers.{0..1}.mlp.router.weight matches no pattern of Qwen3ForCausalLM"
-    )
-    assert caught.value.hint == (
+        "model.extra, model.layers.{0..1}.mlp.router.weight matches no pattern of Qwen3ForCausalLM",
         "it is no part of Qwen3ForCausalLM: the checkpoint is damaged, merged wrongly or of another class (if it "
-        "belongs there, leave it as it is with --ignore)"
+        "belongs there, leave it as it is with --ignore)",
     )
+    # Without number they make a short message.
+    message, _ = told({f"what.{chr(97 + n // 26)}{chr(97 + n % 26)}.weight": torch.ones(2, 2) for n in range(600)})
+    assert message.startswith("what.aa.weight, what.ab.weight, ")
+    assert message.endswith(", what.dv.weight, 500 more matches no pattern of Qwen3ForCausalLM")
+
+    for prefix in ("module.", "_orig_mod."):
+        wrapped = {f"{prefix}{name}": weight for name, weight in plain.items()}
+        assert told(wrapped) == (
+            f"all names begin with {prefix}: the wrapped model was saved",
+            "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)",
+        )
+        wrapped["lm_head.weight"] = wrapped.pop(f"{prefix}lm_head.weight")
+        assert "matches no pattern of Qwen3ForCausalLM" in told(wrapped)[0]
 
 
-@pytest.mark.parametrize(
-    ("gone", "note"),
-    [
-        (r"layers\.1\.", "decoder layers that config.json counts (num_hidden_layers 2): 1"),
-        (r"layers\.0\.mlp\.up_proj", "layers that engines fuse with model.layers.0.mlp.gate_proj"),
-        (r"layers\.1\.mlp\.experts\.3\.up_proj", "experts in model.layers.1.mlp.experts: other layers have more"),
-        (r"layers\.1\.mlp\.experts\.3\.", "experts in model.layers.1.mlp.experts: other layers have more"),
-        (r"embed_tokens", "the input embedding"),
-        (r"model\.norm", "the final norm"),
-        (r"lm_head", "the output head (tie_word_embeddings is false)"),
-        (r"no such name", None),
-    ],
-)
+@for_each(("gone", "note"), [
+    (r"layers\.1\.", "decoder layers that config.json counts (num_hidden_layers 2): 1"),
+    (r"layers\.0\.mlp\.up_proj", "layers that engines fuse with model.layers.0.mlp.gate_proj"),
+    (r"layers\.1\.mlp\.experts\.3\.up_proj", "experts in model.layers.1.mlp.experts: other layers have more"),
+    (r"layers\.1\.mlp\.experts\.3\.", "experts in model.layers.1.mlp.experts: other layers have more"),
+    (r"embed_tokens", "the input embedding"),
+    (r"model\.norm", "the final norm"),
+    (r"lm_head", "the output head (tie_word_embeddings is false)"),
+    (r"no such name", None),
+])  # fmt: skip
 def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | None) -> None:
     """vLLM loads a quantized model that is not whole without a word."""
     architecture = "Qwen3MoeForCausalLM" if "experts" in gone else "Qwen3ForCausalLM"
@@ -180,112 +188,75 @@ def test_what_the_source_lacks_is_noted(tmp_path: Path, gone: str, note: str | N
     assert any(found == f"the source lacks {note}" for found in notes) if note else notes == []
 
 
-@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "-1", "0", "1" + "0" * 4200, "true", "[]", '"4"', "4.0"])
-def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path, number: str) -> None:
+def test_sizes_in_config_json_that_are_none(source: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
     sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "vocab_size")
-    text = json.dumps(config | dict.fromkeys(sizes, "SIZE")).replace('"SIZE"', number)
-    (source / "config.json").write_text(text)
-    result = compress(source, tmp_path / "out", "block")
-    assert result.quantized_tensors == 14
-    written = (tmp_path / "out" / "config.json").read_text()
-    assert repr({**json.loads(text), "quantization_config": None}) == repr(
-        {**json.loads(written), "quantization_config": None}
-    )
-    assert all(len(note) < 300 for note in plan_of(source).notes)
-    assert all(len(entry.problem or "") < 300 for entry in plan_of(source).parallel)
+    text = json.dumps(config | dict.fromkeys(sizes, "SIZE"))
+    for turn, number in enumerate(("1e400", "-1e400", "NaN", "-1", "0", "1" + "0" * 4200, "true", "[]", '"4"', "4.0")):
+        sized = text.replace('"SIZE"', number)
+        (source / "config.json").write_text(sized)
+        assert compress(source, tmp_path / str(turn), "block").quantized_tensors == 14
+        written = (tmp_path / str(turn) / "config.json").read_text()
+        assert repr({**json.loads(sized), "quantization_config": None}) == repr(
+            {**json.loads(written), "quantization_config": None}
+        )
+        plan = plan_of(source)
+        assert all(len(note) < 300 for note in plan.notes), number
+        assert all(len(entry.problem or "") < 300 for entry in plan.parallel), number
 
-
-@pytest.mark.parametrize(
-    "number", ["1e400", "-1e400", "NaN", "-1", "1" + "0" * 4200 + ".5", "true", "[]", '"4"', "4.0"]
-)
-def test_a_number_of_layers_that_is_none(source: Path, number: str) -> None:
-    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": "SIZE"}
-    (source / "config.json").write_text(json.dumps(config).replace('"SIZE"', number))
-    with pytest.raises(SourceError) as caught:
-        plan_of(source)
-    shown = short_repr(json.loads(number))
-    assert caught.value.message == f"config.json gives num_hidden_layers {shown}, which is no number of layers"
-    assert caught.value.hint == "correct it, or download config.json again"
-
-
-@pytest.mark.parametrize(
-    ("key", "number", "difference"),
-    [
-        ("hidden_size", 512, "hidden_size is 512, and lm_head.weight is [512, 256]"),
-        ("vocab_size", 500, "vocab_size is 500, and lm_head.weight is [512, 256]"),
-        ("intermediate_size", 500, "intermediate_size is 500, and model.layers.0.mlp.gate_proj.weight is [512, 256]"),
-        (
-            "num_attention_heads",
-            8,
-            "num_attention_heads is 8 and head_dim is 64, and model.layers.0.self_attn.o_proj.weight is [256, 256]",
-        ),
-        (
-            "num_key_value_heads",
-            4,
-            "num_key_value_heads is 4 and head_dim is 64, and model.layers.0.self_attn.k_proj.weight is [128, 256]",
-        ),
-        ("num_experts", 3, "num_experts is 3, and model.layers.1.mlp.experts has 4"),
-        ("num_hidden_layers", 1, "num_hidden_layers is 1, and the tensors have layer 1"),
-    ],
-)
-def test_a_config_of_another_model_is_noted(tmp_path: Path, key: str, number: int, difference: str) -> None:
-    root = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM")
-    if key == "intermediate_size":
-        root = small_checkpoints.write(tmp_path / "dense")
-    config = json.loads((root / "config.json").read_text())
-    assert not plan_of(root).notes
-    assert key in config
-    (root / "config.json").write_text(json.dumps(config | {key: number}))
-    assert plan_of(root).notes == (f"config.json does not fit the tensors: {difference}",)
-
-
-def test_a_size_of_heads_that_follows_from_others(source: Path) -> None:
-    """Without head_dim, a wrong hidden_size is said once, not of the heads too."""
-    config = json.loads((source / "config.json").read_text())
-    del config["head_dim"]
-    (source / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
-    difference = (
-        "num_key_value_heads is 4 and hidden_size is 256, and model.layers.1.self_attn.k_proj.weight is [128, 256]"
-    )
-    assert plan_of(source).notes == (f"config.json does not fit the tensors: {difference}",)
-    (source / "config.json").write_text(json.dumps(config | {"hidden_size": 512}))
-    difference = "hidden_size is 512, and lm_head.weight is [512, 256]"
-    assert plan_of(source).notes == (f"config.json does not fit the tensors: {difference}",)
-
-
-def test_misfits_without_number_make_a_short_message(tmp_path: Path) -> None:
-    weights = {f"what.{chr(97 + n // 26)}{chr(97 + n % 26)}.weight": torch.ones(2, 2) for n in range(600)}
-    with pytest.raises(PlanError) as caught:
-        plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
-    assert caught.value.message.startswith("what.aa.weight, what.ab.weight, ")
-    assert caught.value.message.endswith(", what.dv.weight, 500 more matches no pattern of Qwen3ForCausalLM")
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
-def test_names_of_a_wrapped_model(tmp_path: Path, prefix: str) -> None:
-    weights = {f"{prefix}{name}": weight for name, weight in small_checkpoints.tensors("Qwen3ForCausalLM").items()}
-    with pytest.raises(PlanError) as caught:
-        plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
-    assert caught.value.message == f"all names begin with {prefix}: the wrapped model was saved"
-    assert caught.value.hint == "save what it wraps, or rename the tensors (docs/how-to/check-a-checkpoint.md)"
-    weights["lm_head.weight"] = weights.pop(f"{prefix}lm_head.weight")
-    with pytest.raises(PlanError, match=r"matches no pattern of Qwen3ForCausalLM"):
-        plan_of(small_checkpoints.write(tmp_path / "source", weights=weights))
-
-
-def test_a_count_of_layers_that_no_model_has(source: Path) -> None:
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**30}))
+    text = json.dumps(config | {"num_hidden_layers": "SIZE"})
+    for number in ("1e400", "-1e400", "NaN", "-1", "1" + "0" * 4200 + ".5", "true", "[]", '"4"', "4.0"):
+        (source / "config.json").write_text(text.replace('"SIZE"', number))
+        with pytest.raises(SourceError) as caught:
+            plan_of(source)
+        shown = short_repr(json.loads(number))
+        assert caught.value.message == f"config.json gives num_hidden_layers {shown}, which is no number of layers"
+        assert caught.value.hint == "correct it, or download config.json again"
+    (source / "config.json").write_text(text.replace('"SIZE"', str(10**30)))
     assert (
         f"the source lacks decoder layers that config.json counts (num_hidden_layers {10**30}): "
         "2, 3, 4, 5, 6, 7, 8, 9, ..."
     ) in plan_of(source).notes
 
 
-@pytest.mark.parametrize(
-    ("lost", "renamed"),
-    [("input_layernorm", None), ("mlp.up_proj", None), ("input_layernorm", "input_layernrm")],
+def test_a_config_of_another_model_is_noted(tmp_path: Path) -> None:
+    root, dense = (
+        small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM"),
+        small_checkpoints.write(tmp_path / "b"),
+    )
+    attention = "model.layers.0.self_attn"
+
+    def notes(root: Path, config: dict[str, Any], **changed: int) -> tuple[str, ...]:
+        assert changed.keys() <= config.keys()
+        (root / "config.json").write_text(json.dumps(config | changed))
+        return plan_of(root).notes
+
+    configs = {held: json.loads((held / "config.json").read_text()) for held in (root, dense)}
+    assert notes(root, configs[root]) == notes(dense, configs[dense]) == ()
+    for held, key, number, difference in (
+        (root, "hidden_size", 512, "is 512, and lm_head.weight is [512, 256]"),
+        (root, "vocab_size", 500, "is 500, and lm_head.weight is [512, 256]"),
+        (dense, "intermediate_size", 500, "is 500, and model.layers.0.mlp.gate_proj.weight is [512, 256]"),
+        (root, "num_attention_heads", 8, f"is 8 and head_dim is 64, and {attention}.o_proj.weight is [256, 256]"),
+        (root, "num_key_value_heads", 4, f"is 4 and head_dim is 64, and {attention}.k_proj.weight is [128, 256]"),
+        (root, "num_experts", 3, "is 3, and model.layers.1.mlp.experts has 4"),
+        (root, "num_hidden_layers", 1, "is 1, and the tensors have layer 1"),
+    ):
+        told = f"config.json does not fit the tensors: {key} {difference}"
+        assert notes(held, configs[held], **{key: number}) == (told,)
+
+    # Without head_dim, a wrong hidden_size is said once, not of the heads too.
+    config = {key: value for key, value in configs[dense].items() if key != "head_dim"}
+    for key, number, difference in (
+        ("num_key_value_heads", 4, f"is 4 and hidden_size is 256, and {attention}.k_proj.weight is [128, 256]"),
+        ("hidden_size", 512, "is 512, and lm_head.weight is [512, 256]"),
+    ):
+        (told,) = notes(dense, config, **{key: number})
+        assert told.replace("layers.1", "layers.0") == f"config.json does not fit the tensors: {key} {difference}"
+
+
+@for_each(
+    ("lost", "renamed"), [("input_layernorm", None), ("mlp.up_proj", None), ("input_layernorm", "input_layernrm")]
 )
 def test_what_one_layer_lacks_is_noted(tmp_path: Path, lost: str, renamed: str | None) -> None:
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
@@ -304,58 +275,46 @@ def test_what_one_layer_lacks_is_noted(tmp_path: Path, lost: str, renamed: str |
 
 def test_layers_of_several_kinds_lack_nothing() -> None:
     """A layer counts as damaged only if it is alone, and lacks one module of what several others have."""
-    model = MODELS["Qwen3ForCausalLM"]
 
-    def modules(*layers: str) -> list[str]:
-        return [f"model.layers.{number}.{part}" for number, parts in enumerate(layers) for part in parts]
+    def absent(*layers: str) -> list[str]:
+        modules = [f"model.layers.{number}.{part}" for number, parts in enumerate(layers) for part in parts]
+        return absent_modules(MODELS["Qwen3ForCausalLM"], modules)
 
-    assert absent_modules(model, modules("ab", "ab", "a")) == ["model.layers.2.b"]
-    assert absent_modules(model, modules("ab", "a")) == []
-    assert absent_modules(model, modules("ab", "ab", "a", "a")) == []
-    assert absent_modules(model, modules("abc", "abc", "a")) == []
-    assert absent_modules(model, modules("ab", "ab", "ac")) == []
+    assert absent("ab", "ab", "a") == ["model.layers.2.b"]
+    for layers in (("ab", "a"), ("ab", "ab", "a", "a"), ("abc", "abc", "a"), ("ab", "ab", "ac")):
+        assert absent(*layers) == []
 
 
-def test_ignore_settles_a_tensor_no_pattern_matches(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
-    root = small_checkpoints.write(tmp_path / "a", weights=weights)
-    plan = plan_of(root, TENSOR, "**.mlp.router")
-    assert reason(plan, "model.layers.0.mlp.router") == "--ignore"
-    assert "model.layers.0.mlp.router" in ignored_layers(plan)
-    assert summary.quantized_tensors(plan) == 14
-
-
-def test_ignore_widens_to_the_joined_set_and_says_so(source: Path) -> None:
+def test_ignore_widens_to_the_joined_set_and_says_so(source: Path, tmp_path: Path) -> None:
     plan = plan_of(source, TENSOR, "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj")
     assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
     assert {"model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"} <= set(ignored_layers(plan))
     assert "model.layers.0.self_attn.o_proj" in quantized(plan)
     assert "model.layers.1.mlp.down_proj" in quantized(plan)
-    assert reason(plan, "model.layers.0.self_attn.k_proj") == "--ignore model.layers.0.self_attn.k_proj"
-    assert reason(plan, "model.layers.0.self_attn.q_proj") == (
-        "same as k_proj (--ignore model.layers.0.self_attn.k_proj)"
-    )
+    option = "--ignore model.layers.0.self_attn.k_proj"
+    assert reason(plan, "model.layers.0.self_attn.k_proj") == option
+    assert reason(plan, "model.layers.0.self_attn.q_proj") == f"same as k_proj ({option})"
     notes = sorted(plan.notes)
     assert [note.split(":")[0] for note in notes] == [
-        "--ignore model.layers.0.self_attn.k_proj also applies to the layers fused with it",
+        f"{option} also applies to the layers fused with it",
         "--ignore model.layers.1.mlp.up_proj also applies to the layers fused with it",
     ]
     assert notes[1].endswith(": model.layers.1.mlp.gate_proj")
 
-
-def test_unquantized_layers_must_divide_among_ranks_too(source: Path) -> None:
-    assert (
-        summary.parallel_sizes(plan_of(source, TENSOR, "**.self_attn.*"))
-        == summary.parallel_sizes(plan_of(source))
-        == [1, 2, 4]
-    )
-
-
-def test_ignore_that_matches_nothing_is_an_error(source: Path) -> None:
+    # What is not quantized must divide among ranks too.
+    sizes = summary.parallel_sizes(plan_of(source, TENSOR, "**.self_attn.*"))
+    assert sizes == summary.parallel_sizes(plan_of(source)) == [1, 2, 4]
     with pytest.raises(UsageError) as caught:
         plan_of(source, TENSOR, "model.layers.0.**", "model.layers.9.**")
     assert caught.value.message == "--ignore model.layers.9.** matches no module"
     assert summary.quantized_tensors(plan_of(source, TENSOR, "lm_head")) == 14
+
+    # It settles a tensor that no pattern matches.
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM") | {"model.layers.0.mlp.router.weight": torch.zeros(4, 256)}
+    plan = plan_of(small_checkpoints.write(tmp_path / "a", weights=weights), TENSOR, "**.mlp.router")
+    assert reason(plan, "model.layers.0.mlp.router") == "--ignore"
+    assert "model.layers.0.mlp.router" in ignored_layers(plan)
+    assert summary.quantized_tensors(plan) == 14
 
 
 def test_experts_of_a_layer_share_status(tmp_path: Path) -> None:
@@ -367,13 +326,19 @@ def test_experts_of_a_layer_share_status(tmp_path: Path) -> None:
     # The router, its neighbour, is kept for another reason.
     assert reason(plan, "model.layers.1.mlp.gate") == "router"
 
-
-def test_qwen3_moe_lists_ignored_dense_layers_under_the_joined_name_too(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM")
+    # Dense layers of the same model are listed under the joined name too.
     plan = plan_of(root, BLOCK, "model.layers.0.mlp.gate_proj")
     listed = {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "gate_up")}
     assert listed <= set(ignored_layers(plan))
     assert "model.layers.0.mlp.gate_up_proj" not in ignored_layers(plan_of(root, BLOCK))
+
+    # All stay where blocks of one do not divide.
+    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    weights[name] = weights[name][:, :96].contiguous()
+    plan = plan_of(small_checkpoints.write(tmp_path / "b", "Qwen3MoeForCausalLM", weights=weights), BLOCK)
+    assert not any("experts" in module for module in quantized(plan))
+    assert "model.layers.1.mlp.experts.0.gate_proj" in ignored_layers(plan)
 
 
 def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_path: Path) -> None:
@@ -399,15 +364,6 @@ def test_blocks_leave_a_whole_joined_set_when_one_member_does_not_divide(tmp_pat
     assert summary.quantized_tensors(plan_of(root, TENSOR)) == 14
 
 
-def test_blocks_leave_all_experts_when_they_do_not_divide(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3MoeForCausalLM")
-    name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    weights[name] = weights[name][:, :96].contiguous()
-    plan = plan_of(small_checkpoints.write(tmp_path / "a", "Qwen3MoeForCausalLM", weights=weights), BLOCK)
-    assert not any("experts" in module for module in quantized(plan))
-    assert "model.layers.1.mlp.experts.0.gate_proj" in ignored_layers(plan)
-
-
 def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
     root = small_checkpoints.write(tmp_path / "a", "Gemma3ForCausalLM")
     assert "lm_head.weight" not in open_checkpoint(root).tensors
@@ -415,57 +371,55 @@ def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
     assert config["ignored_layers"] == config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"quantization_config": {"quant_method": "bitnet"}},
-            'the source is already quantized: config.json has the quant_method "bitnet"',
-        ),
-        (
-            {"compression_config": {"format": "x"}},
-            "the source is already quantized: config.json has the quant_method null",
-        ),
+def test_sources_quantized_in_unknown_ways_are_refused(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    for change, told in (
+        ({"quantization_config": {"quant_method": "bitnet"}}, 'the quant_method "bitnet"'),
+        ({"compression_config": {"format": "x"}}, "the quant_method null"),
         (
             {"text_config": {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}}},
-            'the source is already quantized: config.json has the quant_algo "NVFP4_AWQ"',
+            'the quant_algo "NVFP4_AWQ"',
         ),
-    ],
-)
-def test_sources_quantized_in_unknown_ways_are_refused_by_their_config(
-    source: Path, change: dict[str, object], message: str
-) -> None:
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(PlanError) as caught:
-        plan_of(source)
-    assert caught.value.message == message
+    ):
+        (source / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(PlanError) as caught:
+            plan_of(source)
+        assert caught.value.message == f"the source is already quantized: config.json has {told}"
+
+    # Without a config by their tensors.
+    weights, up = small_checkpoints.tensors("Qwen3ForCausalLM"), "model.layers.0.mlp.up_proj"
+    for name, tensor, message in (
+        (f"{up}.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
+        (f"{up}.weight_scale_inv", torch.zeros(4, 2), "it holds {}"),
+        (f"{up}.qweight", torch.zeros(4, 2, dtype=torch.int32), "it holds {}"),
+    ):
+        root = small_checkpoints.write(tmp_path / "a", weights=weights | {name: tensor})
+        with pytest.raises(PlanError, match="already quantized: " + message.format(name)):
+            plan_of(root)
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("model.layers.0.mlp.up_proj.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
-        ("model.layers.0.mlp.up_proj.weight_scale_inv", torch.zeros(4, 2), "it holds {}"),
-        ("model.layers.0.mlp.up_proj.qweight", torch.zeros(4, 2, dtype=torch.int32), "it holds {}"),
-    ],
-)
-def test_quantized_sources_without_a_config_are_refused_by_their_tensors(
-    tmp_path: Path, name: str, tensor: torch.Tensor, message: str
-) -> None:
-    root = small_checkpoints.write(
-        tmp_path / "a", weights=small_checkpoints.tensors("Qwen3ForCausalLM") | {name: tensor}
-    )
-    with pytest.raises(PlanError, match="already quantized: " + message.format(name)):
-        plan_of(root)
-
-
-def test_tensor_parallel_sizes_for_one_scale_per_tensor(source: Path) -> None:
+def test_rows_divide_wherever_tensors_do_and_need_no_other_shard(source: Path, tmp_path: Path) -> None:
     plan = plan_of(source)
     # 4 heads; 2 key and value heads, copied where there are more ranks.
     assert summary.parallel_sizes(plan) == [1, 2, 4]
     assert plan.parallel[3].problem is not None
     assert plan.parallel[3].problem.endswith("4 heads do not divide by 8")
+
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
+    root = small_checkpoints.write(tmp_path / "a", weights=weights)
+    plan = plan_of(root, CHANNEL)
+    assert summary.quantized_tensors(plan) == 14
+    assert summary.parallel_sizes(plan) == summary.parallel_sizes(plan_of(root, TENSOR))
+    assert ignored_layers(plan) == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
+
+    # Joined layers share their status.
+    plan = plan_of(source, CHANNEL, "model.layers.0.self_attn.k_proj")
+    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
+    for shard in plan.layout.shards:
+        assert plan.layout.sources(shard.name) == {shard.name}
+    plan = plan_of(source, TENSOR)
+    assert any(len(plan.layout.sources(shard.name)) > 1 for shard in plan.layout.shards)
 
 
 def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
@@ -496,25 +450,6 @@ def test_tensor_parallel_sizes_for_blocks(tmp_path: Path) -> None:
     ]
     # Without the MLP the key and value heads, copied to 4 and 8 ranks, are no obstacle.
     assert summary.parallel_sizes(plan_of(root, BLOCK, "**.mlp.*")) == [1, 2, 4, 8]
-
-
-def test_rows_divide_wherever_tensors_do(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    weights["model.layers.0.mlp.down_proj.weight"] = torch.ones(256, 320, dtype=torch.bfloat16)
-    root = small_checkpoints.write(tmp_path / "a", weights=weights)
-    plan = plan_of(root, CHANNEL)
-    assert summary.quantized_tensors(plan) == 14
-    assert summary.parallel_sizes(plan) == summary.parallel_sizes(plan_of(root, TENSOR))
-    assert ignored_layers(plan) == plan.quantization_config["ignore"] == ["lm_head", "model.embed_tokens"]
-
-
-def test_rows_need_no_other_shard_but_joined_layers_share_their_status(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "a", shards=3)
-    plan = plan_of(root, CHANNEL, "model.layers.0.self_attn.k_proj")
-    assert {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"} <= set(ignored_layers(plan))
-    for shard in plan.layout.shards:
-        assert plan.layout.sources(shard.name) == {shard.name}
-    assert any(len(plan_of(root, TENSOR).layout.sources(shard.name)) > 1 for shard in plan.layout.shards)
 
 
 def test_experts_are_refused_where_engines_load_none(tmp_path: Path) -> None:
@@ -567,6 +502,20 @@ def test_mxfp8_needs_32_inputs_and_no_number_of_outputs(tmp_path: Path) -> None:
     ]
 
 
+def test_a_shard_is_aligned_and_says_that_its_tensors_are_pytorch_s(tmp_path: Path) -> None:
+    """transformers loads no file that does not."""
+    plan = plan_of(small_checkpoints.write(tmp_path / "a", shards=3, dtype="float32"), BLOCK)
+    for shard in plan.layout.shards:
+        layout = plan.layout.lay_out(shard.name)
+        header, end = layout.header, len(layout.header)
+        assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
+        assert (len(header) - 8, len(header) % 8) == (int.from_bytes(header[:8], "little"), 0)
+        for info in layout.tensors:
+            assert end % (4 if info.dtype == "F32" else 1) == 0
+            end += info.nbytes
+        assert end == layout.size == shard.nbytes + len(header)
+
+
 def test_what_is_left_behind_is_told(source: Path) -> None:
     (source / "pytorch_model.bin").write_bytes(b"pickled")
     (source / ".cache").mkdir()
@@ -574,27 +523,6 @@ def test_what_is_left_behind_is_told(source: Path) -> None:
     plan = plan_of(source, TENSOR)
     assert set(plan.decoded.left_out) == {"pytorch_model.bin", ".cache/"}
     assert set(plan.files) == {"config.json", "generation_config.json"}
-
-
-def test_a_shard_says_that_its_tensors_are_pytorch_s(source: Path) -> None:
-    """transformers loads no file that does not."""
-    plan = plan_of(source, TENSOR)
-    for shard in plan.layout.shards:
-        header = plan.layout.lay_out(shard.name).header
-        assert json.loads(header[8:])["__metadata__"] == {"format": "pt"}
-        assert (len(header) - 8, len(header) % 8) == (int.from_bytes(header[:8], "little"), 0)
-
-
-def test_every_output_tensor_is_aligned_to_its_element(tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "a", dtype="float32")
-    plan = plan_of(root, BLOCK)
-    for shard in plan.layout.shards:
-        layout = plan.layout.lay_out(shard.name)
-        end = len(layout.header)
-        for info in layout.tensors:
-            assert end % (4 if info.dtype == "F32" else 1) == 0
-            end += info.nbytes
-        assert end == layout.size == shard.nbytes + len(layout.header)
 
 
 # Several schemes.
@@ -690,32 +618,17 @@ def test_experts_of_a_layer_share_their_scheme_and_have_one_target(tmp_path: Pat
         mixed(root, CHANNEL, ("**.experts.**", TENSOR_COMPRESSED))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "pattern", "expected"),
-    [
-        # The engine's name of the merged layer where it does not derive it from its members.
-        (
-            "StableLmForCausalLM",
-            "model.layers.0.mlp.gate_proj",
-            [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "gate_up", "up")],
-        ),
-        # Every spelling of a wrapper.
-        (
-            "Gemma3ForConditionalGeneration",
-            "language_model.model.layers.0.self_attn.o_proj",
-            ["language_model.model.layers.0.self_attn.o_proj", "model.language_model.layers.0.self_attn.o_proj"],
-        ),
-        # What the engine calls the module.
-        (
-            "MiniMaxM2ForCausalLM",
-            "model.layers.1.block_sparse_moe.experts.0.w1",
-            [
-                r"re:(.*[.])?layers[.]1[.]block_sparse_moe[.]experts[.].*",
-                r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*",
-            ],
-        ),
-    ],
-)
+@for_each(("architecture", "pattern", "expected"), [
+    # The engine's name of the merged layer where it does not derive it from its members.
+    ("StableLmForCausalLM", "model.layers.0.mlp.gate_proj",
+     [f"model.layers.0.mlp.{part}_proj" for part in ("gate", "gate_up", "up")]),
+    # Every spelling of a wrapper.
+    ("Gemma3ForConditionalGeneration", "language_model.model.layers.0.self_attn.o_proj",
+     ["language_model.model.layers.0.self_attn.o_proj", "model.language_model.layers.0.self_attn.o_proj"]),
+    # What the engine calls the module.
+    ("MiniMaxM2ForCausalLM", "model.layers.1.block_sparse_moe.experts.0.w1",
+     [r"re:(.*[.])?layers[.]1[.]block_sparse_moe[.]experts[.].*", r"re:(.*[.])?layers[.]1[.]mlp[.]experts[.].*"]),
+])  # fmt: skip
 def test_layers_are_named_as_engines_name_them(
     tmp_path: Path, architecture: str, pattern: str, expected: list[str]
 ) -> None:
@@ -737,50 +650,39 @@ UNPACKED = "it accepts no packed codes for **.self_attn.q_a_proj; it loads with 
 FIRST = ("**.layers.0.**",)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "scheme", "options", "says"),
-    [
-        ("LlamaForCausalLM", BLOCK, PlanOptions(), LOST),
-        ("LlamaForCausalLM", BLOCK_COMPRESSED, PlanOptions(), None),
-        ("LlamaForCausalLM", TENSOR, PlanOptions(FIRST), None),
-        ("Qwen3ForCausalLM", BLOCK, PlanOptions(), None),
-        ("Qwen3ForCausalLM", MXFP8, PlanOptions(), MXFP8_UNKNOWN),
-        ("OlmoForCausalLM", TENSOR, PlanOptions(), PLAIN),
-        ("OlmoForCausalLM", TENSOR, PlanOptions(("**.self_attn.*",)), None),
-        ("Gemma2ForCausalLM", TENSOR, PlanOptions(), None),
-        ("Gemma2ForCausalLM", TENSOR, PlanOptions(FIRST), NO_NAMES),
-        ("Gemma2ForCausalLM", BLOCK_COMPRESSED, PlanOptions(scheme_for=(("**.o_proj", CHANNEL),)), NO_NAMES),
-        ("Qwen3VLForConditionalGeneration", TENSOR, PlanOptions(FIRST), None),
-        ("Qwen3VLForConditionalGeneration", CHANNEL, PlanOptions(FIRST), NO_NAMES),
-        ("Qwen3VLForConditionalGeneration", BLOCK_COMPRESSED, PlanOptions(head=True), None),
-        ("Qwen3ForCausalLM", CHANNEL, PlanOptions(head=True), None),
-        ("PhiForCausalLM", CHANNEL, PlanOptions(head=True), HEAD),
-        ("PhiForCausalLM", CHANNEL, PlanOptions(), None),
-        ("Qwen3ForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)), BLOCKS),
-        ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)), None),
-        ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", INT4_W4A16),)), WORDS),
-        ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", NVFP4),)), None),
-        ("Qwen3MoeForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", INT8_W8A16),)), None),
-        ("Qwen3ForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", CHANNEL),)), None),
-        ("Qwen3ForCausalLM", INT4_SHIFTED, PlanOptions(), None),
-        (
-            "Qwen3MoeForCausalLM",
-            INT4_SHIFTED,
-            PlanOptions(),
-            "it loads no experts in int4 with zero points; give them another scheme with --scheme-for, or leave them "
-            "unquantized with --ignore",
-        ),
-        ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(), UNPACKED),
-        ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(("**.q_a_proj",)), None),
-        ("DeepseekV3ForCausalLM", CHANNEL, PlanOptions(), None),
-        (
-            "AfmoeForCausalLM",
-            TENSOR,
-            PlanOptions(),
-            "it builds **.mlp.experts.** in bfloat16; it loads with --ignore for these",
-        ),
-    ],
-)
+@for_each(("architecture", "scheme", "options", "says"), [
+    ("LlamaForCausalLM", BLOCK, PlanOptions(), LOST),
+    ("LlamaForCausalLM", BLOCK_COMPRESSED, PlanOptions(), None),
+    ("LlamaForCausalLM", TENSOR, PlanOptions(FIRST), None),
+    ("Qwen3ForCausalLM", BLOCK, PlanOptions(), None),
+    ("Qwen3ForCausalLM", MXFP8, PlanOptions(), MXFP8_UNKNOWN),
+    ("OlmoForCausalLM", TENSOR, PlanOptions(), PLAIN),
+    ("OlmoForCausalLM", TENSOR, PlanOptions(("**.self_attn.*",)), None),
+    ("Gemma2ForCausalLM", TENSOR, PlanOptions(), None),
+    ("Gemma2ForCausalLM", TENSOR, PlanOptions(FIRST), NO_NAMES),
+    ("Gemma2ForCausalLM", BLOCK_COMPRESSED, PlanOptions(scheme_for=(("**.o_proj", CHANNEL),)), NO_NAMES),
+    ("Qwen3VLForConditionalGeneration", TENSOR, PlanOptions(FIRST), None),
+    ("Qwen3VLForConditionalGeneration", CHANNEL, PlanOptions(FIRST), NO_NAMES),
+    ("Qwen3VLForConditionalGeneration", BLOCK_COMPRESSED, PlanOptions(head=True), None),
+    ("Qwen3ForCausalLM", CHANNEL, PlanOptions(head=True), None),
+    ("PhiForCausalLM", CHANNEL, PlanOptions(head=True), HEAD),
+    ("PhiForCausalLM", CHANNEL, PlanOptions(), None),
+    ("Qwen3ForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.o_proj", BLOCK_COMPRESSED),)), BLOCKS),
+    ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", BLOCK_COMPRESSED),)), None),
+    ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", INT4_W4A16),)), WORDS),
+    ("Qwen3MoeForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", NVFP4),)), None),
+    ("Qwen3MoeForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", INT8_W8A16),)), None),
+    ("Qwen3ForCausalLM", INT4_W4A16, PlanOptions(scheme_for=(("**.self_attn.*", CHANNEL),)), None),
+    ("Qwen3ForCausalLM", INT4_SHIFTED, PlanOptions(), None),
+    ("Qwen3MoeForCausalLM", INT4_SHIFTED, PlanOptions(),
+     "it loads no experts in int4 with zero points; give them another scheme with --scheme-for, or leave them "
+     "unquantized with --ignore"),
+    ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(), UNPACKED),
+    ("DeepseekV3ForCausalLM", NVFP4, PlanOptions(("**.q_a_proj",)), None),
+    ("DeepseekV3ForCausalLM", CHANNEL, PlanOptions(), None),
+    ("AfmoeForCausalLM", TENSOR, PlanOptions(),
+     "it builds **.mlp.experts.** in bfloat16; it loads with --ignore for these"),
+])  # fmt: skip
 def test_the_plan_says_what_sglang_does_not_load(
     tmp_path: Path, architecture: str, scheme: Scheme, options: PlanOptions, says: str | None
 ) -> None:
@@ -891,38 +793,33 @@ def test_inputs_that_do_not_divide_by_128_have_groups_of_32() -> None:
     assert summary.schemes(sized(EXAMPLE, INT4_W4A16_CHANNEL, 4)) == {INT4_W4A16_CHANNEL: 28}
 
 
-def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path) -> None:
+def with_mlp(root: Path, inner: int) -> Path:
+    """A model whose MLPs have so many inner rows."""
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    for layer in (0, 1):
-        for part in ("gate", "up"):
-            name = f"model.layers.{layer}.mlp.{part}_proj.weight"
-            weights[name] = weights[name][:200].clone()
-        name = f"model.layers.{layer}.mlp.down_proj.weight"
-        weights[name] = weights[name][:, :200].clone()
-    plan = plan_of(small_checkpoints.write(tmp_path / "source", weights=weights), INT4_W4A16)
+    for name, weight in list(weights.items()):
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            weights[name] = weight[:inner].clone()
+        if name.endswith("down_proj.weight"):
+            weights[name] = weight[:, :inner].clone()
+    return small_checkpoints.write(root, weights=weights)
+
+
+def test_inputs_that_do_not_divide_by_32_either_stay_unquantized(tmp_path: Path) -> None:
+    plan = plan_of(with_mlp(tmp_path / "source", 200), INT4_W4A16)
     assert reason(plan, "model.layers.0.mlp.down_proj") == "200 inputs per row do not divide into groups of 32"
     assert summary.schemes(plan) == {INT4_W4A16: 12}
     assert summary.parallel_sizes(plan)[0] == 1
 
 
-@pytest.mark.parametrize(("scheme", "width"), [(NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)])
-def test_ranks_hold_whole_groups_of_fp4(tmp_path: Path, scheme: Scheme, width: int) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    for layer in (0, 1):
-        for part in ("gate", "up"):
-            name = f"model.layers.{layer}.mlp.{part}_proj.weight"
-            weights[name] = weights[name][: 13 * width].clone()
-        name = f"model.layers.{layer}.mlp.down_proj.weight"
-        weights[name] = weights[name][:, : 13 * width].clone()
-    source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    plan = sized(source, scheme, 2)
-    half = 13 * width // 2
-    assert reason(plan, "model.layers.0.mlp.down_proj") == (
-        f"--tp 2: {13 * width} / 2 = {half} is not a multiple of {width}"
-    )
-    assert summary.schemes(plan) == {scheme: 12}
-    assert plan.notes[0].startswith("groups do not divide on 2 ranks, which leaves 2 of 14 layers")
-    assert summary.schemes(sized(source, scheme, 1)) == {scheme: 14}
+def test_ranks_hold_whole_groups_of_fp4(tmp_path: Path) -> None:
+    for scheme, width in ((NVFP4, 16), (NVFP4_W4A4, 16), (MXFP4, 32)):
+        source, inner = with_mlp(tmp_path / scheme.name, 13 * width), 13 * width
+        plan = sized(source, scheme, 2)
+        told = f"--tp 2: {inner} / 2 = {inner // 2} is not a multiple of {width}"
+        assert reason(plan, "model.layers.0.mlp.down_proj") == told
+        assert summary.schemes(plan) == {scheme: 12}
+        assert plan.notes[0].startswith("groups do not divide on 2 ranks, which leaves 2 of 14 layers")
+        assert summary.schemes(sized(source, scheme, 1)) == {scheme: 14}
 
 
 def test_a_size_that_blocks_do_not_serve_makes_layers_fall_back(source: Path) -> None:
@@ -1030,15 +927,28 @@ def with_head(root: Path, scheme: Scheme, ignore: tuple[str, ...] = ()) -> Plan:
     return make_plan(open_checkpoint(root), scheme, PlanOptions(ignore, head=True))
 
 
-@pytest.mark.parametrize("scheme", [TENSOR_COMPRESSED, CHANNEL, MXFP8], ids=lambda scheme: scheme.name)
-def test_output_head_is_named_among_what_is_quantized(source: Path, scheme: Scheme) -> None:
-    plan = with_head(source, scheme)
+def test_output_head_is_named_among_what_is_quantized(source: Path, tmp_path: Path) -> None:
+    for scheme in (TENSOR_COMPRESSED, CHANNEL, MXFP8):
+        plan = with_head(source, scheme)
+        assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
+        assert ignored_layers(plan) == ["model.embed_tokens"]
+        assert summary.quantized_tensors(plan) == 15
+        assert [note for note in plan.notes if "SGLang" not in note] == []
+        assert plan.digest != plan_of(source, scheme).digest
+        assert ignored_layers(with_head(source, scheme, ("lm_head",))) == ["lm_head", "model.embed_tokens"]
+
+    # It has no blocks.
+    plan = with_head(source, BLOCK_COMPRESSED)
+    assert targets(plan) == [["Linear"], ["re:(.*[.])?lm_head"]]
+    assert reason(plan, "lm_head") == "channel: engines load no output head in this scheme"
+    assert plan.notes == (
+        "one scale per output row instead of one scale per 128x128 block for 1 of 15 layers (10.0 % of their bytes): "
+        "lm_head; engines load no output head in this scheme",
+    )
+    plan = with_head(small_checkpoints.write(tmp_path / "a", "Llama4ForConditionalGeneration"), CHANNEL)
+    assert "language_model.lm_head" in quantized(plan)
     assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
-    assert ignored_layers(plan) == ["model.embed_tokens"]
-    assert summary.quantized_tensors(plan) == 15
-    assert [note for note in plan.notes if "SGLang" not in note] == []
-    assert plan.digest != plan_of(source, scheme).digest
-    assert ignored_layers(with_head(source, scheme, ("lm_head",))) == ["lm_head", "model.embed_tokens"]
+    assert "lm_head" not in ignored_layers(plan)
 
 
 def test_an_output_head_of_few_bits_has_a_note(source: Path) -> None:
@@ -1052,55 +962,36 @@ def test_an_output_head_of_few_bits_has_a_note(source: Path) -> None:
     ]
     assert notes(INT4_W4A16_64, head=True, scheme_for=(("lm_head", INT8_W8A16),)) == []
     assert notes(INT4_W4A16_64) == notes(INT8_W8A16, head=True) == []
+    # SGLang loads no head in what it has no layers in.
+    plan = make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=(("lm_head", INT6),), head=True))
+    assert f"{SGLANG} does not load this output: it does not support int6; try another scheme" in plan.notes
 
 
-def test_output_head_has_no_blocks(source: Path) -> None:
-    plan = with_head(source, BLOCK_COMPRESSED)
-    assert targets(plan) == [["Linear"], ["re:(.*[.])?lm_head"]]
-    assert reason(plan, "lm_head") == "channel: engines load no output head in this scheme"
-    assert plan.notes == (
-        "one scale per output row instead of one scale per 128x128 block for 1 of 15 layers (10.0 % of their bytes): "
-        "lm_head; engines load no output head in this scheme",
-    )
+LEFT_OUT = "leave --quantize-lm-head out"
+TIED = "the output head is the embedding, which stays unquantized"
+IN_FP8 = "engines load no quantized output head in the fp8 format"
+OTHER = "use --scheme channel or --format compressed-tensors"
+NAMELESS = f"AfmoeForCausalLM: its output head stays unquantized: {VLLM} builds it without a name to find its scheme by"
 
 
-def test_output_head_of_a_wrapper(tmp_path: Path) -> None:
-    plan = with_head(small_checkpoints.write(tmp_path / "a", "Llama4ForConditionalGeneration"), CHANNEL)
-    assert "language_model.lm_head" in quantized(plan)
-    assert targets(plan) == [["Linear", "re:(.*[.])?lm_head"]]
-    assert "lm_head" not in ignored_layers(plan)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "scheme", "message"),
-    [
-        ("Qwen3ForCausalLM", TENSOR, "engines load no quantized output head in the fp8 format"),
-        ("Qwen3ForCausalLM", BLOCK, "engines load no quantized output head in the fp8 format"),
-        (
-            "Gemma3ForCausalLM",
-            CHANNEL,
-            "the output head is the embedding, which stays unquantized",
-        ),
-        (
-            "Gemma3ForConditionalGeneration",
-            CHANNEL,
-            "the output head is the embedding, which stays unquantized",
-        ),
-        (
-            "AfmoeForCausalLM",
-            CHANNEL,
-            f"AfmoeForCausalLM: its output head stays unquantized: {VLLM} builds it without a name to find its scheme by",
-        ),
-    ],
-)
-def test_output_heads_that_engines_cannot_load_are_refused(
-    tmp_path: Path, architecture: str, scheme: Scheme, message: str
-) -> None:
-    with pytest.raises(PlanError) as caught:
-        with_head(small_checkpoints.write(tmp_path / "a", architecture), scheme)
-    assert caught.value.message == message
-    other_scheme = "use --scheme channel or --format compressed-tensors"
-    assert caught.value.hint == (other_scheme if "fp8 format" in message else "leave --quantize-lm-head out")
+def test_output_heads_that_engines_cannot_load_are_refused(tmp_path: Path) -> None:
+    headless = small_checkpoints.tensors("Qwen3ForCausalLM")
+    del headless["lm_head.weight"]
+    small_checkpoints.write(tmp_path / "headless", weights=headless)
+    for name, scheme, message, hint in (
+        ("Qwen3ForCausalLM", TENSOR, IN_FP8, OTHER),
+        ("Qwen3ForCausalLM", BLOCK, IN_FP8, OTHER),
+        ("Gemma3ForCausalLM", CHANNEL, TIED, LEFT_OUT),
+        ("Gemma3ForConditionalGeneration", CHANNEL, TIED, LEFT_OUT),
+        ("AfmoeForCausalLM", CHANNEL, NAMELESS, LEFT_OUT),
+        ("headless", CHANNEL, TIED, LEFT_OUT),
+    ):
+        root = tmp_path / name
+        if not root.exists():
+            small_checkpoints.write(root, name)
+        with pytest.raises(PlanError) as caught:
+            with_head(root, scheme)
+        assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
 def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
@@ -1134,20 +1025,6 @@ def test_what_vllm_builds_without_a_name_has_the_scheme_of_most_or_is_refused(
     assert summary.quantized_tensors(make_plan(source, CHANNEL, asked["--ignore **.self_attn.*"])) == 6
 
 
-def test_an_output_head_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    del weights["lm_head.weight"]
-    with pytest.raises(PlanError) as caught:
-        with_head(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
-    assert caught.value.message == "the output head is the embedding, which stays unquantized"
-    assert caught.value.hint == "leave --quantize-lm-head out"
-
-
-def test_sglang_does_not_load_a_head_in_what_it_has_no_layers_in(source: Path) -> None:
-    plan = make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=(("lm_head", INT6),), head=True))
-    assert f"{SGLANG} does not load this output: it does not support int6; try another scheme" in plan.notes
-
-
 # The input embedding.
 
 
@@ -1166,19 +1043,38 @@ def test_embedding_has_the_scheme_of_the_plan_or_int8(source: Path) -> None:
         assert targets(plan) == [["Linear"], ["model.embed_tokens"]]
     chosen = with_embedding(source, CHANNEL, scheme_for=(("model.embed_tokens", INT4_W4A16_64),))
     assert reason(chosen, "model.embed_tokens") == "int4: --scheme-for model.embed_tokens=int4"
-    assert ignored_layers(with_embedding(source, CHANNEL, ignore=("**.embed_tokens",))) == [
-        "lm_head",
-        "model.embed_tokens",
-    ]
+    ignored = with_embedding(source, CHANNEL, ignore=("**.embed_tokens",))
+    assert ignored_layers(ignored) == ["lm_head", "model.embed_tokens"]
+    unloaded = "it loads no quantized embedding; it loads without --quantize-embeddings"
+    assert f"{SGLANG} does not load this output: {unloaded}" in with_embedding(source, CHANNEL).notes
+    # GPTQ leaves head and embedding alone.
+    decisions = with_embedding(source, INT4_W4A16_64, head=True).decisions
+    rounded = {weight.module for weight, _ in gptq_weights(decisions)}
+    assert {weight.module for weight, _ in decisions.quantized} - rounded == {"lm_head", "model.embed_tokens"}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "names"),
-    [
-        ("LlamaForCausalLM", ["model.embed_tokens", "Embedding"]),
-        ("Qwen3VLForConditionalGeneration", ["model.language_model.embed_tokens"]),
-    ],
-)
+def test_schemes_for_head_and_embedding_that_are_refused(source: Path) -> None:
+    for scheme, name in ((CHANNEL, "channel"), (INT4_SHIFTED_64, "int4 with zero points")):
+        with pytest.raises(PlanError) as caught:
+            with_embedding(source, INT8_W8A8, scheme_for=(("**.embed_tokens", scheme),))
+        assert caught.value.message == f"model.embed_tokens: no engine loads an embedding in {name}"
+        assert caught.value.hint == (
+            f"{VLLM} loads int8-weights, int4 and int2 without zero points: give it one of these with --scheme-for"
+        )
+    for pattern, what in (
+        ("lm_head", "output head is quantized with --quantize-lm-head"),
+        ("**.embed_tokens", "input embedding is quantized with --quantize-embeddings"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=((pattern, INT8_W8A16),)))
+        assert caught.value.message == f"--scheme-for {pattern}=int8-weights matches no module that can be quantized"
+        assert caught.value.hint == f"the {what} only: give that too"
+
+
+@for_each(("architecture", "names"), [
+    ("LlamaForCausalLM", ["model.embed_tokens", "Embedding"]),
+    ("Qwen3VLForConditionalGeneration", ["model.language_model.embed_tokens"]),
+])  # fmt: skip
 def test_embedding_is_named_as_vllm_finds_it(tmp_path: Path, architecture: str, names: list[str]) -> None:
     """Where vLLM builds it without a name, by the end of VocabParallelEmbedding."""
     plan = with_embedding(small_checkpoints.write(tmp_path / "a", architecture), CHANNEL, head=True)
@@ -1188,101 +1084,58 @@ def test_embedding_is_named_as_vllm_finds_it(tmp_path: Path, architecture: str, 
     assert ("Embedding" in second) == (architecture == "LlamaForCausalLM")
 
 
-def test_sglang_loads_no_quantized_embedding(source: Path) -> None:
-    says = (
-        f"{SGLANG} does not load this output: it loads no quantized embedding; it loads without --quantize-embeddings"
+def test_texts_too_few_for_gptq_have_a_note(source: Path) -> None:
+    few = (
+        "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of it a lot: --samples 3 "
+        "gives enough"
     )
-    assert says in with_embedding(source, CHANNEL).notes
+    for documents, expected in ((1, [few]), (3, [])):
+        options = PlanOptions(gptq={"documents": documents, "length": 200})
+        plan = make_plan(open_checkpoint(source), INT4_W4A16_64, options)
+        assert [text for text in plan.notes if "fewer tokens" in text] == expected
 
 
-@pytest.mark.parametrize(
-    ("documents", "note"),
-    [
-        (
-            1,
-            "these are fewer tokens than a layer has inputs (512), and GPTQ may change single groups of it a lot: "
-            "--samples 3 gives enough",
-        ),
-        (3, None),
-    ],
+NO_ENGINE = "no engine loads a quantized embedding beside --scheme"
+EMBEDDED = f"the embedding is the output head too, and {VLLM} ties no quantized one to it"
+KEPT = "leave --quantize-embeddings out"
+UNBUILT = (
+    f"MixtralForCausalLM: its embedding stays unquantized: {VLLM} builds it without a quantization, and no other engine "
+    "loads a quantized one"
 )
-def test_texts_too_few_for_gptq_have_a_note(source: Path, documents: int, note: str | None) -> None:
-    plan = make_plan(open_checkpoint(source), INT4_W4A16_64, PlanOptions(gptq={"documents": documents, "length": 200}))
-    assert [text for text in plan.notes if "fewer tokens" in text] == ([note] if note else [])
 
 
-def test_gptq_leaves_head_and_embedding_alone(source: Path) -> None:
-    decisions = with_embedding(source, INT4_W4A16_64, head=True).decisions
-    assert {"lm_head", "model.embed_tokens"} == {weight.module for weight, _ in decisions.quantized} - {
-        weight.module for weight, _ in gptq_weights(decisions)
-    }
-
-
-@pytest.mark.parametrize(
-    ("architecture", "scheme", "message", "hint"),
-    [
-        (
-            "Qwen3ForCausalLM",
-            BLOCK,
-            "no engine loads a quantized embedding beside --scheme block in the fp8 format",
-            "use --scheme channel or int8-weights, or --format compressed-tensors",
-        ),
-        (
-            "Qwen3ForCausalLM",
-            MXFP8,
-            "no engine loads a quantized embedding beside --scheme mxfp8 in the compressed-tensors format",
-            "use --scheme channel or int8-weights",
-        ),
-        (
-            "MixtralForCausalLM",
-            CHANNEL,
-            f"MixtralForCausalLM: its embedding stays unquantized: {VLLM} builds it without a quantization, and no "
-            "other engine loads a quantized one",
-            "leave --quantize-embeddings out",
-        ),
-        (
-            "Gemma3ForCausalLM",
-            CHANNEL,
-            f"the embedding is the output head too, and {VLLM} ties no quantized one to it",
-            "leave --quantize-embeddings out",
-        ),
-    ],
-)
-def test_embeddings_that_engines_cannot_load_are_refused(
-    tmp_path: Path, architecture: str, scheme: Scheme, message: str, hint: str
-) -> None:
-    with pytest.raises(PlanError) as caught:
-        with_embedding(small_checkpoints.write(tmp_path / "a", architecture), scheme)
-    assert (caught.value.message, caught.value.hint) == (message, hint)
-
-
-@pytest.mark.parametrize(
-    ("lacking", "message"),
-    [
-        ("lm_head.weight", f"the embedding is the output head too, and {VLLM} ties no quantized one to it"),
+def test_embeddings_that_engines_cannot_load_are_refused(tmp_path: Path) -> None:
+    other = "use --scheme channel or int8-weights"
+    for name, scheme, message, hint in (
+        ("Qwen3ForCausalLM", BLOCK, f"{NO_ENGINE} block in the fp8 format", f"{other}, or --format compressed-tensors"),
+        ("Qwen3ForCausalLM", MXFP8, f"{NO_ENGINE} mxfp8 in the compressed-tensors format", other),
+        ("MixtralForCausalLM", CHANNEL, UNBUILT, KEPT),
+        ("Gemma3ForCausalLM", CHANNEL, EMBEDDED, KEPT),
+    ):
+        with pytest.raises(PlanError) as caught:
+            with_embedding(small_checkpoints.write(tmp_path / name, name), scheme)
+        assert (caught.value.message, caught.value.hint) == (message, hint)
+    # One of its own must be there.
+    for lacking, message in (
+        ("lm_head.weight", EMBEDDED),
         ("model.embed_tokens.weight", "the source has no embed_tokens.weight"),
-    ],
-)
-def test_an_embedding_of_its_own_must_be_there(tmp_path: Path, lacking: str, message: str) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    del weights[lacking]
-    with pytest.raises(PlanError) as caught:
-        with_embedding(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
-    assert caught.value.message == message
+    ):
+        weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+        del weights[lacking]
+        with pytest.raises(PlanError) as caught:
+            with_embedding(small_checkpoints.write(tmp_path / "a", weights=weights), CHANNEL)
+        assert caught.value.message == message
 
 
-@pytest.mark.parametrize(
-    ("architecture", "scheme", "options", "misread"),
-    [
-        ("DeepseekV3ForCausalLM", TENSOR, {}, "tensor"),
-        ("DeepseekV3ForCausalLM", SCHEMES["int5"], {}, "int5"),
-        ("DeepseekV3ForCausalLM", SCHEMES["int4"], {"scheme_for": (("**.o_proj", SCHEMES["int6"]),)}, "int6"),
-        ("DeepseekV3ForCausalLM", SCHEMES["int4"], {}, None),
-        ("DeepseekV3ForCausalLM", BLOCK, {}, None),
-        ("DeepseekV3ForCausalLM", TENSOR_COMPRESSED, {"ignore": ("**.experts.**",)}, None),
-        ("Qwen3ForCausalLM", SCHEMES["int5"], {}, None),
-    ],
-)
+@for_each(("architecture", "scheme", "options", "misread"), [
+    ("DeepseekV3ForCausalLM", TENSOR, {}, "tensor"),
+    ("DeepseekV3ForCausalLM", SCHEMES["int5"], {}, "int5"),
+    ("DeepseekV3ForCausalLM", SCHEMES["int4"], {"scheme_for": (("**.o_proj", SCHEMES["int6"]),)}, "int6"),
+    ("DeepseekV3ForCausalLM", SCHEMES["int4"], {}, None),
+    ("DeepseekV3ForCausalLM", BLOCK, {}, None),
+    ("DeepseekV3ForCausalLM", TENSOR_COMPRESSED, {"ignore": ("**.experts.**",)}, None),
+    ("Qwen3ForCausalLM", SCHEMES["int5"], {}, None),
+])  # fmt: skip
 def test_outputs_that_mlx_lm_misreads(
     tmp_path: Path, architecture: str, scheme: Scheme, options: dict[str, Any], misread: str | None
 ) -> None:
@@ -1290,27 +1143,3 @@ def test_outputs_that_mlx_lm_misreads(
     notes = [note for note in make_plan(source, scheme, PlanOptions(**options)).notes if "mlx-lm" in note]
     why = f"mlx-lm 0.32.2 misreads {misread} of this class without an error"
     assert notes == ([f"{why}: give it what `openquant dequantize` makes of the output"] if misread else [])
-
-
-@pytest.mark.parametrize(("scheme", "name"), [(CHANNEL, "channel"), (INT4_SHIFTED_64, "int4 with zero points")])
-def test_an_embedding_in_another_scheme_is_refused(source: Path, scheme: Scheme, name: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        with_embedding(source, INT8_W8A8, scheme_for=(("**.embed_tokens", scheme),))
-    assert caught.value.message == f"model.embed_tokens: no engine loads an embedding in {name}"
-    assert caught.value.hint == (
-        f"{VLLM} loads int8-weights, int4 and int2 without zero points: give it one of these with --scheme-for"
-    )
-
-
-@pytest.mark.parametrize(
-    ("pattern", "hint"),
-    [
-        ("lm_head", "the output head is quantized with --quantize-lm-head only: give that too"),
-        ("**.embed_tokens", "the input embedding is quantized with --quantize-embeddings only: give that too"),
-    ],
-)
-def test_a_scheme_for_head_or_embedding_alone_says_which_option_it_needs(source: Path, pattern: str, hint: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        make_plan(open_checkpoint(source), CHANNEL, PlanOptions(scheme_for=((pattern, INT8_W8A16),)))
-    assert caught.value.message == f"--scheme-for {pattern}=int8-weights matches no module that can be quantized"
-    assert caught.value.hint == hint

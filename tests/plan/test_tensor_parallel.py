@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import Group
@@ -17,6 +14,7 @@ from openquant.registry.architecture import ParallelSplit
 from openquant.registry.parts import HEADS, KV_HEADS
 from openquant.registry.rules import ModuleRules
 from support import small_checkpoints
+from support.rows import for_each
 
 OUT, IN = ParallelSplit(".up", "out"), ParallelSplit(".down", "in")
 QUERIES = ParallelSplit(".q", "out", heads=HEADS)
@@ -27,51 +25,47 @@ PIECES: Group = (1, 32)
 COUNTS = {HEADS: 6, KV_HEADS: 2}
 
 
-@pytest.mark.parametrize(
-    ("shape", "split", "group", "size", "problem"),
-    [
-        # What is on every rank as it is.
-        ((7, 7), None, BLOCKS, 2, None),
-        ((96, 64), OUT, ROWS, 4, None),
-        ((96, 64), OUT, ROWS, 5, "96 does not divide by 5"),
-        ((64, 96), IN, ROWS, 4, None),
-        ((64, 96), IN, ROWS, 5, "96 does not divide by 5"),
-        # A rank must have whole groups, along the axis that is divided.
-        ((512, 100), OUT, BLOCKS, 4, None),
-        ((512, 100), OUT, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
-        ((100, 512), IN, BLOCKS, 4, None),
-        ((100, 512), IN, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
-        ((96, 64), OUT, PIECES, 96, None),
-        ((96, 64), IN, PIECES, 2, None),
-        ((96, 64), IN, PIECES, 4, "64 / 4 = 16 is not a multiple of 32"),
-        ((96, 64), OUT, (None, None), 96, None),
-        ((96, 64), IN, (None, None), 64, None),
-        # One rank has the whole, whatever its size.
-        ((100, 100), OUT, BLOCKS, 1, None),
-        ((100, 100), IN, BLOCKS, 1, None),
-        # Heads stay whole, though the rows would divide.
-        ((96, 64), QUERIES, ROWS, 6, None),
-        ((96, 64), QUERIES, ROWS, 4, "6 heads do not divide by 4"),
-        ((96, 64), QUERIES, ROWS, 12, "6 heads do not divide by 12"),
-        # Ranks beyond the number of heads have copies, and each head is one part.
-        ((256, 64), KEYS, BLOCKS, 1, None),
-        ((256, 64), KEYS, BLOCKS, 2, None),
-        ((256, 64), KEYS, BLOCKS, 8, None),
-        ((128, 64), KEYS, BLOCKS, 8, "128 / 2 = 64 is not a multiple of 128"),
-        ((256, 64), KEYS, ROWS, 3, "2 heads cannot be copied evenly to 3 ranks"),
-    ],
-)
+@for_each(("shape", "split", "group", "size", "problem"), [
+    # What is on every rank as it is.
+    ((7, 7), None, BLOCKS, 2, None),
+    ((96, 64), OUT, ROWS, 4, None),
+    ((96, 64), OUT, ROWS, 5, "96 does not divide by 5"),
+    ((64, 96), IN, ROWS, 4, None),
+    ((64, 96), IN, ROWS, 5, "96 does not divide by 5"),
+    # A rank must have whole groups, along the axis that is divided.
+    ((512, 100), OUT, BLOCKS, 4, None),
+    ((512, 100), OUT, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
+    ((100, 512), IN, BLOCKS, 4, None),
+    ((100, 512), IN, BLOCKS, 8, "512 / 8 = 64 is not a multiple of 128"),
+    ((96, 64), OUT, PIECES, 96, None),
+    ((96, 64), IN, PIECES, 2, None),
+    ((96, 64), IN, PIECES, 4, "64 / 4 = 16 is not a multiple of 32"),
+    ((96, 64), OUT, (None, None), 96, None),
+    ((96, 64), IN, (None, None), 64, None),
+    # One rank has the whole, whatever its size.
+    ((100, 100), OUT, BLOCKS, 1, None),
+    ((100, 100), IN, BLOCKS, 1, None),
+    # Heads stay whole, though the rows would divide.
+    ((96, 64), QUERIES, ROWS, 6, None),
+    ((96, 64), QUERIES, ROWS, 4, "6 heads do not divide by 4"),
+    ((96, 64), QUERIES, ROWS, 12, "6 heads do not divide by 12"),
+    # Ranks beyond the number of heads have copies, and each head is one part.
+    ((256, 64), KEYS, BLOCKS, 1, None),
+    ((256, 64), KEYS, BLOCKS, 2, None),
+    ((256, 64), KEYS, BLOCKS, 8, None),
+    ((128, 64), KEYS, BLOCKS, 8, "128 / 2 = 64 is not a multiple of 128"),
+    ((256, 64), KEYS, ROWS, 3, "2 heads cannot be copied evenly to 3 ranks"),
+])  # fmt: skip
 def test_what_divides(
     shape: tuple[int, int], split: ParallelSplit | None, group: Group, size: int, problem: str | None
 ) -> None:
     assert why_indivisible(shape, split, COUNTS, group, size) == problem
 
 
-@pytest.mark.parametrize("count", [None, 0, -2, "6", 2.0])
-def test_where_the_config_counts_no_heads_only_lengths_count(count: Any) -> None:
-    config = {} if count is None else {HEADS: count}
-    assert why_indivisible((96, 64), QUERIES, config, ROWS, 4) is None
-    assert why_indivisible((96, 64), QUERIES, config, ROWS, 5) == "96 does not divide by 5"
+def test_where_the_config_counts_no_heads_only_lengths_count() -> None:
+    for config in ({}, *({HEADS: count} for count in (0, -2, "6", 2.0))):
+        assert why_indivisible((96, 64), QUERIES, config, ROWS, 4) is None
+        assert why_indivisible((96, 64), QUERIES, config, ROWS, 5) == "96 does not divide by 5"
 
 
 def test_the_parts_of_a_merged_layer() -> None:

@@ -19,6 +19,7 @@ from openquant.plan.decisions import PlanOptions
 from openquant.plan.unchanged import make_unchanged_plan
 from openquant.report.text import plan_text
 from support import small_checkpoints
+from support.rows import for_each
 
 SCALES = [f"model.layers.{layer}.self_attn.{last}" for layer in range(2) for last in ("k_scale", "v_scale")]
 
@@ -28,7 +29,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 # The last has stacks of experts, which every other scheme splits.
-@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM"])
+@for_each("name", ["Qwen3ForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForCausalLM"])
 def test_all_tensors_are_the_source_s_and_scales_beside_them(tmp_path: Path, name: str) -> None:
     source, out = small_checkpoints.write(tmp_path / "source", name), tmp_path / "out"
     result = compress(source, out, "none", kv_cache="fp8")
@@ -91,40 +92,33 @@ def test_another_output_of_it_is_the_same(tmp_path: Path) -> None:
     assert float(small_checkpoints.read(tmp_path / "channel")[SCALES[0]]) == 4.0
 
 
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "fp8")
+def test_quantized_weights_and_sizes_that_heads_do_not_divide_by_are_refused(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    compress(source, tmp_path / "fp8")
     with pytest.raises(PlanError, match='14 weights of .* are quantized, and scheme="none" writes unquantized ones'):
         compress(tmp_path / "fp8", tmp_path / "out", "none", kv_cache="fp8")
+    with pytest.raises(PlanError, match="tp=3 cannot serve this model"):
+        compress(source, None, "none", kv_cache="fp8", tp=3)
+    with pytest.raises(UsageError, match="--tp 0 is no number of ranks"):
+        make_unchanged_plan(open_checkpoint(source), PlanOptions(tp=0, fp8_kv_cache=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_what_says_how_weights_are_stored_is_refused() -> None:
+    given: list[tuple[dict[str, Any], str]] = [
         ({"group_size": "32"}, "group_size"),
         ({"ignore": ["**.up_proj"]}, "ignore"),
         ({"scheme_for": {"**.up_proj": "channel"}}, "scheme_for"),
         ({"activation_scheme": "static"}, "activation_scheme"),
         ({"quantize_lm_head": True}, "quantize_lm_head=True"),
         ({"format": "fp8"}, "format"),
-    ],
-)
-def test_what_says_how_weights_are_stored_is_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(UsageError, match=f'scheme="none" leaves weights as they are, and {named} is given'):
-        compress("anything", None, "none", kv_cache="fp8", **options)
-
-
-def test_alone_it_says_what_to_do() -> None:
+    ]
+    for options, named in given:
+        with pytest.raises(UsageError, match=f'scheme="none" leaves weights as they are, and {named} is given'):
+            compress("anything", None, "none", kv_cache="fp8", **options)
     with pytest.raises(UsageError) as caught:
         compress("anything", None, "none")
     assert caught.value.message == 'scheme="none" leaves weights as they are, and nothing else is asked for'
     assert caught.value.hint == 'give kv_cache="fp8" too, for KV-cache scales, or choose another scheme'
-
-
-def test_a_size_that_heads_do_not_divide_by_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="tp=3 cannot serve this model"):
-        compress(small_checkpoints.write(tmp_path / "source"), None, "none", kv_cache="fp8", tp=3)
-    with pytest.raises(UsageError, match="--tp 0 is no number of ranks"):
-        make_unchanged_plan(open_checkpoint(tmp_path / "source"), PlanOptions(tp=0, fp8_kv_cache=True))
 
 
 def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:
@@ -135,36 +129,29 @@ def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:
     assert summary.engines(plan) == ("vLLM",) and any("it loads without --kv-cache" in note for note in plan.notes)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda found: found.update(config_groups={"group_0": {"targets": ["Linear"]}}), "stores NoneNone weights"),
-        (lambda found: found.update(kv_cache_scheme=None), "config.json has no config_groups"),
-        (lambda found: found.update(config_groups=["Linear"]), "config.json has no config_groups"),
-    ],
-)
-def test_other_configs_without_groups_are_no_quantization(tmp_path: Path, change: Any, problem: str) -> None:
-    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
-    change_json(tmp_path / "out" / "config.json", lambda found: change(found["quantization_config"]))
-    with pytest.raises(UsageError, match=problem):
-        verify(tmp_path / "out")
+def test_other_configs_without_groups_are_no_quantization(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    compress(small_checkpoints.write(tmp_path / "source"), out, "none", kv_cache="fp8")
+    text = (out / "config.json").read_text()
+    for change, problem in (
+        ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "stores NoneNone weights"),
+        ({"kv_cache_scheme": None}, "config.json has no config_groups"),
+        ({"config_groups": ["Linear"]}, "config.json has no config_groups"),
+    ):
+        (out / "config.json").write_text(text)
+        change_json(out / "config.json", lambda found, change=change: found["quantization_config"].update(change))
+        with pytest.raises(UsageError, match=problem):
+            verify(out)
 
-
-def test_codes_that_no_group_covers_are_a_problem(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
+    # Settings that this program does not write, and codes that no group covers.
+    (out / "config.json").write_text(text)
+    change_json(out / "config.json", lambda found: found["quantization_config"].update(format="sparse"))
+    assert verify(out).problems == ("config.json: openquant does not write such a quantization_config",)
+    (out / "config.json").write_text(text)
     name = "model.layers.0.mlp.up_proj.weight"
-    small_checkpoints.change_weights(
-        tmp_path / "out", lambda held: held.update({name: held[name].to(torch.float8_e4m3fn)})
-    )
-    assert any(
-        f"{name} is F8_E4M3, but no config group targets it" in each for each in verify(tmp_path / "out").problems
-    )
-
-
-def test_settings_that_this_program_does_not_write_are_a_problem(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "none", kv_cache="fp8")
-    change_json(tmp_path / "out" / "config.json", lambda found: found["quantization_config"].update(format="sparse"))
-    assert verify(tmp_path / "out").problems == ("config.json: openquant does not write such a quantization_config",)
+    small_checkpoints.change_weights(out, lambda held: held.update({name: held[name].to(torch.float8_e4m3fn)}))
+    told = f"{name} is F8_E4M3, but no config group targets it"
+    assert any(told in problem for problem in verify(out).problems)
 
 
 def test_layers_by_another_name_have_scales(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,10 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import EXAMPLE, ROOT, change_json, run_openquant, tree
+from conftest import ROOT, change_json, run_openquant, tree
 from openquant import compress, dequantize, diagnose, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.format import Group
 from openquant.formats.reference import decode, encode, group_absmax, group_scale
 from openquant.formats.schemes import BLOCK, BLOCK_UE8M0, CHANNEL, INT8_W8A16, TENSOR, TENSOR_STATIC, VARIANTS, Scheme
 from openquant.machine import peak_rss
@@ -53,10 +55,10 @@ from support.quantized_checkpoints import (
     weights_of,
     widened,
 )
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-variants = pytest.mark.parametrize("scheme", VARIANTS, ids=[scheme.suffix for scheme in VARIANTS])
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -64,15 +66,15 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return kinds and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
-sources = pytest.mark.parametrize("kind", SOURCES)
+sources = for_each("kind", SOURCES)
 
 
-@sources
-def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) -> None:
+@for_each("kind", SOURCES)
+def test_a_source_is_dequantized_and_quantized_anew_by_its_products(tmp_path: Path, kind: str) -> None:
     make, config, group = SOURCES[kind]
     source = store(tmp_path / "source", make, config, shards=3)
     plain, stored = small_checkpoints.tensors("Qwen3ForCausalLM"), weights_of(source, group)
-    before = tree(source)
+    before, codes = tree(source), small_checkpoints.read(source)
     result = dequantize(source, tmp_path / "out")
     assert tree(source) == before
     found = small_checkpoints.read(tmp_path / "out")
@@ -82,34 +84,20 @@ def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) ->
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == small_checkpoints.config("Qwen3ForCausalLM")
     assert (result.scheme, result.quantized_tensors, result.decoded_tensors) == ("bf16", 0, 14)
-    assert result.source_bytes == sum(tensor.nbytes for tensor in small_checkpoints.read(source).values())
+    assert result.source_bytes == sum(tensor.nbytes for tensor in codes.values())
     assert result.output_bytes == sum(tensor.nbytes for tensor in found.values())
 
-
-@pytest.mark.parametrize("last", ["k_scale", "kv_scale", "k_proj.k_scale", "k_proj.output_scale", "prob_output_scale"])
-def test_scales_of_the_cache_stay_with_quantized_weights(tmp_path: Path, last: str) -> None:
-    """vLLM has no parameter for them in an unquantized model, and refuses it."""
-    source = store(tmp_path / "source", *SOURCES["fp8 blocks"][:2])
-    name = f"model.layers.0.self_attn.{last}"
-    change_weights(source, lambda weights: weights.update({name: torch.tensor(0.5)}))
-    compress(source, tmp_path / "out", "block")
-    assert torch.equal(small_checkpoints.read(tmp_path / "out")[name], torch.tensor(0.5))
-    dequantize(source, tmp_path / "plain")
-    assert set(small_checkpoints.read(tmp_path / "plain")) == set(small_checkpoints.tensors("Qwen3ForCausalLM"))
+    for scheme in (TENSOR, CHANNEL, BLOCK):
+        out = tmp_path / scheme.name
+        result = compress(source, out, scheme.name)
+        assert (result.quantized_tensors, result.decoded_tensors) == (14, 0)
+        assert verify(out).problems == ()
+        check_quantized(small_checkpoints.read(out), scheme, stored, codes, group)
 
 
-@sources
-@pytest.mark.parametrize("scheme", [TENSOR, CHANNEL, BLOCK], ids=lambda scheme: scheme.name)
-def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str, scheme: Scheme) -> None:
-    make, config, group = SOURCES[kind]
-    source = store(tmp_path / "source", make, config, shards=3)
-    stored = weights_of(source, group)
-    result = compress(source, tmp_path / "out", scheme.name)
-    assert (result.quantized_tensors, result.decoded_tensors) == (14, 0)
-    assert verify(tmp_path / "out").problems == ()
-    found = small_checkpoints.read(tmp_path / "out")
+def check_quantized(found: Weights, scheme: Scheme, stored: Weights, codes: Weights, group: Group) -> None:
+    """What weights became: the same codes if their group is the scheme's, or others by torch."""
     assert not [name for name in found if name.endswith(("input_scale", "activation_scale"))]
-    codes = small_checkpoints.read(source)
     for name, weight in stored.items():
         scale = found[name.replace("weight", scheme.format.scale.name)]
         if group == scheme.format.group != (None, None):
@@ -127,13 +115,26 @@ def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str
         assert same(found[name], encode(weight, wanted, scheme.format)), name
 
 
+def test_scales_of_the_cache_stay_with_quantized_weights(tmp_path: Path) -> None:
+    """vLLM has no parameter for them in an unquantized model, and refuses it."""
+    source = store(tmp_path / "source", *SOURCES["fp8 blocks"][:2])
+    lasts = ("k_scale", "kv_scale", "k_proj.k_scale", "k_proj.output_scale", "prob_output_scale")
+    held = small_checkpoints.read(source)
+    for last in lasts:
+        name = f"model.layers.0.self_attn.{last}"
+        save_file(held | {name: torch.tensor(0.5)}, source / "model.safetensors", {"format": "pt"})
+        compress(source, tmp_path / last, "block")
+        assert torch.equal(small_checkpoints.read(tmp_path / last)[name], torch.tensor(0.5))
+        dequantize(source, tmp_path / f"{last}-plain")
+        plain = small_checkpoints.read(tmp_path / f"{last}-plain")
+        assert set(plain) == set(small_checkpoints.tensors("Qwen3ForCausalLM"))
+
+
 ITSELF = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"]
 
 
-@pytest.mark.parametrize(
-    ("scheme", "architecture"),
-    [(scheme, ITSELF[(number + 2 * turn) % len(ITSELF)]) for turn in (0, 1) for number, scheme in enumerate(VARIANTS)],
-    ids=lambda value: getattr(value, "suffix", value),
+@for_each(
+    ("scheme", "architecture"), [(scheme, ITSELF[number % len(ITSELF)]) for number, scheme in enumerate(VARIANTS)]
 )
 def test_an_output_in_its_own_scheme_is_the_same_bytes(
     shelf: Shelf, tmp_path: Path, architecture: str, scheme: Scheme
@@ -153,23 +154,27 @@ def test_an_output_in_its_own_scheme_is_the_same_bytes(
     assert (twice.quantized_tensors, twice.ignored_layers) == (once.quantized_tensors, once.ignored_layers)
 
 
-@variants
-def test_dequantized_outputs_are_what_codes_and_scales_stand_for(tmp_path: Path, scheme: Scheme) -> None:
-    compress(EXAMPLE, tmp_path / "fp8", **asking(scheme))
-    dequantize(tmp_path / "fp8", tmp_path / "plain")
-    stored, plain, source = (small_checkpoints.read(root) for root in (tmp_path / "fp8", tmp_path / "plain", EXAMPLE))
-    assert set(plain) == set(source)
-    for name, weight in plain.items():
-        codes = stored.get(name.replace("weight", scheme.format.codes))
-        scale = stored.get(name.replace("weight", scheme.format.scale.name))
-        if codes is None or scale is None:
-            assert same(weight, source[name])
-            continue
-        if scheme.format.global_scale:
-            scale = scale.float() / stored[f"{name}_global_scale"]
-        assert same(weight, decode(codes, scale, scheme.format).bfloat16())
-    ours, theirs = (json.loads((root / "config.json").read_text()) for root in (tmp_path / "plain", EXAMPLE))
-    assert ours == theirs
+def test_dequantized_outputs_are_what_codes_and_scales_stand_for(
+    shelf: Shelf, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    source = small_checkpoints.read(shelf.source("Qwen3ForCausalLM"))
+    for scheme in VARIANTS:
+        with subtests.test(scheme=scheme.suffix):
+            output = shelf.converted("Qwen3ForCausalLM", scheme).output
+            dequantize(output, tmp_path / "plain", overwrite=True)
+            stored, plain = small_checkpoints.read(output), small_checkpoints.read(tmp_path / "plain")
+            assert set(plain) == set(source)
+            for name, weight in plain.items():
+                codes = stored.get(name.replace("weight", scheme.format.codes))
+                scale = stored.get(name.replace("weight", scheme.format.scale.name))
+                if codes is None or scale is None:
+                    assert same(weight, source[name])
+                    continue
+                if scheme.format.global_scale:
+                    scale = scale.float() / stored[f"{name}_global_scale"]
+                assert same(weight, decode(codes, scale, scheme.format).bfloat16())
+            config = json.loads((tmp_path / "plain" / "config.json").read_text())
+            assert config == small_checkpoints.config("Qwen3ForCausalLM")
 
 
 def test_a_plan_to_dequantize_says_what_was_not_quantized(tmp_path: Path) -> None:
@@ -217,6 +222,11 @@ def test_ragged_blocks_that_engines_join_are_decoded(tmp_path: Path) -> None:
 def test_the_same_scheme_keeps_the_choice_of_layers(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     plain = small_checkpoints.tensors("Qwen3ForCausalLM")
+    # Those that are ignored are decoded.
+    result = compress(source, tmp_path / "ignored", "block", ignore=[DOWN])
+    assert (result.quantized_tensors, result.decoded_tensors) == (13, 1)
+    expected = weights_of(source, (128, 128))[f"{DOWN}.weight"].bfloat16()
+    assert same(small_checkpoints.read(tmp_path / "ignored")[f"{DOWN}.weight"], expected)
 
     def leave_out(weights: Weights) -> None:
         weights[f"{DOWN}.weight"] = plain[f"{DOWN}.weight"]
@@ -226,24 +236,14 @@ def test_the_same_scheme_keeps_the_choice_of_layers(tmp_path: Path) -> None:
     result = compress(source, tmp_path / "out", "block")
     assert result.quantized_tensors == 13
     assert DOWN in result.ignored_layers
-    assert all(
-        same(tensor, small_checkpoints.read(source)[name])
-        for name, tensor in small_checkpoints.read(tmp_path / "out").items()
-    )
+    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
+    assert all(same(found[name], stored[name]) for name in found)
     # Another scheme asks the registry.
     assert compress(source, tmp_path / "rows", "channel").quantized_tensors == 14
 
 
-def test_ignored_layers_of_a_quantized_source_are_decoded(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    result = compress(source, tmp_path / "out", "block", ignore=[DOWN])
-    assert (result.quantized_tensors, result.decoded_tensors) == (13, 1)
-    expected = weights_of(source, (128, 128))[f"{DOWN}.weight"].bfloat16()
-    assert same(small_checkpoints.read(tmp_path / "out")[f"{DOWN}.weight"], expected)
-
-
-@pytest.mark.parametrize("module", ["lm_head", "model.embed_tokens"])
-@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed-tensors per row"])
+@for_each("module", ["lm_head", "model.embed_tokens"])
+@for_each("kind", ["fp8 blocks", "compressed-tensors per row"])
 def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, module: str) -> None:
     """Engines load neither where it is listed as unquantized, as it always is."""
     make, config, group = SOURCES[kind]
@@ -257,7 +257,7 @@ def test_a_quantized_head_or_embedding_is_decoded(tmp_path: Path, kind: str, mod
     assert verify(tmp_path / "out").problems == ()
 
 
-@pytest.mark.parametrize("scheme", [TENSOR, BLOCK], ids=["tensor", "block"])
+@for_each("scheme", [TENSOR, BLOCK])
 def test_a_quantized_router_is_decoded(tmp_path: Path, scheme: Scheme) -> None:
     """vLLM builds most routers without quantization and refuses their scales."""
     source = tmp_path / "source"
@@ -330,8 +330,8 @@ def test_one_scale_of_a_joined_set_stays_where_engines_load_it(tmp_path: Path) -
     assert scale >= 2.0**-15
 
 
-@pytest.mark.parametrize("kind", ["fp8 per tensor", "Mistral's names", "modelopt per tensor"])
-@pytest.mark.parametrize(("format", "shape"), [("fp8", ()), ("compressed-tensors", (1,))])
+@for_each("kind", ["fp8 per tensor", "Mistral's names", "modelopt per tensor"])
+@for_each(("format", "shape"), [("fp8", ()), ("compressed-tensors", (1,))])
 def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: str, shape: tuple[int, ...]) -> None:
     make, config, _ = SOURCES[kind]
     source = store(tmp_path / "source", make, config, shards=3)
@@ -357,69 +357,53 @@ def test_input_scales_are_kept_if_asked_for(tmp_path: Path, kind: str, format: s
     assert "dynamic" not in (tmp_path / "out" / "README.md").read_text()
 
 
-FLOAT_DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@for_each("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_input_scales_of_any_float_dtype_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
     """As llm-compressor writes them: BF16 [1]."""
-    scale = torch.full(shape, 0.1, dtype=dtype)
     config = group("tensor")
     config["config_groups"]["group_0"]["input_activations"] = {
         "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False
     }  # fmt: skip
-    source = store(tmp_path / "source", by_tensor(shape=(1,), input_scale=scale), config, shards=3)
-    result = compress(source, tmp_path / "out", activation_scheme="static")
-    assert result.quantized_tensors == 14
-    found = small_checkpoints.read(tmp_path / "out")
-    scales = [tensor for name, tensor in found.items() if name.endswith(".input_scale")]
-    assert len(scales) == 14
-    assert all(same(tensor, scale.reshape(()).float()) for tensor in scales)
-    assert verify(tmp_path / "out").problems == ()
+    for shape in ((), (1,), (1, 1)):
+        source, out = tmp_path / f"source{len(shape)}", tmp_path / f"out{len(shape)}"
+        scale = torch.full(shape, 0.1, dtype=dtype)
+        store(source, by_tensor(shape=(1,), input_scale=scale), config, shards=3)
+        assert compress(source, out, activation_scheme="static").quantized_tensors == 14
+        scales = [tensor for name, tensor in small_checkpoints.read(out).items() if name.endswith(".input_scale")]
+        assert len(scales) == 14
+        assert all(same(tensor, scale.reshape(()).float()) for tensor in scales)
+        assert verify(out).problems == ()
 
 
-def test_a_float64_input_scale_beyond_float32_is_none(tmp_path: Path) -> None:
-    scale = torch.tensor(1e300, dtype=torch.float64)
-    source = store(tmp_path / "source", by_tensor(input_scale=scale), PER_TENSOR)
-    with pytest.raises(SourceError, match=r"input_scale in model.safetensors holds inf, which is not a valid scale"):
-        compress(source, tmp_path / "out", activation_scheme="static")
-
-
-def test_an_input_scale_of_many_numbers_is_not_used(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
-    change_weights(source, lambda weights: weights.update({f"{DOWN}.input_scale": torch.full((3,), 0.5)}))
+def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
+    source, name = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR), f"{DOWN}.input_scale"
+    # One that is none, and one beyond float32.
+    for scale, told in ((torch.tensor(math.nan), "nan"), (torch.tensor(1e300, dtype=torch.float64), "inf")):
+        change_weights(source, lambda weights, scale=scale: weights.update({name: scale}))
+        with pytest.raises(SourceError) as caught:
+            compress(source, tmp_path / "none", activation_scheme="static")
+        assert caught.value.message == f"{name} in model.safetensors holds {told}, which is not a valid scale"
+    # One of many numbers.
+    change_weights(source, lambda weights: weights.update({name: torch.full((3,), 0.5)}))
     plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
     why = [found.why for found in plan.lines if found.names == (DOWN,)]
     assert why == ["its input_scale is F32 [3], not a single float"]
 
-
-def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
-    change_weights(source, lambda weights: weights.pop(f"{DOWN}.input_scale"))
+    change_weights(source, lambda weights: weights.pop(name))
     result = compress(source, tmp_path / "out", activation_scheme="static")
     assert result.quantized_tensors == 13
     assert DOWN in result.ignored_layers
-    plan = make_plan(open_checkpoint(source), TENSOR_STATIC)
-    assert plan.notes == (
+    assert make_plan(open_checkpoint(source), TENSOR_STATIC).notes == (
         "no static activation scale is known for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
     )
+    with pytest.raises(OpenQuantError, match='scheme="block" has no static activations'):
+        compress(source, tmp_path / "no", "block", activation_scheme="static")
     with pytest.raises(PlanError) as caught:
         make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "plain")), TENSOR_STATIC)
     assert caught.value.message == (
         "static activation scales need a calibration, or the input_scale tensors of a quantized source, of which this one "
         "has none"
     )
-    with pytest.raises(OpenQuantError, match='scheme="block" has no static activations'):
-        compress(source, tmp_path / "no", "block", activation_scheme="static")
-
-
-def test_an_input_scale_that_is_none(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_tensor(**STATIC), PER_TENSOR)
-    change_weights(source, spoiled(Q, "input_scale", math.nan))
-    with pytest.raises(SourceError) as caught:
-        compress(source, tmp_path / "out", activation_scheme="static")
-    assert caught.value.message == f"{Q}.input_scale in model.safetensors holds nan, which is not a valid scale"
 
 
 def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Path) -> None:
@@ -445,34 +429,31 @@ def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Pa
 LEFTOVERS = ("act_scale", "output_scale", "input_zero_point", "weight_zero_point")
 
 
-@pytest.mark.parametrize("work", [compress, dequantize, lambda *paths: compress(*paths, "channel")])
-def test_leftovers_are_left_out_with_a_note(tmp_path: Path, work: Callable[..., Any]) -> None:
+def test_leftovers_are_left_out_with_a_note(tmp_path: Path) -> None:
     left = {last: torch.tensor(1.0) for last in LEFTOVERS}
     source = store(tmp_path / "source", by_tensor(**STATIC, **left), PER_TENSOR, shards=2)
-    work(source, tmp_path / "out")
     cache = {f"model.layers.{layer}.self_attn.{part}_proj.output_scale" for layer in (0, 1) for part in "qkv"}
-    found = {name for name in small_checkpoints.read(tmp_path / "out") if name.endswith(LEFTOVERS)}
-    assert found == (set() if work is dequantize else cache)
+    for number, work in enumerate((compress, partial(compress, scheme="channel"), dequantize)):
+        work(source, tmp_path / str(number))
+        found = {name for name in small_checkpoints.read(tmp_path / str(number)) if name.endswith(LEFTOVERS)}
+        assert found == (set() if work is dequantize else cache)
     checkpoint = open_checkpoint(source)
-    notes = (make_plain_plan(checkpoint) if work is dequantize else make_plan(checkpoint, TENSOR)).notes
-    assert len(notes) == 1
-    assert notes[0].startswith("left out, as engines refuse them: model.layers.{0..1}.mlp.down_proj.act_scale, ")
-    assert "o_proj.output_scale" in notes[0]
-    assert "k_proj.output_scale" not in notes[0]
+    for plan in (make_plain_plan(checkpoint), make_plan(checkpoint, TENSOR)):
+        (note,) = plan.notes
+        assert note.startswith("left out, as engines refuse them: model.layers.{0..1}.mlp.down_proj.act_scale, ")
+        assert "o_proj.output_scale" in note
+        assert "k_proj.output_scale" not in note
 
-
-def test_leftovers_are_a_problem_to_verify(tmp_path: Path) -> None:
+    # They are a problem to verify.
     out = tmp_path / "out"
     compress(small_checkpoints.write(tmp_path / "plain"), out)
     change_weights(out, lambda weights: weights.update({f"{Q}.act_scale": torch.tensor(1.0)}))
     assert verify(out).problems == (f"model.safetensors: {Q}.act_scale is a tensor that engines refuse to load",)
-
-
-def test_zero_points_that_count_are_refused(tmp_path: Path) -> None:
+    # Zero points that count are refused.
     config = group("tensor", symmetric=False)
-    source = store(tmp_path / "source", by_tensor(weight_zero_point=torch.tensor(1.0)), config)
+    source = store(tmp_path / "shifted", by_tensor(weight_zero_point=torch.tensor(1.0)), config)
     with pytest.raises(PlanError, match="group_0 stores asymmetric float8 weights by tensor"):
-        compress(source, tmp_path / "out")
+        compress(source, tmp_path / "no")
 
 
 # Other numbers than FP8.
@@ -514,14 +495,29 @@ def test_mxfp4_stacks_as_gpt_oss_has_them(tmp_path: Path) -> None:
         compress(source, tmp_path / "fp8", "block")
 
 
-def test_int4_as_kimi_has_it(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", int4, INT4, shards=3)
+MXFP4 = group("group", num_bits=4, group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp4-pack-quantized"}
+
+
+def random_mxfp4(weight: torch.Tensor) -> Weights:
+    generator = torch.Generator().manual_seed(len(weight))
+    rows, cols = weight.shape
+    return {
+        "weight_packed": torch.randint(0, 256, (rows, cols // 2), generator=generator).to(torch.uint8),
+        "weight_scale": torch.randint(110, 130, (rows, cols // 32), generator=generator).to(torch.uint8),
+    }
+
+
+@for_each(("make", "config"), [(int4, INT4), (random_mxfp4, MXFP4)])
+def test_four_bits_as_compressed_tensors_has_them(tmp_path: Path, make: Make, config: dict[str, Any]) -> None:
+    """The first as in Kimi."""
+    source = store(tmp_path / "source", make, config, shards=3)
     stored = small_checkpoints.read(source)
     dequantize(source, tmp_path / "plain")
     plain = small_checkpoints.read(tmp_path / "plain")
     assert set(plain) == set(small_checkpoints.tensors("Qwen3ForCausalLM"))
     for name in filter(is_layer, plain):
-        assert same(plain[name], decompressed(stored, name.removesuffix(".weight"), INT4).bfloat16())
+        expected = decompressed(stored, name.removesuffix(".weight"), config).bfloat16()
+        assert torch.equal(plain[name], expected), name
     assert compress(source, tmp_path / "out", "block").quantized_tensors == 14
     assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
 
@@ -548,14 +544,11 @@ def test_int4_with_negative_scales_as_auto_round_has_it(tmp_path: Path) -> None:
         assert all(same(again[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize(
-    ("value", "refused", "problem"),
-    [
-        (-3e38, "decodes to weights that overflow bfloat16", "decodes to weights that overflow bfloat16"),
-        (-math.inf, "holds -inf, which is not a valid scale", "holds -inf at [0, 0]: scales are finite and not zero"),
-        (0.0, None, "holds 0 at [0, 0]: scales are finite and not zero"),
-    ],
-)
+@for_each(("value", "refused", "problem"), [
+    (-3e38, "decodes to weights that overflow bfloat16", "decodes to weights that overflow bfloat16"),
+    (-math.inf, "holds -inf, which is not a valid scale", "holds -inf at [0, 0]: scales are finite and not zero"),
+    (0.0, None, "holds 0 at [0, 0]: scales are finite and not zero"),
+])  # fmt: skip
 def test_scales_of_int4_that_are_none(tmp_path: Path, value: float, refused: str | None, problem: str) -> None:
     source = store(tmp_path / "source", int4, INT4)
     change_weights(source, lambda weights: weights[f"{Q}.weight_scale"].view(-1)[:1].fill_(value))
@@ -609,42 +602,25 @@ def test_rows_that_do_not_fill_their_words_are_refused(shelf: Shelf, tmp_path: P
         make_plain_plan(open_checkpoint(out), "")
 
 
-def test_mxfp4_as_compressed_tensors_has_it(tmp_path: Path) -> None:
-    config = group("group", num_bits=4, group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp4-pack-quantized"}
-    generator = torch.Generator().manual_seed(2)
-
-    def make(weight: torch.Tensor) -> Weights:
-        rows, cols = weight.shape
-        return {
-            "weight_packed": torch.randint(0, 256, (rows, cols // 2), generator=generator).to(torch.uint8),
-            "weight_scale": torch.randint(110, 130, (rows, cols // 32), generator=generator).to(torch.uint8),
-        }
-
-    source = store(tmp_path / "source", make, config)
-    stored = small_checkpoints.read(source)
-    dequantize(source, tmp_path / "plain")
-    plain = small_checkpoints.read(tmp_path / "plain")
-    for name in filter(is_layer, plain):
-        assert torch.equal(plain[name], decompressed(stored, name.removesuffix(".weight"), config).bfloat16())
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint8, torch.float32])
-def test_power_of_two_scales(tmp_path: Path, dtype: torch.dtype) -> None:
-    def make(weight: torch.Tensor) -> Weights:
-        scale = group_scale(group_absmax(weight, BLOCK.format.group), BLOCK_UE8M0.format)
-        bits = (scale.view(torch.int32) >> 23).to(torch.uint8)
-        stored = {torch.float32: scale, torch.uint8: bits}.get(dtype, bits.view(torch.float8_e8m0fnu))
-        return {"weight": encode(weight, scale, BLOCK.format), "weight_scale_inv": stored}
-
-    source = store(tmp_path / "source", make, BLOCKS | {"scale_fmt": "ue8m0"})
-    compress(source, tmp_path / "out", "block", scale_format="ue8m0")
+def test_power_of_two_scales(tmp_path: Path) -> None:
     compress(small_checkpoints.write(tmp_path / "plain"), tmp_path / "ours", "block", scale_format="ue8m0")
-    found, ours = small_checkpoints.read(tmp_path / "out"), small_checkpoints.read(tmp_path / "ours")
-    assert set(found) == set(ours)
-    assert all(same(found[name], ours[name]) for name in found)
+    ours = small_checkpoints.read(tmp_path / "ours")
+    for dtype in (torch.float8_e8m0fnu, torch.uint8, torch.float32):
 
+        def make(weight: torch.Tensor, dtype: torch.dtype = dtype) -> Weights:
+            scale = group_scale(group_absmax(weight, BLOCK.format.group), BLOCK_UE8M0.format)
+            bits = (scale.view(torch.int32) >> 23).to(torch.uint8)
+            stored = {torch.float32: scale, torch.uint8: bits}.get(dtype, bits.view(torch.float8_e8m0fnu))
+            return {"weight": encode(weight, scale, BLOCK.format), "weight_scale_inv": stored}
 
-def test_float_scales_are_no_ue8m0_scales(tmp_path: Path) -> None:
+        source, out = tmp_path / f"source {dtype}", tmp_path / f"out {dtype}"
+        store(source, make, BLOCKS | {"scale_fmt": "ue8m0"})
+        compress(source, out, "block", scale_format="ue8m0")
+        found = small_checkpoints.read(out)
+        assert set(found) == set(ours)
+        assert all(same(found[name], ours[name]) for name in found), dtype
+
+    # Float scales are none.
     source = store(tmp_path / "source", by_blocks(), BLOCKS)
     compress(source, tmp_path / "out", "block", scale_format="ue8m0")
     found = small_checkpoints.read(tmp_path / "out")
@@ -656,14 +632,10 @@ def test_float_scales_are_no_ue8m0_scales(tmp_path: Path) -> None:
 MX = group("group", group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp8-quantized"}
 
 
-@pytest.mark.parametrize(
-    ("make", "config", "options"),
-    [
-        (float_groups, MX, {"scheme": "mxfp8"}),
-        (by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"}, {"scheme": "block", "scale_format": "ue8m0"}),
-    ],
-    ids=["mxfp8", "ue8m0"],
-)
+@for_each(("make", "config", "options"), [
+    (float_groups, MX, {"scheme": "mxfp8"}),
+    (by_blocks(), BLOCKS | {"scale_fmt": "ue8m0"}, {"scheme": "block", "scale_format": "ue8m0"}),
+])  # fmt: skip
 def test_scales_that_are_no_powers_of_two(
     tmp_path: Path, make: Make, config: dict[str, Any], options: dict[str, str]
 ) -> None:
@@ -698,7 +670,12 @@ def test_the_scales_of_a_cache_stay(tmp_path: Path) -> None:
 def test_modelopts_own_file_says_it_too(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_tensor(**STATIC), {})
     change_json(source / "config.json", lambda found: found.pop("quantization_config"))
-    (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8", "exclude_modules": []}}')
+    file = source / "hf_quant_config.json"
+    file.write_text("[]")
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message.endswith("/hf_quant_config.json is not a JSON object")
+    file.write_text('{"quantization": {"quant_algo": "FP8", "exclude_modules": []}}')
     compress(source, tmp_path / "out", "channel")
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
@@ -765,24 +742,22 @@ def test_a_shard_of_scales_alone_leaves_none_behind(tmp_path: Path) -> None:
     assert verify(tmp_path / "out").problems == ()
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+def test_matrices_larger_than_a_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("convert.conversion", "weights.reading"):
         monkeypatch.setattr(f"openquant.{module}.BUFFER", 40_000)
-    for kind in ("fp8 blocks", "compressed-tensors per row"):
+    for kind, workers, scheme in (("fp8 blocks", 1, "block"), ("compressed-tensors per row", 3, "channel")):
         make, config, group = SOURCES[kind]
         source = store(tmp_path / kind, make, config)
         dequantize(source, tmp_path / f"{kind} plain", workers=workers)
         plain = small_checkpoints.read(tmp_path / f"{kind} plain")
         for name, weight in weights_of(source, group).items():
             assert same(plain[name], weight.bfloat16())
-        compress(source, tmp_path / f"{kind} same", "block" if "blocks" in kind else "channel", workers=workers)
-        stored = small_checkpoints.read(source)
-        found = small_checkpoints.read(tmp_path / f"{kind} same")
+        compress(source, tmp_path / f"{kind} same", scheme, workers=workers)
+        stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / f"{kind} same")
         assert all(same(found[name], stored[name]) for name in weights_of(source, group))
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "compressed-tensors per row"])
+@for_each("kind", ["fp8 blocks", "compressed-tensors per row"])
 def test_what_is_decoded_counts_as_memory(tmp_path: Path, kind: str) -> None:
     make, config, _ = SOURCES[kind]
     source = store(tmp_path / "source", make, config)
@@ -812,29 +787,31 @@ def test_codes_of_one_scale_pass_a_piece_at_a_time(tmp_path: Path) -> None:
     assert all(same(found[name], stored[name]) for name in found)
 
 
-# Published checkpoints, by their headers: layers in the same scheme; with few experts in that one, in another, and of
-# the latter decoded ones.
+# Published checkpoints, by their headers: layers in the same scheme, where all experts are looked at; with few experts in
+# that one, in another, and of the latter decoded ones.
 PUBLISHED = {
-    "DeepseekV3ForCausalLM": (45808, 1204, 1123, 81),
+    "DeepseekV3ForCausalLM": (None, 1204, 1123, 81),
     "Qwen3MoeForCausalLM": (18624, 768, 768, 0),
-    "Qwen3NextForCausalLM": (75535, 859, 840, 19),
-    "MiniMaxM2ForCausalLM": (47864, 992, 992, 0),
+    "Qwen3NextForCausalLM": (None, 859, 840, 19),
+    "MiniMaxM2ForCausalLM": (None, 992, 992, 0),
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@for_each("name", PUBLISHED)
 def test_published_fp8_checkpoints(name: str) -> None:
-    checkpoint = published(f"quantized/{name}")
-    quantized, few, other, decoded = PUBLISHED[name]
-    plan = make_plan(checkpoint, BLOCK)
-    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (quantized, 0)
-    outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
-    assert outputs.keys() == checkpoint.tensors.keys()
-    for info in checkpoint.tensors.values():
-        dtype = "F32" if info.name.endswith("_scale_inv") else info.dtype
-        assert outputs[info.name] == info._replace(dtype=dtype)
-    assert 1 in summary.parallel_sizes(plan)
-    checkpoint = with_few_experts(checkpoint)
+    whole = published(f"quantized/{name}")
+    all_experts, few, other, decoded = PUBLISHED[name]
+    for checkpoint, quantized in ((with_few_experts(whole), few), *([(whole, all_experts)] if all_experts else [])):
+        plan = make_plan(checkpoint, BLOCK)
+        assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (quantized, 0)
+        outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
+        assert outputs.keys() == checkpoint.tensors.keys()
+        for info in checkpoint.tensors.values():
+            dtype = "F32" if info.name.endswith("_scale_inv") else info.dtype
+            assert outputs[info.name] == info._replace(dtype=dtype)
+        assert 1 in summary.parallel_sizes(plan)
+
+    checkpoint = with_few_experts(whole)
     plan = make_plan(checkpoint, CHANNEL)
     assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (other, decoded)
     plain = make_plain_plan(checkpoint)
@@ -844,15 +821,13 @@ def test_published_fp8_checkpoints(name: str) -> None:
     assert {info.dtype for info in outputs.values() if len(info.shape) > 1} <= {"BF16", "F32"}
 
 
-def test_published_int4_experts() -> None:
-    checkpoint = published("quantized/DeepseekV3ForCausalLM-int4")
+def test_published_experts_in_four_bits() -> None:
+    checkpoint = with_few_experts(published("quantized/DeepseekV3ForCausalLM-int4"))
     plan = make_plan(checkpoint, CHANNEL)
     # The experts, and what was left in bfloat16.
-    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (60 * 384 * 3 + 427, 0)
-    assert summary.decoded_tensors(make_plain_plan(with_few_experts(checkpoint))) == 60 * 4 * 3
+    assert (summary.quantized_tensors(plan), summary.decoded_tensors(plan)) == (60 * 4 * 3 + 427, 0)
+    assert summary.decoded_tensors(make_plain_plan(checkpoint)) == 60 * 4 * 3
 
-
-def test_published_mxfp4_experts() -> None:
     plan = make_plain_plan(published("quantized/GptOssForCausalLM"))
     outputs = {info.name: info for shard in plan.layout.shards for info in plan.layout.outputs(shard.name)}
     assert outputs == published("GptOssForCausalLM").tensors
@@ -870,39 +845,72 @@ def spoiled(module: str, last: str, value: float, dtype: torch.dtype = torch.flo
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda weights: weights.pop(f"{Q}.weight_scale_inv"),
-            f"{Q}.weight has no scale: {Q}.weight_scale_inv is missing",
-        ),
-        (
-            lambda weights: weights.update({f"{Q}.weight_scale_inv": torch.ones(2, 3)}),
-            f"{Q}.weight_scale_inv is [2, 3], for [256, 256] with one scale per 128x128 block it must be [2, 2]",
-        ),
-        (
-            lambda weights: weights.update({f"{Q}.weight_scale_inv": torch.ones(2, 2, dtype=torch.int32)}),
-            f"{Q}.weight_scale_inv is I32, not F32 or BF16 or F16",
-        ),
-        (
-            lambda weights: weights.update({"model.norm.weight_scale_inv": torch.ones(1)}),
-            "model.norm.weight_scale_inv is the scale of no quantized weight",
-        ),
-        (
-            lambda weights: weights.update({"model.norm.input_scale": torch.ones(())}),
-            "model.norm.input_scale is the scale of no quantized weight",
-        ),
-    ],
-)
-def test_scales_that_do_not_belong_to_codes(tmp_path: Path, change: Callable[[Weights], Any], message: str) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    change_weights(source, change)
-    for work in (dequantize, compress):
-        with pytest.raises(SourceError) as caught:
-            work(source, tmp_path / "out")
-        assert caught.value.message == message
-    assert not (tmp_path / "out").exists()
+INVERSE = f"{Q}.weight_scale_inv"
+TWICE = "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
+DAMAGE: list[tuple[Callable[[Weights], Any], str]] = [
+    (lambda weights: weights.pop(INVERSE), f"{Q}.weight has no scale: {INVERSE} is missing"),
+    (lambda weights: weights.update({INVERSE: torch.ones(2, 3)}),
+     f"{INVERSE} is [2, 3], for [256, 256] with one scale per 128x128 block it must be [2, 2]"),
+    (lambda weights: weights.update({INVERSE: torch.ones(2, 2, dtype=torch.int32)}),
+     f"{INVERSE} is I32, not F32 or BF16 or F16"),
+    (lambda weights: weights.update({"model.norm.weight_scale_inv": torch.ones(1)}),
+     "model.norm.weight_scale_inv is the scale of no quantized weight"),
+    (lambda weights: weights.update({"model.norm.input_scale": torch.ones(())}),
+     "model.norm.input_scale is the scale of no quantized weight"),
+    # From here on it shows as weights are read.
+    (spoiled(Q, "weight_scale_inv", math.nan), f"{INVERSE} in model.safetensors holds nan, which is not a valid scale"),
+    (spoiled(Q, "weight_scale_inv", math.inf), f"{INVERSE} in model.safetensors holds inf, which is not a valid scale"),
+    (spoiled(Q, "weight_scale_inv", -1.0), f"{INVERSE} in model.safetensors holds -1, which is not a valid scale"),
+    (spoiled(Q, "weight", 0xFF, torch.uint8), f"{Q}.weight in model.safetensors holds NaN"),
+    (spoiled(Q, "weight_scale_inv", 2.0**127),
+     f"{Q}.weight in model.safetensors decodes to weights that overflow bfloat16: {INVERSE} reaches {2.0**127:g}"),
+]  # fmt: skip
+
+
+def test_damaged_scales_and_codes_are_refused(tmp_path: Path) -> None:
+    source, out = store(tmp_path / "source", by_blocks(), BLOCKS), tmp_path / "out"
+    sound = (source / "model.safetensors").read_bytes()
+    for number, (change, message) in enumerate(DAMAGE):
+        (source / "model.safetensors").write_bytes(sound)
+        change_weights(source, change)
+        for work in (dequantize, compress, partial(compress, scheme="block")):
+            with pytest.raises(SourceError) as caught:
+                work(source, out)
+            assert caught.value.message == message
+            assert not (out / "model.safetensors").exists()
+            assert number > 4 or not out.exists()
+            shutil.rmtree(out, ignore_errors=True)
+
+    (source / "model.safetensors").write_bytes(sound)
+    change_weights(source, lambda weights: weights.update({INVERSE: torch.cat([weights[INVERSE], weights[INVERSE]])}))
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, out)
+    assert caught.value.hint == TWICE
+
+    # Zero decodes to zero, and is no output.
+    (source / "model.safetensors").write_bytes(sound)
+    change_weights(source, spoiled(Q, "weight_scale_inv", 0.0))
+    dequantize(source, tmp_path / "plain")
+    assert not small_checkpoints.read(tmp_path / "plain")[f"{Q}.weight"][:128, :128].any()
+    compress(source, tmp_path / "rows", "channel")
+    with pytest.raises(SourceError, match="holds 0, which is not a valid scale"):
+        compress(source, out, "block")
+
+
+def test_a_weight_both_quantized_and_not_or_in_another_number(tmp_path: Path) -> None:
+    twice = store(tmp_path / "twice", int4, INT4)
+    change_weights(twice, lambda weights: weights.update({f"{Q}.weight": torch.ones(256, 256).bfloat16()}))
+    weights = {f"{Q}.weight": torch.ones(64, 64).bfloat16()}
+    told = f"{Q}.weight is F8_E4M3, but config.json has its layer as"
+    for source, message in (
+        (twice, f"{Q}.weight is there twice, as {Q}.weight_packed too"),
+        (store(tmp_path / "mxfp4", float_groups, {"quant_method": "mxfp4"}, weights), f"{told} FP4"),
+        (store(tmp_path / "int4", float_groups, INT4, weights), f"{told} INT4"),
+    ):
+        for work in (dequantize, compress):
+            with pytest.raises(SourceError) as caught:
+                work(source, tmp_path / "out")
+            assert caught.value.message == message
 
 
 def test_scales_of_activations_in_a_source_that_is_not_quantized(tmp_path: Path) -> None:
@@ -925,152 +933,50 @@ def test_a_parameter_beside_its_scale_is_no_quantized_weight(tmp_path: Path) -> 
     assert verify(tmp_path / "out").problems == ()
 
 
-def test_a_weight_both_quantized_and_not(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", int4, INT4)
-    change_weights(source, lambda weights: weights.update({f"{Q}.weight": torch.ones(256, 256).bfloat16()}))
-    for work in (dequantize, compress):
-        with pytest.raises(SourceError) as caught:
-            work(source, tmp_path / "out")
-        assert caught.value.message == f"{Q}.weight is there twice, as {Q}.weight_packed too"
-
-
-def test_more_scales_than_blocks_may_be_a_makers_layout(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    name = f"{Q}.weight_scale_inv"
-    change_weights(source, lambda weights: weights.update({name: torch.cat([weights[name], weights[name]])}))
-    with pytest.raises(SourceError) as caught:
-        dequantize(source, tmp_path / "out")
-    assert caught.value.hint == (
-        "download it again if it is damaged; if its maker lays it out so, start from the unquantized model"
-    )
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
-def test_scales_that_are_none(tmp_path: Path, value: float, work: Callable[..., Any]) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    change_weights(source, spoiled(Q, "weight_scale_inv", value))
-    with pytest.raises(SourceError) as caught:
-        work(source, tmp_path / "out")
-    assert caught.value.message == (
-        f"{Q}.weight_scale_inv in model.safetensors holds {value:g}, which is not a valid scale"
-    )
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_a_scale_of_zero_decodes_to_zero_and_is_no_output(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    change_weights(source, spoiled(Q, "weight_scale_inv", 0.0))
-    dequantize(source, tmp_path / "plain")
-    assert not small_checkpoints.read(tmp_path / "plain")[f"{Q}.weight"][:128, :128].any()
-    compress(source, tmp_path / "rows", "channel")
-    with pytest.raises(SourceError, match="holds 0, which is not a valid scale"):
-        compress(source, tmp_path / "out", "block")
-
-
-@pytest.mark.parametrize("scheme", ["channel", "block"])
-@pytest.mark.parametrize("work", [dequantize, compress])
-def test_scales_too_large_for_bfloat16(tmp_path: Path, work: Callable[..., Any], scheme: str) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    change_weights(source, spoiled(Q, "weight_scale_inv", 2.0**127))
-    with pytest.raises(SourceError) as caught:
-        work(source, tmp_path / "out", **({"scheme": scheme} if work is compress else {}))
-    assert caught.value.message == (
-        f"{Q}.weight in model.safetensors decodes to weights that overflow bfloat16: "
-        f"{Q}.weight_scale_inv reaches {2.0**127:g}"
-    )
-
-
-@pytest.mark.parametrize(("config", "number"), [({"quant_method": "mxfp4"}, "FP4"), (INT4, "INT4")])
-def test_fp8_where_config_json_says_another_number(tmp_path: Path, config: dict[str, Any], number: str) -> None:
-    weights = {f"{Q}.weight": torch.ones(64, 64).bfloat16()}
-    source = store(tmp_path / "source", float_groups, config, weights)
-    for work in (dequantize, compress):
-        with pytest.raises(SourceError) as caught:
-            work(source, tmp_path / "out")
-        assert caught.value.message == f"{Q}.weight is F8_E4M3, but config.json has its layer as {number}"
-
-
-@pytest.mark.parametrize("work", [dequantize, compress, lambda *paths: compress(*paths, "block")])
-def test_codes_that_are_nan(tmp_path: Path, work: Callable[..., Any]) -> None:
-    source = store(tmp_path / "source", by_blocks(), BLOCKS)
-    change_weights(source, spoiled(Q, "weight", 0xFF, torch.uint8))
-    with pytest.raises(SourceError) as caught:
-        work(source, tmp_path / "out")
-    assert caught.value.message == f"{Q}.weight in model.safetensors holds NaN"
-
-
-@pytest.mark.parametrize(
-    ("config", "message", "hint"),
-    [
-        (
-            group("tensor", num_bits=4, type="int", symmetric=False),
-            "the source is already quantized: config.json: group_0 stores asymmetric int4 weights by tensor",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
-            "tensor, channel or group, and asymmetric ones in words by channel or group; "
-            "or start from the unquantized model",
-        ),
-        (
-            group("channel") | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
-            "the source is already quantized: config.json has a transform_config: the weights are stored rotated",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
-            "tensor, channel or group, and asymmetric ones in words by channel or group; "
-            "or start from the unquantized model",
-        ),
-        (
-            group("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-            "the source is already quantized: config.json has a sparsity_config: zeros are not stored",
-            "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
-            "tensor, channel or group, and asymmetric ones in words by channel or group; "
-            "or start from the unquantized model",
-        ),
-        (
-            "fp8",
-            "the source is already quantized: config.json has a quantization_config that is no JSON object",
-            "mend quantization_config, or save the model again; or start from the unquantized model",
-        ),
-        (
-            {"quant_method": "bitnet"},
-            'the source is already quantized: config.json has the quant_method "bitnet"',
-            "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, torchao, bitsandbytes and fbgemm_fp8; "
-            "or start from the unquantized model",
-        ),
-    ],
+KNOWN = (
+    "known are FP8 weights by tensor, channel or block, MXFP8, MXFP4, NVFP4, symmetric integers of 2 to 8 bits by "
+    "tensor, channel or group, and asymmetric ones in words by channel or group; or start from the unquantized model"
 )
-def test_unknown_formats(tmp_path: Path, config: dict[str, Any], message: str, hint: str) -> None:
-    source = store(tmp_path / "source", int4, config)
-    for work in (dequantize, compress):
-        with pytest.raises(PlanError) as caught:
-            work(source, tmp_path / "out")
-        assert (caught.value.message, caught.value.hint) == (message, hint)
+UNKNOWN: list[tuple[Any, str, str]] = [
+    (group("tensor", num_bits=4, type="int", symmetric=False), ": group_0 stores asymmetric int4 weights by tensor", KNOWN),
+    (group("channel") | {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}},
+     " has a transform_config: the weights are stored rotated", KNOWN),
+    (group("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+     " has a sparsity_config: zeros are not stored", KNOWN),
+    ("fp8", " has a quantization_config that is no JSON object",
+     "mend quantization_config, or save the model again; or start from the unquantized model"),
+    ({"quant_method": "bitnet"}, ' has the quant_method "bitnet"',
+     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, torchao, "
+     "bitsandbytes and fbgemm_fp8; or start from the unquantized model"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("side", [0, -1, 128.0, "128", True])
-def test_blocks_of_impossible_sizes(tmp_path: Path, side: Any) -> None:
-    for config in (BLOCKS | {"weight_block_size": [side, 128]}, group("block", block_structure=[side, 128])):
-        source = store(tmp_path / str(config["quant_method"]), by_blocks(name="weight_scale"), config)
+def test_unknown_formats(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", int4, {})
+    for config, message, hint in UNKNOWN:
+        change_json(source / "config.json", lambda found, config=config: found.update(quantization_config=config))
         for work in (dequantize, compress):
-            with pytest.raises(PlanError, match="the source is already quantized: config.json") as caught:
+            with pytest.raises(PlanError) as caught:
                 work(source, tmp_path / "out")
-            assert "two numbers" in caught.value.message + caught.value.hint
+            assert caught.value.message == f"the source is already quantized: config.json{message}"
+            assert caught.value.hint == hint
 
 
-def test_targets_that_are_no_names(tmp_path: Path) -> None:
+def test_blocks_of_impossible_sizes_and_targets_that_are_no_names(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", by_blocks(name="weight_scale"), {})
+    for side in (0, -1, 128.0, "128", True):
+        for config in (BLOCKS | {"weight_block_size": [side, 128]}, group("block", block_structure=[side, 128])):
+            change_json(source / "config.json", lambda found, config=config: found.update(quantization_config=config))
+            for work in (dequantize, compress):
+                with pytest.raises(PlanError, match="the source is already quantized: config.json") as caught:
+                    work(source, tmp_path / "out")
+                assert "two numbers" in caught.value.message + caught.value.hint, side
     config = group("channel")
     config["config_groups"]["group_0"]["targets"] = [5]
-    source = store(tmp_path / "source", by_rows(), config)
+    change_json(source / "config.json", lambda found: found.update(quantization_config=config))
     with pytest.raises(PlanError) as caught:
         dequantize(source, tmp_path / "out")
     assert caught.value.message == "the source is already quantized: config.json: targets is not a list of names"
-
-
-def test_modelopts_own_file_must_be_an_object(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", by_tensor(**STATIC), {})
-    change_json(source / "config.json", lambda found: found.pop("quantization_config"))
-    (source / "hf_quant_config.json").write_text("[]")
-    with pytest.raises(SourceError) as caught:
-        dequantize(source, tmp_path / "out")
-    assert caught.value.message.endswith("/hf_quant_config.json is not a JSON object")
 
 
 def test_verify_decodes_a_quantized_source(tmp_path: Path) -> None:

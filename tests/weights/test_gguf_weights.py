@@ -19,6 +19,7 @@ from openquant.weights.gguf import gguf_weight
 from openquant.weights.reading import Reader, memory_of
 from openquant.weights.weight import Weight
 from support.gguf_files import DECODABLE, random_blocks
+from support.rows import for_each
 
 SHAPE = 48, 512
 BEFORE = 100
@@ -38,7 +39,7 @@ def read_rows(weight: Weight, reader: Reader, multiple: int = 1) -> list[np.ndar
     return [bits.view(np.float32).copy() for bits in reader.rows(weight, multiple)]
 
 
-@pytest.mark.parametrize("kind", DECODABLE, ids=lambda kind: kind.name)
+@for_each("kind", DECODABLE)
 def test_every_type_is_decoded_by_pieces(kind: GGMLQuantizationType, tmp_path: Path, monkeypatch) -> None:
     # Ten rows of float32.
     monkeypatch.setattr(reading, "BUFFER", 10 * 4 * SHAPE[1])
@@ -67,7 +68,7 @@ def test_one_is_taken_from_norms(tmp_path: Path) -> None:
     assert weight.source.shape == (4,)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 3.4e38])
+@for_each("value", [np.nan, np.inf, 3.4e38])
 def test_what_is_no_bfloat16_is_refused(value: float, tmp_path: Path) -> None:
     rows = np.zeros(SHAPE, np.float32)
     rows[7, 3] = -value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
 from support.quantized_checkpoints import BLOCKS, FP8, Weights, is_layer, store
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 # The magnitudes of E2M1's codes; the fourth bit is the sign.
@@ -85,62 +85,50 @@ def test_deepseek_v4(tmp_path: Path) -> None:
         assert torch.equal(found[name].view(torch.uint8), (weight.float() / scale).to(FP8).view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("scheme", ["block", "mxfp4"])
+@for_each("scheme", ["block", "mxfp4"])
 def test_deepseek_v4_in_one_of_its_schemes(tmp_path: Path, scheme: str) -> None:
     """What is stored so passes as it is, beside what is not."""
     source, meant = deepseek_v4(tmp_path / "source")
     compress(source, tmp_path / "out", scheme, scale_format="ue8m0" if scheme == "block" else None)
     assert verify(tmp_path / "out", source).problems == ()
     stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
-    passed = 0
-    for name in meant:
+    passed = [name for name in meant if (stored[name].dtype == FP8) == (scheme == "block")]
+    assert len(passed) == (8 if scheme == "block" else 6)
+    for name in passed:
         codes = found[name if scheme == "block" else f"{name}_packed"]
         scale = found[f"{name}_scale_inv" if scheme == "block" else f"{name}_scale"]
-        if (stored[name].dtype == FP8) == (scheme == "block"):
-            passed += 1
-            assert torch.equal(codes.view(torch.uint8), stored[name].view(torch.uint8)), name
-            told = powers(stored[name.replace(".weight", ".scale")])
-            assert torch.equal(powers(scale) if scheme == "mxfp4" else scale.double(), told), name
-    assert passed == (8 if scheme == "block" else 6)
+        assert torch.equal(codes.view(torch.uint8), stored[name].view(torch.uint8)), name
+        told = powers(stored[name.replace(".weight", ".scale")])
+        assert torch.equal(powers(scale) if scheme == "mxfp4" else scale.double(), told), name
 
 
 UP = "model.layers.0.mlp.up_proj"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda weights: weights.update({f"{UP}.scale": weights[f"{UP}.scale"][:, :-1].clone()}),
-            f"{UP}.scale is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]",
-        ),
-        (
-            lambda weights: weights.update({f"{UP}.scale": torch.ones(512, 8)}),
-            f"{UP}.weight is I8, but config.json has its layer as FP8",
-        ),
-        (
-            lambda weights: weights.pop(f"{UP}.scale"),
-            f"{UP}.weight is I8, but config.json has its layer as FP8",
-        ),
-        (
-            lambda weights: weights.update({f"{UP}.scale": torch.zeros(512, 8, dtype=torch.uint8)}),
-            None,
-        ),
-        (
-            lambda weights: weights[f"{UP}.scale"].view(torch.uint8).fill_(255),
-            f"{UP}.scale in model-00001-of-00002.safetensors holds nan, which is not a valid scale",
-        ),
-    ],
-)
-def test_what_is_not_quite_deepseek_v4(tmp_path: Path, change: Callable[[Weights], Any], message: str | None) -> None:
+SCALE = f"{UP}.scale"
+FAULTS: list[tuple[Callable[[Weights], object], str]] = [
+    (lambda weights: weights.update({SCALE: weights[SCALE][:, :-1].clone()}),
+     f"{SCALE} is [512, 7], for [512, 256] with one scale per 1x32 block it must be [512, 8]"),
+    (lambda weights: weights.update({SCALE: torch.ones(512, 8)}), f"{UP}.weight is I8, but config.json has its layer as FP8"),
+    (lambda weights: weights.pop(SCALE), f"{UP}.weight is I8, but config.json has its layer as FP8"),
+    (lambda weights: weights[SCALE].view(torch.uint8).fill_(255),
+     f"{SCALE} in model-00001-of-00002.safetensors holds nan, which is not a valid scale"),
+]  # fmt: skip
+
+
+@for_each(("change", "message"), FAULTS)
+def test_what_is_not_quite_deepseek_v4(tmp_path: Path, change: Callable[[Weights], object], message: str) -> None:
     source, _ = deepseek_v4(tmp_path / "source")
     change_weights(source, change)
-    if message is None:
-        dequantize(source, tmp_path / "out")
-        return
     with pytest.raises(SourceError) as caught:
         dequantize(source, tmp_path / "out")
     assert caught.value.message == message
+
+
+def test_exponents_of_deepseek_v4_may_be_bytes(tmp_path: Path) -> None:
+    source, _ = deepseek_v4(tmp_path / "source")
+    change_weights(source, lambda weights: weights.update({SCALE: torch.zeros(512, 8, dtype=torch.uint8)}))
+    dequantize(source, tmp_path / "out")
 
 
 def test_mxfp8_as_minimax_m3_has_it(tmp_path: Path) -> None:
@@ -164,30 +152,21 @@ def test_mxfp8_as_minimax_m3_has_it(tmp_path: Path) -> None:
         assert torch.equal(found[f"{name}_scale"], scale), name
 
 
-# With four experts a layer: how many weights are quantized there, and how many in an output with one scale per row.
+# With four experts a layer: how many weights are quantized there, and how many in an output in a scheme.
 PUBLISHED = {
-    "KimiK25ForConditionalGeneration": (60 * 4 * 3, 247 + 60 * 5 * 3),
-    "MiniMaxM3SparseForConditionalGeneration": (363 + 57 * 5 * 3, 363 + 57 * 5 * 3),
+    "KimiK25ForConditionalGeneration": (60 * 4 * 3, CHANNEL, 247 + 60 * 5 * 3),
+    "MiniMaxM3SparseForConditionalGeneration": (363 + 57 * 5 * 3, CHANNEL, 363 + 57 * 5 * 3),
+    # FP8 in blocks beside experts in MXFP4, of which its config.json says nothing. Draft layers are decoded, and stay so.
+    "DeepseekV4ForCausalLM": (62 * 8 + 30 + 2 + 62 * 4 * 3, BLOCK, 61 * 8 + 30 + 61 * 4 * 3),
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@for_each("name", PUBLISHED)
 def test_published_layouts(name: str) -> None:
     checkpoint = with_few_experts(published(f"quantized/{name}"))
-    stored, quantized = PUBLISHED[name]
-    assert summary.quantized_tensors(make_plan(checkpoint, CHANNEL)) == quantized
+    stored, scheme, quantized = PUBLISHED[name]
+    assert summary.quantized_tensors(make_plan(checkpoint, scheme)) == quantized
     plain = make_plain_plan(checkpoint)
     assert summary.decoded_tensors(plain) == stored
     outputs = {info.name: info for shard in plain.layout.shards for info in plain.layout.outputs(shard.name)}
     assert outputs == with_few_experts(published(name)).tensors
-
-
-def test_published_deepseek_v4() -> None:
-    """FP8 in blocks beside experts in MXFP4, of which its config.json says nothing."""
-    checkpoint = with_few_experts(published("quantized/DeepseekV4ForCausalLM"))
-    # Draft layers are decoded, and stay so.
-    assert summary.quantized_tensors(make_plan(checkpoint, BLOCK)) == 61 * 8 + 30 + 61 * 4 * 3
-    plain = make_plain_plan(checkpoint)
-    assert summary.decoded_tensors(plain) == 62 * 8 + 30 + 2 + 62 * 4 * 3
-    outputs = {info.name: info for shard in plain.layout.shards for info in plain.layout.outputs(shard.name)}
-    assert outputs == with_few_experts(published("DeepseekV4ForCausalLM")).tensors

@@ -19,13 +19,14 @@ from openquant.formats.quantization import read_quantization
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 from support.mixed_precision import ARCHITECTURE, DENSE, EXPERTS, UNQUANTIZED, decoded, mixed_precision
-from support.quantized_checkpoints import Weights, is_layer, ragged_blocks
+from support.quantized_checkpoints import is_layer, ragged_blocks
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.mark.parametrize("file", [False, True], ids=["config.json", "hf_quant_config.json"])
+@for_each("file", [False, True])
 def test_dequantized_each_as_its_format_has_it(tmp_path: Path, file: bool) -> None:
     source = mixed_precision(tmp_path / "source", file=file)
     dequantize(source, tmp_path / "out")
@@ -71,7 +72,7 @@ def test_mtp_layers_in_another_format(tmp_path: Path) -> None:
     assert torch.equal(small_checkpoints.read(tmp_path / "out")[f"{module}.weight"], (codes.float() * wide).bfloat16())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("named", "stored"),
     [("language_model.model.layers.0", "model.language_model.layers.0"),
      ("model.language_model.layers.0", "language_model.model.layers.0")],
@@ -107,38 +108,38 @@ def test_activations_are_rounded_as_each_format_has_it(tmp_path: Path) -> None:
     assert served.rounds
 
 
-def without(last: str) -> Callable[[Weights], object]:
-    return lambda found: found.pop(last)
+UNKNOWN: list[tuple[Any, str]] = [
+    (None, " has MIXED_PRECISION and no quantized_layers"),
+    ([Q], " has MIXED_PRECISION and no quantized_layers"),
+    ({}, " has MIXED_PRECISION and no quantized_layers"),
+    ({Q: "FP8"}, f": quantized_layers.{Q} is not a JSON object"),
+    ({Q: {}}, f": quantized_layers.{Q} has the quant_algo null"),
+    ({Q: {"quant_algo": "W4A8_AWQ"}}, f': quantized_layers.{Q} has the quant_algo "W4A8_AWQ"'),
+    ({Q: {"quant_algo": "MIXED_PRECISION"}}, f': quantized_layers.{Q} has the quant_algo "MIXED_PRECISION"'),
+    ({Q: {"quant_algo": "NVFP4", "group_size": 32}}, f": quantized_layers.{Q} has NVFP4 with the group_size 32"),
+    ({Q: {"quant_algo": "NVFP4", "group_size": None}}, f": quantized_layers.{Q} has NVFP4 with the group_size null"),
+    ({Q: {"quant_algo": "FP8_PB_WO", "group_size": 0}}, f": quantized_layers.{Q} has FP8_PB_WO with the group_size 0"),
+    (
+        {Q: {"quant_algo": "FP8_PB_WO", "group_size": [1]}},
+        f": quantized_layers.{Q} has FP8_PB_WO with the group_size [1]",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (None, "MIXED_PRECISION and no quantized_layers"),
-        ([Q], "MIXED_PRECISION and no quantized_layers"),
-        ({}, "MIXED_PRECISION and no quantized_layers"),
-        ({Q: "FP8"}, f"quantized_layers.{Q} is not a JSON object"),
-        ({Q: {}}, f"quantized_layers.{Q} has the quant_algo null"),
-        ({Q: {"quant_algo": "W4A8_AWQ"}}, f'quantized_layers.{Q} has the quant_algo "W4A8_AWQ"'),
-        ({Q: {"quant_algo": "MIXED_PRECISION"}}, f'quantized_layers.{Q} has the quant_algo "MIXED_PRECISION"'),
-        ({Q: {"quant_algo": "NVFP4", "group_size": 32}}, f"quantized_layers.{Q} has NVFP4 with the group_size 32"),
-        ({Q: {"quant_algo": "NVFP4", "group_size": None}}, f"quantized_layers.{Q} has NVFP4 with the group_size null"),
-        ({Q: {"quant_algo": "FP8_PB_WO", "group_size": 0}}, f"quantized_layers.{Q} has FP8_PB_WO with the group_size 0"),
-        ({Q: {"quant_algo": "FP8_PB_WO", "group_size": [1]}},
-         f"quantized_layers.{Q} has FP8_PB_WO with the group_size [1]"),
-    ],
-)  # fmt: skip
-def test_configs_that_say_no_format_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+def test_configs_that_say_no_format_are_refused(tmp_path: Path) -> None:
     source = mixed_precision(tmp_path / "source")
-    change_json(source / "config.json", lambda found: found["quantization_config"].update(quantized_layers=change))
-    with pytest.raises(PlanError) as caught:
-        dequantize(source, tmp_path / "out")
-    text = caught.value.message.replace("config.json has MIXED", "MIXED").replace("config.json: ", "")
-    assert text == f"the source is already quantized: {message}"
-    assert not (tmp_path / "out").exists()
+    for layers, message in UNKNOWN:
+        change_json(
+            source / "config.json",
+            lambda found, layers=layers: found["quantization_config"].update(quantized_layers=layers),
+        )
+        with pytest.raises(PlanError) as caught:
+            dequantize(source, tmp_path / "out")
+        assert caught.value.message == f"the source is already quantized: config.json{message}"
+        assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "message"),
     [
         (lambda layers: layers.pop(Q), f"{Q}.weight is F8_E4M3, but no config group of config.json targets it"),

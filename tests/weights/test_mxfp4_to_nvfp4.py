@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from openquant import compress, diagnose, verify
@@ -17,6 +16,7 @@ from openquant.weights.transform import WeightTransform
 from openquant.weights.weight import Weight
 from support import small_checkpoints
 from support.quantized_checkpoints import Make, Weights, by_rows, group, is_layer, store
+from support.rows import for_each
 
 CONFIG = group("group", num_bits=4, group_size=32, scale_dtype="torch.uint8") | {"format": "mxfp4-pack-quantized"}
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -62,8 +62,8 @@ def modules() -> list[str]:
 
 
 # The last: a global scale of 2^125 instead of one that is infinite.
-@pytest.mark.parametrize(("low", "high"), [(110, 118), (110, 127), (230, 247), (1, 8)])
-@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4-w4a4"])
+@for_each(("low", "high"), [(110, 118), (110, 127), (230, 247), (1, 8)])
+@for_each("scheme", ["nvfp4", "nvfp4-w4a4"])
 def test_no_value_changes(tmp_path: Path, low: int, high: int, scheme: str) -> None:
     source, out = store(tmp_path / "source", mxfp4(low, high), CONFIG, shards=2), tmp_path / "out"
     compress(source, out, scheme)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from openquant.formats.schemes import NVFP4, TENSOR_STATIC, find_scheme
 from openquant.plan.plan import make_plan
 from support import small_checkpoints
 from support.quantized_checkpoints import Weights, is_layer, store
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 FORM = NVFP4.format
@@ -72,7 +74,6 @@ SOURCES: dict[str, tuple[Callable[..., Weights], dict[str, Any]]] = {
     "modelopt W4A4": (with_inputs(by_modelopt, "input_scale"), modelopt("NVFP4")),
     "modelopt_fp4": (with_inputs(by_modelopt, "input_scale"), modelopt("NVFP4") | {"quant_method": "modelopt_fp4"}),
 }
-sources = pytest.mark.parametrize("kind", SOURCES)
 
 
 def source_of(root: Path, kind: str, shards: int = 3) -> Path:
@@ -92,57 +93,57 @@ def stands_for(stored: Weights, module: str) -> torch.Tensor:
     return decode(codes, scale / divisor, FORM)
 
 
-@sources
-def test_dequantize_gives_the_products_in_bfloat16(tmp_path: Path, kind: str) -> None:
+@for_each("kind", SOURCES)
+def test_products_are_decoded_and_codes_and_scales_stay(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
-    dequantize(source, tmp_path / "out")
-    plain, stored, found = (
-        small_checkpoints.tensors("Qwen3ForCausalLM"),
-        small_checkpoints.read(source),
-        small_checkpoints.read(tmp_path / "out"),
-    )
+    plain, stored = small_checkpoints.tensors("Qwen3ForCausalLM"), small_checkpoints.read(source)
+    dequantize(source, tmp_path / "plain")
+    found = small_checkpoints.read(tmp_path / "plain")
     assert set(found) == set(plain)
     for name, weight in plain.items():
         expected = stands_for(stored, name.removesuffix(".weight")).bfloat16() if is_layer(name) else weight
         assert torch.equal(found[name], expected), name
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == small_checkpoints.config("Qwen3ForCausalLM")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert config == small_checkpoints.config("Qwen3ForCausalLM")
+
+    # Scales of activations stay or are a constant; of modelopt one over what others divide by.
+    inputs = 1.0 if "W4A4" not in kind and "fp4" not in kind else 4.0 if "modelopt" in kind else 0.25
+    for scheme in ("nvfp4", "nvfp4-w4a4"):
+        compress(source, tmp_path / scheme, scheme)
+        assert verify(tmp_path / scheme).problems == ()
+        found = small_checkpoints.read(tmp_path / scheme)
+        modules = [name.removesuffix(".weight_packed") for name in found if name.endswith(".weight_packed")]
+        assert len(modules) == 14
+        for module in modules:
+            codes = stored.get(f"{module}.weight_packed", stored.get(f"{module}.weight"))
+            assert torch.equal(found[f"{module}.weight_packed"], codes)
+            scales = (held[f"{module}.weight_scale"].view(torch.uint8) for held in (found, stored))
+            assert torch.equal(*scales)
+            assert found[f"{module}.weight_global_scale"].shape == (1,)
+            assert torch.equal(stands_for(found, module), stands_for(stored, module))
+            if scheme == "nvfp4":
+                assert not [name for name in found if "input" in name and name.endswith("scale")]
+            else:
+                scale = found[f"{module}.input_global_scale"]
+                assert (scale.dtype, scale.tolist()) == (torch.float32, [inputs])
 
 
-@sources
-def test_codes_and_scales_stay_in_their_own_scheme(tmp_path: Path, kind: str) -> None:
+@for_each("kind", ["compressed-tensors", "modelopt W4A4"])
+def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
-    compress(source, tmp_path / "out", "nvfp4")
-    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
-    assert verify(tmp_path / "out").problems == ()
-    assert not [name for name in found if "input" in name and name.endswith("scale")]
-    for module in [name.removesuffix(".weight_packed") for name in found if name.endswith(".weight_packed")]:
-        codes = stored.get(f"{module}.weight_packed", stored.get(f"{module}.weight"))
-        assert torch.equal(found[f"{module}.weight_packed"], codes)
-        scales = (each[f"{module}.weight_scale"].view(torch.uint8) for each in (found, stored))
-        assert torch.equal(*scales)
-        assert found[f"{module}.weight_global_scale"].shape == (1,)
-        assert torch.equal(stands_for(found, module), stands_for(stored, module))
+    stored = small_checkpoints.read(source)
+    for scheme in ("channel", "mxfp4"):
+        compress(source, tmp_path / scheme, scheme)
+        assert verify(tmp_path / scheme).problems == ()
+        found, form = small_checkpoints.read(tmp_path / scheme), find_scheme(scheme).format
+        for module in {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}:
+            weight = stands_for(stored, module)
+            scale = group_scale(group_absmax(weight, form.group), form)
+            codes = encode(weight, scale, form).view(torch.uint8)
+            assert torch.equal(found[f"{module}.{form.codes}"].view(torch.uint8), codes)
 
 
-@pytest.mark.parametrize("scheme", ["channel", "mxfp4"])
-@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt W4A4"])
-def test_another_scheme_is_made_of_the_decoded_weights(tmp_path: Path, kind: str, scheme: str) -> None:
-    source = source_of(tmp_path / "source", kind)
-    compress(source, tmp_path / "out", scheme)
-    assert verify(tmp_path / "out").problems == ()
-    stored, found, form = (
-        small_checkpoints.read(source),
-        small_checkpoints.read(tmp_path / "out"),
-        find_scheme(scheme).format,
-    )
-    for module in {name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")}:
-        weight = stands_for(stored, module)
-        scale = group_scale(group_absmax(weight, form.group), form)
-        codes = encode(weight, scale, form).view(torch.uint8)
-        assert torch.equal(found[f"{module}.{form.codes}"].view(torch.uint8), codes)
-
-
-@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt"])
+@for_each("kind", ["compressed-tensors", "modelopt"])
 def test_joined_layers_under_several_global_scales_get_one(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
     stored = small_checkpoints.read(source)
@@ -166,30 +167,13 @@ def test_joined_layers_under_several_global_scales_get_one(tmp_path: Path, kind:
     )
 
 
-@sources
-def test_scales_of_activations_stay_or_are_a_constant(tmp_path: Path, kind: str) -> None:
-    source = source_of(tmp_path / "source", kind)
-    compress(source, tmp_path / "out", "nvfp4-w4a4")
-    assert verify(tmp_path / "out").problems == ()
-    stored, found = small_checkpoints.read(source), small_checkpoints.read(tmp_path / "out")
-    modules = [name.removesuffix(".weight_packed") for name in found if name.endswith(".weight_packed")]
-    # Of modelopt one over what others divide by.
-    expected = 1.0 if "W4A4" not in kind and "fp4" not in kind else 4.0 if "modelopt" in kind else 0.25
-    assert modules
-    for module in modules:
-        scale = found[f"{module}.input_global_scale"]
-        assert (scale.dtype, scale.tolist()) == (torch.float32, [expected])
-        codes = stored.get(f"{module}.weight_packed", stored.get(f"{module}.weight"))
-        assert torch.equal(found[f"{module}.weight_packed"], codes)
-
-
 def test_a_scale_of_activations_of_another_kind_is_none(tmp_path: Path) -> None:
     source = source_of(tmp_path / "source", "compressed-tensors W4A4")
     with pytest.raises(PlanError, match="^static activation scales need a calibration, or"):
         make_plan(open_checkpoint(source), TENSOR_STATIC)
 
 
-@pytest.mark.parametrize("kind", ["compressed-tensors W4A4", "modelopt W4A4"])
+@for_each("kind", ["compressed-tensors W4A4", "modelopt W4A4"])
 def test_a_scale_of_activations_that_is_no_number(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
     name = f"{QUERY}.{'input_scale' if 'modelopt' in kind else 'input_global_scale'}"
@@ -218,7 +202,7 @@ def test_scales_of_activations_are_verified(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["compressed-tensors", "compressed-tensors W4A4"])
+@for_each("kind", ["compressed-tensors", "compressed-tensors W4A4"])
 def test_others_directories_are_verified(tmp_path: Path, kind: str) -> None:
     source = source_of(tmp_path / "source", kind)
     plain = small_checkpoints.write(tmp_path / "plain", "Qwen3ForCausalLM")
@@ -234,52 +218,37 @@ def test_others_directories_are_verified(tmp_path: Path, kind: str) -> None:
     assert problems[0].endswith("but engines fuse their layers under one scale")
 
 
-def ours(tmp_path: Path) -> tuple[Path, Path]:
-    source = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM")
-    compress(source, tmp_path / "out", "nvfp4")
-    return source, tmp_path / "out"
-
-
-def test_global_scales_of_joined_layers_that_differ_are_reported(tmp_path: Path) -> None:
-    source, out = ours(tmp_path)
+def test_scales_and_codes_that_are_not_the_source_s_are_reported(tmp_path: Path) -> None:
+    source, out = small_checkpoints.write(tmp_path / "source", "Qwen3ForCausalLM"), tmp_path / "out"
+    compress(source, out, "nvfp4")
     stored = small_checkpoints.read(out)
-    name = f"{QUERY}.weight_global_scale"
-    change_weights(out, lambda found: found.update({name: stored[name] / 2}))
-    assert any(
-        name in problem and "but engines fuse their layers under one scale" in problem
-        for problem in verify(out).problems
-    )
-    full = verify(out, source, full=True).problems
-    assert any(f"{name} is" in problem and "the source makes it" in problem for problem in full)
 
+    def problems(full: bool, **changed: torch.Tensor) -> tuple[str, ...]:
+        new = {f"{QUERY.removesuffix('q_proj')}{name.replace('__', '.')}": held for name, held in changed.items()}
+        change_weights(out, lambda found: found.update(stored | new))
+        return verify(out, source if full else None, full=full).problems
 
-def test_a_global_scale_that_is_none_of_the_source_s_is_reported(tmp_path: Path) -> None:
-    source, out = ours(tmp_path)
-    owner = QUERY.rpartition(".")[0]
-    names = [f"{owner}.{part}_proj.weight_global_scale" for part in "qkv"]
-    stored = small_checkpoints.read(out)
-    change_weights(out, lambda found: found.update({name: stored[name] / 2 for name in names}))
-    assert verify(out).problems == ()
-    full = verify(out, source, full=True).problems
+    # Joined layers have one global scale, and that of the source.
+    names = [f"{QUERY.removesuffix('q_proj')}{part}_proj.weight_global_scale" for part in "qkv"]
+    half = {"q_proj__weight_global_scale": stored[names[0]] / 2}
+    fused = "but engines fuse their layers under one scale"
+    assert any(names[0] in problem and fused in problem for problem in problems(False, **half))
+    assert any(f"{names[0]} is" in problem and "the source makes it" in problem for problem in problems(True, **half))
+    halves = {f"{part}_proj__weight_global_scale": stored[name] / 2 for part, name in zip("qkv", names, strict=True)}
+    assert problems(False, **halves) == ()
+    full = problems(True, **halves)
     assert [name for name in names if any(f"{name} is" in problem for problem in full)] == names
 
-
-def test_a_scale_or_a_code_that_is_not_the_source_s_is_reported_as_it_is_stored(tmp_path: Path) -> None:
-    source, out = ours(tmp_path)
-    stored = small_checkpoints.read(out)
-    name, packed = f"{QUERY}.weight_scale", f"{QUERY}.weight_packed"
-    scale, codes = stored[name].clone(), stored[packed].clone()
+    # As it is stored.
+    scale, codes = stored[f"{QUERY}.weight_scale"].clone(), stored[f"{QUERY}.weight_packed"].clone()
     scale[1, 2] = 448.0 if scale[1, 2].float() < 400 else 224.0
     codes[0, 0] ^= 0x10
-    change_weights(out, lambda found: found.update({name: scale}))
-    problems = verify(out, source, full=True).problems
-    assert any(f"{name} holds {scale[1, 2].item():.9g} at [1, 2]" in problem for problem in problems)
-    change_weights(out, lambda found: found.update({name: stored[name], packed: codes}))
-    problems = verify(out, source, full=True).problems
-    assert len(problems) == 1
-    assert f"{packed} has the code" in problems[0]
-    assert "at [0, 1]" in problems[0]
-    assert f"(1 of {stored[packed].numel() * 2} codes differ)" in problems[0]
+    told = f"{QUERY}.weight_scale holds {scale[1, 2].item():.9g} at [1, 2]"
+    assert any(told in problem for problem in problems(True, q_proj__weight_scale=scale))
+    [problem] = problems(True, q_proj__weight_packed=codes)
+    assert f"{QUERY}.weight_packed has the code" in problem
+    assert "at [0, 1]" in problem
+    assert f"(1 of {codes.numel() * 2} codes differ)" in problem
 
 
 def without(last: str) -> Callable[[Weights], object]:
@@ -309,23 +278,25 @@ DAMAGE: list[tuple[str, Callable[[Weights], object], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "damage", "message"), DAMAGE)
-@pytest.mark.parametrize("work", [dequantize, lambda *where: compress(*where, "nvfp4")], ids=["dequantize", "compress"])
-def test_damaged_sources_are_refused_by_name(
-    tmp_path: Path, kind: str, damage: Callable[[Weights], object], message: str, work: Callable[..., object]
-) -> None:
-    source = source_of(tmp_path / "source", kind, shards=1)
-    change_weights(source, damage)
-    with pytest.raises(SourceError) as caught:
-        work(source, tmp_path / "out")
-    assert caught.value.message == message
-    if kind == "compressed-tensors":
-        # A scale that is missing is no matter of decoding to verify.
-        try:
-            problems = verify(source).problems
-        except OpenQuantError as error:
-            problems = (error.message,)
-        assert any(QUERY in problem for problem in problems)
+def test_damaged_sources_are_refused_by_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    sources = {kind: source_of(tmp_path / kind, kind, shards=1) for kind in ("compressed-tensors", "modelopt")}
+    for kind, damage, message in DAMAGE:
+        source = sources[kind]
+        sound = (source / "model.safetensors").read_bytes()
+        change_weights(source, damage)
+        with subtests.test(message=message):
+            for work in (dequantize, partial(compress, scheme="nvfp4")):
+                with pytest.raises(SourceError) as caught:
+                    work(source, tmp_path / "out")
+                assert caught.value.message == message
+            if kind == "compressed-tensors":
+                # A scale that is missing is no matter of decoding to verify.
+                try:
+                    problems = verify(source).problems
+                except OpenQuantError as error:
+                    problems = (error.message,)
+                assert any(QUERY in problem for problem in problems)
+        (source / "model.safetensors").write_bytes(sound)
 
 
 def test_groups_of_other_sizes_and_stacks_are_refused(tmp_path: Path) -> None:

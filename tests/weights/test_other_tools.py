@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -22,24 +23,14 @@ from openquant.formats.quantization import read_quantization
 from openquant.weights.find import decoded_view
 from openquant.weights.reading import Reader
 from support import small_checkpoints
-from support.other_tools import (
-    GROUP32,
-    KINDS,
-    TOKENS,
-    bnb,
-    fp8_tensor,
-    quark,
-    spec,
-    stored_only,
-    torchao_config,
-)
+from support.other_tools import GROUP32, KINDS, TOKENS, bnb, fp8_tensor, quark, spec, stored_only, torchao_config
 from support.quantized_checkpoints import Weights, is_layer, store
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 from support.streamed_logits import computes_the_same
 
 Q = "model.layers.0.self_attn.q_proj"
 WRITTEN = sorted((Path(__file__).parent / "written").glob("*.safetensors"))
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def stored(root: Path, kind: str, shards: int = 1) -> Path:
@@ -47,41 +38,32 @@ def stored(root: Path, kind: str, shards: int = 1) -> Path:
     return store(root, stored_only(make), config, shards=shards)
 
 
-@kinds
-def test_dequantized_is_what_codes_stand_for(tmp_path: Path, kind: str) -> None:
+@for_each("kind", KINDS)
+def test_read_as_what_codes_stand_for_and_kept_in_their_own_scheme(tmp_path: Path, kind: str) -> None:
+    make, _, same = KINDS[kind]
     source = stored(tmp_path / "source", kind, shards=3)
-    result = dequantize(source, tmp_path / "plain")
-    assert result.decoded_tensors == 14
+    assert dequantize(source, tmp_path / "plain").decoded_tensors == 14
     plain, weights = small_checkpoints.read(tmp_path / "plain"), small_checkpoints.tensors("Qwen3ForCausalLM")
     assert set(plain) == set(weights)
     for name, weight in weights.items():
-        expected = KINDS[kind].make(weight)[1].bfloat16() if is_layer(name) else weight
-        assert torch.equal(plain[name], expected), name
+        assert torch.equal(plain[name], make(weight)[1].bfloat16() if is_layer(name) else weight), name
     assert "quantization_config" not in open_checkpoint(tmp_path / "plain").config
 
-
-@kinds
-def test_quantized_anew(tmp_path: Path, kind: str) -> None:
-    source, out = stored(tmp_path / "source", kind), tmp_path / "out"
-    assert compress(source, out, "block").quantized_tensors == 14
-    assert verify(out, source, full=True).problems == ()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].same])
-def test_codes_stay_as_they_are_in_their_own_scheme(tmp_path: Path, kind: str) -> None:
-    source, out = stored(tmp_path / "source", kind), tmp_path / "out"
-    compress(source, out, **(KINDS[kind].same or {}))
-    assert verify(out, source, full=True).problems == ()
-    dequantize(source, tmp_path / "plain")
-    dequantize(out, tmp_path / "again")
-    plain, again = small_checkpoints.read(tmp_path / "plain"), small_checkpoints.read(tmp_path / "again")
+    assert compress(source, tmp_path / "anew", "block").quantized_tensors == 14
+    assert verify(tmp_path / "anew", source, full=True).problems == ()
+    if same is None:
+        return
+    compress(source, tmp_path / "out", **same)
+    assert verify(tmp_path / "out", source, full=True).problems == ()
+    dequantize(tmp_path / "out", tmp_path / "again")
+    again = small_checkpoints.read(tmp_path / "again")
     for name in plain:
         # Scales of int4 are written in bfloat16.
         difference = (again[name].float() - plain[name].float()).abs()
         assert (difference <= plain[name].float().abs() * (2.0**-6 if "int4" in kind else 0)).all(), name
 
 
-@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
+@for_each("path", WRITTEN)
 def test_the_tools_decode_to_the_same(tmp_path: Path, path: Path) -> None:
     """Files that the tools wrote (written/make.py), and what they decode them to."""
     with safe_open(path, "pt") as file:
@@ -158,116 +140,116 @@ QUARK = (
     "known are FP8 per_tensor, per_channel and per_block, symmetric int8 per_tensor and per_channel, symmetric int4 and "
     "asymmetric uint4 per_group, MXFP4, MXFP8 and NVFP4; or start from the unquantized model"
 )
-GROUPED = {"global_quant_config of Quark has weights of": QUARK}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (quark(spec("fp6_e3m2", "per_group", **GROUP32)), 'weights of [{"dtype": "fp6_e3m2"'),
-        (quark(spec("fp8_e4m3", "per_channel", ch_axis=1)), '"ch_axis": 1'),
-        (quark(spec("int8", "per_channel", symmetric=False)), '"symmetric": false'),
-        (quark(spec("int8", "per_channel", is_dynamic=True)), '"is_dynamic": true'),
-        (quark(spec("uint4", "per_group", **GROUP32)), '"dtype": "uint4"'),
-        (quark(spec("int4", "per_group", symmetric=False, **GROUP32)), '"dtype": "int4"'),
-        (quark(spec("uint4", "per_group", symmetric=False, zero_point_type="float32", **GROUP32)), '"uint4"'),
-        (quark(spec("int4", "per_group", group_size=12)), '"group_size": 12'),
-        (quark(spec("int4", "per_group", group_size=True)), '"group_size": true'),
-        (quark(spec("int4", "per_channel")), '"qscheme": "per_channel"'),
-        (quark(spec("fp4", "per_group", **GROUP32)), '"dtype": "fp4"'),
-        (quark(spec("fp8_e4m3", "per_block", block_size=[128, 0])), '"per_block"'),
-        (quark(spec("fp8_e4m3", "per_block", block_size=[128, 1 << 20])), '"per_block"'),
-        (quark(spec("fp8_e4m3", "per_block")), '"per_block"'),
-        (quark([spec("fp8_e4m3", "per_tensor"), spec("int4", "per_channel")]), '{"dtype": "int4"'),
-        (quark(["fp8"]), "weights of []"),
-        (quark("fp8"), "weights of []"),
-    ],
-)
-def test_weights_of_quark_that_are_not_read(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        read_quantization({"quantization_config": config})
-    assert caught.value.message.startswith("config.json: global_quant_config of Quark has weights of [")
-    assert message in caught.value.message
-    assert caught.value.hint == QUARK.partition(";")[0]
+UNREAD = [
+    (quark(spec("fp6_e3m2", "per_group", **GROUP32)), 'weights of [{"dtype": "fp6_e3m2"'),
+    (quark(spec("fp8_e4m3", "per_channel", ch_axis=1)), '"ch_axis": 1'),
+    (quark(spec("int8", "per_channel", symmetric=False)), '"symmetric": false'),
+    (quark(spec("int8", "per_channel", is_dynamic=True)), '"is_dynamic": true'),
+    (quark(spec("uint4", "per_group", **GROUP32)), '"dtype": "uint4"'),
+    (quark(spec("int4", "per_group", symmetric=False, **GROUP32)), '"dtype": "int4"'),
+    (quark(spec("uint4", "per_group", symmetric=False, zero_point_type="float32", **GROUP32)), '"uint4"'),
+    (quark(spec("int4", "per_group", group_size=12)), '"group_size": 12'),
+    (quark(spec("int4", "per_group", group_size=True)), '"group_size": true'),
+    (quark(spec("int4", "per_channel")), '"qscheme": "per_channel"'),
+    (quark(spec("fp4", "per_group", **GROUP32)), '"dtype": "fp4"'),
+    (quark(spec("fp8_e4m3", "per_block", block_size=[128, 0])), '"per_block"'),
+    (quark(spec("fp8_e4m3", "per_block", block_size=[128, 1 << 20])), '"per_block"'),
+    (quark(spec("fp8_e4m3", "per_block")), '"per_block"'),
+    (quark([spec("fp8_e4m3", "per_tensor"), spec("int4", "per_channel")]), '{"dtype": "int4"'),
+    (quark(["fp8"]), "weights of []"),
+    (quark("fp8"), "weights of []"),
+]
+
+
+def test_weights_of_quark_that_are_not_read() -> None:
+    for config, message in UNREAD:
+        with pytest.raises(UsageError) as caught:
+            read_quantization({"quantization_config": config})
+        assert caught.value.message.startswith("config.json: global_quant_config of Quark has weights of [")
+        assert message in caught.value.message
+        assert caught.value.hint == QUARK.partition(";")[0]
 
 
 TORCHAO = "known are Float8WeightOnlyConfig and Float8DynamicActivationFloat8WeightConfig with float8_e4m3fn, by row or tensor"
 PLAIN = spec("fp8_e4m3", "per_tensor")
 
 
-@pytest.mark.parametrize(
-    ("config", "message", "hint"),
-    [
-        (
-            quark(PLAIN, export={"weight_format": "fake_quantized"}),
-            'config.json has the weight_format "fake_quantized"', "known is real_quantized",
-        ),
-        (
-            quark(PLAIN, export={"pack_method": "x"}),
-            'config.json has the pack_method "x"', "known are reorder and order",
-        ),
-        (
-            quark(PLAIN, export=[1]), "config.json: export is not an object",
-            "mend quantization_config, or save the model again",
-        ),
-        (
-            quark(PLAIN, global_quant_config=None), "config.json: global_quant_config of Quark is not an object",
-            "mend quantization_config, or save the model again",
-        ),
-        (
-            quark(PLAIN, global_quant_config={}), "config.json has no weights that Quark quantized",
-            "mend quantization_config, or save the model again",
-        ),
-        (
-            quark(PLAIN, layer_quant_config={"x": {"weight": PLAIN, "bias": PLAIN}}),
-            "config.json: x of Quark has a quantized bias", "known are weights",
-        ),
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": 32, "pack_method": "order"},
-            'config.json has the pack_method "order"', "known is reorder",
-        ),
-        (
-            bnb(3), "config.json has bitsandbytes with neither load_in_4bit nor load_in_8bit", "set one of them",
-        ),
-        (
-            bnb(4, bnb_4bit_quant_storage="bfloat16"),
-            'config.json has the bnb_4bit_quant_storage "bfloat16"', "known is uint8",
-        ),
-        (
-            bnb(4, bnb_4bit_quant_type=["nf4"]),
-            'config.json has the bnb_4bit_quant_type ["nf4"]', "known are nf4 and fp4",
-        ),
-        (
-            {"quant_method": "hqq", "quant_config": {}},
-            "config.json has weights of HQQ, whose zero points are no whole numbers",
-            "start from the unquantized model, which the model card names as base_model",
-        ),
-        (
-            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
-            "config.json has torchao's Int4WeightOnlyConfig", TORCHAO,
-        ),
-        (
-            {"quant_method": "torchao", "quant_type": "int4_weight_only"}, "config.json has torchao's None", TORCHAO,
-        ),
-        (
-            torchao_config("PerBlock", weight_dtype=None),
-            "config.json has torchao's Float8WeightOnlyConfig with "
-            '{"weight_dtype": null, "granularity": {"_type": "PerBlock", "_version": 1, "_data": {}}}', TORCHAO,
-        ),
-        (
-            torchao_config("PerRow", weight_dtype=None),
-            "config.json has torchao's Float8WeightOnlyConfig with "
-            '{"weight_dtype": null, "granularity": {"_type": "PerRow", "_version": 1, "_data": {}}}', TORCHAO,
-        ),
-    ],
-)  # fmt: skip
-def test_configs_that_are_not_read(tmp_path: Path, config: dict[str, Any], message: str, hint: str) -> None:
-    source = store(tmp_path / "source", lambda weight: fp8_tensor(weight)[0], config)
-    with pytest.raises(PlanError) as caught:
-        compress(source, tmp_path / "out")
-    assert caught.value.message == f"the source is already quantized: {message}"
-    assert caught.value.hint == (hint if "unquantized" in hint else f"{hint}; or start from the unquantized model")
-    assert not (tmp_path / "out").exists()
+CONFIGS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        quark(PLAIN, export={"weight_format": "fake_quantized"}),
+        'config.json has the weight_format "fake_quantized"', "known is real_quantized",
+    ),
+    (
+        quark(PLAIN, export={"pack_method": "x"}),
+        'config.json has the pack_method "x"', "known are reorder and order",
+    ),
+    (
+        quark(PLAIN, export=[1]), "config.json: export is not an object",
+        "mend quantization_config, or save the model again",
+    ),
+    (
+        quark(PLAIN, global_quant_config=None), "config.json: global_quant_config of Quark is not an object",
+        "mend quantization_config, or save the model again",
+    ),
+    (
+        quark(PLAIN, global_quant_config={}), "config.json has no weights that Quark quantized",
+        "mend quantization_config, or save the model again",
+    ),
+    (
+        quark(PLAIN, layer_quant_config={"x": {"weight": PLAIN, "bias": PLAIN}}),
+        "config.json: x of Quark has a quantized bias", "known are weights",
+    ),
+    (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "pack_method": "order"},
+        'config.json has the pack_method "order"', "known is reorder",
+    ),
+    (
+        bnb(3), "config.json has bitsandbytes with neither load_in_4bit nor load_in_8bit", "set one of them",
+    ),
+    (
+        bnb(4, bnb_4bit_quant_storage="bfloat16"),
+        'config.json has the bnb_4bit_quant_storage "bfloat16"', "known is uint8",
+    ),
+    (
+        bnb(4, bnb_4bit_quant_type=["nf4"]),
+        'config.json has the bnb_4bit_quant_type ["nf4"]', "known are nf4 and fp4",
+    ),
+    (
+        {"quant_method": "hqq", "quant_config": {}},
+        "config.json has weights of HQQ, whose zero points are no whole numbers",
+        "start from the unquantized model, which the model card names as base_model",
+    ),
+    (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+        "config.json has torchao's Int4WeightOnlyConfig", TORCHAO,
+    ),
+    (
+        {"quant_method": "torchao", "quant_type": "int4_weight_only"}, "config.json has torchao's None", TORCHAO,
+    ),
+    (
+        torchao_config("PerBlock", weight_dtype=None),
+        "config.json has torchao's Float8WeightOnlyConfig with "
+        '{"weight_dtype": null, "granularity": {"_type": "PerBlock", "_version": 1, "_data": {}}}', TORCHAO,
+    ),
+    (
+        torchao_config("PerRow", weight_dtype=None),
+        "config.json has torchao's Float8WeightOnlyConfig with "
+        '{"weight_dtype": null, "granularity": {"_type": "PerRow", "_version": 1, "_data": {}}}', TORCHAO,
+    ),
+]  # fmt: skip
+
+
+def test_configs_that_are_not_read(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", lambda weight: fp8_tensor(weight)[0], {})
+    for config, message, hint in CONFIGS:
+        change_json(source / "config.json", lambda found, config=config: found.update(quantization_config=config))
+        with pytest.raises(PlanError) as caught:
+            compress(source, tmp_path / "out")
+        assert caught.value.message == f"the source is already quantized: {message}"
+        assert caught.value.hint == (hint if "unquantized" in hint else f"{hint}; or start from the unquantized model")
+        assert not (tmp_path / "out").exists()
 
 
 STATE = f"{Q}.weight.quant_state.bitsandbytes__nf4"
@@ -301,68 +283,77 @@ def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 NESTED, FLAT, INT8, WORDS = "bitsandbytes nf4, double", "bitsandbytes nf4", "bitsandbytes int8", "quark uint4"
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        (NESTED, lambda weights: weights.pop(STATE), f"{Q}.weight has no quant_state: {STATE} is missing"),
-        (NESTED, replaced("weight.quant_map", lambda _: None), "has no quant_map"),
-        (NESTED, replaced("weight.nested_absmax", lambda _: None), "has no nested_absmax"),
-        (NESTED, replaced("weight.nested_quant_map", lambda tensor: tensor[:255].clone()), "it must be F32 [256]"),
-        (NESTED, replaced("weight.absmax", lambda tensor: tensor[1:].clone()), "it must be F32 or U8 [1024]"),
-        (NESTED, replaced("weight.absmax", lambda tensor: tensor.half()), "it must be F32 or U8 [1024]"),
-        (NESTED, replaced("weight", lambda tensor: tensor[2:].clone()), "but its quant_state says 256 x 256"),
-        (NESTED, replaced("weight.quant_map", first(-0.5)), "quant_map has other values than NF4"),
-        (NESTED, replaced("weight.nested_absmax", first(float("nan"))), "absmax in model.safetensors holds nan"),
-        (NESTED, replaced("weight.nested_absmax", first(3e38)), "absmax in model.safetensors holds -"),
-        (FLAT, replaced("weight.absmax", first(float("inf"))), "absmax in model.safetensors holds inf"),
-        (FLAT, replaced("weight.absmax", first(3.4e38)), "decodes to weights that overflow bfloat16"),
-        (FLAT, replaced("weight.absmax", lambda _: None), "has no absmax"),
-        (NESTED, state(shape=[256, 255]), "but its quant_state says 256 x 255"),
-        (NESTED, state(shape=[65536]), "which are not those of a matrix"),
-        (NESTED, state(shape=[True, 65536]), "which are not those of a matrix"),
-        (NESTED, state(shape=[-256, -256]), "which are not those of a matrix"),
-        (NESTED, state(blocksize=0), "which are not those of a matrix"),
-        (NESTED, state(blocksize=48), "which do not divide into blocks of 48"),
-        (NESTED, state(shape=[2048, 32]), "which do not divide into blocks of 64"),
-        (NESTED, state(nested_blocksize=0), "has no valid nested_blocksize and nested_offset"),
-        (NESTED, state(nested_blocksize=1 << 70), "has no valid nested_blocksize and nested_offset"),
-        (NESTED, state(nested_offset=float("nan")), "has no valid nested_blocksize and nested_offset"),
-        (NESTED, state(nested_offset="1"), "has no valid nested_blocksize and nested_offset"),
-        (NESTED, replaced(STATE.removeprefix(f"{Q}."), first(0)), f"{STATE} is not a JSON object"),
-        (INT8, replaced("SCB", lambda _: None), f"{Q}.weight has no scale: {Q}.SCB is missing"),
-        (INT8, replaced("SCB", first(float("nan"))), f"{Q}.SCB in model.safetensors holds nan"),
-        (INT8, replaced("SCB", first(float("inf"))), f"{Q}.SCB in model.safetensors holds inf"),
-        (INT8, replaced("SCB", lambda tensor: tensor[1:].clone()), f"{Q}.SCB is [255]"),
-        (INT8, replaced("weight_format", first(2)), f"{Q}.weight_format is not 0: codes do not lie in rows"),
-        (INT8, lambda weights: weights.update({"model.norm.SCB": torch.ones(4)}), "is the scale of no quantized"),
-        (FLAT, lambda weights: weights.update({"model.norm.absmax": torch.ones(4)}), "is the scale of no quantized"),
-        (WORDS, replaced("weight_zero_point", lambda _: None), "has no weight_zero_point"),
-        (WORDS, replaced("weight_scale", lambda tensor: tensor[:, 1:].clone()), "it must be F32 or BF16 or F16 [8, 256]"),
-        ("quark int4", replaced("weight_zero_point", first(1)), "holds the zero point 9"),
-        (
-            "quark fp8", lambda weights: weights.update({f"{Q}.input_rotation": torch.ones(4, 4)}),
-            f"{Q}.input_rotation: the inputs of its layer are rotated",
-        ),
-        (
-            "torchao by row", lambda weights: weights.update({f"{Q}._weight_act_pre_scale": torch.ones(4)}),
-            f"{Q}._weight_act_pre_scale: the inputs of its layer are rotated or scaled",
-        ),
-        ("torchao by row", replaced("_weight_scale", lambda _: None), f"{Q}._weight_scale is missing"),
-        ("torchao by row", replaced("_weight_qdata", lambda _: None), "is the scale of no quantized weight"),
-        ("torchao by tensor", replaced("_weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
-        ("quark nvfp4", replaced("weight_scale_2", lambda _: None), "weight_scale_2 is missing"),
-        ("quark mxfp4", replaced("weight", lambda tensor: tensor.int()), "is I32 [256, 128], which is not supported"),
-        ("fbgemm", replaced("weight_scale", lambda _: None), f"{Q}.weight_scale is missing"),
-        ("fbgemm", replaced("weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
-    ],
-)  # fmt: skip
-def test_damage(tmp_path: Path, kind: str, change: Callable[[Weights], Any], message: str) -> None:
-    source = stored(tmp_path / "source", kind)
-    change_weights(source, change)
+DAMAGE: list[tuple[str, Callable[[Weights], Any], str]] = [
+    (NESTED, lambda weights: weights.pop(STATE), f"{Q}.weight has no quant_state: {STATE} is missing"),
+    (NESTED, replaced("weight.quant_map", lambda _: None), "has no quant_map"),
+    (NESTED, replaced("weight.nested_absmax", lambda _: None), "has no nested_absmax"),
+    (NESTED, replaced("weight.nested_quant_map", lambda tensor: tensor[:255].clone()), "it must be F32 [256]"),
+    (NESTED, replaced("weight.absmax", lambda tensor: tensor[1:].clone()), "it must be F32 or U8 [1024]"),
+    (NESTED, replaced("weight.absmax", lambda tensor: tensor.half()), "it must be F32 or U8 [1024]"),
+    (NESTED, replaced("weight", lambda tensor: tensor[2:].clone()), "but its quant_state says 256 x 256"),
+    (NESTED, replaced("weight.quant_map", first(-0.5)), "quant_map has other values than NF4"),
+    (NESTED, replaced("weight.nested_absmax", first(float("nan"))), "absmax in model.safetensors holds nan"),
+    (NESTED, replaced("weight.nested_absmax", first(3e38)), "absmax in model.safetensors holds -"),
+    (FLAT, replaced("weight.absmax", first(float("inf"))), "absmax in model.safetensors holds inf"),
+    (FLAT, replaced("weight.absmax", first(3.4e38)), "decodes to weights that overflow bfloat16"),
+    (FLAT, replaced("weight.absmax", lambda _: None), "has no absmax"),
+    (NESTED, state(shape=[256, 255]), "but its quant_state says 256 x 255"),
+    (NESTED, state(shape=[65536]), "which are not those of a matrix"),
+    (NESTED, state(shape=[True, 65536]), "which are not those of a matrix"),
+    (NESTED, state(shape=[-256, -256]), "which are not those of a matrix"),
+    (NESTED, state(blocksize=0), "which are not those of a matrix"),
+    (NESTED, state(blocksize=48), "which do not divide into blocks of 48"),
+    (NESTED, state(shape=[2048, 32]), "which do not divide into blocks of 64"),
+    (NESTED, state(nested_blocksize=0), "has no valid nested_blocksize and nested_offset"),
+    (NESTED, state(nested_blocksize=1 << 70), "has no valid nested_blocksize and nested_offset"),
+    (NESTED, state(nested_offset=float("nan")), "has no valid nested_blocksize and nested_offset"),
+    (NESTED, state(nested_offset="1"), "has no valid nested_blocksize and nested_offset"),
+    (NESTED, replaced(STATE.removeprefix(f"{Q}."), first(0)), f"{STATE} is not a JSON object"),
+    (INT8, replaced("SCB", lambda _: None), f"{Q}.weight has no scale: {Q}.SCB is missing"),
+    (INT8, replaced("SCB", first(float("nan"))), f"{Q}.SCB in model.safetensors holds nan"),
+    (INT8, replaced("SCB", first(float("inf"))), f"{Q}.SCB in model.safetensors holds inf"),
+    (INT8, replaced("SCB", lambda tensor: tensor[1:].clone()), f"{Q}.SCB is [255]"),
+    (INT8, replaced("weight_format", first(2)), f"{Q}.weight_format is not 0: codes do not lie in rows"),
+    (INT8, lambda weights: weights.update({"model.norm.SCB": torch.ones(4)}), "is the scale of no quantized"),
+    (FLAT, lambda weights: weights.update({"model.norm.absmax": torch.ones(4)}), "is the scale of no quantized"),
+    (WORDS, replaced("weight_zero_point", lambda _: None), "has no weight_zero_point"),
+    (WORDS, replaced("weight_scale", lambda tensor: tensor[:, 1:].clone()), "it must be F32 or BF16 or F16 [8, 256]"),
+    ("quark int4", replaced("weight_zero_point", first(1)), "holds the zero point 9"),
+    (
+        "quark fp8", lambda weights: weights.update({f"{Q}.input_rotation": torch.ones(4, 4)}),
+        f"{Q}.input_rotation: the inputs of its layer are rotated",
+    ),
+    (
+        "torchao by row", lambda weights: weights.update({f"{Q}._weight_act_pre_scale": torch.ones(4)}),
+        f"{Q}._weight_act_pre_scale: the inputs of its layer are rotated or scaled",
+    ),
+    ("torchao by row", replaced("_weight_scale", lambda _: None), f"{Q}._weight_scale is missing"),
+    ("torchao by row", replaced("_weight_qdata", lambda _: None), "is the scale of no quantized weight"),
+    ("torchao by tensor", replaced("_weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
+    ("quark nvfp4", replaced("weight_scale_2", lambda _: None), "weight_scale_2 is missing"),
+    ("quark mxfp4", replaced("weight", lambda tensor: tensor.int()), "is I32 [256, 128], which is not supported"),
+    ("fbgemm", replaced("weight_scale", lambda _: None), f"{Q}.weight_scale is missing"),
+    ("fbgemm", replaced("weight_scale", first(float("nan"))), "holds nan, which is not a valid scale"),
+]  # fmt: skip
+
+
+def test_damage(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for kind in {row[0]: None for row in DAMAGE}:
+        stored(tmp_path / kind, kind)
+    for kind, change, message in DAMAGE:
+        file = tmp_path / kind / "model.safetensors"
+        sound = file.read_bytes()
+        change_weights(file.parent, change)
+        with subtests.test(kind=kind, message=message):
+            check_damage(file.parent, tmp_path / "out", message)
+        file.write_bytes(sound)
+
+
+def check_damage(source: Path, out: Path, message: str) -> None:
     with pytest.raises(OpenQuantError) as caught:
-        dequantize(source, tmp_path / "out")
+        dequantize(source, out)
     assert message in caught.value.message
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
     if isinstance(caught.value, SourceError):
         [problem] = verify(source).problems
         # It names the shard first, and words it otherwise that a scale is not valid.
@@ -376,11 +367,9 @@ def test_damage(tmp_path: Path, kind: str, change: Callable[[Weights], Any], mes
 
 
 def test_weights_without_their_config_are_named(tmp_path: Path) -> None:
-    for number, kind in enumerate((FLAT, INT8)):
-        source = stored(tmp_path / str(number), kind)
-        config = json.loads((source / "config.json").read_text())
-        del config["quantization_config"]
-        (source / "config.json").write_text(json.dumps(config))
+    for kind in (FLAT, INT8):
+        source = stored(tmp_path / kind, kind)
+        change_json(source / "config.json", lambda found: found.pop("quantization_config"))
         with pytest.raises(PlanError, match="it holds .*(absmax|SCB), and config.json has no quantization_config"):
             dequantize(source, tmp_path / "out")
 
@@ -420,10 +409,10 @@ def test_a_large_quant_state_is_not_read(tmp_path: Path) -> None:
         dequantize(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("number", BITSANDBYTES, ids=lambda number: number.name)
-def test_values_of_a_table_are_their_own_nearest(number: Any) -> None:
-    values = number.values()
-    assert (number.nearest(values) == values).all()
-    between = torch.linspace(-1.2, 1.2, 1000).numpy()
-    error = abs(number.nearest(between.clip(-1, 1)) - between.clip(-1, 1))
-    assert (error <= number.bound(between.clip(-1, 1), torch.ones(1000).numpy(), 0)).all()
+def test_values_of_a_table_are_their_own_nearest() -> None:
+    between = torch.linspace(-1.2, 1.2, 1000).numpy().clip(-1, 1)
+    for number in BITSANDBYTES:
+        values = number.values()
+        assert (number.nearest(values) == values).all()
+        error = abs(number.nearest(between) - between)
+        assert (error <= number.bound(between, torch.ones(1000).numpy(), 0)).all(), number.name

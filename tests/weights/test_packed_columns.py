@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from support.quantized_checkpoints import (
     shifted,
     store,
 )
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -52,7 +54,6 @@ KINDS: dict[str, Kind] = {
     "gptq, in another order": (gptq(act=True), gptq_config(act=True), (4, 32, True)),
     "gptq, asymmetric, in another order": (gptq(sym=False, act=True), gptq_config(sym=False, act=True), (4, 32, False)),
 }
-kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def meant(weight: torch.Tensor, asked: tuple[Any, ...], index: torch.Tensor | None) -> torch.Tensor:
@@ -76,50 +77,59 @@ def test_golden_bytes() -> None:
     assert zeros == [0x77777777, 0x88888888]
 
 
-@kinds
-@pytest.mark.parametrize("buffer", [packed_columns.STRIP, 1 << 12], ids=["whole", "in strips"])
-def test_dequantized_is_what_codes_stand_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, buffer: int
+@for_each("name", KINDS)
+def test_read_quantized_anew_and_verified_as_what_codes_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    make, config, asked = kind
-    monkeypatch.setattr(packed_columns, "STRIP", buffer)
-    monkeypatch.setattr(reading, "BUFFER", buffer * 8)
-    source = store(tmp_path / "source", make, config, shards=3)
+    make, config, asked = KINDS[name]
+    source, out = store(tmp_path / "source", make, config, shards=3), tmp_path / "out"
     stored, weights = small_checkpoints.read(source), small_checkpoints.tensors("Qwen3ForCausalLM")
-    dequantize(source, tmp_path / "plain")
-    plain = small_checkpoints.read(tmp_path / "plain")
-    assert set(plain) == set(weights)
-    for name in filter(is_layer, plain):
-        index = stored.get(name.removesuffix("weight") + "g_idx") if config.get("desc_act") else None
-        assert torch.equal(plain[name], meant(weights[name], asked, index).bfloat16()), name
-    assert "quantization_config" not in open_checkpoint(tmp_path / "plain").config
 
+    def stands_for(module: str) -> torch.Tensor:
+        index = stored[f"{module}.g_idx"] if config.get("desc_act") else None
+        return meant(weights[f"{module}.weight"], asked, index)
 
-@kinds
-def test_quantized_anew(tmp_path: Path, kind: Kind) -> None:
-    source = store(tmp_path / "source", *kind[:2])
-    assert compress(source, tmp_path / "out", "block").quantized_tensors == 14
-    dequantize(source, tmp_path / "plain")
-    assert verify(tmp_path / "out", tmp_path / "plain").problems == ()
-    assert verify(tmp_path / "out", source, full=True).problems == ()
+    # Whole, and in strips.
+    for strip in (packed_columns.STRIP, 1 << 12):
+        plain = tmp_path / f"plain-{strip}"
+        with monkeypatch.context() as patch:
+            patch.setattr(packed_columns, "STRIP", strip)
+            patch.setattr(reading, "BUFFER", strip * 8)
+            dequantize(source, plain)
+        found = small_checkpoints.read(plain)
+        assert set(found) == set(weights)
+        for layer in filter(is_layer, found):
+            assert torch.equal(found[layer], stands_for(layer.removesuffix(".weight")).bfloat16()), layer
+        assert "quantization_config" not in open_checkpoint(plain).config
+
+    assert compress(source, out, "block").quantized_tensors == 14
+    assert verify(out, plain).problems == ()
+    assert verify(out, source, full=True).problems == ()
     # dequantize rounds to bfloat16, which may be beyond the half step that rounding a code explains.
-    errors = verify(tmp_path / "out", tmp_path / "plain", full=True).errors
+    errors = verify(out, plain, full=True).errors
     assert len(errors) == 14
     assert max(error.relative for error in errors) < 0.03
+
+    assert verify(source).problems == ()
+    report = verify(source, small_checkpoints.write(tmp_path / "original"), full=True)
+    assert report.problems == ()
+    assert report.quantized == len(report.errors) == 14
+    assert report.equal_tensors == len(weights) - 14
+    for error in report.errors:
+        weight = weights[f"{error.module}.weight"].float()
+        difference = stands_for(error.module) - weight
+        assert error.relative == pytest.approx(float(difference.norm() / weight.norm()), rel=1e-4)
 
 
 AUTO_AWQ = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
 AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True, "true_sequential": True}
 
 
-@pytest.mark.parametrize(
-    ("name", "told", "kind"),
-    [
-        ("quantize_config.json", AUTO_GPTQ, "gptq"),
-        ("quant_config.json", AUTO_AWQ, "awq"),
-        ("quantize_config.json", AUTO_AWQ, "awq"),
-    ],
-)
+@for_each(("name", "told", "kind"), [
+    ("quantize_config.json", AUTO_GPTQ, "gptq"),
+    ("quant_config.json", AUTO_AWQ, "awq"),
+    ("quantize_config.json", AUTO_AWQ, "awq"),
+])  # fmt: skip
 def test_a_tool_s_own_file_says_how_weights_are_stored(
     tmp_path: Path, name: str, told: dict[str, Any], kind: str
 ) -> None:
@@ -149,7 +159,7 @@ def test_a_tool_s_own_file_says_how_weights_are_stored(
 SAME = [name for name, (_, config, asked) in KINDS.items() if asked[0] == 4 and not config.get("desc_act")]
 
 
-@pytest.mark.parametrize("name", SAME)
+@for_each("name", SAME)
 def test_repacked_without_a_change_of_any_value(tmp_path: Path, name: str) -> None:
     make, config, asked = KINDS[name]
     source, out = store(tmp_path / "source", make, config, shards=2), tmp_path / "out"
@@ -177,6 +187,19 @@ def test_repacked_without_a_change_of_any_value(tmp_path: Path, name: str) -> No
     assert all(torch.equal(plain[0][name], plain[1][name]) for name in plain[0])
 
 
+def test_the_plan_says_what_is_made_anew(tmp_path: Path) -> None:
+    for name, note in (
+        ("awq", "14 layers have zero points and are quantized again; --asymmetric keeps their codes"),
+        ("gptq, in another order", "14 layers have act-order (g_idx) and are quantized again"),
+    ):
+        source = store(tmp_path / name, *KINDS[name][:2])
+        plan = make_plan(open_checkpoint(source), find_scheme("int4", group_size="32"))
+        assert note in plan.notes
+        compress(source, tmp_path / f"{name}-out", "int4", group_size="32")
+        dequantize(source, tmp_path / f"{name}-plain")
+        assert verify(tmp_path / f"{name}-out", tmp_path / f"{name}-plain", full=True).problems == ()
+
+
 def test_no_zero_point_is_repacked_with_them_too(tmp_path: Path) -> None:
     source = store(tmp_path / "source", gptq(), gptq_config())
     compress(source, tmp_path / "out", "int4", group_size="32", asymmetric=True)
@@ -184,34 +207,12 @@ def test_no_zero_point_is_repacked_with_them_too(tmp_path: Path) -> None:
     assert torch.equal(found[f"{Q}.weight_zero_point"].unique(), torch.tensor([0x88888888 - (1 << 32)]))
 
 
-@pytest.mark.parametrize(
-    ("name", "note"),
-    [
-        ("awq", "14 layers have zero points and are quantized again; --asymmetric keeps their codes"),
-        ("gptq, in another order", "14 layers have act-order (g_idx) and are quantized again"),
-    ],
-)
-def test_the_plan_says_what_is_made_anew(tmp_path: Path, name: str, note: str) -> None:
-    source = store(tmp_path / "source", *KINDS[name][:2])
-    plan = make_plan(open_checkpoint(source), find_scheme("int4", group_size="32"))
-    assert note in plan.notes
-    compress(source, tmp_path / "out", "int4", group_size="32")
-    dequantize(source, tmp_path / "plain")
-    assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
+def changed(last: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Weights], object]:
+    return lambda weights: weights.update({f"{Q}.{last}": change(weights[f"{Q}.{last}"]).contiguous()})
 
 
-def changed(last: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Weights], None]:
-    def damage(weights: Weights) -> None:
-        weights[f"{Q}.{last}"] = change(weights[f"{Q}.{last}"]).contiguous()
-
-    return damage
-
-
-def without(last: str) -> Callable[[Weights], None]:
-    def damage(weights: Weights) -> None:
-        del weights[f"{Q}.{last}"]
-
-    return damage
+def without(last: str) -> Callable[[Weights], object]:
+    return lambda weights: weights.pop(f"{Q}.{last}")
 
 
 def one(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -279,22 +280,23 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "damage", "message"), FAULTS, ids=range(len(FAULTS)))
-@pytest.mark.parametrize(
-    "options", [None, {"scheme": "channel"}, {"scheme": "int4", "group_size": "32", "asymmetric": True}]
-)
-def test_what_is_wrong_is_named(
-    tmp_path: Path, name: str, damage: Callable[[Weights], None], message: str, options: dict[str, Any] | None
-) -> None:
-    source = store(tmp_path / "source", *KINDS[name][:2])
-    change_weights(source, damage)
-    with pytest.raises(SourceError) as caught:
-        dequantize(source, tmp_path / "out") if options is None else compress(source, tmp_path / "out", **options)
-    assert caught.value.message == message
-    if options is None:
-        (problem,) = verify(source).problems
-        assert message.startswith("gone") or message in problem
-    assert (caught.value.hint == ORDERED) == ("not in order" in message)
+def test_what_is_wrong_is_named(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name in {fault[0]: None for fault in FAULTS}:
+        store(tmp_path / name, *KINDS[name][:2])
+    shifted_too = partial(compress, scheme="int4", group_size="32", asymmetric=True)
+    for name, damage, message in FAULTS:
+        source = tmp_path / name
+        sound = (source / "model.safetensors").read_bytes()
+        change_weights(source, damage)
+        with subtests.test(message=message):
+            for work in (dequantize, partial(compress, scheme="channel"), shifted_too):
+                with pytest.raises(SourceError) as caught:
+                    work(source, tmp_path / "out")
+                assert caught.value.message == message
+                assert (caught.value.hint == ORDERED) == ("not in order" in message)
+            (problem,) = verify(source).problems
+            assert message.startswith("gone") or message in problem
+        (source / "model.safetensors").write_bytes(sound)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
@@ -315,14 +317,18 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "change", "message", "hint"), REFUSED)
-def test_other_layouts_are_refused(tmp_path: Path, name: str, change: dict[str, Any], message: str, hint: str) -> None:
-    source = store(tmp_path / "source", *KINDS[name][:2])
-    change_json(source / "config.json", lambda found: found["quantization_config"].update(change))
-    with pytest.raises(PlanError) as caught:
-        compress(source, tmp_path / "out", "int4")
-    assert caught.value.message == f"the source is already quantized: {message}"
-    assert caught.value.hint == f"{hint}; or start from the unquantized model"
+def test_other_layouts_are_refused(tmp_path: Path) -> None:
+    for name in ("awq", "gptq"):
+        store(tmp_path / name, *KINDS[name][:2])
+    for name, change, message, hint in REFUSED:
+        config = tmp_path / name / "config.json"
+        text = config.read_text()
+        change_json(config, lambda found, change=change: found["quantization_config"].update(change))
+        with pytest.raises(PlanError) as caught:
+            compress(tmp_path / name, tmp_path / "out", "int4")
+        assert caught.value.message == f"the source is already quantized: {message}"
+        assert caught.value.hint == f"{hint}; or start from the unquantized model"
+        config.write_text(text)
 
 
 def test_layers_left_out_by_dynamic_are_plain(tmp_path: Path) -> None:
@@ -340,37 +346,16 @@ def test_layers_left_out_by_dynamic_are_plain(tmp_path: Path) -> None:
     assert torch.equal(small_checkpoints.read(tmp_path / "plain")[f"{Q}.weight"], weight)
 
 
-def test_codes_in_columns_of_a_format_that_has_rows(tmp_path: Path) -> None:
+def test_codes_that_config_json_does_not_tell_of(tmp_path: Path) -> None:
+    for make, config in ((gptq(), awq_config()), (awq(), gptq_config())):
+        source = store(tmp_path / "source", make, config)
+        with pytest.raises(OpenQuantError, match=r"qzeros is I32|scales is F16"):
+            dequantize(source, tmp_path / "out")
     source = store(tmp_path / "source", gptq(), asymmetric_config())
     with pytest.raises(SourceError, match="but config.json does not say that its layer is in AWQ or GPTQ"):
         dequantize(source, tmp_path / "out")
-    assert f"model.safetensors: {Q}.qweight is I32 [32, 256], not a matrix of I32 called {Q}.weight_packed" in (
-        verify(source).problems
-    )
-
-
-@pytest.mark.parametrize("config", [awq_config(), gptq_config()])
-def test_codes_that_config_json_does_not_tell_of(tmp_path: Path, config: dict[str, Any]) -> None:
-    source = store(tmp_path / "source", awq() if config["quant_method"] == "gptq" else gptq(), config)
-    with pytest.raises(OpenQuantError, match=r"qzeros is I32|scales is F16"):
-        dequantize(source, tmp_path / "out")
-
-
-@kinds
-def test_verified(tmp_path: Path, kind: Kind) -> None:
-    make, config, asked = kind
-    source = store(tmp_path / "source", make, config, shards=2)
-    assert verify(source).problems == ()
-    report = verify(source, small_checkpoints.write(tmp_path / "original"), full=True)
-    assert report.problems == ()
-    assert report.quantized == len(report.errors) == 14
-    assert report.equal_tensors == len(small_checkpoints.tensors("Qwen3ForCausalLM")) - 14
-    weights, stored = small_checkpoints.tensors("Qwen3ForCausalLM"), small_checkpoints.read(source)
-    for error in report.errors:
-        weight = weights[f"{error.module}.weight"].float()
-        index = stored[f"{error.module}.g_idx"] if config.get("desc_act") else None
-        difference = meant(weight, asked, index) - weight
-        assert error.relative == pytest.approx(float(difference.norm() / weight.norm()), rel=1e-4)
+    told = f"model.safetensors: {Q}.qweight is I32 [32, 256], not a matrix of I32 called {Q}.weight_packed"
+    assert told in verify(source).problems
 
 
 def test_what_awq_leaves_out_is_a_part_of_names(tmp_path: Path) -> None:

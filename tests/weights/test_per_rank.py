@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import change_json
 from openquant import compress, dequantize, verify
 from openquant.errors import PlanError, SourceError
 from openquant.formats.reference import decode
@@ -80,52 +81,66 @@ def test_each_is_read_as_its_codes_and_scales_stand_for(tmp_path: Path) -> None:
         assert torch.equal(found[name], values.to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("scheme", ["block", "channel"])
-def test_an_output_is_what_its_bfloat16_weights_give(tmp_path: Path, scheme: str) -> None:
+def test_an_output_is_what_its_bfloat16_weights_give(tmp_path: Path) -> None:
     """Of blocks too: keys and values have others than they lie in."""
-    expected = fused(tmp_path / "source")
-    compress(tmp_path / "source", tmp_path / "out", scheme)
-    found = small_checkpoints.read(tmp_path / "out")
-    chosen, suffix = (BLOCK, "_scale_inv") if scheme == "block" else (CHANNEL, "_scale")
-    quantized = {name: values for name, values in expected.items() if f"{name}{suffix}" in found}
+    source = tmp_path / "source"
+    expected = fused(source)
     # 80 rows are no blocks.
-    assert len(quantized) == (3 if scheme == "block" else 6)
-    for name, values in quantized.items():
-        made = decode(found[name], found[f"{name}{suffix}"], chosen.format)
-        assert (made - values).norm() / values.norm() < 0.04, name
-    assert verify(tmp_path / "out", tmp_path / "source").problems == ()
+    for scheme, suffix, count in ((BLOCK, "_scale_inv", 3), (CHANNEL, "_scale", 6)):
+        out = tmp_path / scheme.name
+        compress(source, out, scheme.name)
+        found = small_checkpoints.read(out)
+        quantized = {name: values for name, values in expected.items() if f"{name}{suffix}" in found}
+        assert len(quantized) == count
+        for name, values in quantized.items():
+            made = decode(found[name], found[f"{name}{suffix}"], scheme.format)
+            assert (made - values).norm() / values.norm() < 0.04, name
+        assert verify(out, source).problems == ()
+        assert "attention_projection_layout" not in json.loads((out / "config.json").read_text())
 
 
-def test_their_codes_cannot_be_kept(tmp_path: Path) -> None:
-    fused(tmp_path / "source")
+def test_the_config_says_that_projections_lie_one_by_one(tmp_path: Path) -> None:
+    """With "fused_qkv" vLLM 0.33 builds a layer in blocks that takes no projection by itself."""
+    source, key = tmp_path / "source", "attention_projection_layout"
+    fused(source)
+    change_json(source / "config.json", lambda found: found.update({key: "fused_qkv"}))
+    dequantize(source, tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "config.json").read_text())[key] == "split"
+    for scheme in ("block", "channel"):
+        out = tmp_path / scheme
+        compress(source, out, scheme)
+        assert json.loads((out / "config.json").read_text())[key] == "split"
+        assert verify(out, source).problems == ()
+        change_json(out / "config.json", lambda found: found.update({key: "fused_qkv"}))
+        assert verify(out, source).problems == (
+            f'config.json: {key} is "fused_qkv", but must be "split": engines read it',
+        )
+
+
+def test_codes_cannot_be_kept_and_other_scales_and_sizes_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    fused(source)
     with pytest.raises(PlanError) as caught:
-        compress(tmp_path / "source", tmp_path / "out", "keep")
+        compress(source, tmp_path / "out", "keep")
     assert caught.value.message == (
         "compressed-tensors has no layout for model.layers.0.self_attn.qkv_proj.weight: FP8 with one scale per 128x128 "
         "block, F32 scales, stored per tensor-parallel rank, FP8 activations"
     )
+    # Sizes that account for no rows.
+    text = (source / "config.json").read_text()
+    for key in ("num_key_value_heads", "v_head_dim"):
+        (source / "config.json").write_text(json.dumps({**json.loads(text), key: 3}))
+        with pytest.raises(SourceError, match="config.json has no heads that give so many rows"):
+            dequantize(source, tmp_path / "plain")
+    (source / "config.json").write_text(text)
 
-
-def test_scales_of_another_number_are_refused(tmp_path: Path) -> None:
-    fused(tmp_path / "source")
     name = "model.layers.1.self_attn.qkv_proj.weight_scale_inv"
-    small_checkpoints.change_weights(
-        tmp_path / "source", lambda weights: weights.update({name: weights[name][:-1].clone()})
-    )
+    small_checkpoints.change_weights(source, lambda weights: weights.update({name: weights[name][:-1].clone()}))
     with pytest.raises(SourceError) as caught:
-        dequantize(tmp_path / "source", tmp_path / "plain")
+        dequantize(source, tmp_path / "plain")
     assert caught.value.message == (
         f"{name} is [5, 2], for 2 parts of [272, 256] with one scale per 128x128 block it must be [6, 2]"
     )
-
-
-@pytest.mark.parametrize("key", ["num_key_value_heads", "v_head_dim"])
-def test_sizes_that_account_for_no_rows_are_refused(tmp_path: Path, key: str) -> None:
-    fused(tmp_path / "source")
-    config = json.loads((tmp_path / "source" / "config.json").read_text())
-    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, key: 3}))
-    with pytest.raises(SourceError, match="config.json has no heads that give so many rows"):
-        dequantize(tmp_path / "source", tmp_path / "plain")
 
 
 def test_published() -> None:
@@ -135,32 +150,3 @@ def test_published() -> None:
     outputs = make_plain_plan(checkpoint)
     found = {info.name: info for shard in outputs.layout.shards for info in outputs.layout.outputs(shard.name)}
     assert found == with_few_experts(published(NAME)).tensors
-
-
-@pytest.mark.parametrize("scheme", [None, "block", "channel"])
-def test_the_config_says_that_projections_lie_one_by_one(tmp_path: Path, scheme: str | None) -> None:
-    """With "fused_qkv" vLLM 0.33 builds a layer in blocks that takes no projection by itself."""
-    fused(tmp_path / "source")
-    path = tmp_path / "source" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_projection_layout": "fused_qkv"}))
-    if scheme is None:
-        dequantize(tmp_path / "source", tmp_path / "out")
-    else:
-        compress(tmp_path / "source", tmp_path / "out", scheme)
-    path = tmp_path / "out" / "config.json"
-    config = json.loads(path.read_text())
-    assert config["attention_projection_layout"] == "split"
-    if scheme is None:
-        return
-    assert verify(tmp_path / "out", tmp_path / "source").problems == ()
-
-    path.write_text(json.dumps({**config, "attention_projection_layout": "fused_qkv"}))
-    assert verify(tmp_path / "out", tmp_path / "source").problems == (
-        'config.json: attention_projection_layout is "fused_qkv", but must be "split": engines read it',
-    )
-
-
-def test_a_config_without_a_layout_gets_none(tmp_path: Path) -> None:
-    fused(tmp_path / "source")
-    compress(tmp_path / "source", tmp_path / "out", "block")
-    assert "attention_projection_layout" not in json.loads((tmp_path / "out" / "config.json").read_text())

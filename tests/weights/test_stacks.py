@@ -14,6 +14,7 @@ from openquant import compress, dequantize, verify
 from openquant.errors import OpenQuantError, PlanError, SourceError
 from support import small_checkpoints
 from support.quantized_checkpoints import BLOCKS, FP8, Weights, group, widened
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 # Stacks [E, in, 2 * out], [E, 2 * out, in], and ones that are a module's weight.
@@ -22,17 +23,14 @@ PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 # The quantization_config, which axes of a stack share a scale, the shape of the scales, and how their names end.
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor], str]] = {
-    "blocks": (
-        BLOCKS,
-        lambda stack: stack.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).abs().amax((2, 4)),
-        "_scale_inv",
-    ),
+    "blocks": (BLOCKS, lambda stack: stack.unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).abs().amax((2, 4)),
+     "_scale_inv"),
     "each": (PER_TENSOR, lambda stack: stack.abs().amax((1, 2)), "_scale"),
     "each, of three axes": (PER_TENSOR, lambda stack: stack.abs().amax((1, 2), keepdim=True), "_scale"),
     "one for all": (MODELOPT, lambda stack: stack.abs().amax(), "_weight_scale"),
     "rows": (group("channel"), lambda stack: stack.abs().amax(2, keepdim=True), "_scale"),
     "columns": (group("channel"), lambda stack: stack.abs().amax(1, keepdim=True), "_scale"),
-}
+}  # fmt: skip
 
 
 def is_stack(name: str, weight: torch.Tensor) -> bool:
@@ -79,8 +77,17 @@ def split(architecture: str, stacks: Weights) -> Weights:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("architecture", [ACROSS, ALONG])
+def check_rows(found: Weights, experts: Weights) -> None:
+    """What experts became with a scale for each row."""
+    assert experts.keys() <= found.keys()
+    for name, weight in experts.items():
+        scale = weight.float().abs().amax(1, keepdim=True) / 448
+        assert torch.equal(found[f"{name}_scale"], scale), name
+        assert torch.equal(found[name].view(torch.uint8), (weight.float() / scale).to(FP8).view(torch.uint8)), name
+
+
+@for_each("layout", LAYOUTS)
+@for_each("architecture", [ACROSS, ALONG])
 def test_experts_are_made_of_what_stacks_stand_for(tmp_path: Path, architecture: str, layout: str) -> None:
     source, meant = write(tmp_path / "source", architecture, layout)
     dequantize(source, tmp_path / "plain")
@@ -90,16 +97,22 @@ def test_experts_are_made_of_what_stacks_stand_for(tmp_path: Path, architecture:
         assert torch.equal(plain[name], stack.to(torch.bfloat16)), name
     compress(source, tmp_path / "out", "channel")
     assert verify(tmp_path / "out", source, full=True).problems == ()
-    found, experts = small_checkpoints.read(tmp_path / "out"), split(architecture, meant)
-    assert experts.keys() <= found.keys()
-    for name, weight in experts.items():
-        scale = weight.float().abs().amax(1, keepdim=True) / 448
-        assert torch.equal(found[f"{name}_scale"], scale), name
-        assert torch.equal(found[name].view(torch.uint8), (weight.float() / scale).to(FP8).view(torch.uint8)), name
+    check_rows(small_checkpoints.read(tmp_path / "out"), split(architecture, meant))
 
 
-@pytest.mark.parametrize("architecture", [ACROSS, ALONG, BESIDE])
-@pytest.mark.parametrize(
+def test_pieces_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that lie as columns are read some at a time, scales of blocks with them."""
+    source, meant = write(tmp_path / "source", ACROSS, "blocks")
+    monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 32 * 256 * 4)
+    monkeypatch.setattr("openquant.convert.conversion.BUFFER", 128 * 256)
+    compress(source, tmp_path / "out", "channel", workers=1)
+    check_rows(small_checkpoints.read(tmp_path / "out"), split(ACROSS, meant))
+    compress(source, tmp_path / "same", "block", workers=1)
+    assert verify(tmp_path / "same", source).problems == ()
+
+
+@for_each("architecture", [ACROSS, ALONG, BESIDE])
+@for_each(
     ("layout", "scheme"), [("blocks", "block"), ("each", "tensor"), ("one for all", "tensor"), ("outputs", "channel")]
 )
 def test_codes_pass_where_the_scheme_is_the_same(tmp_path: Path, architecture: str, layout: str, scheme: str) -> None:
@@ -130,73 +143,29 @@ def test_ignored_experts_are_decoded_one_by_one(tmp_path: Path) -> None:
         assert torch.equal(found[name], split(ACROSS, meant)[name].to(torch.bfloat16)), name
 
 
-def test_pieces_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that lie as columns are read some at a time, scales of blocks with them."""
-    source, meant = write(tmp_path / "source", ACROSS, "blocks")
-    monkeypatch.setattr("openquant.weights.reading.TRANSPOSED_BUFFER", 32 * 256 * 4)
-    monkeypatch.setattr("openquant.convert.conversion.BUFFER", 128 * 256)
-    compress(source, tmp_path / "out", "channel", workers=1)
-    found = small_checkpoints.read(tmp_path / "out")
-    for name, weight in split(ACROSS, meant).items():
-        scale = weight.float().abs().amax(1, keepdim=True) / 448
-        assert torch.equal(found[name].view(torch.uint8), (weight.float() / scale).to(FP8).view(torch.uint8)), name
-    compress(source, tmp_path / "same", "block", workers=1)
-    assert verify(tmp_path / "same", source).problems == ()
-
-
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
 
-@pytest.mark.parametrize(
-    ("layout", "change", "error", "message"),
-    [
-        (
-            "blocks",
-            lambda weights: weights.update({f"{GATE_UP}_scale_inv": torch.ones(4, 2, 3)}),
-            SourceError,
-            f"{GATE_UP}_scale_inv is [4, 2, 3], for [4, 256, 256] with one scale per 128x128 block it must be "
-            "[4, 2, 2]",
-        ),
-        (
-            "each",
-            lambda weights: weights.update({f"{GATE_UP}_scale": torch.ones(3)}),
-            SourceError,
-            f"{GATE_UP}_scale is [3], for [4, 256, 256] with one scale per tensor it must be [4, 1, 1]",
-        ),
-        (
-            # Which of two axes of the same length they are of nothing tells.
-            "rows",
-            lambda weights: weights.update({f"{GATE_UP}_scale": torch.ones(4, 256)}),
-            SourceError,
-            f"{GATE_UP}_scale is [4, 256], for [4, 256, 256] with one scale per channel it must be [4, 256, 1] or "
-            "[4, 1, 256]",
-        ),
-        (
-            "each",
-            lambda weights: weights.update({f"{GATE_UP}_scale": torch.ones(4, dtype=torch.int64)}),
-            SourceError,
-            f"{GATE_UP}_scale is I64, not F32 or BF16 or F16",
-        ),
-        (
-            "each",
-            lambda weights: weights.pop(f"{GATE_UP}_scale"),
-            SourceError,
-            f"{GATE_UP} has no scale: {GATE_UP}_scale is missing",
-        ),
-        (
-            "each",
-            lambda weights: weights.update({GATE_UP: torch.zeros(4, 2, 128, 256).to(FP8)}),
-            PlanError,
-            f"{GATE_UP} is F8_E4M3 [4, 2, 128, 256], which is not supported",
-        ),
-        (
-            "each",
-            lambda weights: weights.update({f"{GATE_UP}_scale": torch.full((4,), float("nan"))}),
-            SourceError,
-            f"{GATE_UP}_scale in model-00002-of-00002.safetensors holds nan, which is not a valid scale",
-        ),
-    ],
-)
+SCALE = f"{GATE_UP}_scale"
+NONE: list[tuple[str, Callable[[Weights], object], type[OpenQuantError], str]] = [
+    ("blocks", lambda weights: weights.update({f"{SCALE}_inv": torch.ones(4, 2, 3)}), SourceError,
+     f"{SCALE}_inv is [4, 2, 3], for [4, 256, 256] with one scale per 128x128 block it must be [4, 2, 2]"),
+    ("each", lambda weights: weights.update({SCALE: torch.ones(3)}), SourceError,
+     f"{SCALE} is [3], for [4, 256, 256] with one scale per tensor it must be [4, 1, 1]"),
+    # Which of two axes of the same length they are of nothing tells.
+    ("rows", lambda weights: weights.update({SCALE: torch.ones(4, 256)}), SourceError,
+     f"{SCALE} is [4, 256], for [4, 256, 256] with one scale per channel it must be [4, 256, 1] or [4, 1, 256]"),
+    ("each", lambda weights: weights.update({SCALE: torch.ones(4, dtype=torch.int64)}), SourceError,
+     f"{SCALE} is I64, not F32 or BF16 or F16"),
+    ("each", lambda weights: weights.pop(SCALE), SourceError, f"{GATE_UP} has no scale: {SCALE} is missing"),
+    ("each", lambda weights: weights.update({GATE_UP: torch.zeros(4, 2, 128, 256).to(FP8)}), PlanError,
+     f"{GATE_UP} is F8_E4M3 [4, 2, 128, 256], which is not supported"),
+    ("each", lambda weights: weights.update({SCALE: torch.full((4,), float("nan"))}), SourceError,
+     f"{SCALE} in model-00002-of-00002.safetensors holds nan, which is not a valid scale"),
+]  # fmt: skip
+
+
+@for_each(("layout", "change", "error", "message"), NONE)
 def test_scales_that_are_not_those_of_a_stack(
     tmp_path: Path, layout: str, change: Callable[[Weights], Any], error: type[OpenQuantError], message: str
 ) -> None:

@@ -48,74 +48,57 @@ def test_what_was_written_comes_back(tmp_path: Path) -> None:
     assert found.of("d.weight") is None
 
 
-def rewrite(path: Path, facts: Any, **tensors: Any) -> None:
-    arrays = {**load_file(path), **{name.replace("_", "."): value for name, value in tensors.items()}}
-    save_file({name: value for name, value in arrays.items() if value is not None}, path, {KIND: facts})
-
-
-FACTS = {"model": "5f", "stamp": "a0", "texts": {}, "inputs": [{"tensors": ["a.weight"], "tokens": 7}]}
+INPUT = {"tensors": ["a.weight"], "tokens": 7}
+FACTS = {"model": "5f", "stamp": "a0", "texts": {}, "inputs": [INPUT]}
 EARLIER = "{path} was written by an earlier openquant, whose digests do not cover all weights"
 NONE_OF_OURS = "{path} is no calibration"
 WRONG_CACHE = "{path}: magnitudes of keys or values of layer 0 are negative or not finite"
 WRONG = "{path}: magnitudes of a.weight are negative or not finite"
+# What a file says instead of FACTS, which arrays it has instead of others, and the message.
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ({}, {}, NONE_OF_OURS),
+    ({name: value for name, value in FACTS.items() if name != "stamp"}, {}, EARLIER),
+    ([], {}, NONE_OF_OURS),
+    (7, {}, NONE_OF_OURS),
+    *(({**FACTS, **wrong}, {}, NONE_OF_OURS) for wrong in (
+        {"stamp": 1}, {"model": 1}, {"texts": []}, {"texts": {"files": "a.txt"}}, {"texts": {"files": [1]}},
+        {"texts": {"dataset": 1}}, {"texts": {"builtin": ["Python"]}}, {"inputs": {}}, {"inputs": [7]}, {"cached": [1]},
+    )),
+    *(({**FACTS, "inputs": [{**INPUT, **wrong}]}, {}, NONE_OF_OURS) for wrong in (
+        {"tensors": "a.weight"}, {"tensors": [1]}, {"tokens": -1}, {"tokens": True}, {"tokens": 0.5}, {"routed": 7},
+        {"routed": [7, -1]},
+    )),
+    *(({**FACTS, "cached": wrong}, {}, NONE_OF_OURS) for wrong in (
+        {"a": [1.0, 1.0]}, {"0": [1.0]}, {"0": 1.0}, {"0": [1.0, "1"]}, {"00": [1.0, 1.0]}, {"-1": [1.0, 1.0]},
+        {"9" * 5000: [1.0, 1.0]},
+    )),
+    *(({**FACTS, "cached": {"0": wrong}}, {}, WRONG_CACHE) for wrong in (
+        [1.0, -1.0], [math.inf, 1.0], [1.0, math.nan], [2e41, 1.0],
+    )),
+    ({**FACTS, "inputs": 2 * [INPUT]}, {"1_square": None}, NONE_OF_OURS),
+    *((FACTS, wrong, NONE_OF_OURS) for wrong in (
+        {"0_absmax": None}, {"0_mean": np.zeros(3, np.float32)}, {"0_mean": np.zeros(2)},
+        {"0_absmax": np.zeros((2, 1), np.float32), "0_mean": np.zeros((2, 1), np.float32)},
+        {"0_square": np.zeros(3, np.float32)},
+    )),
+    *((FACTS, {name: np.array([1, value], np.float32)}, WRONG) for name, value in (
+        ("0_absmax", -1), ("0_mean", np.nan), ("0_absmax", np.inf), ("0_square", -1), ("0_square", np.inf),
+    )),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("facts", "tensors", "message"),
-    [
-        ({}, {}, NONE_OF_OURS),
-        ({name: value for name, value in FACTS.items() if name != "stamp"}, {}, EARLIER),
-        ([], {}, NONE_OF_OURS),
-        (7, {}, NONE_OF_OURS),
-        ({**FACTS, "stamp": 1}, {}, NONE_OF_OURS),
-        ({**FACTS, "model": 1}, {}, NONE_OF_OURS),
-        ({**FACTS, "texts": []}, {}, NONE_OF_OURS),
-        ({**FACTS, "texts": {"files": "a.txt"}}, {}, NONE_OF_OURS),
-        ({**FACTS, "texts": {"files": [1]}}, {}, NONE_OF_OURS),
-        ({**FACTS, "texts": {"dataset": 1}}, {}, NONE_OF_OURS),
-        ({**FACTS, "texts": {"builtin": ["Python"]}}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": {}}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": [7]}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": [{"tensors": "a.weight", "tokens": 7}]}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": [{"tensors": [1], "tokens": 7}]}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": -1}]}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": True}]}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": 0.5}]}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": 7, "routed": 7}]}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": [{"tensors": ["a.weight"], "tokens": 7, "routed": [7, -1]}]}, {}, NONE_OF_OURS),
-        ({**FACTS, "cached": [1]}, {}, NONE_OF_OURS),
-        ({**FACTS, "cached": {"a": [1.0, 1.0]}}, {}, NONE_OF_OURS),
-        ({**FACTS, "cached": {"0": [1.0]}}, {}, NONE_OF_OURS),
-        ({**FACTS, "cached": {"0": 1.0}}, {}, NONE_OF_OURS),
-        ({**FACTS, "cached": {"0": [1.0, "1"]}}, {}, NONE_OF_OURS),
-        ({**FACTS, "cached": {"0": [1.0, -1.0]}}, {}, WRONG_CACHE),
-        ({**FACTS, "cached": {"0": [math.inf, 1.0]}}, {}, WRONG_CACHE),
-        ({**FACTS, "cached": {"0": [1.0, math.nan]}}, {}, WRONG_CACHE),
-        ({**FACTS, "cached": {"0": [2e41, 1.0]}}, {}, WRONG_CACHE),
-        ({**FACTS, "cached": {"00": [1.0, 1.0]}}, {}, NONE_OF_OURS),
-        ({**FACTS, "cached": {"-1": [1.0, 1.0]}}, {}, NONE_OF_OURS),
-        ({**FACTS, "cached": {"9" * 5000: [1.0, 1.0]}}, {}, NONE_OF_OURS),
-        ({**FACTS, "inputs": 2 * [{"tensors": ["a.weight"], "tokens": 7}]}, {"1_square": None}, NONE_OF_OURS),
-        (FACTS, {"0_absmax": None}, NONE_OF_OURS),
-        (FACTS, {"0_mean": np.zeros(3, np.float32)}, NONE_OF_OURS),
-        (FACTS, {"0_mean": np.zeros(2)}, NONE_OF_OURS),
-        (FACTS, {"0_absmax": np.zeros((2, 1), np.float32), "0_mean": np.zeros((2, 1), np.float32)}, NONE_OF_OURS),
-        (FACTS, {"0_absmax": np.array([1, -1], np.float32)}, WRONG),
-        (FACTS, {"0_mean": np.array([1, np.nan], np.float32)}, WRONG),
-        (FACTS, {"0_absmax": np.array([1, np.inf], np.float32)}, WRONG),
-        (FACTS, {"0_square": np.zeros(3, np.float32)}, NONE_OF_OURS),
-        (FACTS, {"0_square": np.array([1, -1], np.float32)}, WRONG),
-        (FACTS, {"0_square": np.array([1, np.inf], np.float32)}, WRONG),
-    ],
-)
-def test_what_no_calibration_holds_is_refused(tmp_path: Path, facts: Any, tensors: Any, message: str) -> None:
+def test_what_no_calibration_holds_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.calibration.safetensors"
     path.write_bytes(some().to_bytes())
-    rewrite(path, json.dumps(facts), **tensors)
-    with pytest.raises(SourceError) as caught:
-        read_calibration(path)
-    assert caught.value.message == message.format(path=path)
-    assert caught.value.hint == "make it again: openquant calibrate MODEL -o FILE"
+    sound = load_file(path)
+    for facts, tensors, message in REFUSED:
+        arrays = {**sound, **{name.replace("_", "."): value for name, value in tensors.items()}}
+        held = {name: value for name, value in arrays.items() if value is not None}
+        save_file(held, path, {KIND: json.dumps(facts)})
+        with pytest.raises(SourceError) as caught:
+            read_calibration(path)
+        assert caught.value.message == message.format(path=path), (facts, tensors)
+        assert caught.value.hint == "make it again: openquant calibrate MODEL -o FILE"
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from openquant.formats.kernels import unpack_words
 from openquant.formats.numbers import INT4, INT8_WORDS
 from support import small_checkpoints
 from support.quantized_checkpoints import Weights, asymmetric, asymmetric_config, decompressed, is_layer, store
+from support.rows import for_each
 from support.small_checkpoints import change_weights
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -29,7 +29,7 @@ def test_the_first_of_the_rows_in_a_word_is_lowest() -> None:
     assert unpack_words(words, INT8_WORDS).T.tolist() == [[0x10, 0x32, 0x54, 0x76], [0x67, 0x45, 0x23, 0x01]]
 
 
-@pytest.mark.parametrize(("bits", "size"), KINDS)
+@for_each(("bits", "size"), KINDS)
 def test_dequantized_as_compressed_tensors_does(tmp_path: Path, bits: int, size: int | None) -> None:
     source = store(tmp_path / "source", asymmetric(bits, size), asymmetric_config(bits, size), shards=3)
     stored = small_checkpoints.read(source)
@@ -55,75 +55,23 @@ def test_quantized_anew_and_held_against_the_model_they_are_of(tmp_path: Path) -
     assert verify(tmp_path / "out", tmp_path / "plain", full=True).problems == ()
 
 
-def moved(weights: Weights) -> None:
-    weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"] ^ 0x44444444
-
-
 def test_zero_points_of_others_show(tmp_path: Path) -> None:
     source = store(tmp_path / "source", asymmetric(), asymmetric_config())
-    change_weights(source, moved)
+    sound = (source / "model.safetensors").read_bytes()
+    name = f"{Q}.weight_zero_point"
+    change_weights(source, lambda weights: weights.update({name: weights[name] ^ 0x44444444}))
     report = verify(source, small_checkpoints.write(tmp_path / "original"), full=True)
     assert len(report.problems) == 1
     assert f"{Q}.weight_packed is off by" in report.problems[0]
 
-
-def without(weights: Weights) -> None:
-    del weights[f"{Q}.weight_zero_point"]
-
-
-def in_bytes(weights: Weights) -> None:
-    weights[f"{Q}.weight_zero_point"] = torch.zeros(256, 8, dtype=torch.int8)
-
-
-def too_few(weights: Weights) -> None:
-    weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"][:-1].contiguous()
-
-
-@pytest.mark.parametrize(
-    ("damage", "message", "found"),
-    [
-        (
-            without,
-            f"{Q}.weight_packed has no zero points: {Q}.weight_zero_point is missing",
-            f"model.safetensors: {Q}.weight_packed has no zero points: {Q}.weight_zero_point is missing",
-        ),
-        (
-            in_bytes,
-            f"{Q}.weight_zero_point is I8 [256, 8], for [256, 256] with one scale and zero point per 1x32 block it must "
-            "be I32 [32, 8]",
-            f"model.safetensors: {Q}.weight_zero_point is I8 [256, 8], for I32 [256, 32] it must be I32 [32, 8]",
-        ),
-        (
-            too_few,
-            f"{Q}.weight_zero_point is I32 [31, 8], for [256, 256] with one scale and zero point per 1x32 block it must "
-            "be I32 [32, 8]",
-            f"model.safetensors: {Q}.weight_zero_point is I32 [31, 8], for I32 [256, 32] it must be I32 [32, 8]",
-        ),
-    ],
-)
-@pytest.mark.parametrize("work", [dequantize, compress])
-def test_zero_points_that_are_none(
-    tmp_path: Path, damage: Callable[[Weights], None], message: str, found: str, work: Callable[..., Any]
-) -> None:
-    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
-    change_weights(source, damage)
-    with pytest.raises(SourceError) as caught:
-        work(source, tmp_path / "out")
-    assert caught.value.message == message
-    assert verify(source).problems == (found,)
-
-
-def test_zero_points_without_a_weight(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
-    change_weights(source, lambda weights: weights.update(more_weight_zero_point=torch.zeros(1)))
-    change_weights(source, lambda weights: weights.update({"gone.weight_zero_point": torch.zeros(1, 1)}))
+    # Without a weight, and of symmetric weights.
+    (source / "model.safetensors").write_bytes(sound)
+    more = {"more_weight_zero_point": torch.zeros(1), "gone.weight_zero_point": torch.zeros(1, 1)}
+    change_weights(source, lambda weights: weights.update(more))
     assert verify(source).problems == (
         "model.safetensors: gone.weight_zero_point has no weight: gone.weight is missing",
     )
-
-
-def test_symmetric_weights_have_none(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
+    (source / "model.safetensors").write_bytes(sound)
     change_json(
         source / "config.json",
         lambda found: found["quantization_config"]["config_groups"]["group_0"]["weights"].update(symmetric=True),
@@ -133,8 +81,36 @@ def test_symmetric_weights_have_none(tmp_path: Path) -> None:
     assert len(verify(source).problems) == 14
 
 
-@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])
-@pytest.mark.parametrize("shifted", [False, True])
+ZERO_POINTS = f"{Q}.weight_zero_point"
+# How zero points are changed, what a run says, and what `verify` says.
+NONE: list[tuple[Callable[[Weights], object], str, str]] = [
+    (lambda weights: weights.pop(ZERO_POINTS),
+     f"{Q}.weight_packed has no zero points: {ZERO_POINTS} is missing",
+     f"model.safetensors: {Q}.weight_packed has no zero points: {ZERO_POINTS} is missing"),
+    (lambda weights: weights.update({ZERO_POINTS: torch.zeros(256, 8, dtype=torch.int8)}),
+     f"{ZERO_POINTS} is I8 [256, 8], for [256, 256] with one scale and zero point per 1x32 block it must be I32 [32, 8]",
+     f"model.safetensors: {ZERO_POINTS} is I8 [256, 8], for I32 [256, 32] it must be I32 [32, 8]"),
+    (lambda weights: weights.update({ZERO_POINTS: weights[ZERO_POINTS][:-1].contiguous()}),
+     f"{ZERO_POINTS} is I32 [31, 8], for [256, 256] with one scale and zero point per 1x32 block it must be I32 [32, 8]",
+     f"model.safetensors: {ZERO_POINTS} is I32 [31, 8], for I32 [256, 32] it must be I32 [32, 8]"),
+]  # fmt: skip
+
+
+def test_zero_points_that_are_none(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", asymmetric(), asymmetric_config())
+    sound = (source / "model.safetensors").read_bytes()
+    for damage, message, found in NONE:
+        (source / "model.safetensors").write_bytes(sound)
+        change_weights(source, damage)
+        for work in (dequantize, compress):
+            with pytest.raises(SourceError) as caught:
+                work(source, tmp_path / "out")
+            assert caught.value.message == message
+        assert verify(source).problems == (found,)
+
+
+@for_each("bits", [2, 3, 5, 6, 7])
+@for_each("shifted", [False, True])
 def test_each_width_is_written_verified_and_read_back(tmp_path: Path, bits: int, shifted: bool) -> None:
     source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
     compress(source, out, f"int{bits}", asymmetric=shifted, group_size="32")  # type: ignore[arg-type]
@@ -152,29 +128,20 @@ def test_each_width_is_written_verified_and_read_back(tmp_path: Path, bits: int,
     assert all(torch.equal(again[name], stored[name]) for name in stored)
 
 
-def old_words(weights: Weights) -> None:
-    """Twelve words of five-bit codes in place of 10 with 64, as versions before 0.18 have them."""
-    packed = weights[f"{Q}.weight_packed"]
-    weights[f"{Q}.weight_packed"] = torch.nn.functional.pad(packed, (0, packed.shape[1] // 5))
+def padded(share: int) -> Callable[[Weights], None]:
+    def damage(weights: Weights) -> None:
+        packed = weights[f"{Q}.weight_packed"]
+        weights[f"{Q}.weight_packed"] = torch.nn.functional.pad(packed, (0, packed.shape[1] * share // 10))
+
+    return damage
 
 
-def of_another_width(weights: Weights) -> None:
-    packed = weights[f"{Q}.weight_packed"]
-    weights[f"{Q}.weight_packed"] = torch.nn.functional.pad(packed, (0, packed.shape[1] // 10 * 5))
-
-
-def zero_points_of_another_width(weights: Weights) -> None:
-    weights[f"{Q}.weight_zero_point"] = weights[f"{Q}.weight_zero_point"][:-1].clone()
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (old_words, "its rows are not whole sets of 5 words with 32 codes"),
-        (of_another_width, "for [256, 384] with one scale and zero point per 1x32 block it must be I32 [40, 12]"),
-        (zero_points_of_another_width, "weight_zero_point is I32"),
-    ],
-)
+@for_each(("damage", "message"), [
+    # Twelve words of five-bit codes in place of 10 with 64, as versions before 0.18 have them.
+    (padded(2), "its rows are not whole sets of 5 words with 32 codes"),
+    (padded(5), "for [256, 384] with one scale and zero point per 1x32 block it must be I32 [40, 12]"),
+    (lambda weights: weights.update({ZERO_POINTS: weights[ZERO_POINTS][:-1].clone()}), "weight_zero_point is I32"),
+])  # fmt: skip
 def test_words_of_a_wrong_width_are_named(tmp_path: Path, damage: Callable[[Weights], None], message: str) -> None:
     source, out = small_checkpoints.write(tmp_path / "source"), tmp_path / "out"
     compress(source, out, "int5", asymmetric=True, group_size="32")
