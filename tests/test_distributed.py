@@ -323,12 +323,10 @@ def test_the_environment_of_torchrun_is_understood() -> None:
     assert Ranks.from_environment(bare) == Ranks(5, 8, 5, 8, Rendezvous("a", 1))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"WORLD_SIZE": ""}, {"RANK": ""}, {"RANK": "", "WORLD_SIZE": "0"}, {"WORLD_SIZE": "1", "RANK": "0"}],
-)
-def test_a_process_on_its_own(changes: dict[str, str]) -> None:
-    assert Ranks.from_environment({**TOLD, **changes, "MASTER_PORT": "abc"}) == Ranks()
+def test_a_process_on_its_own(subtests: pytest.Subtests) -> None:
+    for changes in [{"WORLD_SIZE": ""}, {"RANK": ""}, {"RANK": "", "WORLD_SIZE": "0"}, {"WORLD_SIZE": "1", "RANK": "0"}]:
+        with subtests.test(changes=changes):
+            assert Ranks.from_environment({**TOLD, **changes, "MASTER_PORT": "abc"}) == Ranks()
 
 
 WRONG = [
@@ -348,12 +346,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG)
-def test_an_environment_that_makes_no_sense_is_refused(changes: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        Ranks.from_environment({**TOLD, **changes})
-    assert caught.value.message == message
-    assert caught.value.hint == "start ranks with torchrun; to run as one process, unset RANK and WORLD_SIZE"
+def test_an_environment_that_makes_no_sense_is_refused(subtests: pytest.Subtests) -> None:
+    for changes, message in WRONG:
+        with subtests.test(changes=changes, message=message):
+            with pytest.raises(UsageError) as caught:
+                Ranks.from_environment({**TOLD, **changes})
+            assert caught.value.message == message
+            assert caught.value.hint == "start ranks with torchrun; to run as one process, unset RANK and WORLD_SIZE"
 
 
 def test_ranks_need_a_place_to_meet(source: Path, tmp_path: Path) -> None:

@@ -39,9 +39,7 @@ VERBS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+MESSAGES_NAME_KEYWORDS = [
         (
             "give --max-memory 1.4GB or more, or leave --gptq out",
             'give max_memory="1.4GB" or more, or leave gptq out',
@@ -67,11 +65,14 @@ VERBS = [
         ("engines use them with --kv-cache-dtype fp8", "engines use them with --kv-cache-dtype fp8"),
         ("ulimit -v is 100", "ulimit -v is 100"),
         ("a-b - c --", "a-b - c --"),
-    ],
-)
-def test_messages_name_keywords(text: str, expected: str) -> None:
-    assert in_python(text, ("output",)) == expected
-    assert in_python(expected, ("output",)) == expected
+    ]
+
+
+def test_messages_name_keywords(subtests: pytest.Subtests) -> None:
+    for text, expected in MESSAGES_NAME_KEYWORDS:
+        with subtests.test(text=text, expected=expected):
+            assert in_python(text, ("output",)) == expected
+            assert in_python(expected, ("output",)) == expected
 
 
 def test_one_flag_is_the_keyword_that_the_function_has() -> None:

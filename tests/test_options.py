@@ -100,29 +100,30 @@ def test_signatures_are_the_fields() -> None:
     assert by_name(*taken(openquant.calibrate)[:-4]) == by_name(*said(Calibrate), *said(CalibrationTexts))
 
 
-@pytest.mark.parametrize(
-    ("function", "kinds"),
-    [
+EVERY_ARGUMENT_BECOMES_THE = [
         (openquant.compress, (Recipe, CalibrationTexts, Run)),
         (openquant.dequantize, (Run,)),
         (openquant.diagnose, (Diagnose,)),
         (openquant.fit_table, (CompareSchemes,)),
         (openquant.evaluate, (Evaluate, Texts)),
         (openquant.calibrate, (Calibrate, CalibrationTexts)),
-    ],
-)
-def test_every_argument_becomes_the_option_of_its_name(function: Any, kinds: tuple[type, ...]) -> None:
-    source = inspect.getsource(inspect.unwrap(function))
-    made = {
-        ast.unparse(node.func): {each.arg: ast.unparse(each.value) for each in node.keywords}
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call)
-    }
-    parameters = inspect.signature(function).parameters
-    for kind in kinds:
-        assert made[f"{kind.__name__}.parse"] == {
-            each.name: each.name for each in fields(kind) if each.name in parameters
-        }
+    ]
+
+
+def test_every_argument_becomes_the_option_of_its_name(subtests: pytest.Subtests) -> None:
+    for function, kinds in EVERY_ARGUMENT_BECOMES_THE:
+        with subtests.test(function=function, kinds=kinds):
+            source = inspect.getsource(inspect.unwrap(function))
+            made = {
+                ast.unparse(node.func): {each.arg: ast.unparse(each.value) for each in node.keywords}
+                for node in ast.walk(ast.parse(source))
+                if isinstance(node, ast.Call)
+            }
+            parameters = inspect.signature(function).parameters
+            for kind in kinds:
+                assert made[f"{kind.__name__}.parse"] == {
+                    each.name: each.name for each in fields(kind) if each.name in parameters
+                }
 
 
 def test_positional_arguments_stay() -> None:
@@ -141,9 +142,7 @@ def test_positional_arguments_stay() -> None:
         openquant.compress("model", workrs=3)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
+DOCSTRINGS_TELL_OF_EVERY = [
         openquant.compress,
         openquant.dequantize,
         openquant.diagnose,
@@ -152,18 +151,21 @@ def test_positional_arguments_stay() -> None:
         openquant.explain,
         openquant.fit_table,
         openquant.verify,
-    ],
-)
-def test_docstrings_tell_of_every_argument(function: Any) -> None:
-    section = inspect.getdoc(function).split("Args:\n")[1].split("\n\n")[0]
-    told = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
-    assert sorted(told) == sorted(inspect.signature(function).parameters)
-    assert "max_memory" not in told or (
-        "\n    max_memory: Memory limit of this process, such as 2GB. A number is in bytes. If the limit is too low for one"
-        "\n        step, the run stops with an error before it starts. A conversion uses fewer threads to stay below the limit."
-        "\n        A forward pass writes hidden states that do not fit to a temporary file.\n" in section
-    )
-    assert max(map(len, section.splitlines())) <= 120
+    ]
+
+
+def test_docstrings_tell_of_every_argument(subtests: pytest.Subtests) -> None:
+    for function in DOCSTRINGS_TELL_OF_EVERY:
+        with subtests.test(function=function):
+            section = inspect.getdoc(function).split("Args:\n")[1].split("\n\n")[0]
+            told = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
+            assert sorted(told) == sorted(inspect.signature(function).parameters)
+            assert "max_memory" not in told or (
+                "\n    max_memory: Memory limit of this process, such as 2GB. A number is in bytes. If the limit is too low for one"
+                "\n        step, the run stops with an error before it starts. A conversion uses fewer threads to stay below the limit."
+                "\n        A forward pass writes hidden states that do not fit to a temporary file.\n" in section
+            )
+            assert max(map(len, section.splitlines())) <= 120
 
 
 def test_the_docstring_of_push_tells_of_every_field() -> None:
@@ -213,20 +215,21 @@ def test_openquant_alone_prints_its_help() -> None:
     assert done.stderr.startswith("error: stdout cannot be written: No space left on device\n")
 
 
-@pytest.mark.parametrize("verb", ["compress", "dequantize"])
-def test_help_is_grouped_and_nearly_all_options_take_a_line(verb: str) -> None:
-    shown = openquant_prints(verb, "--help-all")
-    sections = dict(re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE))
-    titles = TITLES if verb == "compress" else tuple(each for each in TITLES if each not in (TITLES[0], TITLES[2]))
-    assert tuple(sections) == (*titles, "examples")
-    options = "".join(sections[title] for title in titles)
-    assert max(map(len, options.splitlines())) <= 80
-    begun = re.findall(r"^  (?:-\S, --|--|\[-m\] )([\w-]+)", options, re.MULTILINE)
-    for kind in (Recipe, Run) if verb == "compress" else (Run,):
-        for name, option in options_of(kind).items():
-            if option.group and name != "model" and (verb, name) != ("dequantize", "device"):
-                assert (option.flags or (name.replace("_", "-"),))[-1].removeprefix("--") in begun
-    assert len(options.splitlines()) <= len(begun) + 6
+def test_help_is_grouped_and_nearly_all_options_take_a_line(subtests: pytest.Subtests) -> None:
+    for verb in ["compress", "dequantize"]:
+        with subtests.test(verb=verb):
+            shown = openquant_prints(verb, "--help-all")
+            sections = dict(re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE))
+            titles = TITLES if verb == "compress" else tuple(each for each in TITLES if each not in (TITLES[0], TITLES[2]))
+            assert tuple(sections) == (*titles, "examples")
+            options = "".join(sections[title] for title in titles)
+            assert max(map(len, options.splitlines())) <= 80
+            begun = re.findall(r"^  (?:-\S, --|--|\[-m\] )([\w-]+)", options, re.MULTILINE)
+            for kind in (Recipe, Run) if verb == "compress" else (Run,):
+                for name, option in options_of(kind).items():
+                    if option.group and name != "model" and (verb, name) != ("dequantize", "device"):
+                        assert (option.flags or (name.replace("_", "-"),))[-1].removeprefix("--") in begun
+            assert len(options.splitlines()) <= len(begun) + 6
 
 
 @pytest.fixture(scope="module")
@@ -287,12 +290,13 @@ def test_bash_completes_verbs_options_choices_and_directories(terminal: int, typ
     assert [re.findall("<(.*?)>", line) for line in told] == [words]
 
 
-@pytest.mark.parametrize(("shell", "registered"), [("zsh", "compdef _shtab_{} -N {}"), ("fish", "complete -c {1} ")])
-def test_other_shells_have_a_script_for_both_commands(shell: str, registered: str) -> None:
-    shown = openquant_prints("completion", shell)
-    for name in ("openquant", "compress-fp8"):
-        assert registered.format(name.replace("-", "_"), name) in shown
-    assert "compressed-tensors" in shown
+def test_other_shells_have_a_script_for_both_commands(subtests: pytest.Subtests) -> None:
+    for shell, registered in [("zsh", "compdef _shtab_{} -N {}"), ("fish", "complete -c {1} ")]:
+        with subtests.test(shell=shell, registered=registered):
+            shown = openquant_prints("completion", shell)
+            for name in ("openquant", "compress-fp8"):
+                assert registered.format(name.replace("-", "_"), name) in shown
+            assert "compressed-tensors" in shown
 
 
 @pytest.mark.parametrize(
@@ -335,9 +339,7 @@ def test_completion_is_installed_once(
         assert b"-F _shtab_openquant openquant" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("shell", "home", "message"),
-    [
+COMPLETION_THAT_CANNOT_BE = [
         ("/bin/tcsh", "/", "$SHELL is tcsh, and scripts are for bash, zsh, fish"),
         ("", "/", "$SHELL is not set, and scripts are for bash, zsh, fish"),
         ("/bin/bash", "", "$HOME is not set"),
@@ -346,16 +348,17 @@ def test_completion_is_installed_once(
             "/dev/null",
             "/dev/null/.local/share/openquant/completion.bash cannot be written: File exists",
         ),
-    ],
-)
-def test_completion_that_cannot_be_installed(
-    shell: str, home: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHELL", shell)
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    assert main(["completion", "install"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}\n")
+    ]
+
+
+def test_completion_that_cannot_be_installed(subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for shell, home, message in COMPLETION_THAT_CANNOT_BE:
+        with subtests.test(shell=shell, home=home, message=message), monkeypatch.context() as patch:
+            patch.setenv("SHELL", shell)
+            patch.setenv("HOME", home)
+            patch.delenv("XDG_DATA_HOME", raising=False)
+            assert main(["completion", "install"]) == 2
+            assert capsys.readouterr().err.startswith(f"error: {message}\n")
 
 
 def test_the_help_of_compress_begins_with_what_one_needs() -> None:
@@ -381,19 +384,17 @@ def test_the_model_is_named_with_or_without_its_flag(tmp_path: Path, capsys: pyt
     assert "does not exist" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
+def test_a_hint_names_the_nearest_word(subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, hint in [
         (["compres", "x"], "did you mean compress? see openquant --help"),
         (["eval", "x", "--sorce", "y"], "see openquant eval --help"),
         (["verify", "x", "--ful"], "did you mean --full? see openquant verify --help"),
         (["compress", "x", "--zzz"], "see openquant compress --help"),
         (["fit", "x", "--for", "vlm"], "did you mean vllm? see openquant fit --help"),
-    ],
-)
-def test_a_hint_names_the_nearest_word(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert capsys.readouterr().err.splitlines()[1] == f"hint: {hint}"
+    ]:
+        with subtests.test(words=words, hint=hint):
+            assert main(words) == 2
+            assert capsys.readouterr().err.splitlines()[1] == f"hint: {hint}"
 
 
 def test_env_is_for_bug_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,24 +449,20 @@ def test_an_option_about_searching_needs_a_search(tmp_path: Path) -> None:
     openquant.compress(source, "out", "channel", no_search=True, scheme_for={"**.mlp.*": "nvfp4"}, dry_run=True)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_texts_that_make_no_sense(subtests: pytest.Subtests) -> None:
+    for given, message in [
         ({"text": ["a.txt"], "dataset": "wikitext"}, "--text and --dataset are both given"),
         ({"samples": 0}, "0 samples"),
         ({"samples": 100_001}, "100001 samples"),
         ({"length": 1}, "samples of 1 tokens"),
         ({"length": 2_000_000}, "samples of 2000000 tokens"),
-    ],
-)
-def test_texts_that_make_no_sense(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        Texts(**given)
+    ]:
+        with subtests.test(given=given, message=message):
+            with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+                Texts(**given)
 
 
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
+VALUES_COME_IN_EITHER = [
         ({"max_memory": "2GB"}, {"max_memory": 2_000_000_000}),
         ({"max_memory": 5000}, {"max_memory": 5000}),
         ({"workers": "2"}, {"workers": 2}),
@@ -480,29 +477,30 @@ def test_texts_that_make_no_sense(given: dict[str, Any], message: str) -> None:
         ({"text": Path("a.txt")}, {"text": (Path("a.txt"),)}),
         ({"text": [Path("a.txt"), "b"]}, {"text": (Path("a.txt"), "b")}),
         ({"outputs": "a", "source": "b"}, {"outputs": ("a",)}),
-    ],
-)
-def test_values_come_in_either_form(given: dict[str, Any], read: dict[str, Any]) -> None:
-    [(name, value)] = read.items()
-    kind = next(each for each in (Recipe, Run, Texts, Evaluate) if name in options_of(each))
-    options = kind(**({"model": "m"} if kind is Run else {}), **given)
-    held = getattr(options, name)
-    assert (held, type(held)) == (value, type(value))
-    assert list(held) == list(value) if isinstance(value, dict) else True
+    ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "message"),
-    [
+def test_values_come_in_either_form(subtests: pytest.Subtests) -> None:
+    for given, read in VALUES_COME_IN_EITHER:
+        with subtests.test(given=given, read=read):
+            [(name, value)] = read.items()
+            kind = next(each for each in (Recipe, Run, Texts, Evaluate) if name in options_of(each))
+            options = kind(**({"model": "m"} if kind is Run else {}), **given)
+            held = getattr(options, name)
+            assert (held, type(held)) == (value, type(value))
+            assert list(held) == list(value) if isinstance(value, dict) else True
+
+
+def test_what_cannot_be_read_is_a_user_s_error(subtests: pytest.Subtests) -> None:
+    for kind, given, message in [
         (Run, {"model": "m", "max_memory": "2XB"}, "--max-memory: 2XB is not a size such as 500MB or 2GB"),
         (Run, {"model": "m", "workers": "two"}, "--workers: 'two' is not a number"),
         (Recipe, {"architecture": ""}, "--architecture: it is empty"),
         (Texts, {"text": [""]}, "--text: it is empty"),
-    ],
-)
-def test_what_cannot_be_read_is_a_user_s_error(kind: type, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        kind(**given)
+    ]:
+        with subtests.test(kind=kind, given=given, message=message):
+            with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+                kind(**given)
 
 
 def test_literal_types_are_the_choices() -> None:

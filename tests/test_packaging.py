@@ -143,18 +143,16 @@ def test_a_tag_is_the_version(built: Built, tmp_path: Path) -> None:
     assert version().startswith(f"1.2.3.post1.dev1+g{commit}")
 
 
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [
+def test_outputs_name_the_release_and_no_commit(subtests: pytest.Subtests) -> None:
+    for version, release in [
         ("1.2.3", "1.2.3"),
         ("1.2.3.post1.dev4+g1a2b3c4.d20261126", "1.2.3"),
         ("2.0.0rc1", "2.0.0rc1"),
         ("2.0.0rc1.post1.dev2+gabc", "2.0.0rc1"),
         ("main", NEWEST),
-    ],
-)
-def test_outputs_name_the_release_and_no_commit(version: str, release: str) -> None:
-    assert public_release(version) == release
+    ]:
+        with subtests.test(version=version, release=release):
+            assert public_release(version) == release
 
 
 def test_the_wheel_holds_every_package_and_no_tests(built: Built) -> None:

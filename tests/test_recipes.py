@@ -34,9 +34,7 @@ def recipe_in(out: Path) -> Any:
     return json.loads((out / ".openquant.json").read_text())["recipe"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+A_RECIPE_GIVES_THE = [
         {},
         {"scheme": "block", "ignore": ["**.o_proj"], "tp": 1},
         {
@@ -45,19 +43,24 @@ def recipe_in(out: Path) -> Any:
             "group_size": "64",
         },
         {"scheme": "none", "kv_cache": "fp8"},
-    ],
-)
-def test_a_recipe_gives_the_same_bytes(run: Run, tmp_path: Path, options: dict[str, Any]) -> None:
-    compress(EXAMPLE, tmp_path / "first", **options)
-    found = recipe_in(tmp_path / "first")
-    assert found["options"] == {"scheme": "tensor", **options}
-    for place in ("first", "first/.openquant.json"):
-        done = run("-m", EXAMPLE, "-o", "again", "--overwrite", "--recipe", tmp_path / place)
-        assert done.returncode == 0, done.stderr
-        assert tree(tmp_path / "here" / "again") == tree(tmp_path / "first")
-    assert verify(tmp_path / "first").problems == ()
-    command = f"openquant compress -m {EXAMPLE.name} {recipe_command(found['options'])}"
-    assert f"\n```\n{command}\n```\n" in (tmp_path / "first" / "README.md").read_text()
+    ]
+
+
+def test_a_recipe_gives_the_same_bytes(subtests: pytest.Subtests, run: Run, tmp_path: Path) -> None:
+    for number, options in enumerate(A_RECIPE_GIVES_THE):
+        with subtests.test(options=options):
+            here = tmp_path / str(number)
+            here.mkdir()
+            compress(EXAMPLE, here / "first", **options)
+            found = recipe_in(here / "first")
+            assert found["options"] == {"scheme": "tensor", **options}
+            for place in ("first", "first/.openquant.json"):
+                done = run("-m", EXAMPLE, "-o", "again", "--overwrite", "--recipe", here / place)
+                assert done.returncode == 0, done.stderr
+                assert tree(here / "here" / "again") == tree(here / "first")
+            assert verify(here / "first").problems == ()
+            command = f"openquant compress -m {EXAMPLE.name} {recipe_command(found['options'])}"
+            assert f"\n```\n{command}\n```\n" in (here / "first" / "README.md").read_text()
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -96,9 +99,7 @@ def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
     assert json.loads(run(*words, "--ignore", "**.k_proj").stdout)["schemes"] == {"channel": 16}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "recipe", "message"),
-    [
+A_RECIPE_THAT_DOES = [
         ("Qwen3ForCausalLM", Recipe("tensor", ignore=["**.experts.**"]), "--ignore **.experts.** matches no module"),
         ("Qwen3ForCausalLM", Recipe("block", tp=7), "--tp 7 cannot serve this model: "),
         ("Qwen3ForCausalLM", Recipe("tensor", architecture="NoClass"), "NoClass is not a known architecture; "),
@@ -107,16 +108,19 @@ def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
             Recipe("block"),
             "Mistral3ForConditionalGeneration cannot be served with ",
         ),
-    ],
-)
-def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(
-    run: Run, tmp_path: Path, architecture: str, recipe: Recipe, message: str
-) -> None:
-    source = small_checkpoints.write(tmp_path / "source", architecture)
-    (tmp_path / "r.json").write_text(json.dumps(recipe_of(recipe, CalibrationTexts())))
-    done = run("-m", source, "-o", "out", "--recipe", tmp_path / "r.json")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {message}")
+    ]
+
+
+def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(subtests: pytest.Subtests, run: Run, tmp_path: Path) -> None:
+    for number, (architecture, recipe, message) in enumerate(A_RECIPE_THAT_DOES):
+        with subtests.test(architecture=architecture, recipe=recipe, message=message):
+            here = tmp_path / str(number)
+            here.mkdir()
+            source = small_checkpoints.write(here / "source", architecture)
+            (here / "r.json").write_text(json.dumps(recipe_of(recipe, CalibrationTexts())))
+            done = run("-m", source, "-o", "out", "--recipe", here / "r.json")
+            assert done.returncode == 2
+            assert done.stderr.startswith(f"error: {message}")
 
 
 BROKEN: list[tuple[object, str]] = [
@@ -137,13 +141,16 @@ BROKEN: list[tuple[object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("held", "message"), BROKEN)
-def test_what_is_no_recipe_is_refused(tmp_path: Path, held: object, message: str) -> None:
-    path = tmp_path / "r.json"
-    path.write_text(json.dumps(held))
-    with pytest.raises(UsageError) as caught:
-        read_recipe(path)
-    assert caught.value.message.startswith(message.format(path))
+def test_what_is_no_recipe_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, (held, message) in enumerate(BROKEN):
+        with subtests.test(held=held, message=message):
+            here = tmp_path / str(number)
+            here.mkdir()
+            path = here / "r.json"
+            path.write_text(json.dumps(held))
+            with pytest.raises(UsageError) as caught:
+                read_recipe(path)
+            assert caught.value.message.startswith(message.format(path))
 
 
 def test_values_are_those_of_the_command(tmp_path: Path) -> None:

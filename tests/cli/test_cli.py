@@ -407,32 +407,35 @@ def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:
     assert "  vllm serve 'modèle 模型-FP8'\n" in quoted.stdout
 
 
-@pytest.mark.parametrize("signals", [["INT"], ["TERM"], ["INT", "INT"], ["TERM", "INT", "TERM"]])
-def test_signals_at_any_moment_exit_130(tmp_path: Path, signals: list[str]) -> None:
-    weights = {"model.layers.0.mlp.down_proj.weight": torch.ones(32768, 4096, dtype=torch.bfloat16)}
-    source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    command = [
-        sys.executable,
-        str(ROOT / "compress_fp8.py"),
-        "-m",
-        str(source),
-        "-o",
-        str(tmp_path / "out"),
-        "--json",
-        "-q",
-    ]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
-    while not (tmp_path / "out" / ".openquant").exists():
-        assert started.poll() is None
-        time.sleep(0.002)
-    for name in signals:
-        started.send_signal(getattr(signal, f"SIG{name}"))
-        time.sleep(0.002)
-    stdout, stderr = started.communicate(timeout=60)
-    assert started.returncode == 130, stderr
-    assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
-    assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
+def test_signals_at_any_moment_exit_130(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, signals in enumerate([["INT"], ["TERM"], ["INT", "INT"], ["TERM", "INT", "TERM"]]):
+        with subtests.test(signals=signals):
+            here = tmp_path / str(number)
+            here.mkdir()
+            weights = {"model.layers.0.mlp.down_proj.weight": torch.ones(32768, 4096, dtype=torch.bfloat16)}
+            source = small_checkpoints.write(here / "source", weights=weights)
+            command = [
+                sys.executable,
+                str(ROOT / "compress_fp8.py"),
+                "-m",
+                str(source),
+                "-o",
+                str(here / "out"),
+                "--json",
+                "-q",
+            ]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
+            while not (here / "out" / ".openquant").exists():
+                assert started.poll() is None
+                time.sleep(0.002)
+            for name in signals:
+                started.send_signal(getattr(signal, f"SIG{name}"))
+                time.sleep(0.002)
+            stdout, stderr = started.communicate(timeout=60)
+            assert started.returncode == 130, stderr
+            assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
+            assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
 
 
 def test_signals_while_the_message_is_printed_do_not_cut_it(tmp_path: Path) -> None:
@@ -472,20 +475,19 @@ def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) ->
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "command", [[str(ROOT / "compress_fp8.py")], ["-m", "openquant"], ["-m", "openquant", "compress"]]
-)
-def test_help_and_version(command: list[str]) -> None:
-    helped = subprocess.run([sys.executable, *command, "--help-all"], capture_output=True, text=True)
-    assert helped.returncode == 0
-    if command[-1] != "openquant":
-        for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--scheme-for", "--tp", "--quantize-lm-head", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
-                       "--overwrite", "--json", "-q", "-v"):  # fmt: skip
-            assert option in helped.stdout
-    if command[-1] != "compress":
-        shown = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True)
-        assert shown.returncode == 0
-        assert re.fullmatch(rf"openquant {__version__}( \([0-9a-f]{{7,}} [\d-]{{10}}\))?\n", shown.stdout)
+def test_help_and_version(subtests: pytest.Subtests) -> None:
+    for command in [[str(ROOT / "compress_fp8.py")], ["-m", "openquant"], ["-m", "openquant", "compress"]]:
+        with subtests.test(command=command):
+            helped = subprocess.run([sys.executable, *command, "--help-all"], capture_output=True, text=True)
+            assert helped.returncode == 0
+            if command[-1] != "openquant":
+                for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--scheme-for", "--tp", "--quantize-lm-head", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
+                               "--overwrite", "--json", "-q", "-v"):  # fmt: skip
+                    assert option in helped.stdout
+            if command[-1] != "compress":
+                shown = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True)
+                assert shown.returncode == 0
+                assert re.fullmatch(rf"openquant {__version__}( \([0-9a-f]{{7,}} [\d-]{{10}}\))?\n", shown.stdout)
 
 
 def test_help_does_not_load_numpy_or_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -92,19 +93,19 @@ def test_an_evaluation_fits(
     assert "recovery" in printed and "same token" in printed.replace("\n", " ") and not too_long(printed, width)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("verb", ["", *VERBS])
-def test_help_fits(verb: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    parser = verb_parser()
-    if verb:
-        [verbs] = [action for action in parser._actions if action.dest == "verb"]
-        assert verbs.choices is not None
-        parser = verbs.choices[verb]  # type: ignore[call-overload]
-    assert isinstance(parser, Parser)
-    for shows_all in (False, True):
-        parser.shows_all = shows_all
-        assert not too_long(parser.format_help(), width)
+def test_help_fits(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    for verb, width in itertools.product(["", *VERBS], WIDTHS):
+        with subtests.test(width=width, verb=verb), monkeypatch.context() as patch:
+            patch.setenv("COLUMNS", str(width))
+            parser = verb_parser()
+            if verb:
+                [verbs] = [action for action in parser._actions if action.dest == "verb"]
+                assert verbs.choices is not None
+                parser = verbs.choices[verb]  # type: ignore[call-overload]
+            assert isinstance(parser, Parser)
+            for shows_all in (False, True):
+                parser.shows_all = shows_all
+                assert not too_long(parser.format_help(), width)
 
 
 def test_a_result_has_80_columns_where_no_terminal_is(

@@ -150,17 +150,18 @@ def typed(kind: Any, path: str) -> Iterator[tuple[str, bool]]:
 SCHEMAS = sorted(path.stem for path in (ROOT / "docs" / "schema").glob("*.json"))
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_has_the_keys_that_are_documented(name: str) -> None:
-    verb = name.replace("fit-", "fit --")
-    jsonschema.Draft202012Validator.check_schema(schema(verb))
-    # What is data to the document is there only if there is something to say.
-    always = {path: path.endswith(".*") or not about.startswith("only ") for path, about in documented(verb).items()}
-    assert dict(in_schema(schema(verb))) == always
-    # An object without its keys, and a text for an object, are refused.
-    for wrong in ({}, "text"):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema(verb))
+def test_a_schema_has_the_keys_that_are_documented(subtests: pytest.Subtests) -> None:
+    for name in SCHEMAS:
+        with subtests.test(name=name):
+            verb = name.replace("fit-", "fit --")
+            jsonschema.Draft202012Validator.check_schema(schema(verb))
+            # What is data to the document is there only if there is something to say.
+            always = {path: path.endswith(".*") or not about.startswith("only ") for path, about in documented(verb).items()}
+            assert dict(in_schema(schema(verb))) == always
+            # An object without its keys, and a text for an object, are refused.
+            for wrong in ({}, "text"):
+                with pytest.raises(jsonschema.ValidationError):
+                    jsonschema.validate(wrong, schema(verb))
 
 
 def test_every_verb_has_a_schema() -> None:

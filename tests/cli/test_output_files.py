@@ -216,9 +216,7 @@ def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.
     assert (place / "c.safetensors").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("words", "written"),
-    [
+A_COMMAND_ENDS_WITH = [
         (("compress", EXAMPLE, "-o", "again", "--report", "page.html"), ["page.html"]),
         (("diagnose", EXAMPLE, "--report", "page.html"), ["page.html"]),
         (("verify", "FP8", "--report", "page.html"), ["page.html"]),
@@ -228,18 +226,16 @@ def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.
             ["FP8/eval.json", "page.html"],
         ),
         (("eval", "FP8", "--source", EXAMPLE, "--samples", "2", "--length", "16", "--out", "r.json"), ["r.json"]),
-    ],
-    ids=lambda words: " ".join(map(str, words[:1])),
-)
-def test_a_command_ends_with_the_files_that_it_wrote(
-    words: tuple[object, ...],
-    written: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    compress(EXAMPLE, tmp_path / "FP8")
-    monkeypatch.chdir(tmp_path)
-    assert main([str(word) for word in words]) == 0
-    assert capsys.readouterr().out.splitlines()[-len(written) :] == [f"wrote {name}" for name in written]
-    assert all((tmp_path / name).stat().st_size for name in written)
+    ]
+
+
+def test_a_command_ends_with_the_files_that_it_wrote(subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (words, written) in enumerate(A_COMMAND_ENDS_WITH):
+        with subtests.test(words=words, written=written), monkeypatch.context() as patch:
+            here = tmp_path / str(number)
+            here.mkdir()
+            compress(EXAMPLE, here / "FP8")
+            patch.chdir(here)
+            assert main([str(word) for word in words]) == 0
+            assert capsys.readouterr().out.splitlines()[-len(written) :] == [f"wrote {name}" for name in written]
+            assert all((here / name).stat().st_size for name in written)

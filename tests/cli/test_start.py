@@ -95,9 +95,7 @@ def test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines(tmp_path: Path
     assert ends[0][0] == 130
 
 
-@pytest.mark.parametrize(
-    ("name", "word", "hint"),
-    [
+THE_INSTALLED_COMMANDS_LISTEN = [
         ("openquant", "--version", " to continue"),
         ("compress-fp8", "--version", " to continue"),
         ("openquant", "eval", " to continue"),
@@ -107,42 +105,48 @@ def test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines(tmp_path: Path
         ("openquant", "push", " to continue"),
         ("openquant", "calibrate", " to continue"),
         ("openquant", "dequantize", " to continue"),
-    ],
-)
-def test_the_installed_commands_listen_first(tmp_path: Path, name: str, word: str, hint: str) -> None:
+    ]
+
+
+def test_the_installed_commands_listen_first(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """What pip writes for an entry point, interrupted while it imports the command line."""
-    found = re.search(rf'^{name} = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert found
-    module, function = found.groups()
-    script = tmp_path / name
-    script.write_text(
-        f"import sys\nfrom {module} import {function}\nif __name__ == '__main__':\n    sys.exit({function}())\n"
-    )
-    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    done = subprocess.run(
-        [sys.executable, str(script), *word.split()],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        preexec_fn=heed_ctrl_c,
-    )
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == f"error: interrupted\nhint: run the same command again{hint}\n"
+    for number, (name, word, hint) in enumerate(THE_INSTALLED_COMMANDS_LISTEN):
+        with subtests.test(name=name, word=word, hint=hint):
+            here = tmp_path / str(number)
+            here.mkdir()
+            found = re.search(rf'^{name} = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+            assert found
+            module, function = found.groups()
+            script = here / name
+            script.write_text(
+                f"import sys\nfrom {module} import {function}\nif __name__ == '__main__':\n    sys.exit({function}())\n"
+            )
+            (here / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+            done = subprocess.run(
+                [sys.executable, str(script), *word.split()],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                timeout=60,
+                preexec_fn=heed_ctrl_c,
+            )
+            assert (done.returncode, done.stdout) == (130, "")
+            assert done.stderr == f"error: interrupted\nhint: run the same command again{hint}\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than GCC's")
-@pytest.mark.parametrize(("environment", "spins"), [({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")])
-def test_threads_that_wait_sleep_unless_the_user_says_otherwise(environment: dict[str, str], spins: str) -> None:
-    words = ["eval", EXAMPLE, "--source", EXAMPLE, "--samples", "1", "--length", "16", "--text", "missing"]
-    done = subprocess.run(
-        [sys.executable, "-m", "openquant", *map(str, words)],
-        # OpenMP prints its settings as it is loaded.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "verbose", **environment},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert re.findall("GOMP_SPINCOUNT *= *'(.*)'", done.stderr) == [spins]
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(subtests: pytest.Subtests) -> None:
+    for environment, spins in [({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")]:
+        with subtests.test(environment=environment, spins=spins):
+            words = ["eval", EXAMPLE, "--source", EXAMPLE, "--samples", "1", "--length", "16", "--text", "missing"]
+            done = subprocess.run(
+                [sys.executable, "-m", "openquant", *map(str, words)],
+                # OpenMP prints its settings as it is loaded.
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "verbose", **environment},
+                capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            assert done.returncode == 2
+            assert re.findall("GOMP_SPINCOUNT *= *'(.*)'", done.stderr) == [spins]
 
 
 def test_the_package_sets_no_environment_variable() -> None:
@@ -245,28 +249,29 @@ sys.exit(commands.main(["verify", "x", "--json"]))
 """
 
 
-@pytest.mark.parametrize("where", ["python", "library"])
-def test_a_second_signal_ends_a_command_that_is_stuck_in_its_cleanup(where: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, where],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_ctrl_c,
-    )
-    try:
-        assert process.stderr is not None
-        for line, number in (("busy", signal.SIGINT), ("cleanup", signal.SIGTERM)):
-            assert process.stderr.readline() == f"{line}\n"
-            process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    hint = "run the same command again: it starts from the beginning"
-    assert (process.returncode, json.loads(out)) == (130, {"error": "interrupted", "hint": hint})
-    assert err == f"error: interrupted\nhint: {hint}\n"
+def test_a_second_signal_ends_a_command_that_is_stuck_in_its_cleanup(subtests: pytest.Subtests) -> None:
+    for where in ["python", "library"]:
+        with subtests.test(where=where):
+            process = subprocess.Popen(
+                [sys.executable, "-c", STUCK, where],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                preexec_fn=heed_ctrl_c,
+            )
+            try:
+                assert process.stderr is not None
+                for line, number in (("busy", signal.SIGINT), ("cleanup", signal.SIGTERM)):
+                    assert process.stderr.readline() == f"{line}\n"
+                    process.send_signal(number)
+                out, err = process.communicate(timeout=60)
+            finally:
+                process.kill()
+                process.wait()
+            hint = "run the same command again: it starts from the beginning"
+            assert (process.returncode, json.loads(out)) == (130, {"error": "interrupted", "hint": hint})
+            assert err == f"error: interrupted\nhint: {hint}\n"
 
 
 def test_a_signal_after_the_result_ends_a_command_that_python_waits_for() -> None:

@@ -329,17 +329,20 @@ HEADERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HEADERS)
-def test_header_that_lies(tmp_path: Path, case: str) -> None:
-    data, message = HEADERS[case]
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    (source / "model.safetensors").write_bytes(data)
-    expected = (
-        f"{source} holds no tensors" if message is None else message.replace("x", f"{source}/model.safetensors", 1)
-    )
-    assert_refused(source, expected)
+def test_header_that_lies(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, case in enumerate(HEADERS):
+        with subtests.test(case=case):
+            here = tmp_path / str(number)
+            here.mkdir()
+            data, message = HEADERS[case]
+            source = here / "source"
+            source.mkdir()
+            (source / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+            (source / "model.safetensors").write_bytes(data)
+            expected = (
+                f"{source} holds no tensors" if message is None else message.replace("x", f"{source}/model.safetensors", 1)
+            )
+            assert_refused(source, expected)
 
 
 HOSTS = {
@@ -349,21 +352,24 @@ HOSTS = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTS)
-def test_a_header_for_more_tensors_than_any_model_has(tmp_path: Path, what: str) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    (source / "model.safetensors").write_bytes(raw(HOSTS[what]))
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (400 << 20, 400 << 20))"
-    command = (
-        f"{limit}; from openquant.cli.commands import main; raise SystemExit(main(['compress', '-m', {str(source)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr.splitlines()[0]) == (
-        2,
-        f"error: {source}/model.safetensors has a header for more than 1,000,000 tensors",
-    )
+def test_a_header_for_more_tensors_than_any_model_has(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, what in enumerate(HOSTS):
+        with subtests.test(what=what):
+            here = tmp_path / str(number)
+            here.mkdir()
+            source = here / "source"
+            source.mkdir()
+            (source / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+            (source / "model.safetensors").write_bytes(raw(HOSTS[what]))
+            limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (400 << 20, 400 << 20))"
+            command = (
+                f"{limit}; from openquant.cli.commands import main; raise SystemExit(main(['compress', '-m', {str(source)!r}]))"
+            )
+            done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=120)
+            assert (done.returncode, done.stderr.splitlines()[0]) == (
+                2,
+                f"error: {source}/model.safetensors has a header for more than 1,000,000 tensors",
+            )
 
 
 def test_shards_of_more_tensors_than_any_model_has(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

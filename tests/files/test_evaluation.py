@@ -62,9 +62,7 @@ def test_figures_of_tasks_are_checked_and_have_a_mean() -> None:
             check_evaluation({**evaluation(), "tasks": {**tasks, **damaged}})
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+WHAT_IS_NO_EVALUATION = [
         (lambda one: one.clear(), "has no kl"),
         (lambda one: one["kl"].pop("mean"), "has no kl.mean"),
         (lambda one: one["kl"].update(mean="0.1"), "kl.mean is '0.1', which"),
@@ -91,15 +89,18 @@ def test_figures_of_tasks_are_checked_and_have_a_mean() -> None:
         (lambda one: one["kl_histogram"].update(edges=[0, 0.5]), "kl_histogram.edges is [0, 0.5], which"),
         (lambda one: one["kl_by_domain"][0].update(kl=1e308), "kl_by_domain[0].kl is 1e+308, which"),
         (lambda one: one["layers"][0].update(distance=-1e200), "layers[0].distance is -1e+200, which"),
-    ],
-)
-def test_what_is_no_evaluation_is_named(change: Change, said: str) -> None:
-    damaged = evaluation()
-    change(damaged)
-    with pytest.raises(SourceError) as raised:
-        check_evaluation(damaged)
-    assert raised.value.message.startswith(f"eval.json{'' if said.startswith('has') else ':'} {said}")
-    assert raised.value.hint == "run openquant eval again, or remove it"
+    ]
+
+
+def test_what_is_no_evaluation_is_named(subtests: pytest.Subtests) -> None:
+    for change, said in WHAT_IS_NO_EVALUATION:
+        with subtests.test(change=change, said=said):
+            damaged = evaluation()
+            change(damaged)
+            with pytest.raises(SourceError) as raised:
+                check_evaluation(damaged)
+            assert raised.value.message.startswith(f"eval.json{'' if said.startswith('has') else ':'} {said}")
+            assert raised.value.hint == "run openquant eval again, or remove it"
 
 
 def test_what_may_be_null_or_missing() -> None:

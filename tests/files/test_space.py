@@ -124,15 +124,18 @@ def test_only_what_is_missing_is_needed(tmp_path: Path) -> None:
     assert compress(EXAMPLE, tmp_path / "out", dry_run=True).disk_bytes == tensors
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_another_directory_is_refused_before_texts_are_run(tmp_path: Path, recipe: dict[str, object]) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("mine")
-    with pytest.raises(OutputError) as caught:
-        compress(EXAMPLE, out, samples=2, length=64, reporter=NoPass(), **recipe)  # type: ignore[arg-type]
-    assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds mine.txt"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+def test_another_directory_is_refused_before_texts_are_run(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, recipe in enumerate(RECIPES):
+        with subtests.test(recipe=recipe):
+            here = tmp_path / str(number)
+            here.mkdir()
+            out = here / "out"
+            out.mkdir()
+            (out / "mine.txt").write_text("mine")
+            with pytest.raises(OutputError) as caught:
+                compress(EXAMPLE, out, samples=2, length=64, reporter=NoPass(), **recipe)  # type: ignore[arg-type]
+            assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds mine.txt"
+            assert sorted(path.name for path in here.iterdir()) == ["out"]
 
 
 def test_what_cannot_be_a_directory_is_refused_before_texts_are_run(tmp_path: Path) -> None:

@@ -19,55 +19,63 @@ from support.outlier_channels import twin
 WORDS = ("--samples", "2", "--length", "32")
 
 
-@pytest.mark.parametrize("stream", [(), ("--stream",)])
-def test_a_repository_gives_the_bytes_of_a_directory(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    expected = calibrate(EXAMPLE, tmp_path / "expected", samples=2, length=32)
-    here = tmp_path / "here"
-    here.mkdir()
-    with LoopbackHub(tmp_path / "hub") as hub:
-        hub.repositories["org/name"] = EXAMPLE
-        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
+def test_a_repository_gives_the_bytes_of_a_directory(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, stream in enumerate([(), ("--stream",)]):
+        with subtests.test(stream=stream):
+            here = tmp_path / str(number)
+            here.mkdir()
+            expected = calibrate(EXAMPLE, here / "expected", samples=2, length=32)
+            here = here / "here"
+            here.mkdir()
+            with LoopbackHub(here / "hub") as hub:
+                hub.repositories["org/name"] = EXAMPLE
+                settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(here / "hf"), "HF_HUB_DISABLE_XET": "1"}
+                environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
 
-        def run(*words: object) -> None:
-            command = [sys.executable, "-m", "openquant", *map(str, words)]
-            done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120, env=environment)
-            assert done.returncode == 0, done.stderr
+                def run(*words: object) -> None:
+                    command = [sys.executable, "-m", "openquant", *map(str, words)]
+                    done = subprocess.run(
+                        command, cwd=here, capture_output=True, text=True, timeout=120, env=environment
+                    )
+                    assert done.returncode == 0, done.stderr
 
-        run("calibrate", "org/name", *WORDS, *stream, "--scratch", tmp_path)
-        assert [path.name for path in here.iterdir()] == ["name.calibration.safetensors"]
-        found, same = (read_calibration(path) for path in (here / "name.calibration.safetensors", expected))
-        # Of a repository the stamp is its commit's.
-        assert found.stamp != same.stamp
-        assert replace(found, stamp=same.stamp).to_bytes() == same.to_bytes()
-        # What is converted from there is the model that was calibrated.
-        static = ("--activation-scheme", "static", "--calibration", "name.calibration.safetensors")
-        run("compress", "-m", "org/name", "-o", "out", *static, *stream)
-    assert bool(list((tmp_path / "hf").rglob("*.safetensors"))) == (not stream)
-    assert not list(tmp_path.glob(".openquant-*"))
-    compress(EXAMPLE, tmp_path / "local", activation_scheme="static", calibration=expected)
-    for path in (tmp_path / "local").glob("*.safetensors"):
-        assert path.read_bytes() == (here / "out" / path.name).read_bytes()
+                run("calibrate", "org/name", *WORDS, *stream, "--scratch", here)
+                assert [path.name for path in here.iterdir()] == ["name.calibration.safetensors"]
+                found, same = (read_calibration(path) for path in (here / "name.calibration.safetensors", expected))
+                # Of a repository the stamp is its commit's.
+                assert found.stamp != same.stamp
+                assert replace(found, stamp=same.stamp).to_bytes() == same.to_bytes()
+                # What is converted from there is the model that was calibrated.
+                static = ("--activation-scheme", "static", "--calibration", "name.calibration.safetensors")
+                run("compress", "-m", "org/name", "-o", "out", *static, *stream)
+            assert bool(list((here / "hf").rglob("*.safetensors"))) == (not stream)
+            assert not list(here.glob(".openquant-*"))
+            compress(EXAMPLE, here / "local", activation_scheme="static", calibration=expected)
+            for path in (here / "local").glob("*.safetensors"):
+                assert path.read_bytes() == (here / "out" / path.name).read_bytes()
 
 
-@pytest.mark.parametrize("stream", [(), ("--stream",)])
-def test_weights_of_a_repository_are_folded_alike(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    source = twin(EXAMPLE, tmp_path / "twin")
-    found = calibrate(source, tmp_path / "of", samples=2, length=32)
-    compress(source, tmp_path / "local", "int8", smooth=0.5, calibration=found)
-    with LoopbackHub(tmp_path / "hub") as hub:
-        hub.repositories["org/name"] = source
-        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
-        words = ("compress", "-m", "org/name", "-o", "made/out", "--scheme", "int8", "--smooth", "0.5")
-        command = [sys.executable, "-m", "openquant", *words, "--calibration", str(found), *stream]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
-        assert done.returncode == 0, done.stderr
-    assert "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings" in done.stdout
-    assert bool(list((tmp_path / "hf").rglob("*.safetensors"))) == (not stream)
-    assert [path.name for path in (tmp_path / "made").iterdir()] == ["out"]
-    for path in (tmp_path / "local").glob("*.safetensors"):
-        assert path.read_bytes() == (tmp_path / "made" / "out" / path.name).read_bytes()
+def test_weights_of_a_repository_are_folded_alike(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, stream in enumerate([(), ("--stream",)]):
+        with subtests.test(stream=stream):
+            here = tmp_path / str(number)
+            here.mkdir()
+            source = twin(EXAMPLE, here / "twin")
+            found = calibrate(source, here / "of", samples=2, length=32)
+            compress(source, here / "local", "int8", smooth=0.5, calibration=found)
+            with LoopbackHub(here / "hub") as hub:
+                hub.repositories["org/name"] = source
+                settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(here / "hf"), "HF_HUB_DISABLE_XET": "1"}
+                environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
+                words = ("compress", "-m", "org/name", "-o", "made/out", "--scheme", "int8", "--smooth", "0.5")
+                command = [sys.executable, "-m", "openquant", *words, "--calibration", str(found), *stream]
+                done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120, env=environment)
+                assert done.returncode == 0, done.stderr
+            assert "SmoothQuant 0.5: inputs are divided by powers of two in 16 of 16 smoothing mappings" in done.stdout
+            assert bool(list((here / "hf").rglob("*.safetensors"))) == (not stream)
+            assert [path.name for path in (here / "made").iterdir()] == ["out"]
+            for path in (here / "local").glob("*.safetensors"):
+                assert path.read_bytes() == (here / "made" / "out" / path.name).read_bytes()
 
 
 def test_layers_of_a_streamed_repository_are_rounded_by_gptq_alike(tmp_path: Path) -> None:

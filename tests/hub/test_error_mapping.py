@@ -42,9 +42,7 @@ def said(*messages: str) -> str:
     return json.dumps({"error": messages[0]} if len(messages) == 1 else {"errors": [{"message": m} for m in messages]})
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "hint"),
-    [
+WHAT_A_PUSH_MEETS = [
         (refusal(400, said("storage limit reached")),
          f"org/name refuses what is sent: 400 for {COMMIT}: storage limit reached", STORAGE),
         (refusal(403, said("Private repository storage limit reached, please upgrade your plan.")),
@@ -82,13 +80,16 @@ def said(*messages: str) -> str:
         (LocalTokenNotFoundError("Token is required"),
          "the Hub does not let you write to org/name: no token was found", LOG_IN),
         (OfflineModeIsEnabled("offline"), "org/name cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
-    ],
-)  # fmt: skip
-def test_what_a_push_meets(error: Exception, message: str, hint: str) -> None:
-    with pytest.raises(OpenQuantError) as raised, push_errors("org/name"):
-        raise error
-    assert (raised.value.message, raised.value.hint) == (message, hint)
-    assert "secret" not in message
+    ]  # fmt: skip
+
+
+def test_what_a_push_meets(subtests: pytest.Subtests) -> None:
+    for error, message, hint in WHAT_A_PUSH_MEETS:
+        with subtests.test(error=error, message=message, hint=hint):
+            with pytest.raises(OpenQuantError) as raised, push_errors("org/name"):
+                raise error
+            assert (raised.value.message, raised.value.hint) == (message, hint)
+            assert "secret" not in message
 
 
 def test_what_an_upload_meets_is_its_cause() -> None:
@@ -101,21 +102,22 @@ def test_what_an_upload_meets_is_its_cause() -> None:
 FILE = "/org/name/resolve/0a1b/model-00001-of-00002.safetensors"
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
+WHAT_A_DOWNLOAD_MEETS = [
         (refusal(404, "Entry not found", FILE, "text/plain", X_Error_Code="EntryNotFound"),
          f"org/name@main could not be downloaded: 404 for {FILE}: Entry not found"),
         (refusal(404, PROXY, FILE, "text/html"), f"org/name@main could not be downloaded: 404 for {FILE}: Not Found"),
         (refusal(403, said("The account is suspended"), FILE),
          f"the Hub refuses access to org/name@main: 403 for {FILE}: The account is suspended"),
         (refusal(503, "", FILE), f"org/name@main could not be downloaded: 503 for {FILE}: Service Unavailable"),
-    ],
-)  # fmt: skip
-def test_what_a_download_meets(error: Exception, message: str) -> None:
-    with pytest.raises(OpenQuantError) as raised, source_errors("org/name", "main"):
-        raise error
-    assert raised.value.message == message
+    ]  # fmt: skip
+
+
+def test_what_a_download_meets(subtests: pytest.Subtests) -> None:
+    for error, message in WHAT_A_DOWNLOAD_MEETS:
+        with subtests.test(error=error, message=message):
+            with pytest.raises(OpenQuantError) as raised, source_errors("org/name", "main"):
+                raise error
+            assert raised.value.message == message
 
 
 def test_an_error_of_ours_stays_what_it_is() -> None:

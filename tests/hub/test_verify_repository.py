@@ -74,12 +74,15 @@ def test_it_says_what_it_downloads_and_finds_what_is_wrong(tmp_path: Path) -> No
     assert absent.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("name", ["nowhere/at/all", "a b"])
-def test_a_name_that_is_neither(tmp_path: Path, name: str) -> None:
-    with LoopbackHub(tmp_path / "hub") as hub:
-        done = verify(hub, tmp_path, name)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {name} does not exist, and is no Hub repository id either\n")
+def test_a_name_that_is_neither(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, name in enumerate(["nowhere/at/all", "a b"]):
+        with subtests.test(name=name):
+            here = tmp_path / str(number)
+            here.mkdir()
+            with LoopbackHub(here / "hub") as hub:
+                done = verify(hub, here, name)
+            assert done.returncode == 2
+            assert done.stderr.startswith(f"error: {name} does not exist, and is no Hub repository id either\n")
 
 
 def test_a_repository_whose_model_is_in_a_pull_request_has_none_on_main(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from functools import partial
@@ -185,24 +186,28 @@ def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
     assert "\nvllm serve out\n" in text
 
 
-@pytest.mark.parametrize(
-    "base", ["---\nlicense: [\n---\ntext\n", "---\njust text\n---\ntext\n", "---\nno end\n", "text"]
-)
-def test_metadata_that_is_none_stays_text(tmp_path: Path, base: str) -> None:
-    text = card(tmp_path, base)
-    assert metadata(text) == {
-        "library_name": "vllm",
-        "pipeline_tag": "text-generation",
-        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
-    }
-    assert source_section(base, 3, None, None, ()) in text
+def test_metadata_that_is_none_stays_text(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, base in enumerate(["---\nlicense: [\n---\ntext\n", "---\njust text\n---\ntext\n", "---\nno end\n", "text"]):
+        with subtests.test(base=base):
+            here = tmp_path / str(number)
+            here.mkdir()
+            text = card(here, base)
+            assert metadata(text) == {
+                "library_name": "vllm",
+                "pipeline_tag": "text-generation",
+                "tags": ["fp8", "vllm", "quantized", "fp8-block"],
+            }
+            assert source_section(base, 3, None, None, ()) in text
 
 
-@pytest.mark.parametrize("base", ["---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n"])
-def test_unusual_cards(tmp_path: Path, base: str) -> None:
-    text = card(tmp_path, base)
-    assert ("license" in metadata(text)) == ("license" in base)
-    assert "text" in text or "# T" in text
+def test_unusual_cards(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, base in enumerate(["---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n"]):
+        with subtests.test(base=base):
+            here = tmp_path / str(number)
+            here.mkdir()
+            text = card(here, base)
+            assert ("license" in metadata(text)) == ("license" in base)
+            assert "text" in text or "# T" in text
 
 
 AWKWARD = [
@@ -232,16 +237,17 @@ def test_awkward_metadata_keeps_its_entries(tmp_path: Path, front: str, start: s
     assert ("other" in found) == ("other" in front)
 
 
-@pytest.mark.parametrize(
-    "front", ["date: 2023-13-45", "n: !!int abc", "a: " + "[" * 3000, "a: !!python/object:os.x {}"]
-)
-def test_metadata_that_no_loader_takes_stays_text(tmp_path: Path, front: str) -> None:
-    text = card(tmp_path, f"---\n{front}\n---\ntext\n")
-    assert metadata(text) == {
-        "library_name": "vllm",
-        "pipeline_tag": "text-generation",
-        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
-    }
+def test_metadata_that_no_loader_takes_stays_text(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, front in enumerate(["date: 2023-13-45", "n: !!int abc", "a: " + "[" * 3000, "a: !!python/object:os.x {}"]):
+        with subtests.test(front=front):
+            here = tmp_path / str(number)
+            here.mkdir()
+            text = card(here, f"---\n{front}\n---\ntext\n")
+            assert metadata(text) == {
+                "library_name": "vllm",
+                "pipeline_tag": "text-generation",
+                "tags": ["fp8", "vllm", "quantized", "fp8-block"],
+            }
 
 
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
@@ -271,30 +277,31 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("loader", ["libyaml", "pure"])
-@pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_metadata_is_text(monkeypatch: pytest.MonkeyPatch, example: Path, what: str, loader: str) -> None:
-    if loader == "pure":
-        monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
-    base = f"---\nlicense: mit\n{HOSTILE[what]}\n---\ntext\n"
-    plan = make_plan(open_checkpoint(example), TENSOR)
-    found = model_card(base, plan, "m", None, None, "out")
-    assert metadata(found) == {
-        "library_name": "vllm",
-        "pipeline_tag": "text-generation",
-        "tags": ["fp8", "vllm", "quantized", "fp8-tensor"],
-    }
-    assert source_section(base, 3, None, None, ()) in found
+def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
+    for what, loader in itertools.product(HOSTILE, ["libyaml", "pure"]):
+        with subtests.test(loader=loader, what=what), monkeypatch.context() as patch:
+            if loader == "pure":
+                patch.setattr(cards, "_LOADER", yaml.SafeLoader)
+            base = f"---\nlicense: mit\n{HOSTILE[what]}\n---\ntext\n"
+            plan = make_plan(open_checkpoint(example), TENSOR)
+            found = model_card(base, plan, "m", None, None, "out")
+            assert metadata(found) == {
+                "library_name": "vllm",
+                "pipeline_tag": "text-generation",
+                "tags": ["fp8", "vllm", "quantized", "fp8-tensor"],
+            }
+            assert source_section(base, 3, None, None, ()) in found
 
 
-@pytest.mark.parametrize("loader", ["libyaml", "pure"])
-def test_metadata_as_long_as_published_is_kept(monkeypatch: pytest.MonkeyPatch, example: Path, loader: str) -> None:
-    if loader == "pure":
-        monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
-    results = "".join(f"- name: ä{n}\n  metrics:\n  - {{type: map, value: {n}.5}}\n" for n in range(500))
-    base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
-    found = model_card(base, make_plan(open_checkpoint(example), TENSOR), "m", None, None, "out")
-    assert found.startswith("---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n")
+def test_metadata_as_long_as_published_is_kept(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
+    for loader in ["libyaml", "pure"]:
+        with subtests.test(loader=loader), monkeypatch.context() as patch:
+            if loader == "pure":
+                patch.setattr(cards, "_LOADER", yaml.SafeLoader)
+            results = "".join(f"- name: ä{n}\n  metrics:\n  - {{type: map, value: {n}.5}}\n" for n in range(500))
+            base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
+            found = model_card(base, make_plan(open_checkpoint(example), TENSOR), "m", None, None, "out")
+            assert found.startswith("---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n")
 
 
 def test_entries_that_are_empty_say_nothing(tmp_path: Path) -> None:
@@ -303,22 +310,25 @@ def test_entries_that_are_empty_say_nothing(tmp_path: Path) -> None:
     assert found["pipeline_tag"] == "text-generation"
 
 
-@pytest.mark.parametrize("what", ["directory", "gigabyte", "pipe"])
-def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(tmp_path: Path, run: Run, what: str) -> None:
-    source = small_checkpoints.write(tmp_path / "m")
-    if what == "directory":
-        (source / "README.md").mkdir()
-        (source / "README.md" / "x").write_text("y")
-    elif what == "pipe":
-        os.mkfifo(source / "README.md")
-    else:
-        with (source / "README.md").open("wb") as file:
-            file.truncate(1 << 30)
-    done = run("-m", source, "-o", tmp_path / "out")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"left out: README.md{'/' if what == 'directory' else ''}\n" in done.stdout
-    assert (tmp_path / "out" / "README.md").read_text().startswith("---\nlibrary_name: vllm\n")
-    assert verify(tmp_path / "out", source).problems == ()
+def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(subtests: pytest.Subtests, tmp_path: Path, run: Run) -> None:
+    for number, what in enumerate(["directory", "gigabyte", "pipe"]):
+        with subtests.test(what=what):
+            here = tmp_path / str(number)
+            here.mkdir()
+            source = small_checkpoints.write(here / "m")
+            if what == "directory":
+                (source / "README.md").mkdir()
+                (source / "README.md" / "x").write_text("y")
+            elif what == "pipe":
+                os.mkfifo(source / "README.md")
+            else:
+                with (source / "README.md").open("wb") as file:
+                    file.truncate(1 << 30)
+            done = run("-m", source, "-o", here / "out")
+            assert (done.returncode, done.stderr) == (0, "")
+            assert f"left out: README.md{'/' if what == 'directory' else ''}\n" in done.stdout
+            assert (here / "out" / "README.md").read_text().startswith("---\nlibrary_name: vllm\n")
+            assert verify(here / "out", source).problems == ()
 
 
 def test_a_card_is_made_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,9 +408,7 @@ openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length
 """
 
 
-@pytest.mark.parametrize(
-    ("origin", "words"),
-    [
+A_CARD_NAMES_THE = [
         ({"builtin": "Python 3.12.4"}, " (standard library of Python 3.12.4)"),
         ({"dataset": "org/name:sub:test"}, " (org/name&#58;sub&#58;test)"),
         ({"dataset": "/home/me/name:test"}, " (name&#58;test)"),
@@ -408,15 +416,18 @@ openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length
         ({"files": ["a|b.txt", "c.txt"]}, " (a&#124;b.txt, c.txt)"),
         ({"files": ["/home/me/one/a.txt", "two/a.txt"]}, " (a.txt, a.txt)"),
         ({}, ""),
-    ],
-)
-def test_a_card_names_the_texts_of_an_evaluation(origin: dict[str, object], words: str) -> None:
-    found = evaluation()
-    del found["text"]["files"]
-    found["text"] |= origin
-    assert f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 of the tokens abababababab |" in evaluated_card(
-        "", "o/n", found
-    )
+    ]
+
+
+def test_a_card_names_the_texts_of_an_evaluation(subtests: pytest.Subtests) -> None:
+    for origin, words in A_CARD_NAMES_THE:
+        with subtests.test(origin=origin, words=words):
+            found = evaluation()
+            del found["text"]["files"]
+            found["text"] |= origin
+            assert f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 of the tokens abababababab |" in evaluated_card(
+                "", "o/n", found
+            )
 
 
 def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
@@ -445,11 +456,12 @@ def test_no_printed_figure_contradicts_its_verdict() -> None:
     assert re.search(r"^tiny-FP8 .* 0\.10004 .* changed$", evaluation_text(printed, ()), re.MULTILINE)
 
 
-@pytest.mark.parametrize("text", ["# A model\n", "# m: FP8 weights\n\n| | |\n|---|---|\n| source | m |\n"])
-def test_in_a_card_of_another_form_an_evaluation_stands_at_the_end(text: str) -> None:
-    found = evaluated_card(text, "user/name", evaluation(), "eval.png")
-    assert found == f"{text}\n{EVALUATED}"
-    assert evaluated_card(found, "user/name", evaluation(), "eval.png") == found
+def test_in_a_card_of_another_form_an_evaluation_stands_at_the_end(subtests: pytest.Subtests) -> None:
+    for text in ["# A model\n", "# m: FP8 weights\n\n| | |\n|---|---|\n| source | m |\n"]:
+        with subtests.test(text=text):
+            found = evaluated_card(text, "user/name", evaluation(), "eval.png")
+            assert found == f"{text}\n{EVALUATED}"
+            assert evaluated_card(found, "user/name", evaluation(), "eval.png") == found
 
 
 def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
@@ -509,9 +521,7 @@ def test_what_vllm_does_not_bring_is_installed_before_it_serves(tmp_path: Path) 
     assert "pip install humming-kernels" not in (tmp_path / "four" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("card", "notes"),
-    [
+WHAT_A_CARD_LACKS = [
         ("---\nlicense: mit\nbase_model: org/name\n---\n# x\n", []),
         (
             "---\nlicense: mit\n---\n# x\n",
@@ -524,7 +534,10 @@ def test_what_vllm_does_not_bring_is_installed_before_it_serves(tmp_path: Path) 
                 "the top of x.md"
             ],
         ),
-    ],
-)
-def test_what_a_card_lacks_for_the_hub(card: str, notes: list[str]) -> None:
-    assert metadata_notes(split_card(card)[1], "x.md") == notes
+    ]
+
+
+def test_what_a_card_lacks_for_the_hub(subtests: pytest.Subtests) -> None:
+    for card, notes in WHAT_A_CARD_LACKS:
+        with subtests.test(card=card, notes=notes):
+            assert metadata_notes(split_card(card)[1], "x.md") == notes

@@ -210,31 +210,32 @@ def texts_in_picture(monkeypatch: pytest.MonkeyPatch, of: list[dict[str, Any]]) 
     return found
 
 
-@pytest.mark.parametrize("tasks", [False, True])
-def test_a_picture_of_one_output_says_what_its_figures_are(monkeypatch: pytest.MonkeyPatch, tasks: bool) -> None:
-    one = with_tasks(evaluation()) if tasks else evaluation()
-    one["source"]["name"] = "org/" + "long-name-" * 20
-    one["text"]["files"] = [f"/home/me/a-long-name-{number}.txt" for number in range(9)]
-    texts = texts_in_picture(monkeypatch, [one])
-    rows = [
-        ("size", "5.25 MB", "62.5 % of the source's 8.39 MB"),
-        ("mean KL", "0.00129 nats", "95 % interval: 0.00121 to 0.00137"),
-        ("floor", "7e-05 nats", "the source with bfloat16's noise"),
-        ("same top token", "97.86 %", "floor: 99.61 %"),
-        ("perplexity", "12.34", "source: 12.31"),
-        *([("recovery in tasks", "100.0 %", "of the source's accuracy")] if tasks else []),
-    ]
-    for row in rows:
-        name, value, below = (texts[text] for text in row)
-        assert name.y0 < value.y1 and value.y0 < name.y1 and name.x1 < value.x0
-        # The small print belongs to the value above it.
-        assert 0 <= value.y0 - below.y1 < value.height
-    boxes = [texts[text] for row in rows for text in row]
-    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
-    [caption] = [text for text in texts if text.startswith("compared with org/long-name-")]
-    assert "\nmeasured on 1,500 tokens of 8 texts (a-long-name-0.txt, a-long-name-1.txt, " in caption
-    # 8 inches at 100 dots an inch.
-    assert texts[caption].x0 >= 0 and texts[caption].x1 <= 800
+def test_a_picture_of_one_output_says_what_its_figures_are(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tasks in [False, True]:
+        with subtests.test(tasks=tasks), monkeypatch.context() as patch:
+            one = with_tasks(evaluation()) if tasks else evaluation()
+            one["source"]["name"] = "org/" + "long-name-" * 20
+            one["text"]["files"] = [f"/home/me/a-long-name-{number}.txt" for number in range(9)]
+            texts = texts_in_picture(patch, [one])
+            rows = [
+                ("size", "5.25 MB", "62.5 % of the source's 8.39 MB"),
+                ("mean KL", "0.00129 nats", "95 % interval: 0.00121 to 0.00137"),
+                ("floor", "7e-05 nats", "the source with bfloat16's noise"),
+                ("same top token", "97.86 %", "floor: 99.61 %"),
+                ("perplexity", "12.34", "source: 12.31"),
+                *([("recovery in tasks", "100.0 %", "of the source's accuracy")] if tasks else []),
+            ]
+            for row in rows:
+                name, value, below = (texts[text] for text in row)
+                assert name.y0 < value.y1 and value.y0 < name.y1 and name.x1 < value.x0
+                # The small print belongs to the value above it.
+                assert 0 <= value.y0 - below.y1 < value.height
+            boxes = [texts[text] for row in rows for text in row]
+            assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+            [caption] = [text for text in texts if text.startswith("compared with org/long-name-")]
+            assert "\nmeasured on 1,500 tokens of 8 texts (a-long-name-0.txt, a-long-name-1.txt, " in caption
+            # 8 inches at 100 dots an inch.
+            assert texts[caption].x0 >= 0 and texts[caption].x1 <= 800
 
 
 def test_a_picture_of_several_outputs_names_source_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,18 +248,21 @@ def test_a_page_ends_as_it_should() -> None:
     assert render_page(PageContent("x")).endswith("</html>\n")
 
 
-@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_what_is_not_installed_is_said_before_anything_is_done(tmp_path: Path, missing: str) -> None:
-    code = (
-        f"import sys\nsys.modules['{missing}'] = None\nfrom openquant.cli.commands import main\n"
-        f"sys.exit(main(['compress', '-m', {str(EXAMPLE)!r}, '-o', {str(tmp_path / 'out')!r}, '--report', 'a.html']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"error: --report needs {missing}, which is not installed\nhint: pip install 'openquant-llm[report]'\n"
-    )
-    assert list(tmp_path.iterdir()) == []
+def test_what_is_not_installed_is_said_before_anything_is_done(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, missing in enumerate(["jinja2", "matplotlib"]):
+        with subtests.test(missing=missing):
+            here = tmp_path / str(number)
+            here.mkdir()
+            code = (
+                f"import sys\nsys.modules['{missing}'] = None\nfrom openquant.cli.commands import main\n"
+                f"sys.exit(main(['compress', '-m', {str(EXAMPLE)!r}, '-o', {str(here / 'out')!r}, '--report', 'a.html']))"
+            )
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=here)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert done.stderr == (
+                f"error: --report needs {missing}, which is not installed\nhint: pip install 'openquant-llm[report]'\n"
+            )
+            assert list(here.iterdir()) == []
 
 
 def test_compress_and_verify_write_a_page(run: Run, tmp_path: Path) -> None:

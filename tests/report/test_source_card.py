@@ -13,9 +13,7 @@ def lowered(text: str) -> str:
     return source_section(text, 3, None, None, ())
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+HEADINGS_ARE_BELOW_OURS = [
         ("# A\n\n## B\n\n#### C\n\n##### D", "### A\n\n#### B\n\n###### C\n\n###### D"),
         ("## A\n### B", "### A\n#### B"),
         ("### A\n###### B", "### A\n###### B"),
@@ -39,11 +37,14 @@ def lowered(text: str) -> str:
         ("text only", "text only"),
         ("", ""),
         ("\n\n", ""),
-    ],
-)
-def test_headings_are_below_ours(text: str, expected: str) -> None:
-    assert lowered(text) == expected
-    assert lowered(expected) == expected
+    ]
+
+
+def test_headings_are_below_ours(subtests: pytest.Subtests) -> None:
+    for text, expected in HEADINGS_ARE_BELOW_OURS:
+        with subtests.test(text=text, expected=expected):
+            assert lowered(text) == expected
+            assert lowered(expected) == expected
 
 
 LINKS = [
@@ -57,36 +58,40 @@ LINKS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "kind", "name"), LINKS)
-def test_relative_links_lead_to_the_source(text: str, kind: str, name: str) -> None:
-    address = f"https://huggingface.co/org/name/{kind}/{COMMIT}/{name}"
-    expected = text.replace(f"./{name}", name).replace(name, address)
-    assert source_section(text, 3, "org/name", COMMIT, ()) == expected
-    assert source_section(expected, 3, "org/another", None, ()) == expected
-    assert source_section(text, 3, "org/name", None, ()) == expected.replace(COMMIT, "main")
-    # Nobody knows where to.
-    assert source_section(text, 3, None, COMMIT, ()) == text
+def test_relative_links_lead_to_the_source(subtests: pytest.Subtests) -> None:
+    for text, kind, name in LINKS:
+        with subtests.test(text=text, kind=kind, name=name):
+            address = f"https://huggingface.co/org/name/{kind}/{COMMIT}/{name}"
+            expected = text.replace(f"./{name}", name).replace(name, address)
+            assert source_section(text, 3, "org/name", COMMIT, ()) == expected
+            assert source_section(expected, 3, "org/another", None, ()) == expected
+            assert source_section(text, 3, "org/name", None, ()) == expected.replace(COMMIT, "main")
+            # Nobody knows where to.
+            assert source_section(text, 3, None, COMMIT, ()) == text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+OTHER_LINKS_STAY = [
         "[x](https://x.y/z) [x](mailto:a@b.c) [x](//x.y) [x](/org/other) [x](#part) [x](?a) [x](../other) [x]()",
         "`[x](a.md)` and `src='a.md'`",
         "```\n[x](a.md)\n```",
         # The output has these.
         "![x](here.png) [x](./LICENSE#a)",
         "f[x](y z) [x]",
-    ],
-)
-def test_other_links_stay(text: str) -> None:
-    assert source_section(text, 3, "org/name", COMMIT, {"here.png", "LICENSE"}) == text
+    ]
 
 
-@pytest.mark.parametrize(
-    "piece", ["[", "](", "- - ", "> x\n", "<", "<p", "\n---", "`", "``", "# ", "<h1", "src='", "> ", "- ", "===\n", "a\n", "<!--", "```\n", "[x]: a\n", "<pre>\n", "\r"]
-)  # fmt: skip
-def test_a_text_of_any_size_takes_no_longer_than_its_size(piece: str) -> None:
+def test_other_links_stay(subtests: pytest.Subtests) -> None:
+    for text in OTHER_LINKS_STAY:
+        with subtests.test(text=text):
+            assert source_section(text, 3, "org/name", COMMIT, {"here.png", "LICENSE"}) == text
+
+
+A_TEXT_OF_ANY = ["[", "](", "- - ", "> x\n", "<", "<p", "\n---", "`", "``", "# ", "<h1", "src='", "> ", "- ", "===\n", "a\n", "<!--", "```\n", "[x]: a\n", "<pre>\n", "\r"]  # fmt: skip
+
+
+def test_a_text_of_any_size_takes_no_longer_than_its_size(subtests: pytest.Subtests) -> None:
     """Quadratic time would take minutes here."""
-    text = piece * (100_000 // len(piece))
-    assert len(source_section(text, 3, "org/name", None, ())) >= len(text.strip().replace("\n", "")) // 2
+    for piece in A_TEXT_OF_ANY:
+        with subtests.test(piece=piece):
+            text = piece * (100_000 // len(piece))
+            assert len(source_section(text, 3, "org/name", None, ())) >= len(text.strip().replace("\n", "")) // 2

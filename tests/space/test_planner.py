@@ -136,9 +136,7 @@ def test_what_runs_the_model_needs_torch_time_and_disk(example):
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
+WHAT_CANNOT_BE_IS = [
         ({"gpu": "abacus"}, "abacus"),
         ({"scheme": "keep"}, "--scheme keep is for the command line"),
         ({"scheme": "tensor", "options": {"group_size": "32"}}, "group"),
@@ -151,13 +149,16 @@ HOSTILE = "<img src=x onerror=alert(1)>"
         ),
         ({"scheme": "tensor", "options": {"awq": True}}, "--awq brings --scheme tensor nothing"),
         ({"scheme": HOSTILE}, "&lt;img src=x onerror=alert(1)&gt;"),
-    ],
-)
-def test_what_cannot_be_is_said(example, asked, message):
-    (answer,) = planned((example, asked))
-    assert message in answer["problem"]
-    assert "<img" not in answer["problem"]
-    assert answer["kind"] in ("PlanError", "UsageError", "SourceError")
+    ]
+
+
+def test_what_cannot_be_is_said(subtests: pytest.Subtests, example) -> None:
+    for asked, message in WHAT_CANNOT_BE_IS:
+        with subtests.test(asked=asked, message=message):
+            (answer,) = planned((example, asked))
+            assert message in answer["problem"]
+            assert "<img" not in answer["problem"]
+            assert answer["kind"] in ("PlanError", "UsageError", "SourceError")
 
 
 def test_options_that_are_not_offered_are_left_out(example):

@@ -83,11 +83,14 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("answer", BROKEN)
-def test_a_broken_answer_is_an_error(answer: str, tmp_path: Path) -> None:
-    (found,) = answering(tmp_path, BROKEN[answer])
-    assert isinstance(found, EngineFailed)
-    assert "its answer cannot be read" in found.message
+def test_a_broken_answer_is_an_error(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, answer in enumerate(BROKEN):
+        with subtests.test(answer=answer):
+            here = tmp_path / str(number)
+            here.mkdir()
+            (found,) = answering(here, BROKEN[answer])
+            assert isinstance(found, EngineFailed)
+            assert "its answer cannot be read" in found.message
 
 
 def test_a_long_answer_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

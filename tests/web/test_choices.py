@@ -35,18 +35,22 @@ def test_values_stay_values(tmp_path):
     assert "overwrite" not in given
 
 
-@pytest.mark.parametrize(
-    "model", ["", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"]
-)
-def test_other_names_are_no_models(tmp_path, model):
-    with pytest.raises(UsageError):
-        Chosen(model).compress(Roots((tmp_path,)))
+def test_other_names_are_no_models(subtests: pytest.Subtests, tmp_path) -> None:
+    for number, model in enumerate(["", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"]):
+        with subtests.test(model=model):
+            here = tmp_path / str(number)
+            here.mkdir()
+            with pytest.raises(UsageError):
+                Chosen(model).compress(Roots((here,)))
 
 
-@pytest.mark.parametrize("name", ["", "-x", "--private", "a/b/c", "a b"])
-def test_other_names_are_no_repositories(tmp_path, name):
-    with pytest.raises(UsageError):
-        push_words(tmp_path, name, False, False)
+def test_other_names_are_no_repositories(subtests: pytest.Subtests, tmp_path) -> None:
+    for number, name in enumerate(["", "-x", "--private", "a/b/c", "a b"]):
+        with subtests.test(name=name):
+            here = tmp_path / str(number)
+            here.mkdir()
+            with pytest.raises(UsageError):
+                push_words(here, name, False, False)
 
 
 def test_paths_stay_below_the_roots(tmp_path):
