@@ -50,7 +50,9 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
-def test_the_commands_of_a_page_are_accepted(subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_a_page_are_accepted(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All options parse. What plans by headers alone plans the example instead of the model on the page."""
     for number, page in enumerate(PAGES):
         with subtests.test(page=page), monkeypatch.context() as patch:
@@ -164,7 +166,9 @@ def python_of(page: str) -> list[CodeType]:
     return [compile(block, page, "exec") for language, block in blocks if language == "python"]
 
 
-def test_tensors_of_a_wrapped_model_are_renamed(subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_a_wrapped_model_are_renamed(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The code of the page makes the files that were saved without the wrapper."""
     for number, shards in enumerate([1, 3]):
         with subtests.test(shards=shards), monkeypatch.context() as patch:
@@ -197,7 +201,9 @@ def test_a_lost_tensor_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
 
 
-def test_a_tied_model_is_copied_with_a_head_of_its_own(subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tied_model_is_copied_with_a_head_of_its_own(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number, shards in enumerate([1, 3]):
         with subtests.test(shards=shards), monkeypatch.context() as patch:
             here = tmp_path / str(number)

@@ -40,32 +40,32 @@ VERBS = [
 
 
 MESSAGES_NAME_KEYWORDS = [
-        (
-            "give --max-memory 1.4GB or more, or leave --gptq out",
-            'give max_memory="1.4GB" or more, or leave gptq out',
-        ),
-        ("give --kv-cache fp8 too", 'give kv_cache="fp8" too'),
-        ("give --samples 12 or more", "give samples=12 or more"),
-        ("give --samples from 1 to 100,000", "give samples from 1 to 100,000"),
-        ("replace that output with --overwrite", "replace that output with overwrite=True"),
-        ("choose another directory with -o", "choose another directory with output"),
-        ("use -w 128, or --scheme tensor", 'use scheme="block", or scheme="tensor"'),
-        ("--ignore model.layers.9.** matches no module", 'ignore="model.layers.9.**" matches no module'),
-        ("say --ignore '**' if", 'say ignore="**" if'),
-        ("--scheme-for **.q=block matches", 'scheme_for={"**.q": "block"} matches'),
-        ("give --text FILE or --dataset NAME", "give text=FILE or dataset=NAME"),
-        ("--tp -2 is no number", "tp=-2 is no number"),
-        ("leave it as it is with --ignore", "leave it as it is with ignore"),
-        ("--architecture auto asks vLLM", 'architecture="auto" asks vLLM'),
-        ("make it again: openquant calibrate MODEL -o FILE", "make it again: openquant.calibrate(MODEL, out=FILE)"),
-        ("openquant verify DIR --full looks at both", "openquant.verify(DIR, full=True) looks at both"),
-        ("run openquant eval again", "run openquant.evaluate() again"),
-        ("compress --dry-run -v lists them", 'openquant.explain(MODEL, "**").layers lists them'),
-        ("nearest is a; compress --dry-run lists all", 'nearest is a; openquant.explain(MODEL, "**").layers lists all'),
-        ("engines use them with --kv-cache-dtype fp8", "engines use them with --kv-cache-dtype fp8"),
-        ("ulimit -v is 100", "ulimit -v is 100"),
-        ("a-b - c --", "a-b - c --"),
-    ]
+    (
+        "give --max-memory 1.4GB or more, or leave --gptq out",
+        'give max_memory="1.4GB" or more, or leave gptq out',
+    ),
+    ("give --kv-cache fp8 too", 'give kv_cache="fp8" too'),
+    ("give --samples 12 or more", "give samples=12 or more"),
+    ("give --samples from 1 to 100,000", "give samples from 1 to 100,000"),
+    ("replace that output with --overwrite", "replace that output with overwrite=True"),
+    ("choose another directory with -o", "choose another directory with output"),
+    ("use -w 128, or --scheme tensor", 'use scheme="block", or scheme="tensor"'),
+    ("--ignore model.layers.9.** matches no module", 'ignore="model.layers.9.**" matches no module'),
+    ("say --ignore '**' if", 'say ignore="**" if'),
+    ("--scheme-for **.q=block matches", 'scheme_for={"**.q": "block"} matches'),
+    ("give --text FILE or --dataset NAME", "give text=FILE or dataset=NAME"),
+    ("--tp -2 is no number", "tp=-2 is no number"),
+    ("leave it as it is with --ignore", "leave it as it is with ignore"),
+    ("--architecture auto asks vLLM", 'architecture="auto" asks vLLM'),
+    ("make it again: openquant calibrate MODEL -o FILE", "make it again: openquant.calibrate(MODEL, out=FILE)"),
+    ("openquant verify DIR --full looks at both", "openquant.verify(DIR, full=True) looks at both"),
+    ("run openquant eval again", "run openquant.evaluate() again"),
+    ("compress --dry-run -v lists them", 'openquant.explain(MODEL, "**").layers lists them'),
+    ("nearest is a; compress --dry-run lists all", 'nearest is a; openquant.explain(MODEL, "**").layers lists all'),
+    ("engines use them with --kv-cache-dtype fp8", "engines use them with --kv-cache-dtype fp8"),
+    ("ulimit -v is 100", "ulimit -v is 100"),
+    ("a-b - c --", "a-b - c --"),
+]
 
 
 def test_messages_name_keywords(subtests: pytest.Subtests) -> None:

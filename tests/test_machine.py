@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import ctypes
+import itertools
 import os
 import platform
 import subprocess
@@ -18,7 +18,9 @@ CPUS = len(os.sched_getaffinity(0))
 
 
 def test_a_container_s_share_of_the_cpus_counts(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, (quota, found) in enumerate([("max 100000", CPUS), ("100000 100000", 1), ("50000 100000", 1), (f"{CPUS}50000 100000", CPUS), ("", CPUS)]):
+    for number, (quota, found) in enumerate(
+        [("max 100000", CPUS), ("100000 100000", 1), ("50000 100000", 1), (f"{CPUS}50000 100000", CPUS), ("", CPUS)]
+    ):
         with subtests.test(quota=quota, found=found):
             here = tmp_path / str(number)
             here.mkdir()
@@ -29,7 +31,12 @@ def test_a_container_s_share_of_the_cpus_counts(subtests: pytest.Subtests, tmp_p
 
 
 def test_the_memory_that_a_group_has_left_counts(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, (group, (line, root, limit, held)) in enumerate(itertools.product([".", "a", "a/b"], [("0::/a/b", "", "memory.max", "anon"), ("4:memory:/a/b", "memory", "memory.limit_in_bytes", "total_rss")])):
+    for number, (group, (line, root, limit, held)) in enumerate(
+        itertools.product(
+            [".", "a", "a/b"],
+            [("0::/a/b", "", "memory.max", "anon"), ("4:memory:/a/b", "memory", "memory.limit_in_bytes", "total_rss")],
+        )
+    ):
         with subtests.test(line=line, root=root, limit=limit, held=held, group=group):
             here = tmp_path / str(number)
             here.mkdir()

@@ -238,12 +238,15 @@ def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) 
     assert shown[3:] == ['error: Module has no attribute "SchemName"; maybe "SchemeName"?'], shown
 
 
-@pytest.mark.parametrize("command", ["openquant", "hf-openquant", "compress-fp8", "-m openquant", "-m compress_fp8"])
-def test_every_command_knows_its_version_and_helps(command: str, scripts: Path, tmp_path: Path) -> None:
-    words = command.split()
-    start = [scripts / "python", *words] if words[0] == "-m" else [scripts / words[0]]
-    assert call([*start, "--version"], cwd=tmp_path).split()[1] == NEWEST
-    assert call([*start, "--help"], cwd=tmp_path).startswith("usage: ")
+def test_every_command_knows_its_version_and_helps(subtests: pytest.Subtests, scripts: Path, tmp_path: Path) -> None:
+    for number, command in enumerate(["openquant", "hf-openquant", "compress-fp8", "-m openquant", "-m compress_fp8"]):
+        with subtests.test(command=command):
+            here = tmp_path / str(number)
+            here.mkdir()
+            words = command.split()
+            start = [scripts / "python", *words] if words[0] == "-m" else [scripts / words[0]]
+            assert call([*start, "--version"], cwd=here).split()[1] == NEWEST
+            assert call([*start, "--help"], cwd=here).startswith("usage: ")
 
 
 def test_hf_finds_its_extension(scripts: Path) -> None:

@@ -35,15 +35,15 @@ def recipe_in(out: Path) -> Any:
 
 
 A_RECIPE_GIVES_THE = [
-        {},
-        {"scheme": "block", "ignore": ["**.o_proj"], "tp": 1},
-        {
-            "scheme": "channel",
-            "scheme_for": {"model.layers.{0,1}.mlp.*": "int8", "**.o_proj": "int4"},
-            "group_size": "64",
-        },
-        {"scheme": "none", "kv_cache": "fp8"},
-    ]
+    {},
+    {"scheme": "block", "ignore": ["**.o_proj"], "tp": 1},
+    {
+        "scheme": "channel",
+        "scheme_for": {"model.layers.{0,1}.mlp.*": "int8", "**.o_proj": "int4"},
+        "group_size": "64",
+    },
+    {"scheme": "none", "kv_cache": "fp8"},
+]
 
 
 def test_a_recipe_gives_the_same_bytes(subtests: pytest.Subtests, run: Run, tmp_path: Path) -> None:
@@ -100,18 +100,20 @@ def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
 
 
 A_RECIPE_THAT_DOES = [
-        ("Qwen3ForCausalLM", Recipe("tensor", ignore=["**.experts.**"]), "--ignore **.experts.** matches no module"),
-        ("Qwen3ForCausalLM", Recipe("block", tp=7), "--tp 7 cannot serve this model: "),
-        ("Qwen3ForCausalLM", Recipe("tensor", architecture="NoClass"), "NoClass is not a known architecture; "),
-        (
-            "Mistral3ForConditionalGeneration",
-            Recipe("block"),
-            "Mistral3ForConditionalGeneration cannot be served with ",
-        ),
-    ]
+    ("Qwen3ForCausalLM", Recipe("tensor", ignore=["**.experts.**"]), "--ignore **.experts.** matches no module"),
+    ("Qwen3ForCausalLM", Recipe("block", tp=7), "--tp 7 cannot serve this model: "),
+    ("Qwen3ForCausalLM", Recipe("tensor", architecture="NoClass"), "NoClass is not a known architecture; "),
+    (
+        "Mistral3ForConditionalGeneration",
+        Recipe("block"),
+        "Mistral3ForConditionalGeneration cannot be served with ",
+    ),
+]
 
 
-def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(subtests: pytest.Subtests, run: Run, tmp_path: Path) -> None:
+def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(
+    subtests: pytest.Subtests, run: Run, tmp_path: Path
+) -> None:
     for number, (architecture, recipe, message) in enumerate(A_RECIPE_THAT_DOES):
         with subtests.test(architecture=architecture, recipe=recipe, message=message):
             here = tmp_path / str(number)

@@ -67,24 +67,22 @@ def test_a_calibration_is_described(here: Path, capsys: pytest.CaptureFixture[st
     assert "(a calibration, which is replaced)\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
+def test_a_calibration_is_refused_as_without_it(
+    subtests: pytest.Subtests, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, error in [
         (("--text", "nothing.txt"), "error: nothing.txt"),
         (("-o", f"{EXAMPLE}/config.json"), f"error: -o {EXAMPLE}/config.json lies in the model {EXAMPLE}\n"),
         (("--max-memory", "1MB"), "error: "),
-    ],
-)
-def test_a_calibration_is_refused_as_without_it(
-    words: tuple[str, ...], error: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = []
-    for more in (["--dry-run"], []):
-        assert main(["calibrate", str(EXAMPLE), *TEXTS, *words, *more]) == 2
-        said.append(capsys.readouterr().err)
-    # Memory that is in use differs by a little.
-    said = [re.sub(r"\d[\d,]{3,}", "N", text) for text in said]
-    assert said[0] == said[1] and said[0].startswith(error)
+    ]:
+        with subtests.test(words=words, error=error):
+            said = []
+            for more in (["--dry-run"], []):
+                assert main(["calibrate", str(EXAMPLE), *TEXTS, *words, *more]) == 2
+                said.append(capsys.readouterr().err)
+            # Memory that is in use differs by a little.
+            said = [re.sub(r"\d[\d,]{3,}", "N", text) for text in said]
+            assert said[0] == said[1] and said[0].startswith(error)
 
 
 def test_gptq_has_a_forecast(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -156,7 +157,9 @@ def test_a_schema_has_the_keys_that_are_documented(subtests: pytest.Subtests) ->
             verb = name.replace("fit-", "fit --")
             jsonschema.Draft202012Validator.check_schema(schema(verb))
             # What is data to the document is there only if there is something to say.
-            always = {path: path.endswith(".*") or not about.startswith("only ") for path, about in documented(verb).items()}
+            always = {
+                path: path.endswith(".*") or not about.startswith("only ") for path, about in documented(verb).items()
+            }
             assert dict(in_schema(schema(verb))) == always
             # An object without its keys, and a text for an object, are refused.
             for wrong in ({}, "text"):
@@ -195,25 +198,20 @@ WORDS: list[tuple[str, list[object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "words"), WORDS)
-@pytest.mark.parametrize("more", [["--json"], []])
 def test_progress_is_objects_on_request(
-    out: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
-    words: list[object],
-    more: list[str],
+    subtests: pytest.Subtests, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(out.parent)
-    assert main([*map(str, words), "--progress", "json", *more]) == 0
-    told = capsys.readouterr()
-    lines = [json.loads(line) for line in told.err.splitlines()]
-    assert len(lines) >= 2
-    assert {line["stage"] for line in lines} == {stage}
-    assert all(set(line) == set(documented("progress")) for line in lines)
-    assert (lines[0]["done"], lines[-1]["done"]) == (0, lines[-1]["total"]) or stage != "compressing"
-    assert not more or json.loads(told.out)
+    for more, (stage, words) in itertools.product([["--json"], []], WORDS):
+        with subtests.test(stage=stage, words=words, more=more), monkeypatch.context() as patch:
+            patch.chdir(out.parent)
+            assert main([*map(str, words), "--progress", "json", *more]) == 0
+            told = capsys.readouterr()
+            lines = [json.loads(line) for line in told.err.splitlines()]
+            assert len(lines) >= 2
+            assert {line["stage"] for line in lines} == {stage}
+            assert all(set(line) == set(documented("progress")) for line in lines)
+            assert (lines[0]["done"], lines[-1]["done"]) == (0, lines[-1]["total"]) or stage != "compressing"
+            assert not more or json.loads(told.out)
 
 
 def test_pipes_get_no_colours_bars_or_questions(out: Path) -> None:

@@ -96,16 +96,16 @@ def test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines(tmp_path: Path
 
 
 THE_INSTALLED_COMMANDS_LISTEN = [
-        ("openquant", "--version", " to continue"),
-        ("compress-fp8", "--version", " to continue"),
-        ("openquant", "eval", " to continue"),
-        ("openquant", "verify", ": it starts from the beginning"),
-        ("openquant", "fit", ": it starts from the beginning"),
-        ("openquant", "fit --search", " to continue"),
-        ("openquant", "push", " to continue"),
-        ("openquant", "calibrate", " to continue"),
-        ("openquant", "dequantize", " to continue"),
-    ]
+    ("openquant", "--version", " to continue"),
+    ("compress-fp8", "--version", " to continue"),
+    ("openquant", "eval", " to continue"),
+    ("openquant", "verify", ": it starts from the beginning"),
+    ("openquant", "fit", ": it starts from the beginning"),
+    ("openquant", "fit --search", " to continue"),
+    ("openquant", "push", " to continue"),
+    ("openquant", "calibrate", " to continue"),
+    ("openquant", "dequantize", " to continue"),
+]
 
 
 def test_the_installed_commands_listen_first(subtests: pytest.Subtests, tmp_path: Path) -> None:
@@ -164,26 +164,36 @@ def limited(kind: int, value: int, *arguments: object) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize("kilobytes", [60_000, 80_000, 100_000, 130_000, 160_000])
-def test_too_little_memory_is_an_error_that_names_the_limit(tmp_path: Path, source: Path, kilobytes: int) -> None:
-    done = limited(resource.RLIMIT_AS, kilobytes << 10, "-m", source, "-o", tmp_path / "out", "-q")
-    if done.returncode != 0:
-        assert done.returncode == 2
-        error, hint = done.stderr.splitlines()
-        assert error.endswith(f"memory ran out: ulimit -v is {kilobytes}")
-        assert hint == "hint: raise that limit, or use fewer --workers"
-    assert kilobytes > 100_000 or done.returncode == 2
-    assert (tmp_path / "out" / "config.json").exists() == (done.returncode == 0)
+def test_too_little_memory_is_an_error_that_names_the_limit(
+    subtests: pytest.Subtests, tmp_path: Path, source: Path
+) -> None:
+    for number, kilobytes in enumerate([60_000, 80_000, 100_000, 130_000, 160_000]):
+        with subtests.test(kilobytes=kilobytes):
+            here = tmp_path / str(number)
+            here.mkdir()
+            done = limited(resource.RLIMIT_AS, kilobytes << 10, "-m", source, "-o", here / "out", "-q")
+            if done.returncode != 0:
+                assert done.returncode == 2
+                error, hint = done.stderr.splitlines()
+                assert error.endswith(f"memory ran out: ulimit -v is {kilobytes}")
+                assert hint == "hint: raise that limit, or use fewer --workers"
+            assert kilobytes > 100_000 or done.returncode == 2
+            assert (here / "out" / "config.json").exists() == (done.returncode == 0)
 
 
-@pytest.mark.parametrize("files", [6, 7, 8])
-def test_too_few_files_are_an_error_that_names_the_limit(tmp_path: Path, source: Path, files: int) -> None:
-    done = limited(resource.RLIMIT_NOFILE, files, "-m", source, "-o", tmp_path / "out", "-q")
-    assert done.returncode == 2
-    error, hint = done.stderr.splitlines()
-    assert f"no more files can be opened: ulimit -n is {files}" in error
-    assert hint == "hint: raise that limit, then run the same command again"
-    assert not (tmp_path / "out" / "config.json").exists()
+def test_too_few_files_are_an_error_that_names_the_limit(
+    subtests: pytest.Subtests, tmp_path: Path, source: Path
+) -> None:
+    for number, files in enumerate([6, 7, 8]):
+        with subtests.test(files=files):
+            here = tmp_path / str(number)
+            here.mkdir()
+            done = limited(resource.RLIMIT_NOFILE, files, "-m", source, "-o", here / "out", "-q")
+            assert done.returncode == 2
+            error, hint = done.stderr.splitlines()
+            assert f"no more files can be opened: ulimit -n is {files}" in error
+            assert hint == "hint: raise that limit, then run the same command again"
+            assert not (here / "out" / "config.json").exists()
 
 
 def test_limits_behind_errors() -> None:

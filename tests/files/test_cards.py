@@ -154,7 +154,9 @@ def test_a_card_of_an_earlier_version_is_read() -> None:
     assert with_evaluation(found, evaluation) == found
 
 
-def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(
+    subtests: pytest.Subtests, tmp_path: Path
+) -> None:
     for number, old in enumerate([False, True]):
         with subtests.test(old=old):
             here = tmp_path / str(number)
@@ -172,14 +174,14 @@ def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(subtests
 
 
 BASE_MODELS_OF_A = [
-        ("base_model: a/b", ["a/b"]),
-        ("base_model: [a/b, c/d]", ["a/b", "c/d"]),
-        ("license: mit", []),
-        ("[", []),
-        ("base_model:", []),
-        ("base_model: null", []),
-        ("base_model:\n- a/b\n-\n", ["a/b"]),
-    ]
+    ("base_model: a/b", ["a/b"]),
+    ("base_model: [a/b, c/d]", ["a/b", "c/d"]),
+    ("license: mit", []),
+    ("[", []),
+    ("base_model:", []),
+    ("base_model: null", []),
+    ("base_model:\n- a/b\n-\n", ["a/b"]),
+]
 
 
 def test_base_models_of_a_card(subtests: pytest.Subtests) -> None:

@@ -84,9 +84,7 @@ def test_a_local_directory_wins_and_needs_no_network(ask: Hub, hub: LoopbackHub,
     assert not hub.requests
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "hint"),
-    [
+WHAT_THE_HUB_REFUSES = [
         (["org/missing"], "org/missing is neither a local directory nor a repository on the Hub",
          "check the name; for a private repository run: hf auth login"),
         (["org/name@v9"], "org/name has no revision v9", "check the branch, tag or commit"),
@@ -94,39 +92,47 @@ def test_a_local_directory_wins_and_needs_no_network(ask: Hub, hub: LoopbackHub,
         (["org/gated"], "org/gated is gated",
          "accept its licence at https://huggingface.co/org/gated, then run: hf auth login"),
         (["a/b/c"], "a/b/c does not exist, and is no Hub repository id either", "check the path"),
-    ],
-)  # fmt: skip
-def test_what_the_hub_refuses(
-    ask: Hub, hub: LoopbackHub, repository: Path, arguments: list[str], message: str, hint: str
+    ]  # fmt: skip
+
+
+def test_what_the_hub_refuses(subtests: pytest.Subtests, ask: Hub, hub: LoopbackHub, repository: Path) -> None:
+    for arguments, message, hint in WHAT_THE_HUB_REFUSES:
+        with subtests.test(arguments=arguments, message=message, hint=hint):
+            hub.refuse["org/gated"] = (403, "GatedRepo")
+            done = ask("-m", *arguments)
+            assert done.returncode == 2
+            assert done.stderr.splitlines()[-2:] == [f"error: {message}", f"hint: {hint}"]
+            assert "Traceback" not in done.stderr
+
+
+def test_similar_repositories_are_named(
+    subtests: pytest.Subtests, ask: Hub, hub: LoopbackHub, repository: Path
 ) -> None:
-    hub.refuse["org/gated"] = (403, "GatedRepo")
-    done = ask("-m", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-2:] == [f"error: {message}", f"hint: {hint}"]
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("asked", "similar"),
-    [
+    for asked, similar in [
         ("Qwen/Qwen3-8b-x", "Qwen/Qwen3-8B, Qwen/Qwen3-1.8B, Qwen/Qwen3-4B"),
         ("qwen/qwen3-32b", "Qwen/Qwen3-32B"),
         ("Qwem/Qwen3-32B", "Qwen/Qwen3-32B"),
         ("Qwen/Gemma", None),
-    ],
-)
-def test_similar_repositories_are_named(ask: Hub, hub: LoopbackHub, repository: Path, asked: str, similar: str) -> None:
-    names = ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-1.8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B-Base", "a/\x1b"]
-    hub.repositories.update(dict.fromkeys(names, repository))
-    done = ask("-m", asked)
-    hint = done.stderr.splitlines()[-1]
-    if similar is None:
-        assert hint == "hint: check the name; for a private repository run: hf auth login"
-    else:
-        named = hint.removeprefix("hint: similar repositories: ").partition(";")[0]
-        assert set(similar.split(", ")) <= set(named.split(", ")) and named.count(", ") <= 2
-        assert named.startswith(similar.partition(",")[0])
-    assert done.returncode == 2
+    ]:
+        with subtests.test(asked=asked, similar=similar):
+            names = [
+                "Qwen/Qwen3-8B",
+                "Qwen/Qwen3-4B",
+                "Qwen/Qwen3-1.8B",
+                "Qwen/Qwen3-32B",
+                "Qwen/Qwen3-0.6B-Base",
+                "a/\x1b",
+            ]
+            hub.repositories.update(dict.fromkeys(names, repository))
+            done = ask("-m", asked)
+            hint = done.stderr.splitlines()[-1]
+            if similar is None:
+                assert hint == "hint: check the name; for a private repository run: hf auth login"
+            else:
+                named = hint.removeprefix("hint: similar repositories: ").partition(";")[0]
+                assert set(similar.split(", ")) <= set(named.split(", ")) and named.count(", ") <= 2
+                assert named.startswith(similar.partition(",")[0])
+            assert done.returncode == 2
 
 
 @pytest.mark.parametrize("answer", ["error", "text", "object", "silence"])

@@ -146,7 +146,9 @@ def test_no_line_runs_through_a_name(subtests: pytest.Subtests) -> None:
                     corners.insert(0, line.get_xydata()[0])
                 for (x, y), (end, z) in itertools.pairwise(axes.transData.transform(corners)):
                     for name, box in names(axes).items():
-                        apart = max(x, end) <= box.x0 or min(x, end) >= box.x1 or max(y, z) <= box.y0 or min(y, z) >= box.y1
+                        apart = (
+                            max(x, end) <= box.x0 or min(x, end) >= box.x1 or max(y, z) <= box.y0 or min(y, z) >= box.y1
+                        )
                         assert apart, name
 
 

@@ -127,7 +127,10 @@ def test_figures_that_make_no_sense_are_drawn_all_the_same(subtests: pytest.Subt
         with subtests.test(recovery=recovery):
             of = asked()
             for one in of:
-                one["tasks"]["mean"][0] |= {"recovery": recovery, "recovery_interval": recovery and [recovery, -recovery]}
+                one["tasks"]["mean"][0] |= {
+                    "recovery": recovery,
+                    "recovery_interval": recovery and [recovery, -recovery],
+                }
                 one["tasks"]["tasks"] = []
             of[0]["tasks"]["mean"][0]["difference"] = 9e99
             assert render_page(evaluated_page(of, []))

@@ -93,6 +93,13 @@ def test_a_verdict_says_how_many_tokens_differ(subtests: pytest.Subtests) -> Non
 def test_a_verdict_says_whether_accuracy_changes(subtests: pytest.Subtests) -> None:
     for interval, change in [([-0.02, 0.0], "no change beyond chance"), ([-0.06, -0.01], "-3.0 points")]:
         with subtests.test(interval=interval, change=change):
-            metrics = [{"difference": -0.03, "difference_interval": interval}, {"difference": 1, "difference_interval": [1, 1]}]
-            evaluation = {"verdict": "changed", "top1": 0.75, "tasks": {"pooled": {"questions": 1520, "metrics": metrics}}}
+            metrics = [
+                {"difference": -0.03, "difference_interval": interval},
+                {"difference": 1, "difference_interval": [1, 1]},
+            ]
+            evaluation = {
+                "verdict": "changed",
+                "top1": 0.75,
+                "tasks": {"pooled": {"questions": 1520, "metrics": metrics}},
+            }
             assert verdict_meaning(evaluation) == f"one token in 4 differs; {change} in accuracy on 1,520 questions"

@@ -85,10 +85,15 @@ def told(asked: dict[str, EngineAnswer]) -> dict[str, dict[str, EngineModule]]:
     }
 
 
-@pytest.mark.parametrize("architecture", HELD)
-def test_an_entry_says_what_the_engine_does(architecture: str, told: dict[str, dict[str, EngineModule]]) -> None:
-    assert any(one.layer is not None and one.layer.linear for one in told[architecture].values())
-    assert differences(MODELS[architecture], told[architecture]).keys() == EXPLAINED.get(architecture, {}).keys()
+def test_an_entry_says_what_the_engine_does(
+    subtests: pytest.Subtests, told: dict[str, dict[str, EngineModule]]
+) -> None:
+    for architecture in HELD:
+        with subtests.test(architecture=architecture):
+            assert any(one.layer is not None and one.layer.linear for one in told[architecture].values())
+            assert (
+                differences(MODELS[architecture], told[architecture]).keys() == EXPLAINED.get(architecture, {}).keys()
+            )
 
 
 def without(entry: Architecture, *fused: str) -> Architecture:
@@ -157,12 +162,13 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_control_a_wrong_entry_shows(mutation: str, told: dict[str, dict[str, EngineModule]]) -> None:
-    architecture, entry, wrong = MUTATIONS[mutation]
-    found = differences(entry, told[architecture])
-    assert wrong in found
-    assert found[wrong]
+def test_control_a_wrong_entry_shows(subtests: pytest.Subtests, told: dict[str, dict[str, EngineModule]]) -> None:
+    for mutation in MUTATIONS:
+        with subtests.test(mutation=mutation):
+            architecture, entry, wrong = MUTATIONS[mutation]
+            found = differences(entry, told[architecture])
+            assert wrong in found
+            assert found[wrong]
 
 
 # Each has another way of joining, stacking or naming, and none has layers that are kept although the engine would
@@ -173,21 +179,25 @@ DRAFTED = (
 )
 
 
-@pytest.mark.parametrize("architecture", DRAFTED)
 def test_a_draft_quantizes_what_the_written_entry_does(
-    architecture: str, asked: dict[str, EngineAnswer], told: dict[str, dict[str, EngineModule]]
+    subtests: pytest.Subtests, asked: dict[str, EngineAnswer], told: dict[str, dict[str, EngineModule]]
 ) -> None:
-    shapes = small_checkpoints.shapes(architecture)
-    made = draft(architecture, asked[architecture], shapes, small_checkpoints.HIDDEN)
-    assert differences(made.entry, told[architecture]) == {}
-    for module, one in told[architecture].items():
-        if one.read:
-            drafted, written = ModuleRules(made.entry).rule(module), ModuleRules(MODELS[architecture]).rule(module)
-            assert (drafted.compress, drafted.stack, drafted.expert_depth) == (
-                written.compress,
-                written.stack,
-                written.expert_depth,
-            )
+    for architecture in DRAFTED:
+        with subtests.test(architecture=architecture):
+            shapes = small_checkpoints.shapes(architecture)
+            made = draft(architecture, asked[architecture], shapes, small_checkpoints.HIDDEN)
+            assert differences(made.entry, told[architecture]) == {}
+            for module, one in told[architecture].items():
+                if one.read:
+                    drafted, written = (
+                        ModuleRules(made.entry).rule(module),
+                        ModuleRules(MODELS[architecture]).rule(module),
+                    )
+                    assert (drafted.compress, drafted.stack, drafted.expert_depth) == (
+                        written.compress,
+                        written.stack,
+                        written.expert_depth,
+                    )
 
 
 def test_the_tool_prints_a_draft() -> None:

@@ -137,19 +137,19 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 WHAT_CANNOT_BE_IS = [
-        ({"gpu": "abacus"}, "abacus"),
-        ({"scheme": "keep"}, "--scheme keep is for the command line"),
-        ({"scheme": "tensor", "options": {"group_size": "32"}}, "group"),
-        ({"options": {"tp": "many"}}, "is not a number"),
-        ({"options": {"ignore": HOSTILE}}, "&lt;img matches no module"),
-        ({"scheme": "mixture", "gpu": ""}, "a mixture needs a GPU to fit"),
-        (
-            {"scheme": "mixture", "options": {"group_size": "32"}},
-            "--fit chooses the schemes, and --group-size is given",
-        ),
-        ({"scheme": "tensor", "options": {"awq": True}}, "--awq brings --scheme tensor nothing"),
-        ({"scheme": HOSTILE}, "&lt;img src=x onerror=alert(1)&gt;"),
-    ]
+    ({"gpu": "abacus"}, "abacus"),
+    ({"scheme": "keep"}, "--scheme keep is for the command line"),
+    ({"scheme": "tensor", "options": {"group_size": "32"}}, "group"),
+    ({"options": {"tp": "many"}}, "is not a number"),
+    ({"options": {"ignore": HOSTILE}}, "&lt;img matches no module"),
+    ({"scheme": "mixture", "gpu": ""}, "a mixture needs a GPU to fit"),
+    (
+        {"scheme": "mixture", "options": {"group_size": "32"}},
+        "--fit chooses the schemes, and --group-size is given",
+    ),
+    ({"scheme": "tensor", "options": {"awq": True}}, "--awq brings --scheme tensor nothing"),
+    ({"scheme": HOSTILE}, "&lt;img src=x onerror=alert(1)&gt;"),
+]
 
 
 def test_what_cannot_be_is_said(subtests: pytest.Subtests, example) -> None:

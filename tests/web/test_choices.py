@@ -36,7 +36,9 @@ def test_values_stay_values(tmp_path):
 
 
 def test_other_names_are_no_models(subtests: pytest.Subtests, tmp_path) -> None:
-    for number, model in enumerate(["", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"]):
+    for number, model in enumerate(
+        ["", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"]
+    ):
         with subtests.test(model=model):
             here = tmp_path / str(number)
             here.mkdir()
