@@ -66,9 +66,7 @@ def test_schemes_are_evaluated_on_one_model(subtests: pytest.Subtests, tmp_path:
             assert [path.name for path in here.iterdir()] == ["prompts.txt"]
 
 
-def test_the_table_of_questions_has_outputs_of_a_source_that_answers_none_rightly(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_table_of_questions_has_outputs_of_a_source_that_answers_none_rightly(capsys):
     metric = {"source": 0.0, "output": 0.05, "difference": 0.05, "difference_interval": [0.0, 0.15], "recovery": None}
     pooled = {"metrics": [{**metric, "lost": 0, "gained": 1}], "answered_otherwise": 0.25}
     tasks = {"pooled": pooled, "questions": 20, "tokens": 1234}

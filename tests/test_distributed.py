@@ -151,9 +151,7 @@ def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
 
-def test_ranks_on_two_hosts(
-    subtests: pytest.Subtests, tmp_path: Path, source: Path, hosts: list[list[str]], one: dict[str, bytes]
-) -> None:
+def test_ranks_on_two_hosts(subtests, tmp_path, source, hosts, one):
     """They reach each other by the network, and the disk that they share by its path."""
     torchrun = "torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 10.97.31.1 --master-port 29517"
     accelerate = (
@@ -191,9 +189,7 @@ def dies(self, name):
 BRISK = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
 
 
-def test_a_killed_rank_fails_the_job_and_running_again_continues(
-    job: Job, tmp_path: Path, source: Path, one: dict[str, bytes]
-) -> None:
+def test_a_killed_rank_fails_the_job_and_running_again_continues(job, tmp_path, source, one):
     script = tmp_path / "dies.py"
     script.write_text(
         f"{DIES}if os.environ['RANK'] == '1':\n    output.OutputDirectory.publish = dies\n"

@@ -50,9 +50,7 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
-def test_the_commands_of_a_page_are_accepted(
-    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_a_page_are_accepted(subtests, tmp_path, monkeypatch):
     """All options parse. What plans by headers alone plans the example instead of the model on the page."""
     for number, page in enumerate(PAGES):
         with subtests.test(page=page), monkeypatch.context() as patch:
@@ -93,9 +91,7 @@ def write_texts(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": source[at : at + 4000]}) + "\n" for at in range(0, 40000, 4000)))
 
 
-def test_the_first_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_checkpoint(tmp_path, monkeypatch, capsys):
     """Every command that needs no other model, with fewer texts, and what the page says that they print."""
     monkeypatch.chdir(tmp_path)
     said = []
@@ -116,9 +112,7 @@ def test_the_first_checkpoint(
     assert kl["FP8"] < kl["INT4-GPTQ"] < kl["INT4"]
 
 
-def test_a_model_that_fits_is_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_fits_is_published(tmp_path, monkeypatch, capsys):
     """The second tutorial, with the words that it names for trying it, and fewer texts."""
     monkeypatch.chdir(tmp_path)
     *made, push = tutorial("32b-on-24-gb", tmp_path, **{"Qwen/Qwen3-32B": "examples/tiny-qwen3"})
@@ -166,9 +160,7 @@ def python_of(page: str) -> list[CodeType]:
     return [compile(block, page, "exec") for language, block in blocks if language == "python"]
 
 
-def test_tensors_of_a_wrapped_model_are_renamed(
-    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_a_wrapped_model_are_renamed(subtests, tmp_path, monkeypatch):
     """The code of the page makes the files that were saved without the wrapper."""
     for number, shards in enumerate([1, 3]):
         with subtests.test(shards=shards), monkeypatch.context() as patch:
@@ -201,9 +193,7 @@ def test_a_lost_tensor_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
 
 
-def test_a_tied_model_is_copied_with_a_head_of_its_own(
-    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tied_model_is_copied_with_a_head_of_its_own(subtests, tmp_path, monkeypatch):
     for number, shards in enumerate([1, 3]):
         with subtests.test(shards=shards), monkeypatch.context() as patch:
             here = tmp_path / str(number)

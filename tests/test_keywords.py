@@ -105,9 +105,7 @@ def test_no_message_of_the_package_keeps_a_flag() -> None:
     assert [text for text in found if named.search(in_python(text))] == []
 
 
-def test_who_calls_a_function_is_told_keywords_and_who_types_a_command_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_calls_a_function_is_told_keywords_and_who_types_a_command_flags(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("")
     with pytest.raises(openquant.OutputError) as caught:

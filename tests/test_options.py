@@ -288,9 +288,7 @@ INSTALLED = {
 }
 
 
-def test_completion_is_installed_once(
-    subtests: pytest.Subtests, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_is_installed_once(subtests, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -334,9 +332,7 @@ COMPLETION_THAT_CANNOT_BE = [
 ]
 
 
-def test_completion_that_cannot_be_installed(
-    subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_that_cannot_be_installed(subtests, capsys, monkeypatch):
     for shell, home, message in COMPLETION_THAT_CANNOT_BE:
         with subtests.test(shell=shell, home=home, message=message), monkeypatch.context() as patch:
             patch.setenv("SHELL", shell)

@@ -111,9 +111,7 @@ A_RECIPE_THAT_DOES = [
 ]
 
 
-def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(
-    subtests: pytest.Subtests, run: Run, tmp_path: Path
-) -> None:
+def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(subtests, run, tmp_path):
     for number, (architecture, recipe, message) in enumerate(A_RECIPE_THAT_DOES):
         with subtests.test(architecture=architecture, recipe=recipe, message=message):
             here = tmp_path / str(number)

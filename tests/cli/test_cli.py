@@ -183,9 +183,7 @@ ERRORS = [
 ]  # fmt: skip
 
 
-def test_errors_are_two_lines_and_exit_code_2(
-    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_are_two_lines_and_exit_code_2(subtests, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["compress_fp8.py"])
     for arguments, message, hint in ERRORS:

@@ -54,9 +54,7 @@ COMMANDS_THAT_TELL = [
 ]
 
 
-def test_no_line_is_longer_than_the_terminal(
-    subtests: pytest.Subtests, converted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_line_is_longer_than_the_terminal(subtests, converted, monkeypatch, capsys):
     monkeypatch.chdir(converted)
 
     def printed(command: str, width: int) -> str:
@@ -77,9 +75,7 @@ def test_no_line_is_longer_than_the_terminal(
                 assert words(wide) == words(narrow)
 
 
-def test_an_evaluation_fits(
-    converted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_fits(converted, monkeypatch, capsys):
     monkeypatch.setattr(answers, "BUILT_IN", 1)
     monkeypatch.chdir(converted)
     questions = [{"question": f"{number} and 1 make", "choices": ["many", "few"], "answer": 0} for number in range(4)]
@@ -107,9 +103,7 @@ def test_help_fits(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -
                 assert not too_long(parser.format_help(), width)
 
 
-def test_a_result_has_80_columns_where_no_terminal_is(
-    converted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_result_has_80_columns_where_no_terminal_is(converted, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS")
     monkeypatch.chdir(converted)
     assert main(["compress", "moe", "--dry-run"]) == 0

@@ -67,9 +67,7 @@ def test_a_calibration_is_described(here: Path, capsys: pytest.CaptureFixture[st
     assert "(a calibration, which is replaced)\n" in capsys.readouterr().out
 
 
-def test_a_calibration_is_refused_as_without_it(
-    subtests: pytest.Subtests, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_calibration_is_refused_as_without_it(subtests, here, capsys):
     for words, error in [
         (("--text", "nothing.txt"), "error: nothing.txt"),
         (("-o", f"{EXAMPLE}/config.json"), f"error: -o {EXAMPLE}/config.json lies in the model {EXAMPLE}\n"),

@@ -90,9 +90,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_every_key_is_documented(
-    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_key_is_documented(out, tmp_path, capsys, monkeypatch):
     # A search writes its scores there.
     monkeypatch.chdir(tmp_path)
 
@@ -198,9 +196,7 @@ WORDS: list[tuple[str, list[object]]] = [
 ]
 
 
-def test_progress_is_objects_on_request(
-    subtests: pytest.Subtests, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_objects_on_request(subtests, out, capsys, monkeypatch):
     for more, (stage, words) in itertools.product([["--json"], []], WORDS):
         with subtests.test(stage=stage, words=words, more=more), monkeypatch.context() as patch:
             patch.chdir(out.parent)

@@ -164,9 +164,7 @@ def limited(kind: int, value: int, *arguments: object) -> subprocess.CompletedPr
     )
 
 
-def test_too_little_memory_is_an_error_that_names_the_limit(
-    subtests: pytest.Subtests, tmp_path: Path, source: Path
-) -> None:
+def test_too_little_memory_is_an_error_that_names_the_limit(subtests, tmp_path, source):
     for number, kilobytes in enumerate([60_000, 80_000, 100_000, 130_000, 160_000]):
         with subtests.test(kilobytes=kilobytes):
             here = tmp_path / str(number)
@@ -181,9 +179,7 @@ def test_too_little_memory_is_an_error_that_names_the_limit(
             assert (here / "out" / "config.json").exists() == (done.returncode == 0)
 
 
-def test_too_few_files_are_an_error_that_names_the_limit(
-    subtests: pytest.Subtests, tmp_path: Path, source: Path
-) -> None:
+def test_too_few_files_are_an_error_that_names_the_limit(subtests, tmp_path, source):
     for number, files in enumerate([6, 7, 8]):
         with subtests.test(files=files):
             here = tmp_path / str(number)

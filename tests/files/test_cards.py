@@ -154,9 +154,7 @@ def test_a_card_of_an_earlier_version_is_read() -> None:
     assert with_evaluation(found, evaluation) == found
 
 
-def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(
-    subtests: pytest.Subtests, tmp_path: Path
-) -> None:
+def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(subtests, tmp_path):
     for number, old in enumerate([False, True]):
         with subtests.test(old=old):
             here = tmp_path / str(number)

@@ -122,9 +122,7 @@ BY_A_PUSH: list[tuple[str, Plant]] = [
 ]  # fmt: skip
 
 
-def test_nothing_planted_is_followed(
-    subtests: pytest.Subtests, source: Path, out: Path, home: Path, tmp_path: Path
-) -> None:
+def test_nothing_planted_is_followed(subtests, source, out, home, tmp_path):
     before, listed = tree(home), sorted(os.listdir(home))
     for number, (name, plant) in enumerate([*AMONG_FILES, *BY_A_PUSH]):
         with subtests.test(name, number=number):
@@ -282,9 +280,7 @@ def test_what_was_uploaded_of_another_source_is_not_finished(tmp_path: Path) -> 
         assert not claimed.is_finished("model.safetensors")
 
 
-def test_what_is_overwritten_counts_as_free(
-    tmp_path: Path, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_overwritten_counts_as_free(tmp_path, source, out, monkeypatch):
     before = tree(out)
     # What is not there any more gives nothing back.
     (out / "README.md").unlink()

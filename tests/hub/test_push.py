@@ -121,9 +121,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", place], check=True)
 
 
-def test_a_run_is_published_with_one_commit(
-    site: Site, unpublished: Mapping[str, bytes], expected: dict[str, bytes]
-) -> None:
+def test_a_run_is_published_with_one_commit(site, unpublished, expected):
     hub = site.hub
     done = site.works(*site.push("--json"))
     assert site.held() == expected
@@ -411,9 +409,7 @@ QUANTIZED_DAMAGE = DAMAGE | {
 }  # fmt: skip
 
 
-def test_push_of_a_damaged_directory(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
+def test_push_of_a_damaged_directory(monkeypatch, model, tmp_path, subtests):
     # Nothing may be asked of a Hub.
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     compress(model, tmp_path / "compress")
@@ -464,9 +460,7 @@ def test_what_was_damaged_since_is_not_pushed_by_a_run_that_finds_it_complete(si
     assert "user/name" not in site.hub.stored
 
 
-def test_a_dry_run_says_how_much_disk_the_run_needs(
-    site: Site, small_disk: Path, tmp_path: Path, subtests: pytest.Subtests
-) -> None:
+def test_a_dry_run_says_how_much_disk_the_run_needs(site, small_disk, tmp_path, subtests):
     source = site.hub.repositories["org/name"] = small_checkpoints.write(
         tmp_path / "source", "Qwen3MoeForCausalLM", shards=14
     )
@@ -569,9 +563,7 @@ def test_push_only_keeps_few_shards_on_disk(site: Site, tmp_path: Path) -> None:
     ]
 
 
-def test_a_killed_push_continues_without_repeating_anything(
-    new_site: NewSite, expected: dict[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_a_killed_push_continues_without_repeating_anything(new_site, expected, subtests):
     for (mode, only), moment in itertools.product(ONLY.items(), (0, 2, 4, "commit")):
         with subtests.test(mode=mode, moment=moment), new_site(mode, moment) as site:
             processes: list[Rank] = []
@@ -622,9 +614,7 @@ ONCE_IN_A_REQUEST = {
 }
 
 
-def test_what_goes_wrong_once_does_not_show(
-    new_site: NewSite, expected: dict[str, bytes], in_request: dict[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_what_goes_wrong_once_does_not_show(new_site, expected, in_request, subtests):
     for name, fault in ONCE.items():
         with subtests.test(name), new_site(name) as site:
             site.hub.faults.append(replace(fault))
@@ -657,9 +647,7 @@ def test_a_restarted_server_does_not_show(site: Site, expected: dict[str, bytes]
         assert site.held() == expected
 
 
-def test_refusals_are_explained_and_nothing_is_lost(
-    new_site: NewSite, expected: dict[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_refusals_are_explained_and_nothing_is_lost(new_site, expected, subtests):
     does_not_let = "the Hub does not let you write to user/name: "
     for method, path, status, message in (
         ("POST", r"/repos/create", 403, does_not_let),
@@ -686,9 +674,7 @@ def test_refusals_are_explained_and_nothing_is_lost(
             assert site.held() == expected
 
 
-def test_a_refused_commit_forgets_no_upload(
-    new_site: NewSite, expected: dict[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_a_refused_commit_forgets_no_upload(new_site, expected, subtests):
     reason = "You have exceeded your storage limit; README.md is not found wanting."
     for mode, only in ONLY.items():
         with subtests.test(mode), new_site(mode) as site:
@@ -738,9 +724,7 @@ def test_uploads_of_a_source_that_moved_are_made_again(new_site: NewSite, subtes
             assert without_card(site.held()) == without_card(tree(site.root / "fresh"))
 
 
-def test_what_the_hub_lost_is_uploaded_again(
-    new_site: NewSite, expected: dict[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_what_the_hub_lost_is_uploaded_again(new_site, expected, subtests):
     """It drops uploads that no commit names after a while."""
     name = "model-00003-of-00005.safetensors"
     digest = hashlib.sha256(expected[name]).hexdigest()
@@ -950,9 +934,7 @@ def test_what_nobody_can_load_is_replaced_and_quantized_weights_are(site: Site) 
     assert len(site.hub.commits("user/name")) == 4
 
 
-def test_a_pull_request_that_is_gone_is_opened_again(
-    new_site: NewSite, unpublished: Mapping[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_a_pull_request_that_is_gone_is_opened_again(new_site, unpublished, subtests):
     for gone in ("removed", "closed"):
         with subtests.test(gone), new_site(gone) as site:
             uploaded_but_not_committed(site, "--create-pr")

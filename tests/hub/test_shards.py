@@ -68,9 +68,7 @@ def begin(hub: LoopbackHub, tmp_path: Path, *arguments: object) -> subprocess.Po
 
 
 @pytest.mark.parametrize("mode", [(), ("--stream",)], ids=["cached", "streamed"])
-def test_it_says_what_it_says_of_the_files(
-    hub: LoopbackHub, source: Path, tmp_path: Path, mode: tuple[str, ...]
-) -> None:
+def test_it_says_what_it_says_of_the_files(hub, source, tmp_path, mode):
     process = begin(hub, tmp_path, "--json", *mode)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")

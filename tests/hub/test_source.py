@@ -105,9 +105,7 @@ def test_what_the_hub_refuses(subtests: pytest.Subtests, ask: Hub, hub: Loopback
             assert "Traceback" not in done.stderr
 
 
-def test_similar_repositories_are_named(
-    subtests: pytest.Subtests, ask: Hub, hub: LoopbackHub, repository: Path
-) -> None:
+def test_similar_repositories_are_named(subtests, ask, hub, repository):
     for asked, similar in [
         ("Qwen/Qwen3-8b-x", "Qwen/Qwen3-8B, Qwen/Qwen3-1.8B, Qwen/Qwen3-4B"),
         ("qwen/qwen3-32b", "Qwen/Qwen3-32B"),
@@ -136,9 +134,7 @@ def test_similar_repositories_are_named(
 
 
 @pytest.mark.parametrize("answer", ["error", "text", "object", "silence"])
-def test_similar_repositories_are_not_named_if_the_hub_does_not_list_them(
-    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
+def test_similar_repositories_are_not_named_if_the_hub_does_not_list_them(hub, monkeypatch, answer):
     class Answer:
         status_code = 503 if answer == "error" else 200
 
@@ -209,9 +205,7 @@ NEEDLESS = ["demo.mp4", "model.nemo", "events.out.tfevents.1.host", "openvino_mo
 NEEDLESS += ["all.tar.gz", "train.log"]
 
 
-def test_a_dry_run_fetches_what_the_plan_is_made_from(
-    ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_fetches_what_the_plan_is_made_from(ask, hub, repository, tmp_path):
     for name in NEEDLESS:
         (repository / name).write_bytes(b"x" * 1000)
     (repository / "vocab.txt.gz").write_bytes(b"read by some tokenizers")
@@ -243,9 +237,7 @@ def test_a_dry_run_fetches_what_the_plan_is_made_from(
     assert "download:" not in again.stdout
 
 
-def test_what_the_cache_lacks_is_not_left_out_without_a_network(
-    ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path
-) -> None:
+def test_what_the_cache_lacks_is_not_left_out_without_a_network(ask, hub, repository, tmp_path):
     assert ask("-m", "org/name").returncode == 0
     (tokenizer,) = (tmp_path / "hf").rglob("snapshots/*/tokenizer.json")
     tokenizer.unlink()

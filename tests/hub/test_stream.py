@@ -199,9 +199,7 @@ FIRST_REQUESTS = {
 }
 
 
-def test_what_goes_wrong_once_does_not_show(
-    new_site: NewSite, local: dict[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_what_goes_wrong_once_does_not_show(new_site, local, subtests):
     both = [*itertools.product(MODES, ONCE.items()), *(("cached", item) for item in FIRST_REQUESTS.items())]
     for mode, (name, fault) in both:
         with subtests.test(mode=mode, fault=name), new_site(mode, name) as site:
@@ -217,9 +215,7 @@ def test_what_goes_wrong_once_does_not_show(
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_file_that_is_not_what_the_hub_says_is_named(
-    new_site: NewSite, model: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
-) -> None:
+def test_a_file_that_is_not_what_the_hub_says_is_named(new_site, model, monkeypatch, subtests):
     other = b"x" * (model / THIRD).stat().st_size
     faults = {
         "flipped": Fault(SHARD, "GET", after=1, times=None, flip=5000),
@@ -347,9 +343,7 @@ def interrupted(site: Here, fault: Fault, *words: str) -> None:
     assert stopped.stderr.splitlines()[-2:] == ["error: interrupted", "hint: run the same command again to continue"]
 
 
-def test_ctrl_c_does_not_wait_for_a_download(
-    new_site: NewSite, local: dict[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_ctrl_c_does_not_wait_for_a_download(new_site, local, subtests):
     moments = {
         "small file": Fault(r"resolve/.*/config\.json$", "GET"),
         "header": Fault(SHARD, "GET"),
@@ -376,9 +370,7 @@ def test_shards_of_another_repository_are_not_taken_for_this_one_s(site: Here, l
     assert site.same(local)
 
 
-def test_a_damaged_scratch_file_is_fetched_again(
-    new_site: NewSite, local: dict[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_a_damaged_scratch_file_is_fetched_again(new_site, local, subtests):
     name = "model-00001-of-00006.safetensors"
     for damage in ("empty", "zeros", "partial"):
         with subtests.test(damage), new_site(damage) as site:
@@ -466,9 +458,7 @@ def test_what_cannot_be_read_is_told(site: Here, subtests: pytest.Subtests) -> N
         ]
 
 
-def test_addresses_elsewhere_get_no_token_and_serve_until_they_expire(
-    new_site: NewSite, local: dict[str, bytes], subtests: pytest.Subtests
-) -> None:
+def test_addresses_elsewhere_get_no_token_and_serve_until_they_expire(new_site, local, subtests):
     for mode, words in MODES.items():
         with subtests.test(mode), new_site(mode) as site:
             hub = site.hub

@@ -61,9 +61,7 @@ def test_it_asks_for_nothing_and_complains_of_nothing(browser: Browser, address:
     assert [asked for asked in browser.requests if asked != "data:,"] == [address]
 
 
-def test_it_fits_a_phone_and_a_screen_in_both_themes(
-    subtests: pytest.Subtests, browser: Browser, address: str, tmp_path: Path
-) -> None:
+def test_it_fits_a_phone_and_a_screen_in_both_themes(subtests, browser, address, tmp_path):
     for number, (width, theme) in enumerate(itertools.product([400, 1200], ["light", "dark"])):
         with subtests.test(theme=theme, width=width):
             here = tmp_path / str(number)

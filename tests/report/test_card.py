@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import EXAMPLE, Run
+from conftest import EXAMPLE
 from openquant import __version__, compress, verify
 from openquant import run as running
 from openquant.errors import SourceError
@@ -292,9 +292,7 @@ def test_entries_that_are_empty_say_nothing(plan: Plan) -> None:
     assert found == {**OURS, "license": "mit", "tags": ["fp8", "vllm", "quantized", "fp8-tensor"]}
 
 
-def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(
-    subtests: pytest.Subtests, tmp_path: Path, run: Run
-) -> None:
+def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(subtests, tmp_path, run):
     for number, what in enumerate(["directory", "gigabyte", "pipe"]):
         with subtests.test(what=what):
             here = tmp_path / str(number)

@@ -210,9 +210,7 @@ def texts_in_picture(monkeypatch: pytest.MonkeyPatch, of: list[dict[str, Any]]) 
     return found
 
 
-def test_a_picture_of_one_output_says_what_its_figures_are(
-    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_of_one_output_says_what_its_figures_are(subtests, monkeypatch):
     for tasks in [False, True]:
         with subtests.test(tasks=tasks), monkeypatch.context() as patch:
             one = with_tasks(evaluation()) if tasks else evaluation()

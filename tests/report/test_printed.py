@@ -132,9 +132,7 @@ def test_a_word_is_typed_on_one_line_and_means_the_same(subtests: pytest.Subtest
             assert done.stdout.decode(errors="surrogateescape").removeprefix("./") == name
 
 
-def test_what_libraries_warn_of_and_log_is_escaped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_libraries_warn_of_and_log_is_escaped(monkeypatch, capsys):
     def verb(*_: object) -> int:
         warnings.warn(f"warned {EVIL}", stacklevel=1)
         logging.getLogger("library").error("%s", f"logged {EVIL}")

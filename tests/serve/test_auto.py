@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -118,9 +117,7 @@ def planned(checkpoint: Checkpoint, entry: Architecture | None = None) -> Plan:
     return make_plan(checkpoint, find_scheme("channel"), architecture=entry)
 
 
-def test_the_plan_is_that_of_the_entry(
-    subtests: pytest.Subtests, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Architecture]
-) -> None:
+def test_the_plan_is_that_of_the_entry(subtests, checkpoints, found):
     for name in ALIKE:
         with subtests.test(name=name):
             ours, theirs = planned(checkpoints[name], found[name]), planned(checkpoints[name])
@@ -136,12 +133,7 @@ def test_the_plan_is_that_of_the_entry(
             assert found[name].embedding == MODELS[name].embedding
 
 
-def test_what_stays_is_listed_and_what_is_quantized_is_not(
-    subtests: pytest.Subtests,
-    checkpoints: Mapping[str, Checkpoint],
-    found: Mapping[str, Architecture],
-    asked: Mapping[str, EngineAnswer],
-) -> None:
+def test_what_stays_is_listed_and_what_is_quantized_is_not(subtests, checkpoints, found, asked):
     for name in (*ALIKE, *TURNED):
         with subtests.test(name=name):
             told = engine_modules(asked[name], {info.name: info.shape for info in checkpoints[name].tensors.values()})
@@ -155,9 +147,7 @@ def test_what_stays_is_listed_and_what_is_quantized_is_not(
             ]
 
 
-def test_rows_in_another_order_stay_as_they_are(
-    subtests: pytest.Subtests, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Architecture]
-) -> None:
+def test_rows_in_another_order_stay_as_they_are(subtests, checkpoints, found):
     for name in TURNED:
         with subtests.test(name=name):
             plan = planned(checkpoints[name], found[name])
@@ -169,9 +159,7 @@ def test_rows_in_another_order_stay_as_they_are(
             assert kept == TURNED[name]
 
 
-def test_what_would_be_served_wrongly_is_refused(
-    subtests: pytest.Subtests, entries: Mapping[str, Architecture | PlanError]
-) -> None:
+def test_what_would_be_served_wrongly_is_refused(subtests, entries):
     for name in REFUSED:
         with subtests.test(name=name):
             error = entries[name]

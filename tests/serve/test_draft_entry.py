@@ -85,9 +85,7 @@ def told(asked: dict[str, EngineAnswer]) -> dict[str, dict[str, EngineModule]]:
     }
 
 
-def test_an_entry_says_what_the_engine_does(
-    subtests: pytest.Subtests, told: dict[str, dict[str, EngineModule]]
-) -> None:
+def test_an_entry_says_what_the_engine_does(subtests, told):
     for architecture in HELD:
         with subtests.test(architecture=architecture):
             assert any(one.layer is not None and one.layer.linear for one in told[architecture].values())
@@ -179,9 +177,7 @@ DRAFTED = (
 )
 
 
-def test_a_draft_quantizes_what_the_written_entry_does(
-    subtests: pytest.Subtests, asked: dict[str, EngineAnswer], told: dict[str, dict[str, EngineModule]]
-) -> None:
+def test_a_draft_quantizes_what_the_written_entry_does(subtests, asked, told):
     for architecture in DRAFTED:
         with subtests.test(architecture=architecture):
             shapes = small_checkpoints.shapes(architecture)
