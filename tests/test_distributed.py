@@ -30,20 +30,21 @@ from support.loopback_hub import LoopbackHub
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For tests that only read it."""
     return small_checkpoints.write(tmp_path_factory.mktemp("kept") / "source", "Qwen3MoeForCausalLM", shards=6)
 
 
 @pytest.fixture(scope="module")
-def one(kept: Path) -> dict[str, bytes]:
+def one(source: Path) -> dict[str, bytes]:
     """What one process writes of the source."""
-    compress(kept, kept.parent / "one")
-    return tree(kept.parent / "one")
+    compress(source, source.parent / "one")
+    return tree(source.parent / "one")
 
 
 @pytest.fixture
-def source(kept: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(kept, tmp_path / "source")
+def own(tmp_path: Path) -> Path:
+    return small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=6)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,17 +96,17 @@ def test_ranks_write_the_bytes_of_one_process(job: Job, tmp_path: Path, source: 
     assert again.stdout.count("is already complete; nothing was written") == 1
 
 
-def test_the_first_rank_names_layers_of_zeros_of_all(job: Job, tmp_path: Path, source: Path) -> None:
+def test_the_first_rank_names_layers_of_zeros_of_all(job: Job, tmp_path: Path, own: Path) -> None:
     def change(held: dict[str, torch.Tensor]) -> None:
         for name, weight in held.items():
             if name.endswith(".o_proj.weight") or ".experts.1." in name:
                 weight.zero_()
 
-    small_checkpoints.change_weights(source, change)
-    notes = compress(source, tmp_path / "one").notes
+    small_checkpoints.change_weights(own, change)
+    notes = compress(own, tmp_path / "one").notes
     experts = ", ".join(f"model.layers.1.mlp.experts.1.{part}" for part in ("down_proj", "gate_proj", "up_proj"))
     assert notes[-1] == f"all weights are zero: model.layers.{{0..1}}.self_attn.o_proj, {experts}"
-    done = job.finish(3, "-m", source, "-o", tmp_path / "many", "--json")
+    done = job.finish(3, "-m", own, "-o", tmp_path / "many", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["notes"] == notes
     assert done.stderr.count("all weights are zero") == 1
@@ -163,7 +164,7 @@ def test_ranks_on_two_hosts(subtests, tmp_path, source, hosts, one):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     for start, rank in ((torchrun, "--node-rank"), (accelerate, "--machine_rank")):
         with subtests.test(start):
-            out = tmp_path / rank
+            out = tmp_path / start.partition(".")[0]
             words = (str(ROOT / "compress_fp8.py"), str(source), "-o", str(out), "--json")
             commands = [
                 [*host, sys.executable, "-m", *start.split(), rank, str(number), *words]
@@ -224,19 +225,19 @@ def test_the_first_rank_tells_of_another_s_error(job: Job, tmp_path: Path) -> No
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_ranks_share_what_is_held_against_a_source_that_moved(job: Job, tmp_path: Path, source: Path) -> None:
-    compress(source, tmp_path / "out")
+def test_ranks_share_what_is_held_against_a_source_that_moved(job: Job, tmp_path: Path, own: Path) -> None:
+    compress(own, tmp_path / "out")
     whole = tree(tmp_path / "out")
     (tmp_path / "out" / "model-00004-of-00006.safetensors").unlink()
-    for path in source.glob("*.safetensors"):
+    for path in own.glob("*.safetensors"):
         os.utime(path, (1, 1))
-    done = job.finish(2, "-m", source, "-o", tmp_path / "out")
+    done = job.finish(2, "-m", own, "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert {name for name, data in tree(tmp_path / "out").items() if data != whole.get(name)} == {".openquant.json"}
-    shard = source / "model-00005-of-00006.safetensors"
+    shard = own / "model-00005-of-00006.safetensors"
     data = shard.read_bytes()
     shard.write_bytes(data[:-10000] + bytes(10000))
-    done = job.finish(2, "-m", source, "-o", tmp_path / "out")
+    done = job.finish(2, "-m", own, "-o", tmp_path / "out")
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
     assert "model-00005-of-00006.safetensors" in done.stderr

@@ -26,14 +26,16 @@ class Site:
     Attributes:
         hub: the Hub.
         root: the directory of all that belongs to it.
-        source: a copy of the model that was given.
+        source: a copy of the model that was given, if one was.
         out: where an output is to go.
+        cwd: where commands run.
     """
 
-    def __init__(self, root: Path, model: Path, token: str | None = TOKEN) -> None:
+    def __init__(self, root: Path, model: Path | None = None, token: str | None = TOKEN) -> None:
         root.mkdir(exist_ok=True)
         self.root, self.out = root, root / "out"
-        self.source = shutil.copytree(model, root / "source")
+        self.source = shutil.copytree(model, root / "source") if model else root / "source"
+        self.cwd = ROOT
         self.token = token
         self.hub = LoopbackHub(root / "hub", token=token)
 
@@ -46,7 +48,7 @@ class Site:
 
     def begin(self, *words: object, **environment: str) -> Rank:
         """An openquant verb against the Hub, started."""
-        return forked(SCRIPT, *words, cwd=ROOT, environment={**self.environment, **environment})
+        return forked(SCRIPT, *words, cwd=self.cwd, environment={**self.environment, **environment})
 
     @property
     def environment(self) -> dict[str, str]:
