@@ -138,23 +138,19 @@ def test_a_file_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"mine"
 
 
-def test_a_stream_of_the_command_is_not_replaced(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, number in enumerate([0, 1, 2]):
-        with subtests.test(number=number):
-            here = tmp_path / str(number)
-            here.mkdir()
-            code = (
-                "import sys\nfrom pathlib import Path\nfrom openquant.errors import UsageError\n"
-                "from openquant.files.destination import Destination, FileKind\n"
-                "try:\n    Destination(Path(sys.argv[1]), '--out', FileKind('a note', bool)).require()\n"
-                "except UsageError as error:\n    sys.exit(0 if error.message.endswith(sys.argv[2]) else 3)\n"
-            )
-            path = here / "out.json"
-            path.touch()
-            with path.open("r+b") as file:
-                streams = {name: file for at, name in enumerate(("stdin", "stdout", "stderr")) if at == number}
-                name = f"is {next(iter(streams))} of this command"
-                assert subprocess.run([sys.executable, "-c", code, path, name], cwd=ROOT, **streams).returncode == 0
+def test_a_stream_of_the_command_is_not_replaced(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom openquant.errors import UsageError\n"
+        "from openquant.files.destination import Destination, FileKind\n"
+        "try:\n    Destination(Path(sys.argv[1]), '--out', FileKind('a note', bool)).require()\n"
+        "except UsageError as error:\n    sys.exit(0 if error.message.endswith(sys.argv[2]) else 3)\n"
+    )
+    path = tmp_path / "out.json"
+    path.touch()
+    for name in ("stdin", "stdout", "stderr"):
+        with path.open("r+b") as file:
+            command = [sys.executable, "-c", code, path, f"is {name} of this command"]
+            assert subprocess.run(command, cwd=ROOT, **{name: file}).returncode == 0, name
 
 
 def test_what_openquant_writes_is_recognized_as_its_kind_alone(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from functools import partial
@@ -206,9 +205,14 @@ def test_metadata_that_is_none_stays_text(subtests: pytest.Subtests, plan: Plan)
             assert source_section(base, 3, None, None, ()) in text
 
 
+UNUSUAL = (
+    "---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n", "\ufeff---\nlicense: mit\n---\ntext\n",
+)  # fmt: skip
+
+
 def test_unusual_cards(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, base in enumerate(("---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n")):
-        with subtests.test(base=base):
+    for number, base in enumerate(UNUSUAL):
+        with subtests.test(base):
             (tmp_path / str(number)).mkdir()
             text = card(tmp_path / str(number), base)
             assert ("license" in metadata(text)) == ("license" in base)
@@ -230,9 +234,9 @@ AWKWARD = [
 
 
 def test_awkward_metadata_keeps_its_entries(subtests: pytest.Subtests, plan: Plan) -> None:
-    for front, start in itertools.product(AWKWARD, ("", "\ufeff")):
-        with subtests.test(front=front, start=start):
-            text = card_of(plan, f"{start}---\n{front}\n---\ntext\n")
+    for front in AWKWARD:
+        with subtests.test(front):
+            text = card_of(plan, f"---\n{front}\n---\ntext\n")
             if "\t" in front and not yaml.__with_libyaml__:
                 assert front in text.split("---\n", 2)[2]
                 continue

@@ -7,7 +7,6 @@ import hashlib
 import html.parser
 import json
 import re
-import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +19,7 @@ from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from conftest import EXAMPLE, Run
+from conftest import EXAMPLE
 from openquant import compress
 from openquant.cli.commands import main
 from openquant.files.checkpoint import open_checkpoint
@@ -133,26 +132,22 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
     assert draw_picture([found])
 
 
-def test_the_mean_kl_has_the_digits_that_its_verdict_needs() -> None:
-    found = evaluation()
-    found["kl"]["mean"] = 0.10004
-    text = render_page(PageContent("x", evaluations=[found, evaluation()]))
-    assert text.count(">0.10004</td>") == 1 and text.count(">0.10004 (0.00121 to 0.00137)</td>") == 1
-
-
-def test_words_that_only_one_answer_has_are_marked() -> None:
+def test_what_a_page_says_of_an_evaluation() -> None:
     text = render_page(PageContent("x", evaluations=[evaluation()]))
+    # Words that only one answer has are marked.
     assert "there was a fox that <mark>lived</mark>" in text
     assert "there was a fox that <mark>slept</mark>" in text
     assert "output, another from token 7 on" in text
     assert "output, the same" in text
-
-
-def test_what_models_find_along_a_text_is_no_answer() -> None:
-    text = render_page(PageContent("x", evaluations=[evaluation()]))
+    # What models find along a text is no answer.
     assert "output, token 1 is the first that differs" in text
     assert text.count("The text that follows, and below it the most probable token of each model") == 1
     assert "<pre> was so.</pre>" in text
+    # The mean KL has the digits that its verdict needs.
+    found = evaluation()
+    found["kl"]["mean"] = 0.10004
+    text = render_page(PageContent("x", evaluations=[found, evaluation()]))
+    assert text.count(">0.10004</td>") == 1 and text.count(">0.10004 (0.00121 to 0.00137)</td>") == 1
 
 
 def test_errors_of_experts_are_one_column_and_the_largest() -> None:
@@ -244,62 +239,46 @@ def test_a_picture_of_several_outputs_names_source_and_texts(monkeypatch: pytest
     assert "bars are 95 % intervals; measured on 1,500 tokens of 8 texts (prose.txt)" in texts
 
 
-def test_a_page_ends_as_it_should() -> None:
-    assert render_page(PageContent("x")).endswith("</html>\n")
-
-
-def test_what_is_not_installed_is_said_before_anything_is_done(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, missing in enumerate(["jinja2", "matplotlib"]):
-        with subtests.test(missing=missing):
-            here = tmp_path / str(number)
-            here.mkdir()
-            code = (
-                f"import sys\nsys.modules['{missing}'] = None\nfrom openquant.cli.commands import main\n"
-                f"sys.exit(main(['compress', '-m', {str(EXAMPLE)!r}, '-o', {str(here / 'out')!r}, '--report', 'a.html']))"
+def test_what_is_not_installed_is_said_before_anything_is_done(subtests, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for missing in ("jinja2", "matplotlib"):
+        with subtests.test(missing), monkeypatch.context() as patch:
+            patch.setitem(sys.modules, missing, None)
+            assert main(["compress", "-m", str(EXAMPLE), "-o", "out", "--report", "a.html"]) == 2
+            assert capsys.readouterr() == (
+                "",
+                f"error: --report needs {missing}, which is not installed\nhint: pip install 'openquant-llm[report]'\n",
             )
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=here)
-            assert (done.returncode, done.stdout) == (2, "")
-            assert done.stderr == (
-                f"error: --report needs {missing}, which is not installed\nhint: pip install 'openquant-llm[report]'\n"
-            )
-            assert list(here.iterdir()) == []
+            assert list(tmp_path.iterdir()) == []
 
 
-def test_compress_and_verify_write_a_page(run: Run, tmp_path: Path) -> None:
-    done = run("-m", EXAMPLE, "--report", tmp_path / "a.html", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["serving"]
-    text = (tmp_path / "a.html").read_text()
-    assert "What becomes of the weights" in text
-    assert "What it takes to serve" in text
-    assert "vllm serve tiny-qwen3-FP8" in text
+def test_other_verbs_write_a_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compress", "-m", str(EXAMPLE), "--report", "a.html", "--json"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "" and json.loads(told.out)["serving"]
+    text = Path("a.html").read_text()
+    for shown in ("What becomes of the weights", "What it takes to serve", "vllm serve tiny-qwen3-FP8"):
+        assert shown in text
     assert "beside org/tiny" not in text
 
-
-def test_diagnose_writes_a_page(tmp_path: Path) -> None:
-    assert main(["diagnose", str(EXAMPLE), "--report", str(tmp_path / "d.html")]) == 0
-    text = (tmp_path / "d.html").read_text()
+    assert main(["diagnose", str(EXAMPLE), "--report", "d.html"]) == 0
+    text = Path("d.html").read_text()
     assert "28 layers, for <code>--scheme tensor</code>" in text
     assert text.count('<table class="heat">') == len(SCHEMES)
     assert '<td class="name">model.layers.3.mlp.down_proj</td>' in text
 
-
-def test_a_page_of_what_was_evaluated(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     compress(source, tmp_path / "out")
     found = evaluate(tmp_path / "out")
-    assert (
-        main(["verify", str(tmp_path / "out"), "--source", str(source), "--full", "--report", str(tmp_path / "v.html")])
-        == 0
-    )
-    text = (tmp_path / "v.html").read_text()
-    assert ">sound</span>" in text
-    assert "The layers farthest from the source" in text
-    assert "tiny-FP8 beside org/tiny" in text
+    assert main(["verify", "out", "--source", "source", "--full", "--report", "v.html"]) == 0
+    text = Path("v.html").read_text()
+    for shown in (">sound</span>", "The layers farthest from the source", "tiny-FP8 beside org/tiny"):
+        assert shown in text
     assert evaluation_digest(found) in text
     (tmp_path / "out" / "eval.json").write_text("{")
-    assert main(["verify", str(tmp_path / "out"), "--report", str(tmp_path / "v.html")]) == 0
-    assert "beside org/tiny" not in (tmp_path / "v.html").read_text()
+    assert main(["verify", "out", "--report", "v.html"]) == 0
+    assert "beside org/tiny" not in Path("v.html").read_text()
 
 
 def test_eval_writes_a_page_and_a_picture_that_a_push_takes_along(tmp_path: Path) -> None:
