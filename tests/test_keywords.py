@@ -21,17 +21,7 @@ from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, UsageError
 from openquant.hub.error_mapping import PushError
 from openquant.keywords import in_python
-from openquant.options import (
-    Calibrate,
-    CalibrationTexts,
-    Check,
-    Diagnose,
-    Evaluate,
-    Recipe,
-    Run,
-    flags_of,
-    options_of,
-)
+from openquant.options import Calibrate, CalibrationTexts, Check, Diagnose, Evaluate, Recipe, Run, flags_of, options_of
 
 VERBS = [
     *("calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain", "fit_table", "push", "search_mixtures"),

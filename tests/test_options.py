@@ -324,11 +324,7 @@ COMPLETION_THAT_CANNOT_BE = [
     ("/bin/tcsh", "/", "$SHELL is tcsh, and scripts are for bash, zsh, fish"),
     ("", "/", "$SHELL is not set, and scripts are for bash, zsh, fish"),
     ("/bin/bash", "", "$HOME is not set"),
-    (
-        "/bin/bash",
-        "/dev/null",
-        "/dev/null/.local/share/openquant/completion.bash cannot be written: File exists",
-    ),
+    ("/bin/bash", "/dev/null", "/dev/null/.local/share/openquant/completion.bash cannot be written: File exists"),
 ]
 
 

@@ -230,10 +230,7 @@ def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) 
     command += ["page.py", "packed.py", "--disable-error-code", "import-not-found"]
     done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
     shown = [line.partition(": ")[2].partition("  [")[0] for line in done.stdout.splitlines() if ".py:" in line]
-    assert shown[:2] == [
-        'note: Revealed type is "openquant.result.Result"',
-        'note: Revealed type is "float"',
-    ]
+    assert shown[:2] == ['note: Revealed type is "openquant.result.Result"', 'note: Revealed type is "float"']
     assert shown[2].startswith('error: Argument "scheme" to "compress" has incompatible type'), shown
     assert shown[3:] == ['error: Module has no attribute "SchemName"; maybe "SchemeName"?'], shown
 

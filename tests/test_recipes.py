@@ -37,11 +37,7 @@ def recipe_in(out: Path) -> Any:
 A_RECIPE_GIVES_THE = [
     {},
     {"scheme": "block", "ignore": ["**.o_proj"], "tp": 1},
-    {
-        "scheme": "channel",
-        "scheme_for": {"model.layers.{0,1}.mlp.*": "int8", "**.o_proj": "int4"},
-        "group_size": "64",
-    },
+    {"scheme": "channel", "scheme_for": {"model.layers.{0,1}.mlp.*": "int8", "**.o_proj": "int4"}, "group_size": "64"},
     {"scheme": "none", "kv_cache": "fp8"},
 ]
 
@@ -103,11 +99,7 @@ A_RECIPE_THAT_DOES = [
     ("Qwen3ForCausalLM", Recipe("tensor", ignore=["**.experts.**"]), "--ignore **.experts.** matches no module"),
     ("Qwen3ForCausalLM", Recipe("block", tp=7), "--tp 7 cannot serve this model: "),
     ("Qwen3ForCausalLM", Recipe("tensor", architecture="NoClass"), "NoClass is not a known architecture; "),
-    (
-        "Mistral3ForConditionalGeneration",
-        Recipe("block"),
-        "Mistral3ForConditionalGeneration cannot be served with ",
-    ),
+    ("Mistral3ForConditionalGeneration", Recipe("block"), "Mistral3ForConditionalGeneration cannot be served with "),
 ]
 
 

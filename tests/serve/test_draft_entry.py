@@ -39,10 +39,10 @@ HELD = tuple(name for name in BUILT if name in CHOSEN or not NAMED)
 EXPLAINED: Mapping[str, Mapping[str, str]] = {
     # SGLang does, which has its own name for them.
     "LagunaForCausalLM": {
-        "the engine joins it with nothing, not gate_proj, up_proj": f"{SGLANG} joins them (models/laguna.py:617)",
+        "the engine joins it with nothing, not gate_proj, up_proj": f"{SGLANG} joins them (models/laguna.py:617)"
     },
     "MiniMaxM3SparseForConditionalGeneration": {
-        "the engine splits it along out, not None": "each rank has all of index_k (layers/linear.py:1485)",
+        "the engine splits it along out, not None": "each rank has all of index_k (layers/linear.py:1485)"
     },
 }
 LLAMA, LLAMA4 = "LlamaForCausalLM", "Llama4ForCausalLM"
@@ -137,21 +137,13 @@ MUTATIONS = {
         replace(MODELS[STABLELM], fused=tuple(FusedLayers(one.pattern) for one in MODELS[STABLELM].fused)),
         "the engine does not derive qkv_proj from its members, and listed_as does not say it",
     ),
-    "order left out": (
-        LLAMA4,
-        replace(MODELS[LLAMA4], reordered=()),
-        "the engine puts its rows in another order",
-    ),
+    "order left out": (LLAMA4, replace(MODELS[LLAMA4], reordered=()), "the engine puts its rows in another order"),
     "experts called layers": (
         QWEN3_MOE,
         replace(MODELS[QWEN3_MOE], experts=()),
         "experts to the engine, and not to the entry",
     ),
-    "tensor without a rule": (
-        LLAMA,
-        replace(MODELS[LLAMA], compress=MODELS[LLAMA].compress[:1]),
-        "no pattern matches",
-    ),
+    "tensor without a rule": (LLAMA, replace(MODELS[LLAMA], compress=MODELS[LLAMA].compress[:1]), "no pattern matches"),
     "router not listed": (
         UNLISTED,
         MODELS[QWEN3_MOE],

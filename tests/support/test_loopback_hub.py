@@ -7,14 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from huggingface_hub import (
-    CommitOperationAdd,
-    HfApi,
-    close_session,
-    constants,
-    get_hf_file_metadata,
-    hf_hub_url,
-)
+from huggingface_hub import CommitOperationAdd, HfApi, close_session, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
