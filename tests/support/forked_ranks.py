@@ -95,14 +95,18 @@ def _run(words: Sequence[str], environment: dict[str, str], first: str, out: Con
     sys.exit(compress_main())
 
 
-def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str, str]) -> Rank:
-    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; for blocks of forks(COMMANDS)."""
+def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str, str], before: str = "") -> Rank:
+    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; for blocks of forks(COMMANDS).
+
+    `before` is run first.
+    """
     name = "compress_main" if script.stem == "compress_fp8" else "main"
     first = f"""
 import importlib, os, sys
 from openquant.cli.start import {name}
 if "huggingface_hub.constants" in sys.modules:
     importlib.reload(sys.modules["huggingface_hub.constants"])
+{before}
 os.chdir({str(cwd)!r})
 sys.argv[0] = {str(script)!r}
 sys.exit({name}())

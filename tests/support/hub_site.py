@@ -46,9 +46,9 @@ class Site:
     def __exit__(self, *raised: object) -> None:
         self.hub.__exit__(*raised)  # type: ignore[arg-type]
 
-    def begin(self, *words: object, **environment: str) -> Rank:
-        """An openquant verb against the Hub, started."""
-        return forked(SCRIPT, *words, cwd=self.cwd, environment={**self.environment, **environment})
+    def begin(self, *words: object, before: str = "", **environment: str) -> Rank:
+        """An openquant verb against the Hub, started; the code `before` is run first."""
+        return forked(SCRIPT, *words, cwd=self.cwd, environment={**self.environment, **environment}, before=before)
 
     @property
     def environment(self) -> dict[str, str]:
