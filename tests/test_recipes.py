@@ -11,6 +11,7 @@ import pytest
 from conftest import EXAMPLE, Run, tree
 from openquant import OpenQuantError, compress, dequantize, verify
 from openquant.cli.arguments import recipe_parser
+from openquant.cli.commands import main
 from openquant.errors import UsageError
 from openquant.options import CalibrationTexts, Recipe, values_for
 from openquant.recipes import MAX_LETTERS, read_recipe, recipe_command, recipe_of
@@ -34,29 +35,29 @@ def recipe_in(out: Path) -> Any:
     return json.loads((out / ".openquant.json").read_text())["recipe"]
 
 
-A_RECIPE_GIVES_THE = [
+MIXED = {"model.layers.{0,1}.mlp.*": "int8", "**.o_proj": "int4"}
+GIVEN: list[dict[str, Any]] = [
     {},
     {"scheme": "block", "ignore": ["**.o_proj"], "tp": 1},
-    {"scheme": "channel", "scheme_for": {"model.layers.{0,1}.mlp.*": "int8", "**.o_proj": "int4"}, "group_size": "64"},
+    {"scheme": "channel", "scheme_for": MIXED, "group_size": "64"},
     {"scheme": "none", "kv_cache": "fp8"},
 ]
 
 
 def test_a_recipe_gives_the_same_bytes(subtests: pytest.Subtests, run: Run, tmp_path: Path) -> None:
-    for number, options in enumerate(A_RECIPE_GIVES_THE):
+    for number, options in enumerate(GIVEN):
         with subtests.test(options=options):
-            here = tmp_path / str(number)
-            here.mkdir()
-            compress(EXAMPLE, here / "first", **options)
-            found = recipe_in(here / "first")
+            first = tmp_path / str(number)
+            compress(EXAMPLE, first, **options)
+            found = recipe_in(first)
             assert found["options"] == {"scheme": "tensor", **options}
-            for place in ("first", "first/.openquant.json"):
-                done = run("-m", EXAMPLE, "-o", "again", "--overwrite", "--recipe", here / place)
+            for place in (first, first / ".openquant.json"):
+                done = run("-m", EXAMPLE, "-o", "again", "--overwrite", "--recipe", place)
                 assert done.returncode == 0, done.stderr
-                assert tree(here / "here" / "again") == tree(here / "first")
-            assert verify(here / "first").problems == ()
+                assert tree(tmp_path / "here" / "again") == tree(first)
+            assert verify(first).problems == ()
             command = f"openquant compress -m {EXAMPLE.name} {recipe_command(found['options'])}"
-            assert f"\n```\n{command}\n```\n" in (here / "first" / "README.md").read_text()
+            assert f"\n```\n{command}\n```\n" in (first / "README.md").read_text()
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
     assert json.loads(run(*words, "--ignore", "**.k_proj").stdout)["schemes"] == {"channel": 16}
 
 
-A_RECIPE_THAT_DOES = [
+MISFITS = [
     ("Qwen3ForCausalLM", Recipe("tensor", ignore=["**.experts.**"]), "--ignore **.experts.** matches no module"),
     ("Qwen3ForCausalLM", Recipe("block", tp=7), "--tp 7 cannot serve this model: "),
     ("Qwen3ForCausalLM", Recipe("tensor", architecture="NoClass"), "NoClass is not a known architecture; "),
@@ -103,16 +104,14 @@ A_RECIPE_THAT_DOES = [
 ]
 
 
-def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(subtests, run, tmp_path):
-    for number, (architecture, recipe, message) in enumerate(A_RECIPE_THAT_DOES):
-        with subtests.test(architecture=architecture, recipe=recipe, message=message):
-            here = tmp_path / str(number)
-            here.mkdir()
-            source = small_checkpoints.write(here / "source", architecture)
-            (here / "r.json").write_text(json.dumps(recipe_of(recipe, CalibrationTexts())))
-            done = run("-m", source, "-o", "out", "--recipe", here / "r.json")
-            assert done.returncode == 2
-            assert done.stderr.startswith(f"error: {message}")
+def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(subtests, tmp_path, capsys):
+    for architecture, recipe, message in MISFITS:
+        with subtests.test(message):
+            source = small_checkpoints.write(tmp_path / architecture, architecture)
+            (tmp_path / "r.json").write_text(json.dumps(recipe_of(recipe, CalibrationTexts())))
+            words = ("compress", source, "-o", tmp_path / "out", "--recipe", tmp_path / "r.json")
+            assert main([*map(str, words)]) == 2
+            assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 BROKEN: list[tuple[object, str]] = [
@@ -134,11 +133,9 @@ BROKEN: list[tuple[object, str]] = [
 
 
 def test_what_is_no_recipe_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, (held, message) in enumerate(BROKEN):
-        with subtests.test(held=held, message=message):
-            here = tmp_path / str(number)
-            here.mkdir()
-            path = here / "r.json"
+    path = tmp_path / "r.json"
+    for held, message in BROKEN:
+        with subtests.test(message):
             path.write_text(json.dumps(held))
             with pytest.raises(UsageError) as caught:
                 read_recipe(path)

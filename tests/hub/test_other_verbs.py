@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import EXAMPLE, change_json, run_openquant
+from conftest import EXAMPLE, change_json
 from openquant import calibrate, compress
 from openquant.weights.statistics import read_calibration
 from support import forked_ranks, small_checkpoints
@@ -87,14 +87,13 @@ def test_weights_of_a_repository_are_folded_or_rounded_alike(subtests, tmp_path)
 
 def test_a_mixture_is_chosen_and_published_through_a_few_shards(tmp_path):
     """From one repository to another, with what a directory gives."""
-    fit = ("--fit", "6bits", "--candidates", "nvfp4,int8-weights")
-    local = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "local", *fit)
-    assert local.returncode == 0, local.stderr
+    compress(EXAMPLE, tmp_path / "local", fit="6bits", candidates="nvfp4,int8-weights")
     here = tmp_path / "here"
     here.mkdir()
     with Site(tmp_path / "site") as site:
         site.cwd = here
         site.hub.repositories["org/name"] = EXAMPLE
+        fit = ("--fit", "6bits", "--candidates", "nvfp4,int8-weights")
         words = ("compress", "-m", "org/name", *fit, "--stream", "--push-to-hub", "user/mixed", "--push-only")
         site.works(*words)
         published = site.held("user/mixed")

@@ -62,7 +62,7 @@ def completed(site: Site, *words: str, **options: str) -> str:
 
 def planned_disk(site: Site) -> int:
     """The disk space that a dry run says another machine needs."""
-    return int(json.loads(completed(site, "second", "--dry-run", "--json"))["disk_bytes"])
+    return int(json.loads(completed(site, "second", "--dry-run", "--json").splitlines()[-1])["disk_bytes"])
 
 
 def stopped(site: Site, after: int = 3, *more: str) -> None:
