@@ -14,22 +14,20 @@ from openquant.formats.schemes import SCHEMES
 
 
 def test_the_floor_writes_as_many_bytes_as_asked(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, nbytes in enumerate([1_000_000, 30_000_001, 40_000_000]):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "large").write_bytes(b"abcdefgh" * 5_000_000)
+    (source / "small").write_bytes(b"x" * 1000)
+    (source / "empty").touch()
+    for nbytes in (1_000_000, 30_000_001, 40_000_000):
         with subtests.test(nbytes=nbytes):
-            here = tmp_path / str(number)
-            here.mkdir()
-            source = here / "source"
-            source.mkdir()
-            (source / "large").write_bytes(b"abcdefgh" * 5_000_000)
-            (source / "small").write_bytes(b"x" * 1000)
-            (source / "empty").touch()
-            command = [sys.executable, ROOT / "benchmarks" / "floor.py", source, here / "out", "--bytes", str(nbytes)]
+            out = tmp_path / str(nbytes)
+            command = [sys.executable, ROOT / "benchmarks" / "floor.py", source, out, "--bytes", str(nbytes)]
             subprocess.run([*command, "--workers", "3"], check=True, timeout=60)
-            sizes = {path.name: path.stat().st_size for path in (here / "out").iterdir()}
-            shares = {"large": nbytes * 40_000_000 // 40_001_000, "small": nbytes * 1000 // 40_001_000}
-            assert sizes == shares
+            sizes = {path.name: path.stat().st_size for path in out.iterdir()}
+            assert sizes == {"large": nbytes * 40_000_000 // 40_001_000, "small": nbytes * 1000 // 40_001_000}
             # What is written is what was read: no holes.
-            assert (here / "out" / "large").read_bytes().count(b"\0") == 0
+            assert (out / "large").read_bytes().count(b"\0") == 0
 
 
 def test_kernels_are_timed_for_each_scheme() -> None:
@@ -50,20 +48,18 @@ def test_a_diagnosis_is_timed_beside_a_conversion(tmp_path: Path) -> None:
 
 
 def test_schemes_are_evaluated_on_one_model(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, named in enumerate([[], ["int8", "channel"]]):
+    (tmp_path / "prompts.txt").write_text("import os\n")
+    for named in ([], ["int8", "channel"]):
         with subtests.test(named=named):
-            here = tmp_path / str(number)
-            here.mkdir()
-            (here / "prompts.txt").write_text("import os\n")
             command = [sys.executable, ROOT / "benchmarks" / "schemes.py", EXAMPLE, "--samples", "2", "--length", "32"]
-            command += ["--prompts", here / "prompts.txt", "--scratch", here]
+            command += ["--prompts", tmp_path / "prompts.txt", "--scratch", tmp_path]
             command += [word for scheme in named for word in ("--scheme", scheme)]
             done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
             rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:-2]]
             assert [row[0] for row in rows] == (named or list(SCHEMES))
             assert {len(row) for row in rows} == {8}
             assert {row[6] for row in rows} <= {"same", "close", "similar", "changed"}
-            assert [path.name for path in here.iterdir()] == ["prompts.txt"]
+            assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
 
 
 def test_the_table_of_questions_has_outputs_of_a_source_that_answers_none_rightly(capsys):

@@ -51,12 +51,11 @@ def test_the_name_that_the_engine_asks_for_has_its_version() -> None:
 
 def test_the_script_installs_that_version(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """Its first lines, before it makes an environment."""
-    for number, name in enumerate(["vLLM", "SGLang"]):
-        with subtests.test(name=name):
-            here = tmp_path / str(number)
-            here.mkdir()
+    for name in ("vLLM", "SGLang"):
+        with subtests.test(name):
             path = ROOT / "tests" / "serve" / f"install_{name.lower()}.sh"
             head = path.read_text().split("\n\n")[0]
             script = f"{head.replace('$0', str(path))}\necho $version"
-            ran = subprocess.run(["bash", "-c", script, "bash", str(here)], capture_output=True, text=True, check=True)
+            command = ["bash", "-c", script, "bash", str(tmp_path / name)]
+            ran = subprocess.run(command, capture_output=True, text=True, check=True)
             assert ran.stdout == f"{CITED[name]}\n"

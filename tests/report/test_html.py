@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html.parser
 import json
@@ -67,8 +68,18 @@ def everything(of: dict[str, object]) -> PageContent:
     return PageContent("a title", "about", [of], diagnosis(), commands=["vllm serve x"])
 
 
+@functools.cache
+def whole_page() -> str:
+    return render_page(everything(evaluation()))
+
+
+@functools.cache
+def page_of_several() -> str:
+    return render_page(evaluated_page(several(), []))
+
+
 def test_the_same_figures_give_the_same_bytes() -> None:
-    assert render_page(everything(evaluation())) == render_page(everything(evaluation()))
+    assert render_page(everything(evaluation())) == whole_page()
     assert draw_picture([evaluation()]) == draw_picture([evaluation()])
 
 
@@ -100,7 +111,7 @@ def test_nothing_that_others_wrote_is_markup() -> None:
 
 
 def test_the_policy_lets_only_the_page_s_own_script_run() -> None:
-    text = render_page(everything(evaluation()))
+    text = whole_page()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
     assert policy and script
@@ -181,11 +192,11 @@ def test_charts_take_the_colour_of_the_page() -> None:
 def test_a_picture_names_the_evaluations_it_shows() -> None:
     named = [{**evaluation(), "output": {"name": name, "digest": "2" * 64}} for name in ("tiny $x$ \u6a21\u578b", "y")]
     for shown in (named[:1], named):
-        found = draw_picture(shown)
+        found, text = draw_picture(shown), render_page(PageContent("x", evaluations=shown))
         assert found.startswith(b"\x89PNG")
         for one in shown:
             assert evaluation_digest(one).encode() in found
-            assert evaluation_digest(one) in render_page(PageContent("x", evaluations=shown))
+            assert evaluation_digest(one) in text
 
 
 def texts_in_picture(monkeypatch: pytest.MonkeyPatch, of: list[dict[str, Any]]) -> dict[str, Bbox]:
@@ -304,7 +315,7 @@ def rows(text: str, table: int = 0) -> list[list[str]]:
 
 
 def test_several_outputs_come_in_the_order_of_their_kl_beside_source_and_floor() -> None:
-    text = render_page(evaluated_page(several(), []))
+    text = page_of_several()
     assert "<title>3 outputs of org/tiny</title>" in text
     assert [row[:4] for row in rows(text)] == [
         ["org/tiny (source)", "8.39 MB", "100 %", "0"],
@@ -334,8 +345,7 @@ def test_eval_writes_a_picture_of_all_outputs(tmp_path: Path) -> None:
 
 
 def test_each_cell_says_its_column_for_a_narrow_screen() -> None:
-    text = render_page(everything(evaluation()))
-    text += render_page(evaluated_page(several(), []))
+    text = whole_page() + page_of_several()
     for table in re.findall(r"<table class=\"[^\"]*stacks\">.*?</table>", text, re.DOTALL):
         heads = [re.sub(r"<.*?>", "", head) for head in re.findall(r"<th[ >].*?</th>", table, re.DOTALL)]
         heads = [head.split(">")[-1] for head in heads]

@@ -35,24 +35,13 @@ def test_values_stay_values(tmp_path):
     assert "overwrite" not in given
 
 
-def test_other_names_are_no_models(subtests: pytest.Subtests, tmp_path) -> None:
-    for number, model in enumerate(
-        ["", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"]
-    ):
-        with subtests.test(model=model):
-            here = tmp_path / str(number)
-            here.mkdir()
-            with pytest.raises(UsageError):
-                Chosen(model).compress(Roots((here,)))
-
-
-def test_other_names_are_no_repositories(subtests: pytest.Subtests, tmp_path) -> None:
-    for number, name in enumerate(["", "-x", "--private", "a/b/c", "a b"]):
-        with subtests.test(name=name):
-            here = tmp_path / str(number)
-            here.mkdir()
-            with pytest.raises(UsageError):
-                push_words(here, name, False, False)
+def test_other_names_are_no_models_or_repositories(subtests, tmp_path):
+    for model in ("", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"):
+        with subtests.test(model=model), pytest.raises(UsageError):
+            Chosen(model).compress(Roots((tmp_path,)))
+    for name in ("", "-x", "--private", "a/b/c", "a b"):
+        with subtests.test(name=name), pytest.raises(UsageError):
+            push_words(tmp_path, name, False, False)
 
 
 def test_paths_stay_below_the_roots(tmp_path):
