@@ -27,11 +27,11 @@ FORKS = get_context("forkserver")
 # Nothing of openquant: each rank imports what is on the disk, after what a test has it do first.
 PRELOADED = ("numpy", "torch.distributed")
 # The Hub's client as well: it takes its settings from the environment as it is imported, so each command has it take its
-# own. httpx2 or httpx, whichever it has; of openquant what most commands import.
+# own. httpx2 or httpx, whichever it has.
 CLIENT = ("huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community")
 COMMANDS = (
-    "pytest", "openquant.api", "openquant.cli.commands", "openquant.calibration.prepare", "openquant.run",
-    "openquant.hub.publish", "openquant.hub.fetch", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto", "yaml", *CLIENT,
+    "pytest", "openquant.api", "openquant.cli.commands", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto", "yaml",
+    *CLIENT,
 )  # fmt: skip
 
 
