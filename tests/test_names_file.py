@@ -41,11 +41,9 @@ def test_what_alike_tensors_have_is_one_line(tmp_path: Path) -> None:
 
 
 def test_it_reads_back_as_the_same_checkpoint(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for number, architecture in enumerate(["NemotronHForCausalLM", "Qwen3_5MoeForConditionalGeneration"]):
-        with subtests.test(architecture=architecture):
-            here = tmp_path / str(number)
-            here.mkdir()
-            root = small_checkpoints.write(here / "small", architecture)
+    for architecture in ("NemotronHForCausalLM", "Qwen3_5MoeForConditionalGeneration"):
+        with subtests.test(architecture):
+            root = small_checkpoints.write(tmp_path / architecture, architecture)
             source = open_checkpoint(root)
             found = described(run(root).stdout, architecture)
             assert found.tensors == source.tensors
