@@ -110,6 +110,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(subtests, tmp_pat
             source = small_checkpoints.write(tmp_path / architecture, architecture)
             (tmp_path / "r.json").write_text(json.dumps(recipe_of(recipe, CalibrationTexts())))
             words = ("compress", source, "-o", tmp_path / "out", "--recipe", tmp_path / "r.json")
+            capsys.readouterr()
             assert main([*map(str, words)]) == 2
             assert capsys.readouterr().err.startswith(f"error: {message}")
 
