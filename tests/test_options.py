@@ -320,7 +320,7 @@ def test_completion_is_installed_once(subtests, tmp_path, capsys, monkeypatch):
                 assert b"-F _shtab_openquant openquant" in done.stdout
 
 
-COMPLETION_THAT_CANNOT_BE = [
+NOT_INSTALLED = [
     ("/bin/tcsh", "/", "$SHELL is tcsh, and scripts are for bash, zsh, fish"),
     ("", "/", "$SHELL is not set, and scripts are for bash, zsh, fish"),
     ("/bin/bash", "", "$HOME is not set"),
@@ -329,7 +329,7 @@ COMPLETION_THAT_CANNOT_BE = [
 
 
 def test_completion_that_cannot_be_installed(subtests, capsys, monkeypatch):
-    for shell, home, message in COMPLETION_THAT_CANNOT_BE:
+    for shell, home, message in NOT_INSTALLED:
         with subtests.test(shell=shell, home=home, message=message), monkeypatch.context() as patch:
             patch.setenv("SHELL", shell)
             patch.setenv("HOME", home)
@@ -438,7 +438,7 @@ def test_texts_that_make_no_sense(subtests: pytest.Subtests) -> None:
             Texts(**given)
 
 
-VALUES_COME_IN_EITHER = [
+FORMS_OF_VALUES = [
     ({"max_memory": "2GB"}, {"max_memory": 2_000_000_000}),
     ({"max_memory": 5000}, {"max_memory": 5000}),
     ({"workers": "2"}, {"workers": 2}),
@@ -457,7 +457,7 @@ VALUES_COME_IN_EITHER = [
 
 
 def test_values_come_in_either_form(subtests: pytest.Subtests) -> None:
-    for given, read in VALUES_COME_IN_EITHER:
+    for given, read in FORMS_OF_VALUES:
         with subtests.test(given=given, read=read):
             [(name, value)] = read.items()
             kind = next(each for each in (Recipe, Run, Texts, Evaluate) if name in options_of(each))

@@ -212,7 +212,7 @@ def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.
     assert (place / "c.safetensors").read_text() == "mine"
 
 
-A_COMMAND_ENDS_WITH = [
+WRITTEN = [
     (("compress", EXAMPLE, "-o", "again", "--report", "page.html"), ["page.html"]),
     (("diagnose", EXAMPLE, "--report", "page.html"), ["page.html"]),
     (("verify", "FP8", "--report", "page.html"), ["page.html"]),
@@ -226,7 +226,7 @@ A_COMMAND_ENDS_WITH = [
 
 
 def test_a_command_ends_with_the_files_that_it_wrote(subtests, tmp_path, monkeypatch, capsys):
-    for number, (words, written) in enumerate(A_COMMAND_ENDS_WITH):
+    for number, (words, written) in enumerate(WRITTEN):
         with subtests.test(words=words, written=written), monkeypatch.context() as patch:
             here = tmp_path / str(number)
             here.mkdir()

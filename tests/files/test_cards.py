@@ -171,7 +171,7 @@ def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(subtests
             assert source_of(again) == "| source | out, which is quantized already |" and keeps_codes(again)
 
 
-BASE_MODELS_OF_A = [
+BASE_MODELS = [
     ("base_model: a/b", ["a/b"]),
     ("base_model: [a/b, c/d]", ["a/b", "c/d"]),
     ("license: mit", []),
@@ -183,6 +183,6 @@ BASE_MODELS_OF_A = [
 
 
 def test_base_models_of_a_card(subtests: pytest.Subtests) -> None:
-    for front, names in BASE_MODELS_OF_A:
+    for front, names in BASE_MODELS:
         with subtests.test(front=front, names=names):
             assert base_models(f"---\n{front}\n---\ntext\n") == names

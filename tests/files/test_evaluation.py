@@ -62,7 +62,7 @@ def test_figures_of_tasks_are_checked_and_have_a_mean() -> None:
             check_evaluation({**evaluation(), "tasks": {**tasks, **damaged}})
 
 
-WHAT_IS_NO_EVALUATION = [
+BROKEN = [
     (lambda one: one.clear(), "has no kl"),
     (lambda one: one["kl"].pop("mean"), "has no kl.mean"),
     (lambda one: one["kl"].update(mean="0.1"), "kl.mean is '0.1', which"),
@@ -93,7 +93,7 @@ WHAT_IS_NO_EVALUATION = [
 
 
 def test_what_is_no_evaluation_is_named(subtests: pytest.Subtests) -> None:
-    for change, said in WHAT_IS_NO_EVALUATION:
+    for change, said in BROKEN:
         with subtests.test(said):
             damaged = evaluation()
             change(damaged)

@@ -46,7 +46,7 @@ def test_what_is_no_name_of_a_file_is_an_error_of_the_source(tmp_path) -> None:
             read_small(tmp_path / name, "it")
 
 
-JSON_THAT_ENGINES_WOULD = [
+BROKEN_JSON = [
     ("{}".encode("utf-16"), "is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
     ("\ufeff{}".encode(), "is not valid JSON: Unexpected UTF-8 BOM"),
     (b"{", "is not valid JSON: Expecting property name"),
@@ -57,7 +57,7 @@ JSON_THAT_ENGINES_WOULD = [
 
 
 def test_json_that_engines_would_not_read_is_refused(subtests: pytest.Subtests) -> None:
-    for data, problem in JSON_THAT_ENGINES_WOULD:
+    for data, problem in BROKEN_JSON:
         with subtests.test(problem), pytest.raises(SourceError, match=f"^index {problem}"):
             parse_json(data, "index")
 

@@ -386,7 +386,7 @@ openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length
 """
 
 
-A_CARD_NAMES_THE = [
+TEXTS = [
     ({"builtin": "Python 3.12.4"}, " (standard library of Python 3.12.4)"),
     ({"dataset": "org/name:sub:test"}, " (org/name&#58;sub&#58;test)"),
     ({"dataset": "/home/me/name:test"}, " (name&#58;test)"),
@@ -398,7 +398,7 @@ A_CARD_NAMES_THE = [
 
 
 def test_a_card_names_the_texts_of_an_evaluation(subtests: pytest.Subtests) -> None:
-    for origin, words in A_CARD_NAMES_THE:
+    for origin, words in TEXTS:
         with subtests.test(origin=origin, words=words):
             found = evaluation()
             del found["text"]["files"]
@@ -492,7 +492,7 @@ def test_a_long_answer_is_cut_in_a_card() -> None:
     assert "| prompt |" not in evaluated_card("", "user/name", found)
 
 
-WHAT_A_CARD_LACKS = [
+LACKING = [
     ("---\nlicense: mit\nbase_model: org/name\n---\n# x\n", []),
     (
         "---\nlicense: mit\n---\n# x\n",
@@ -509,6 +509,6 @@ WHAT_A_CARD_LACKS = [
 
 
 def test_what_a_card_lacks_for_the_hub(subtests: pytest.Subtests) -> None:
-    for card, notes in WHAT_A_CARD_LACKS:
+    for card, notes in LACKING:
         with subtests.test(card=card, notes=notes):
             assert metadata_notes(split_card(card)[1], "x.md") == notes

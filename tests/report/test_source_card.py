@@ -13,7 +13,7 @@ def lowered(text: str) -> str:
     return source_section(text, 3, None, None, ())
 
 
-HEADINGS_ARE_BELOW_OURS = [
+HEADINGS = [
     ("# A\n\n## B\n\n#### C\n\n##### D", "### A\n\n#### B\n\n###### C\n\n###### D"),
     ("## A\n### B", "### A\n#### B"),
     ("### A\n###### B", "### A\n###### B"),
@@ -41,7 +41,7 @@ HEADINGS_ARE_BELOW_OURS = [
 
 
 def test_headings_are_below_ours(subtests: pytest.Subtests) -> None:
-    for text, expected in HEADINGS_ARE_BELOW_OURS:
+    for text, expected in HEADINGS:
         with subtests.test(text):
             assert lowered(text) == expected
             assert lowered(expected) == expected
@@ -70,7 +70,7 @@ def test_relative_links_lead_to_the_source(subtests: pytest.Subtests) -> None:
             assert source_section(text, 3, None, COMMIT, ()) == text
 
 
-OTHER_LINKS_STAY = [
+OTHER_LINKS = [
     "[x](https://x.y/z) [x](mailto:a@b.c) [x](//x.y) [x](/org/other) [x](#part) [x](?a) [x](../other) [x]()",
     "`[x](a.md)` and `src='a.md'`",
     "```\n[x](a.md)\n```",
@@ -81,7 +81,7 @@ OTHER_LINKS_STAY = [
 
 
 def test_other_links_stay(subtests: pytest.Subtests) -> None:
-    for text in OTHER_LINKS_STAY:
+    for text in OTHER_LINKS:
         with subtests.test(text=text):
             assert source_section(text, 3, "org/name", COMMIT, {"here.png", "LICENSE"}) == text
 
