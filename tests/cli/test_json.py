@@ -190,7 +190,7 @@ def test_every_verb_takes_json_and_stands_in_the_document() -> None:
 
 
 WORDS: list[tuple[str, list[object]]] = [
-    ("compressing", ["compress", "-m", EXAMPLE, "-o", "made"]),
+    ("compressing", ["compress", "-m", EXAMPLE, "-o", "made", "--overwrite"]),
     ("diagnosing", ["diagnose", EXAMPLE]),
     ("verifying", ["verify", "out", "--source", EXAMPLE, "--full"]),
 ]
