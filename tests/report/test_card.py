@@ -132,14 +132,14 @@ SAID = [
      [" For vLLM on NVIDIA Turing to Blackwell, AMD MI300 and CPUs, and SGLang on NVIDIA Ampere to Blackwell. "],
      ["pip install humming-kernels"]),
     # What vLLM does not bring is installed before it serves.
-    ("Qwen3ForCausalLM", {"scheme": "int5"}, ["```\npip install humming-kernels\nvllm serve out\n```"], []),
+    ("", {"scheme": "int5"}, ["```\npip install humming-kernels\nvllm serve out\n```"], []),
 ]  # fmt: skip
 
 
 def test_the_card_says_who_serves_the_output(subtests: pytest.Subtests, tmp_path: Path) -> None:
     for number, (architecture, options, said, unsaid) in enumerate(SAID):
         with subtests.test(architecture=architecture, options=options):
-            source = small_checkpoints.write(tmp_path / f"m{number}", architecture)
+            source = small_checkpoints.write(tmp_path / f"m{number}", architecture) if architecture else EXAMPLE
             out = tmp_path / str(number) / "out"
             compress(source, out, **options)  # type: ignore[arg-type]
             text = (out / "README.md").read_text()
