@@ -13,20 +13,21 @@ from conftest import EXAMPLE, ROOT
 from openquant.formats.schemes import SCHEMES
 
 
-@pytest.mark.parametrize("nbytes", [1_000_000, 30_000_001, 40_000_000])
-def test_the_floor_writes_as_many_bytes_as_asked(nbytes: int, tmp_path: Path) -> None:
+def test_the_floor_writes_as_many_bytes_as_asked(subtests: pytest.Subtests, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "large").write_bytes(b"abcdefgh" * 5_000_000)
     (source / "small").write_bytes(b"x" * 1000)
     (source / "empty").touch()
-    command = [sys.executable, ROOT / "benchmarks" / "floor.py", source, tmp_path / "out", "--bytes", str(nbytes)]
-    subprocess.run([*command, "--workers", "3"], check=True, timeout=60)
-    sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
-    shares = {"large": nbytes * 40_000_000 // 40_001_000, "small": nbytes * 1000 // 40_001_000}
-    assert sizes == shares
-    # What is written is what was read: no holes.
-    assert (tmp_path / "out" / "large").read_bytes().count(b"\0") == 0
+    for nbytes in (1_000_000, 30_000_001, 40_000_000):
+        with subtests.test(nbytes=nbytes):
+            out = tmp_path / str(nbytes)
+            command = [sys.executable, ROOT / "benchmarks" / "floor.py", source, out, "--bytes", str(nbytes)]
+            subprocess.run([*command, "--workers", "3"], check=True, timeout=60)
+            sizes = {path.name: path.stat().st_size for path in out.iterdir()}
+            assert sizes == {"large": nbytes * 40_000_000 // 40_001_000, "small": nbytes * 1000 // 40_001_000}
+            # What is written is what was read: no holes.
+            assert (out / "large").read_bytes().count(b"\0") == 0
 
 
 def test_kernels_are_timed_for_each_scheme() -> None:
@@ -46,23 +47,22 @@ def test_a_diagnosis_is_timed_beside_a_conversion(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("named", [[], ["int8", "channel"]], ids=["all", "named"])
-def test_schemes_are_evaluated_on_one_model(named: list[str], tmp_path: Path) -> None:
+def test_schemes_are_evaluated_on_one_model(subtests: pytest.Subtests, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("import os\n")
-    command = [sys.executable, ROOT / "benchmarks" / "schemes.py", EXAMPLE, "--samples", "2", "--length", "32"]
-    command += ["--prompts", tmp_path / "prompts.txt", "--scratch", tmp_path]
-    command += [word for scheme in named for word in ("--scheme", scheme)]
-    done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
-    rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:-2]]
-    assert [row[0] for row in rows] == (named or list(SCHEMES))
-    assert {len(row) for row in rows} == {8}
-    assert {row[6] for row in rows} <= {"same", "close", "similar", "changed"}
-    assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
+    for named in ([], ["int8", "channel"]):
+        with subtests.test(named=named):
+            command = [sys.executable, ROOT / "benchmarks" / "schemes.py", EXAMPLE, "--samples", "2", "--length", "32"]
+            command += ["--prompts", tmp_path / "prompts.txt", "--scratch", tmp_path]
+            command += [word for scheme in named for word in ("--scheme", scheme)]
+            done = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True)
+            rows = [[cell.strip("` ") for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:-2]]
+            assert [row[0] for row in rows] == (named or list(SCHEMES))
+            assert {len(row) for row in rows} == {8}
+            assert {row[6] for row in rows} <= {"same", "close", "similar", "changed"}
+            assert [path.name for path in tmp_path.iterdir()] == ["prompts.txt"]
 
 
-def test_the_table_of_questions_has_outputs_of_a_source_that_answers_none_rightly(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_table_of_questions_has_outputs_of_a_source_that_answers_none_rightly(capsys):
     metric = {"source": 0.0, "output": 0.05, "difference": 0.05, "difference_interval": [0.0, 0.15], "recovery": None}
     pooled = {"metrics": [{**metric, "lost": 0, "gained": 1}], "answered_otherwise": 0.25}
     tasks = {"pooled": pooled, "questions": 20, "tokens": 1234}

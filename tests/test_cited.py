@@ -49,11 +49,13 @@ def test_the_name_that_the_engine_asks_for_has_its_version() -> None:
     assert f"Version: {CITED['vLLM']}+cpu\n" in (found / "METADATA").read_text()
 
 
-@pytest.mark.parametrize("name", ["vLLM", "SGLang"])
-def test_the_script_installs_that_version(name: str, tmp_path: Path) -> None:
+def test_the_script_installs_that_version(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """Its first lines, before it makes an environment."""
-    path = ROOT / "tests" / "serve" / f"install_{name.lower()}.sh"
-    head = path.read_text().split("\n\n")[0]
-    script = f"{head.replace('$0', str(path))}\necho $version"
-    ran = subprocess.run(["bash", "-c", script, "bash", str(tmp_path)], capture_output=True, text=True, check=True)
-    assert ran.stdout == f"{CITED[name]}\n"
+    for name in ("vLLM", "SGLang"):
+        with subtests.test(name):
+            path = ROOT / "tests" / "serve" / f"install_{name.lower()}.sh"
+            head = path.read_text().split("\n\n")[0]
+            script = f"{head.replace('$0', str(path))}\necho $version"
+            command = ["bash", "-c", script, "bash", str(tmp_path / name)]
+            ran = subprocess.run(command, capture_output=True, text=True, check=True)
+            assert ran.stdout == f"{CITED[name]}\n"

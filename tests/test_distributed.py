@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -28,14 +29,27 @@ from support.forked_ranks import Job, Rank
 from support.loopback_hub import LoopbackHub
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For tests that only read it."""
+    return small_checkpoints.write(tmp_path_factory.mktemp("kept") / "source", "Qwen3MoeForCausalLM", shards=6)
+
+
+@pytest.fixture(scope="module")
+def one(source: Path) -> dict[str, bytes]:
+    """What one process writes of the source."""
+    compress(source, source.parent / "one")
+    return tree(source.parent / "one")
+
+
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def own(tmp_path: Path) -> Path:
     return small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", shards=6)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forks() -> Iterator[None]:
-    with forked_ranks.forks():
+    with forked_ranks.forks("openquant.api", "openquant.cli.commands"):
         yield
 
 
@@ -46,27 +60,15 @@ def job() -> Iterator[Job]:
         yield found
 
 
+RUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
 def torchrun(
     ranks: int, *arguments: object, script: Path = ROOT / "compress_fp8.py", **more: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        str(script),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        cwd=script.parent,
-    )
+    command = [*RUN, str(ranks), str(script), *map(str, arguments)]
+    environment = {**os.environ, **more}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=script.parent)
 
 
 def test_ranks_read_a_quantized_source(job: Job, tmp_path: Path, source: Path) -> None:
@@ -81,42 +83,36 @@ def test_ranks_read_a_quantized_source(job: Job, tmp_path: Path, source: Path) -
     assert tree(tmp_path / "many") == tree(tmp_path / "one")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_write_the_bytes_of_one_process(job: Job, tmp_path: Path, source: Path, ranks: int) -> None:
-    compress(source, tmp_path / "one")
-    begin = torchrun if ranks == 2 else job.finish
-    done = begin(ranks, "-m", source, "-o", tmp_path / "many", "--json")
-    assert done.returncode == 0, done.stderr
-    assert tree(tmp_path / "many") == tree(tmp_path / "one")
-    # One of them speaks.
-    assert json.loads(done.stdout)["shards"] == 6
+def test_ranks_write_the_bytes_of_one_process(job: Job, tmp_path: Path, source: Path, one: dict[str, bytes]) -> None:
+    for ranks, begin in ((2, torchrun), (4, job.finish)):
+        out = tmp_path / str(ranks)
+        done = begin(ranks, "-m", source, "-o", out, "--json")
+        assert done.returncode == 0, done.stderr
+        assert tree(out) == one
+        # One of them speaks.
+        assert json.loads(done.stdout)["shards"] == 6
+    again = job.finish(4, "-m", source, "-o", out)
+    assert again.returncode == 0
+    assert again.stdout.count("is already complete; nothing was written") == 1
 
 
-def test_the_first_rank_names_layers_of_zeros_of_all(job: Job, tmp_path: Path, source: Path) -> None:
+def test_the_first_rank_names_layers_of_zeros_of_all(job: Job, tmp_path: Path, own: Path) -> None:
     def change(held: dict[str, torch.Tensor]) -> None:
         for name, weight in held.items():
             if name.endswith(".o_proj.weight") or ".experts.1." in name:
                 weight.zero_()
 
-    small_checkpoints.change_weights(source, change)
-    notes = compress(source, tmp_path / "one").notes
+    small_checkpoints.change_weights(own, change)
+    notes = compress(own, tmp_path / "one").notes
     experts = ", ".join(f"model.layers.1.mlp.experts.1.{part}" for part in ("down_proj", "gate_proj", "up_proj"))
     assert notes[-1] == f"all weights are zero: model.layers.{{0..1}}.self_attn.o_proj, {experts}"
-    done = job.finish(3, "-m", source, "-o", tmp_path / "many", "--json")
+    done = job.finish(3, "-m", own, "-o", tmp_path / "many", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["notes"] == notes
     assert done.stderr.count("all weights are zero") == 1
 
 
-def test_of_a_finished_job_one_rank_speaks(job: Job, tmp_path: Path, source: Path) -> None:
-    compress(source, tmp_path / "many")
-    again = job.finish(4, "-m", source, "-o", tmp_path / "many")
-    assert again.returncode == 0
-    assert again.stdout.count("is already complete; nothing was written") == 1
-
-
-def test_accelerate_launch_starts_ranks_too(tmp_path: Path, source: Path) -> None:
-    compress(source, tmp_path / "one")
+def test_accelerate_launch_starts_ranks_too(tmp_path: Path, source: Path, one: dict[str, bytes]) -> None:
     # With --cpu, or none of its options and no GPUs, accelerate 1.15 starts one process, however many it is told.
     script = tmp_path / "script.py"
     script.write_text(
@@ -130,7 +126,7 @@ def test_accelerate_launch_starts_ranks_too(tmp_path: Path, source: Path) -> Non
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+    assert tree(tmp_path / "many") == one
     assert json.loads(done.stdout)["shards"] == 6
 
 
@@ -156,71 +152,64 @@ def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_ranks_on_two_hosts(tmp_path: Path, source: Path, hosts: list[list[str]], launcher: str) -> None:
+def test_ranks_on_two_hosts(subtests, tmp_path, source, hosts, one):
     """They reach each other by the network, and the disk that they share by its path."""
-    compress(source, tmp_path / "one")
-    torch = "torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 10.97.31.1 --master-port 29517"
-    hugging = (
+    torchrun = "torch.distributed.run --nnodes 2 --nproc-per-node 1 --master-addr 10.97.31.1 --master-port 29517"
+    accelerate = (
         "accelerate.commands.launch --multi_gpu --num_machines 2 --num_processes 2 --main_process_ip 10.97.31.1 "
         "--main_process_port 29517"
     )
-    start, rank = (torch, "--node-rank") if launcher == "torchrun" else (hugging, "--machine_rank")
-    running = [
-        subprocess.Popen(
-            [
-                *host,
-                sys.executable,
-                "-m",
-                *start.split(),
-                rank,
-                str(number),
-                str(ROOT / "compress_fp8.py"),
-                str(source),
-                "-o",
-                str(tmp_path / "many"),
-                "--json",
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # Each host's own interface, as on a cluster where names of hosts are not resolved.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wire"},
-        )
-        for number, host in enumerate(hosts)
-    ]
-    told = [process.communicate(timeout=120) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
-    assert tree(tmp_path / "many") == tree(tmp_path / "one")
-    assert [json.loads(out)["shards"] if out else None for out, _ in told] == [6, None]
+    # Each host's own interface, as on a cluster where names of hosts are not resolved.
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wire"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    for start, rank in ((torchrun, "--node-rank"), (accelerate, "--machine_rank")):
+        with subtests.test(start):
+            out = tmp_path / start.partition(".")[0]
+            words = (str(ROOT / "compress_fp8.py"), str(source), "-o", str(out), "--json")
+            commands = [
+                [*host, sys.executable, "-m", *start.split(), rank, str(number), *words]
+                for number, host in enumerate(hosts)
+            ]
+            running = [subprocess.Popen(command, **pipes, text=True, env=environment) for command in commands]
+            told = [process.communicate(timeout=120) for process in running]
+            assert [process.returncode for process in running] == [0, 0], told
+            assert tree(out) == one
+            assert [json.loads(out)["shards"] if out else None for out, _ in told] == [6, None]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_fails_the_job_and_running_again_continues(
-    job: Job, tmp_path: Path, source: Path, victim: int
-) -> None:
-    compress(source, tmp_path / "one")
+DIES = """
+import os, signal
+from openquant.files import output
+publish = output.OutputDirectory.publish
+def dies(self, name):
+    if name.endswith('.safetensors'):
+        os.kill(os.getpid(), signal.SIGKILL)
+    publish(self, name)
+"""
+# Two seconds without a heartbeat are a death.
+BRISK = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
+
+
+def test_a_killed_rank_fails_the_job_and_running_again_continues(job, tmp_path, source, one):
     script = tmp_path / "dies.py"
     script.write_text(
-        "import os, signal, sys\n"
-        "from openquant.files import output\n"
-        "from openquant.cli.commands import compress_main\n"
-        "publish = output.OutputDirectory.publish\n"
-        "def dies(self, name):\n"
-        "    if name.endswith('.safetensors'):\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    publish(self, name)\n"
-        f"if os.environ['RANK'] == '{victim}':\n"
-        "    output.OutputDirectory.publish = dies\n"
-        "sys.exit(compress_main())\n"
+        f"{DIES}if os.environ['RANK'] == '1':\n    output.OutputDirectory.publish = dies\n"
+        "import sys\nfrom openquant.cli.commands import compress_main\nsys.exit(compress_main())\n"
     )
-    broken = torchrun(2, "-m", source, "-o", tmp_path / "many", script=script)
+    broken = torchrun(2, "-m", source, "-o", tmp_path / "1", script=script, PYTHONPATH=str(ROOT))
     assert broken.returncode != 0
-    assert f"rank      : {victim} (local_rank: {victim})" in broken.stderr
-    assert not (tmp_path / "many" / "config.json").exists()
-    done = job.finish(2, "-m", source, "-o", tmp_path / "many", "--json")
-    assert done.returncode == 0, done.stderr
-    assert tree(tmp_path / "many") == tree(tmp_path / "one")
+    assert "rank      : 1 (local_rank: 1)" in broken.stderr
+
+    # The first one, without a launcher.
+    dies = f"{DIES}output.OutputDirectory.publish = dies\n"
+    begun = [job.start(rank, "-m", source, "-o", tmp_path / "0", first=BRISK + dies * (rank == 0)) for rank in (0, 1)]
+    begun[1].communicate(timeout=60)
+    assert (begun[0].wait(60), begun[1].returncode) == (-signal.SIGKILL, 2)
+    for victim in ("0", "1"):
+        assert not (tmp_path / victim / "config.json").exists()
+        done = job.finish(2, "-m", source, "-o", tmp_path / victim, "--json")
+        assert done.returncode == 0, done.stderr
+        assert tree(tmp_path / victim) == one, victim
 
 
 def test_the_first_rank_tells_of_another_s_error(job: Job, tmp_path: Path) -> None:
@@ -236,19 +225,19 @@ def test_the_first_rank_tells_of_another_s_error(job: Job, tmp_path: Path) -> No
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_ranks_share_what_is_held_against_a_source_that_moved(job: Job, tmp_path: Path, source: Path) -> None:
-    compress(source, tmp_path / "out")
+def test_ranks_share_what_is_held_against_a_source_that_moved(job: Job, tmp_path: Path, own: Path) -> None:
+    compress(own, tmp_path / "out")
     whole = tree(tmp_path / "out")
     (tmp_path / "out" / "model-00004-of-00006.safetensors").unlink()
-    for path in source.glob("*.safetensors"):
+    for path in own.glob("*.safetensors"):
         os.utime(path, (1, 1))
-    done = job.finish(2, "-m", source, "-o", tmp_path / "out")
+    done = job.finish(2, "-m", own, "-o", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert {name for name, data in tree(tmp_path / "out").items() if data != whole.get(name)} == {".openquant.json"}
-    shard = source / "model-00005-of-00006.safetensors"
+    shard = own / "model-00005-of-00006.safetensors"
     data = shard.read_bytes()
     shard.write_bytes(data[:-10000] + bytes(10000))
-    done = job.finish(2, "-m", source, "-o", tmp_path / "out")
+    done = job.finish(2, "-m", own, "-o", tmp_path / "out")
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
     assert "model-00005-of-00006.safetensors" in done.stderr
@@ -268,51 +257,38 @@ def test_shards_are_shared_out_by_size() -> None:
     assert Ranks().share(shards) == shards
 
 
-def test_max_memory_counts_what_ranks_need_to_talk(tmp_path: Path, source: Path) -> None:
-    done = torchrun(2, "-m", source, "-o", tmp_path / "out", "--max-memory", "100MB")
+def test_max_memory_counts_what_ranks_need_to_talk(job: Job, tmp_path: Path, source: Path) -> None:
+    done = job.finish(2, "-m", source, "-o", tmp_path / "out", "--max-memory", "100MB")
     assert done.returncode != 0
     assert done.stderr.count("error: a memory of 100,000,000 bytes is too little") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_a_caller_s_process_group_stays(tmp_path: Path, source: Path) -> None:
-    code = (
-        "import os, sys, torch.distributed as d; from openquant import compress; from openquant.distributed import Ranks;"
-        "d.init_process_group('gloo'); ranks = [Ranks.from_environment(os.environ) for _ in range(2)];"
+def test_a_caller_s_process_group_is_the_caller_s(tmp_path: Path, source: Path, one: dict[str, bytes]) -> None:
+    """One made before stays; ranks leave none behind that was not there, and no number of threads."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, torch, torch.distributed as d\n"
+        "from openquant import Ranks, compress\n"
+        "threads = torch.get_num_threads()\n"
+        "compress(sys.argv[1], sys.argv[2], ranks=Ranks.from_environment(os.environ))\n"
+        "assert not d.is_initialized() and torch.get_num_threads() == threads\n"
+        "d.init_process_group('gloo')\n"
+        "ranks = [Ranks.from_environment(os.environ) for _ in range(2)]\n"
         # Twice, since a job may have several models.
-        "compress(sys.argv[1], sys.argv[2], ranks=ranks[0]); compress(sys.argv[1], sys.argv[3], ranks=ranks[1]);"
-        "d.barrier(); d.destroy_process_group()"
+        "for each, out in zip(ranks, sys.argv[3:]):\n"
+        "    compress(sys.argv[1], out, ranks=each)\n"
+        "d.barrier()\n"
+        "d.destroy_process_group()\n"
     )
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    done = torchrun(2, source, tmp_path / "a", tmp_path / "b", script=script, PYTHONPATH=str(ROOT))
+    outs = [tmp_path / name for name in "abc"]
+    done = torchrun(2, source, *outs, script=script, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
-    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert [tree(out) == one for out in outs] == [True] * 3
 
 
-def test_a_process_group_can_be_made_afterwards(tmp_path: Path, source: Path) -> None:
-    """A caller who trains with torch.distributed makes its own; ranks leave none behind, and no number of threads."""
-    code = (
-        "import os, sys, torch, torch.distributed as d; from openquant import Ranks, compress;"
-        "threads = torch.get_num_threads();"
-        "compress(sys.argv[1], sys.argv[2], ranks=Ranks.from_environment(os.environ));"
-        "assert not d.is_initialized() and torch.get_num_threads() == threads;"
-        "d.init_process_group('gloo'); d.barrier(); d.destroy_process_group()"
-    )
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    done = torchrun(2, source, tmp_path / "out", script=script, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
-
-
-TOLD = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "a",
-    "MASTER_PORT": "1",
-}
+TOLD = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a"}
+TOLD["MASTER_PORT"] = "1"
 
 
 def test_the_environment_of_torchrun_is_understood() -> None:
@@ -321,14 +297,10 @@ def test_the_environment_of_torchrun_is_understood() -> None:
     assert Ranks.from_environment(agent) == Ranks(5, 8, 1, 4, Rendezvous("a", 1, True, "2"))
     bare = {name: TOLD[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     assert Ranks.from_environment(bare) == Ranks(5, 8, 5, 8, Rendezvous("a", 1))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"WORLD_SIZE": ""}, {"RANK": ""}, {"RANK": "", "WORLD_SIZE": "0"}, {"WORLD_SIZE": "1", "RANK": "0"}],
-)
-def test_a_process_on_its_own(changes: dict[str, str]) -> None:
-    assert Ranks.from_environment({**TOLD, **changes, "MASTER_PORT": "abc"}) == Ranks()
+    for changes in (
+        {"WORLD_SIZE": ""}, {"RANK": ""}, {"RANK": "", "WORLD_SIZE": "0"}, {"WORLD_SIZE": "1", "RANK": "0"}
+    ):  # fmt: skip
+        assert Ranks.from_environment({**TOLD, **changes, "MASTER_PORT": "abc"}) == Ranks(), changes
 
 
 WRONG = [
@@ -348,12 +320,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG)
-def test_an_environment_that_makes_no_sense_is_refused(changes: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        Ranks.from_environment({**TOLD, **changes})
-    assert caught.value.message == message
-    assert caught.value.hint == "start ranks with torchrun; to run as one process, unset RANK and WORLD_SIZE"
+def test_an_environment_that_makes_no_sense_is_refused(subtests: pytest.Subtests) -> None:
+    for changes, message in WRONG:
+        with subtests.test(changes=changes, message=message):
+            with pytest.raises(UsageError) as caught:
+                Ranks.from_environment({**TOLD, **changes})
+            assert caught.value.message == message
+            assert caught.value.hint == "start ranks with torchrun; to run as one process, unset RANK and WORLD_SIZE"
 
 
 def test_ranks_need_a_place_to_meet(source: Path, tmp_path: Path) -> None:
@@ -376,16 +349,14 @@ def test_no_rank_that_is_none_ends_silently(run: Run, source: Path, tmp_path: Pa
     assert checked.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_rank_that_waits_says_so_and_hears_signals(job: Job, source: Path, tmp_path: Path, name: str) -> None:
-    waiting = job.start(1, "-m", source, "-o", tmp_path / "out")
-    assert waiting.stderr is not None
-    said = waiting.stderr.readline()
-    assert said == f"rank 1 waits for localhost:{job.port} (Connection refused)\n"
-    waiting.send_signal(getattr(signal, name))
-    _, stderr = waiting.communicate(timeout=60)
-    assert waiting.returncode == 130
-    assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
+def test_a_rank_that_waits_says_so_and_hears_signals(job: Job, source: Path, tmp_path: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        waiting = job.start(1, "-m", source, "-o", tmp_path / "out")
+        assert waiting.stderr.readline() == f"rank 1 waits for localhost:{job.port} (Connection refused)\n"
+        waiting.send_signal(number)
+        _, stderr = waiting.communicate(timeout=60)
+        assert waiting.returncode == 130
+        assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
 
 
 GIVEN_UP = "hint: start all ranks, with one MASTER_ADDR and MASTER_PORT; --rendezvous-timeout gives them longer\n"
@@ -474,33 +445,42 @@ def are_busy(*ranks: subprocess.Popen[str] | Rank) -> None:
         assert rank.stdout.readline() == "busy\n"
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_an_error_ends_the_others_soon(job: Job, source: Path, tmp_path: Path, failing: int) -> None:
-    arguments = ["-m", source, "-o", tmp_path / "out", "-q"]
-    begun = [job.start(rank, *arguments, first=FAILS if rank == failing else BUSY) for rank in range(2)]
-    told = [rank.communicate(timeout=60)[1] for rank in begun]
-    assert [rank.returncode for rank in begun] == [2, 2]
-    named = "rank 1 failed: " if failing == 1 else ""
-    assert told == [f"error: {named}a weight is damaged\nhint: download it again\n", ""]
+Begin = Callable[..., list[Rank]]
 
 
-def test_an_interrupted_rank_ends_the_others(job: Job, source: Path, tmp_path: Path) -> None:
-    begun = [job.start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=BUSY) for rank in range(2)]
-    are_busy(*begun)
+@pytest.fixture
+def begin(source: Path, tmp_path: Path) -> Iterator[Begin]:
+    """Starts jobs of two ranks, each of which does something first."""
+    with ExitStack() as stack:
+
+        def two(*firsts: str) -> list[Rank]:
+            job = stack.enter_context(forked_ranks.job())
+            arguments = ("-m", source, "-o", tmp_path / str(job.port), "-q")
+            begun = [job.start(rank, *arguments, first=first) for rank, first in enumerate(firsts)]
+            if FAILS not in firsts:
+                are_busy(*begun)
+            return begun
+
+        yield two
+
+
+def test_an_error_or_an_interrupt_ends_the_others_soon(begin: Begin) -> None:
+    for firsts, named in (((FAILS, BUSY), ""), ((BUSY, FAILS), "rank 1 failed: ")):
+        begun = begin(*firsts)
+        told = [rank.communicate(timeout=60)[1] for rank in begun]
+        assert [rank.returncode for rank in begun] == [2, 2]
+        assert told == [f"error: {named}a weight is damaged\nhint: download it again\n", ""]
+
+    begun = begin(BUSY, BUSY)
     begun[1].send_signal(signal.SIGINT)
     _, stderr = begun[0].communicate(timeout=60)
     assert (begun[0].returncode, stderr) == (2, f"error: rank 1 was interrupted\n{AGAIN}")
     assert begun[1].wait(60) == 130
 
 
-# Two seconds without a heartbeat are a death.
-BRISK = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
-
-
-def test_ranks_that_were_stopped_together_go_on(job: Job, source: Path, tmp_path: Path) -> None:
-    """By Ctrl-Z or a closed laptop."""
-    begun = [job.start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=BRISK + BUSY) for rank in range(2)]
-    are_busy(*begun)
+def test_ranks_that_were_stopped_together_go_on_and_one_alone_is_missed(begin: Begin) -> None:
+    """By Ctrl-Z or a closed laptop; the connections of one alone stay open, as of a machine that has lost its power."""
+    begun = begin(BRISK + BUSY, BRISK + BUSY)
     for rank in begun:
         rank.send_signal(signal.SIGSTOP)
     time.sleep(4)
@@ -508,30 +488,22 @@ def test_ranks_that_were_stopped_together_go_on(job: Job, source: Path, tmp_path
         rank.send_signal(signal.SIGCONT)
     time.sleep(1)
     assert [rank.poll() for rank in begun] == [None, None]
-    begun[1].send_signal(signal.SIGINT)
-    assert begun[0].communicate(timeout=60)[1] == f"error: rank 1 was interrupted\n{AGAIN}"
-
-
-def test_a_rank_that_is_stopped_alone_is_missed(job: Job, source: Path, tmp_path: Path) -> None:
-    """Its connections stay open, as those of a machine that has lost its power."""
-    begun = [job.start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=BRISK + BUSY) for rank in range(2)]
-    are_busy(*begun)
     begun[1].send_signal(signal.SIGSTOP)
     _, stderr = begun[0].communicate(timeout=60)
     assert stderr == f"error: rank 1 died: nothing was heard of it for 2 seconds\n{AGAIN}"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_missed_without_a_launcher(job: Job, source: Path, tmp_path: Path, victim: int) -> None:
-    begun = [job.start(rank, "-m", source, "-o", tmp_path / "out", "-q", first=BRISK + BUSY) for rank in range(2)]
-    are_busy(*begun)
-    begun[victim].kill()
-    left = begun[1 - victim]
-    _, stderr = left.communicate(timeout=60)
-    assert left.returncode == 2
+def test_a_killed_rank_is_missed_without_a_launcher(begin: Begin) -> None:
     # The first one keeps the store.
-    lost = [rf"rank 1 lost localhost:{job.port}: .*", "rank 1 died: nothing was heard of it for 2 seconds"][victim]
-    assert re.fullmatch(f"error: {lost}\n{AGAIN}", stderr)
+    for victim, lost in enumerate(
+        (r"rank 1 lost localhost:\d+: .*", "rank 1 died: nothing was heard of it for 2 seconds")
+    ):
+        begun = begin(BRISK + BUSY, BRISK + BUSY)
+        begun[victim].kill()
+        left = begun[1 - victim]
+        _, stderr = left.communicate(timeout=60)
+        assert left.returncode == 2
+        assert re.fullmatch(f"error: {lost}\n{AGAIN}", stderr), stderr
 
 
 def test_ranks_do_not_outlive_torchrun(source: Path, tmp_path: Path) -> None:
@@ -539,9 +511,8 @@ def test_ranks_do_not_outlive_torchrun(source: Path, tmp_path: Path) -> None:
     script.write_text(
         BUSY + "import sys\nfrom openquant.cli.commands import compress_main\nsys.exit(compress_main())\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     launcher = subprocess.Popen(
-        [*command, "-m", str(source), "-o", str(tmp_path / "out"), "-q"],
+        [*RUN, "2", str(script), "-m", str(source), "-o", str(tmp_path / "out"), "-q"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -558,7 +529,7 @@ def test_ranks_do_not_outlive_torchrun(source: Path, tmp_path: Path) -> None:
     assert "TCPStore.cpp" not in stderr
 
 
-def test_ranks_stream_and_publish(job: Job, tmp_path: Path, source: Path) -> None:
+def test_ranks_stream_and_publish(job: Job, tmp_path: Path, source: Path, one: dict[str, bytes]) -> None:
     """Each fetches and uploads for its own shards; the first one commits."""
     with LoopbackHub(tmp_path / "hub") as hub:
         hub.repositories["org/name"] = source
@@ -570,7 +541,5 @@ def test_ranks_stream_and_publish(job: Job, tmp_path: Path, source: Path) -> Non
         found = {name: path.read_bytes() for name, path in hub.files("user/name").items()}
         assert set(hub.uploads.values()) == {1}
         assert len(hub.commits("user/name")) == 2
-    compress(source, tmp_path / "one")
-    expected = tree(tmp_path / "one")
-    assert {name for name in expected if found.get(name) != expected[name]} == {"README.md", ".openquant.json"}
+    assert {name for name in one if found.get(name) != one[name]} == {"README.md", ".openquant.json"}
     assert not list((tmp_path / "out").rglob("*.safetensors"))

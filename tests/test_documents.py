@@ -25,15 +25,16 @@ def anchors(document: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document: Path) -> None:
-    for link in LINK.findall(document.read_text()):
-        if link.startswith("https://"):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (document.parent / path).resolve() if path else document
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+def test_links_lead_somewhere(subtests: pytest.Subtests) -> None:
+    for document in DOCUMENTS:
+        with subtests.test(document=document):
+            for link in LINK.findall(document.read_text()):
+                if link.startswith("https://"):
+                    continue
+                path, _, anchor = link.partition("#")
+                target = (document.parent / path).resolve() if path else document
+                assert target.exists(), link
+                assert not anchor or anchor in anchors(target), link
 
 
 def linked(document: Path) -> set[Path]:

@@ -50,27 +50,30 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_the_commands_of_a_page_are_accepted(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_a_page_are_accepted(subtests, tmp_path, monkeypatch):
     """All options parse. What plans by headers alone plans the example instead of the model on the page."""
-    monkeypatch.chdir(tmp_path)
-    for words in commands(page):
-        parsed = verb_parser(words).parse_args(words)
-        given = {word for word in words if word.startswith("--")}
-        # The example is on this disk, and has nothing to stream, no layer 63 and no codes to keep.
-        if parsed.verb == "compress" and not given & {"--stream", "--fit"} and "keep" not in words:
-            words[words.index("-m") + 1 if "-m" in words else 1] = str(EXAMPLE)
-            words = [word.replace("layers.63.", "layers.3.") for word in words]
-            words = ["2" if word == "4" and "--tp" in words else word for word in words]
-            texts = {*words} & {"mine.jsonl", "chats.jsonl", "code.txt"}
-            for text in texts:
-                line = "a text of several words. " * 100
-                line = json.dumps({"text": line}) if text.endswith(".jsonl") else line
-                (tmp_path / text).write_text(f"{line}\n" * 8)
-            assert main([*words, *({"--dry-run", "-q"} - {*words}), *(FEW if texts else [])]) == 0, words
-        elif parsed.verb in ("fit", "explain") and "--search" not in given:
-            words[1] = str(EXAMPLE)
-            assert main([word.replace("32k", "2k").replace("8k", "2k") for word in words]) == 0, words
+    for number, page in enumerate(PAGES):
+        with subtests.test(page=page), monkeypatch.context() as patch:
+            here = tmp_path / str(number)
+            here.mkdir()
+            patch.chdir(here)
+            for words in commands(page):
+                parsed = verb_parser(words).parse_args(words)
+                given = {word for word in words if word.startswith("--")}
+                # The example is on this disk, and has nothing to stream, no layer 63 and no codes to keep.
+                if parsed.verb == "compress" and not given & {"--stream", "--fit"} and "keep" not in words:
+                    words[words.index("-m") + 1 if "-m" in words else 1] = str(EXAMPLE)
+                    words = [word.replace("layers.63.", "layers.3.") for word in words]
+                    words = ["2" if word == "4" and "--tp" in words else word for word in words]
+                    texts = {*words} & {"mine.jsonl", "chats.jsonl", "code.txt"}
+                    for text in texts:
+                        line = "a text of several words. " * 100
+                        line = json.dumps({"text": line}) if text.endswith(".jsonl") else line
+                        (here / text).write_text(f"{line}\n" * 8)
+                    assert main([*words, *({"--dry-run", "-q"} - {*words}), *(FEW if texts else [])]) == 0, words
+                elif parsed.verb in ("fit", "explain") and "--search" not in given:
+                    words[1] = str(EXAMPLE)
+                    assert main([word.replace("32k", "2k").replace("8k", "2k") for word in words]) == 0, words
 
 
 def tutorial(name: str, directory: Path, **instead: str) -> list[list[str]]:
@@ -88,9 +91,7 @@ def write_texts(path: Path) -> None:
     path.write_text("".join(json.dumps({"text": source[at : at + 4000]}) + "\n" for at in range(0, 40000, 4000)))
 
 
-def test_the_first_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_checkpoint(tmp_path, monkeypatch, capsys):
     """Every command that needs no other model, with fewer texts, and what the page says that they print."""
     monkeypatch.chdir(tmp_path)
     said = []
@@ -111,9 +112,7 @@ def test_the_first_checkpoint(
     assert kl["FP8"] < kl["INT4-GPTQ"] < kl["INT4"]
 
 
-def test_a_model_that_fits_is_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_fits_is_published(tmp_path, monkeypatch, capsys):
     """The second tutorial, with the words that it names for trying it, and fewer texts."""
     monkeypatch.chdir(tmp_path)
     *made, push = tutorial("32b-on-24-gb", tmp_path, **{"Qwen/Qwen3-32B": "examples/tiny-qwen3"})
@@ -161,17 +160,20 @@ def python_of(page: str) -> list[CodeType]:
     return [compile(block, page, "exec") for language, block in blocks if language == "python"]
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_tensors_of_a_wrapped_model_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int) -> None:
+def test_tensors_of_a_wrapped_model_are_renamed(subtests, tmp_path, monkeypatch):
     """The code of the page makes the files that were saved without the wrapper."""
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    expected = small_checkpoints.write(tmp_path / "expected", weights=weights, shards=shards)
-    wrapped = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
-    small_checkpoints.write(tmp_path / "my-model", weights=wrapped, shards=shards)
-    monkeypatch.chdir(tmp_path)
-    exec(python_of("how-to/check-a-checkpoint.md")[0], {})
-    found = {path.name: path.read_bytes() for path in Path("my-model-renamed").iterdir()}
-    assert found == {path.name: path.read_bytes() for path in expected.iterdir()}
+    for number, shards in enumerate([1, 3]):
+        with subtests.test(shards=shards), monkeypatch.context() as patch:
+            here = tmp_path / str(number)
+            here.mkdir()
+            weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+            expected = small_checkpoints.write(here / "expected", weights=weights, shards=shards)
+            wrapped = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
+            small_checkpoints.write(here / "my-model", weights=wrapped, shards=shards)
+            patch.chdir(here)
+            exec(python_of("how-to/check-a-checkpoint.md")[0], {})
+            found = {path.name: path.read_bytes() for path in Path("my-model-renamed").iterdir()}
+            assert found == {path.name: path.read_bytes() for path in expected.iterdir()}
 
 
 def test_a_lost_tensor_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,22 +193,23 @@ def test_a_lost_tensor_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.keys() == weights.keys() and all(found[name].equal(weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_tied_model_is_copied_with_a_head_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
-) -> None:
-    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
-    tied = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
-    source = small_checkpoints.write(tmp_path / "my-model", weights=tied, shards=shards)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    monkeypatch.chdir(tmp_path)
-    [code] = python_of("formats.md")
-    exec(code, {})
-    compress("my-model-untied", "out", "channel", quantize_lm_head=True)
-    assert verify("out", "my-model-untied", full=True).problems == ()
-    layers = explain("out", "lm_head", "keep").layers
-    assert [layer.scheme for layer in layers] == ["channel"]
+def test_a_tied_model_is_copied_with_a_head_of_its_own(subtests, tmp_path, monkeypatch):
+    for number, shards in enumerate([1, 3]):
+        with subtests.test(shards=shards), monkeypatch.context() as patch:
+            here = tmp_path / str(number)
+            here.mkdir()
+            weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+            tied = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+            source = small_checkpoints.write(here / "my-model", weights=tied, shards=shards)
+            config = json.loads((source / "config.json").read_text())
+            (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+            patch.chdir(here)
+            [code] = python_of("formats.md")
+            exec(code, {})
+            compress("my-model-untied", "out", "channel", quantize_lm_head=True)
+            assert verify("out", "my-model-untied", full=True).problems == ()
+            layers = explain("out", "lm_head", "keep").layers
+            assert [layer.scheme for layer in layers] == ["channel"]
 
 
 def test_a_card_gets_schemes_that_engines_compute_there() -> None:

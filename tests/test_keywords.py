@@ -21,17 +21,7 @@ from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, UsageError
 from openquant.hub.error_mapping import PushError
 from openquant.keywords import in_python
-from openquant.options import (
-    Calibrate,
-    CalibrationTexts,
-    Check,
-    Diagnose,
-    Evaluate,
-    Recipe,
-    Run,
-    flags_of,
-    options_of,
-)
+from openquant.options import Calibrate, CalibrationTexts, Check, Diagnose, Evaluate, Recipe, Run, flags_of, options_of
 
 VERBS = [
     *("calibrate", "compress", "dequantize", "diagnose", "evaluate", "explain", "fit_table", "push", "search_mixtures"),
@@ -39,42 +29,39 @@ VERBS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "give --max-memory 1.4GB or more, or leave --gptq out",
-            'give max_memory="1.4GB" or more, or leave gptq out',
-        ),
-        ("give --kv-cache fp8 too", 'give kv_cache="fp8" too'),
-        ("give --samples 12 or more", "give samples=12 or more"),
-        ("give --samples from 1 to 100,000", "give samples from 1 to 100,000"),
-        ("replace that output with --overwrite", "replace that output with overwrite=True"),
-        ("choose another directory with -o", "choose another directory with output"),
-        ("use -w 128, or --scheme tensor", 'use scheme="block", or scheme="tensor"'),
-        ("--ignore model.layers.9.** matches no module", 'ignore="model.layers.9.**" matches no module'),
-        ("say --ignore '**' if", 'say ignore="**" if'),
-        ("--scheme-for **.q=block matches", 'scheme_for={"**.q": "block"} matches'),
-        ("give --text FILE or --dataset NAME", "give text=FILE or dataset=NAME"),
-        ("--tp -2 is no number", "tp=-2 is no number"),
-        ("leave it as it is with --ignore", "leave it as it is with ignore"),
-        ("--architecture auto asks vLLM", 'architecture="auto" asks vLLM'),
-        ("make it again: openquant calibrate MODEL -o FILE", "make it again: openquant.calibrate(MODEL, out=FILE)"),
-        ("openquant verify DIR --full looks at both", "openquant.verify(DIR, full=True) looks at both"),
-        ("run openquant eval again", "run openquant.evaluate() again"),
-        ("compress --dry-run -v lists them", 'openquant.explain(MODEL, "**").layers lists them'),
-        ("nearest is a; compress --dry-run lists all", 'nearest is a; openquant.explain(MODEL, "**").layers lists all'),
-        ("engines use them with --kv-cache-dtype fp8", "engines use them with --kv-cache-dtype fp8"),
-        ("ulimit -v is 100", "ulimit -v is 100"),
-        ("a-b - c --", "a-b - c --"),
-    ],
-)
-def test_messages_name_keywords(text: str, expected: str) -> None:
-    assert in_python(text, ("output",)) == expected
-    assert in_python(expected, ("output",)) == expected
+# What is said of flags, and of keywords.
+SAID = {
+    'give --max-memory 1.4GB or more, or leave --gptq out': 'give max_memory="1.4GB" or more, or leave gptq out',
+    'give --kv-cache fp8 too': 'give kv_cache="fp8" too',
+    'give --samples 12 or more': 'give samples=12 or more',
+    'give --samples from 1 to 100,000': 'give samples from 1 to 100,000',
+    'replace that output with --overwrite': 'replace that output with overwrite=True',
+    'choose another directory with -o': 'choose another directory with output',
+    'use -w 128, or --scheme tensor': 'use scheme="block", or scheme="tensor"',
+    '--ignore model.layers.9.** matches no module': 'ignore="model.layers.9.**" matches no module',
+    "say --ignore '**' if": 'say ignore="**" if',
+    '--scheme-for **.q=block matches': 'scheme_for={"**.q": "block"} matches',
+    'give --text FILE or --dataset NAME': 'give text=FILE or dataset=NAME',
+    '--tp -2 is no number': 'tp=-2 is no number',
+    'leave it as it is with --ignore': 'leave it as it is with ignore',
+    '--architecture auto asks vLLM': 'architecture="auto" asks vLLM',
+    'make it again: openquant calibrate MODEL -o FILE': 'make it again: openquant.calibrate(MODEL, out=FILE)',
+    'openquant verify DIR --full looks at both': 'openquant.verify(DIR, full=True) looks at both',
+    'run openquant eval again': 'run openquant.evaluate() again',
+    'compress --dry-run -v lists them': 'openquant.explain(MODEL, "**").layers lists them',
+    'nearest is a; compress --dry-run lists all': 'nearest is a; openquant.explain(MODEL, "**").layers lists all',
+    'engines use them with --kv-cache-dtype fp8': 'engines use them with --kv-cache-dtype fp8',
+    'ulimit -v is 100': 'ulimit -v is 100',
+    'a-b - c --': 'a-b - c --',
+}  # fmt: skip
 
 
-def test_one_flag_is_the_keyword_that_the_function_has() -> None:
+def test_messages_name_keywords(subtests):
+    for text, expected in SAID.items():
+        with subtests.test(text):
+            assert in_python(text, ("output",)) == expected
+            assert in_python(expected, ("output",)) == expected
+    # The keyword that the function has.
     hint = "name another file with -o"
     assert in_python(hint, inspect.signature(openquant.calibrate).parameters) == "name another file with out"
     assert in_python(hint, inspect.signature(openquant.compress).parameters) == "name another file with output"
@@ -104,9 +91,7 @@ def test_no_message_of_the_package_keeps_a_flag() -> None:
     assert [text for text in found if named.search(in_python(text))] == []
 
 
-def test_who_calls_a_function_is_told_keywords_and_who_types_a_command_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_calls_a_function_is_told_keywords_and_who_types_a_command_flags(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("")
     with pytest.raises(openquant.OutputError) as caught:
@@ -137,16 +122,8 @@ def test_importing_the_package_and_a_conversion_load_neither_torch_nor_transform
         f"openquant.compress({str(EXAMPLE)!r}, {str(tmp_path / 'out')!r})\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-S",
-            "-c",
-            code.replace("import sys", f"import sys; sys.path[:0] = {[str(ROOT), *sys.path]!r}; import sys", 1),
-        ],
-        capture_output=True,
-        text=True,
-    )
+    code = code.replace("import sys", f"import sys; sys.path[:0] = {[str(ROOT), *sys.path]!r}; import sys", 1)
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
     assert (done.stderr, done.stdout) == ("", "[]\n[]\n")
 
 

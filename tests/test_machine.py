@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import platform
 import subprocess
@@ -16,38 +17,36 @@ from openquant.machine import available_cpus, available_memory, give_memory_back
 CPUS = len(os.sched_getaffinity(0))
 
 
-@pytest.mark.parametrize(
-    ("quota", "found"),
-    [("max 100000", CPUS), ("100000 100000", 1), ("50000 100000", 1), (f"{CPUS}50000 100000", CPUS), ("", CPUS)],
-)
-def test_a_container_s_share_of_the_cpus_counts(tmp_path: Path, quota: str, found: int) -> None:
+def test_a_container_s_share_of_the_cpus_counts(tmp_path: Path) -> None:
     file = tmp_path / "cpu.max"
     assert available_cpus(file) == CPUS
-    file.write_text(f"{quota}\n")
-    assert available_cpus(file) == found
+    for quota, found in (
+        ("max 100000", CPUS), ("100000 100000", 1), ("50000 100000", 1), (f"{CPUS}50000 100000", CPUS), ("", CPUS)
+    ):  # fmt: skip
+        file.write_text(f"{quota}\n")
+        assert available_cpus(file) == found, quota
 
 
-@pytest.mark.parametrize(
-    ("line", "root", "limit", "held"),
-    [("0::/a/b", "", "memory.max", "anon"), ("4:memory:/a/b", "memory", "memory.limit_in_bytes", "total_rss")],
-)
-@pytest.mark.parametrize("group", [".", "a", "a/b"])
-def test_the_memory_that_a_group_has_left_counts(
-    tmp_path: Path, line: str, root: str, limit: str, held: str, group: str
-) -> None:
-    (tmp_path / "mine").write_text(f"9:name=systemd:/a\n{line}\n")
-    here = tmp_path / root / group
-    here.mkdir(parents=True, exist_ok=True)
-    free = available_memory(tmp_path, tmp_path / "mine")
-    assert free > 100_000_000
-    (here / limit).write_text("max\n")
-    # Pages of files make room.
-    (here / "memory.stat").write_text(f"{held} 30000000\nfile 69000000\n")
-    assert available_memory(tmp_path, tmp_path / "mine") > 0.5 * free
-    (here / limit).write_text("100000000\n")
-    assert available_memory(tmp_path, tmp_path / "mine") == 70_000_000
-    (here / limit).write_text("20000000\n")
-    assert available_memory(tmp_path, tmp_path / "mine") == 0
+def test_the_memory_that_a_group_has_left_counts(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for (line, root, limit, held), group in itertools.product(
+        [("0::/a/b", "", "memory.max", "anon"), ("4:memory:/a/b", "memory", "memory.limit_in_bytes", "total_rss")],
+        [".", "a", "a/b"],
+    ):
+        with subtests.test(line=line, group=group):
+            groups = tmp_path / f"{limit}-{group}".replace("/", "-")
+            here = groups / root / group
+            here.mkdir(parents=True)
+            (groups / "mine").write_text(f"9:name=systemd:/a\n{line}\n")
+            free = available_memory(groups, groups / "mine")
+            assert free > 100_000_000
+            (here / limit).write_text("max\n")
+            # Pages of files make room.
+            (here / "memory.stat").write_text(f"{held} 30000000\nfile 69000000\n")
+            assert available_memory(groups, groups / "mine") > 0.5 * free
+            (here / limit).write_text("100000000\n")
+            assert available_memory(groups, groups / "mine") == 70_000_000
+            (here / limit).write_text("20000000\n")
+            assert available_memory(groups, groups / "mine") == 0
 
 
 def test_memory_without_groups_is_the_machine_s(tmp_path: Path) -> None:

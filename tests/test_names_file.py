@@ -40,14 +40,15 @@ def test_what_alike_tensors_have_is_one_line(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.experts.{0..3}.up_proj.weight  4  [128, 256]  BF16" in lines
 
 
-@pytest.mark.parametrize("architecture", ["NemotronHForCausalLM", "Qwen3_5MoeForConditionalGeneration"])
-def test_it_reads_back_as_the_same_checkpoint(architecture: str, tmp_path: Path) -> None:
-    root = small_checkpoints.write(tmp_path / "small", architecture)
-    source = open_checkpoint(root)
-    found = described(run(root).stdout, architecture)
-    assert found.tensors == source.tensors
-    config = source.config.get("text_config", source.config)
-    assert found.config.get("text_config", found.config).items() <= config.items()
+def test_it_reads_back_as_the_same_checkpoint(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for architecture in ("NemotronHForCausalLM", "Qwen3_5MoeForConditionalGeneration"):
+        with subtests.test(architecture):
+            root = small_checkpoints.write(tmp_path / architecture, architecture)
+            source = open_checkpoint(root)
+            found = described(run(root).stdout, architecture)
+            assert found.tensors == source.tensors
+            config = source.config.get("text_config", source.config)
+            assert found.config.get("text_config", found.config).items() <= config.items()
 
 
 def test_layers_that_are_not_all_alike_take_several_lines(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fcntl
 import inspect
+import io
 import os
 import pty
 import re
@@ -15,6 +16,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -100,29 +102,24 @@ def test_signatures_are_the_fields() -> None:
     assert by_name(*taken(openquant.calibrate)[:-4]) == by_name(*said(Calibrate), *said(CalibrationTexts))
 
 
-@pytest.mark.parametrize(
-    ("function", "kinds"),
-    [
-        (openquant.compress, (Recipe, CalibrationTexts, Run)),
-        (openquant.dequantize, (Run,)),
-        (openquant.diagnose, (Diagnose,)),
-        (openquant.fit_table, (CompareSchemes,)),
-        (openquant.evaluate, (Evaluate, Texts)),
-        (openquant.calibrate, (Calibrate, CalibrationTexts)),
-    ],
-)
-def test_every_argument_becomes_the_option_of_its_name(function: Any, kinds: tuple[type, ...]) -> None:
-    source = inspect.getsource(inspect.unwrap(function))
-    made = {
-        ast.unparse(node.func): {each.arg: ast.unparse(each.value) for each in node.keywords}
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call)
-    }
-    parameters = inspect.signature(function).parameters
-    for kind in kinds:
-        assert made[f"{kind.__name__}.parse"] == {
-            each.name: each.name for each in fields(kind) if each.name in parameters
+def test_every_argument_becomes_the_option_of_its_name() -> None:
+    for function, kinds in {
+        openquant.compress: (Recipe, CalibrationTexts, Run),
+        openquant.dequantize: (Run,),
+        openquant.diagnose: (Diagnose,),
+        openquant.fit_table: (CompareSchemes,),
+        openquant.evaluate: (Evaluate, Texts),
+        openquant.calibrate: (Calibrate, CalibrationTexts),
+    }.items():
+        made = {
+            ast.unparse(node.func): {each.arg: ast.unparse(each.value) for each in node.keywords}
+            for node in ast.walk(ast.parse(inspect.getsource(inspect.unwrap(function))))
+            if isinstance(node, ast.Call)
         }
+        parameters = inspect.signature(function).parameters
+        for kind in kinds:
+            expected = {each.name: each.name for each in fields(kind) if each.name in parameters}
+            assert made[f"{kind.__name__}.parse"] == expected, function
 
 
 def test_positional_arguments_stay() -> None:
@@ -141,32 +138,21 @@ def test_positional_arguments_stay() -> None:
         openquant.compress("model", workrs=3)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        openquant.compress,
-        openquant.dequantize,
-        openquant.diagnose,
-        openquant.calibrate,
-        openquant.evaluate,
-        openquant.explain,
-        openquant.fit_table,
-        openquant.verify,
-    ],
-)
-def test_docstrings_tell_of_every_argument(function: Any) -> None:
-    section = inspect.getdoc(function).split("Args:\n")[1].split("\n\n")[0]
-    told = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
-    assert sorted(told) == sorted(inspect.signature(function).parameters)
-    assert "max_memory" not in told or (
-        "\n    max_memory: Memory limit of this process, such as 2GB. A number is in bytes. If the limit is too low for one"
-        "\n        step, the run stops with an error before it starts. A conversion uses fewer threads to stay below the limit."
-        "\n        A forward pass writes hidden states that do not fit to a temporary file.\n" in section
-    )
-    assert max(map(len, section.splitlines())) <= 120
+LIMIT = """
+    max_memory: Memory limit of this process, such as 2GB. A number is in bytes. If the limit is too low for one
+        step, the run stops with an error before it starts. A conversion uses fewer threads to stay below the limit.
+        A forward pass writes hidden states that do not fit to a temporary file.
+"""
 
 
-def test_the_docstring_of_push_tells_of_every_field() -> None:
+def test_docstrings_tell_of_every_argument() -> None:
+    for name in ["compress", "dequantize", "diagnose", "calibrate", "evaluate", "explain", "fit_table", "verify"]:
+        function = getattr(openquant, name)
+        section = inspect.getdoc(function).split("Args:\n")[1].split("\n\n")[0]
+        told = re.findall(r"^    (\w+): \S", section, re.MULTILINE)
+        assert sorted(told) == sorted(inspect.signature(function).parameters), name
+        assert "max_memory" not in told or LIMIT in section, name
+        assert max(map(len, section.splitlines())) <= 120, name
     assert re.findall(r"^    (\w+): \S", inspect.getdoc(Push) or "", re.MULTILINE) == [
         each.name for each in fields(Push)
     ]
@@ -176,16 +162,16 @@ def test_all_schemes_can_be_asked_for() -> None:
     assert options_of(Recipe)["scheme"].choices == (*SCHEMES, UNCHANGED, KEPT)
 
 
-def openquant_prints(*words: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "openquant", *words],
-        env={**os.environ, "COLUMNS": "80", **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+def openquant_prints(*words: str) -> str:
+    """What a command prints, in 80 columns."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as shown:
+        patch.setenv("COLUMNS", "80")
+        try:
+            code: object = main(list(words))
+        except SystemExit as ended:
+            code = ended.code or 0
+    assert code == 0
+    return shown.getvalue()
 
 
 def test_openquant_alone_prints_its_help() -> None:
@@ -213,27 +199,23 @@ def test_openquant_alone_prints_its_help() -> None:
     assert done.stderr.startswith("error: stdout cannot be written: No space left on device\n")
 
 
-@pytest.mark.parametrize("verb", ["compress", "dequantize"])
-def test_help_is_grouped_and_nearly_all_options_take_a_line(verb: str) -> None:
-    shown = openquant_prints(verb, "--help-all")
-    sections = dict(re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE))
-    titles = TITLES if verb == "compress" else tuple(each for each in TITLES if each not in (TITLES[0], TITLES[2]))
-    assert tuple(sections) == (*titles, "examples")
-    options = "".join(sections[title] for title in titles)
-    assert max(map(len, options.splitlines())) <= 80
-    begun = re.findall(r"^  (?:-\S, --|--|\[-m\] )([\w-]+)", options, re.MULTILINE)
-    for kind in (Recipe, Run) if verb == "compress" else (Run,):
-        for name, option in options_of(kind).items():
-            if option.group and name != "model" and (verb, name) != ("dequantize", "device"):
-                assert (option.flags or (name.replace("_", "-"),))[-1].removeprefix("--") in begun
-    assert len(options.splitlines()) <= len(begun) + 6
-
-
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("completion") / "openquant.bash"
-    path.write_text(openquant_prints("completion", "bash"))
-    return path
+def test_help_is_grouped_and_nearly_all_options_take_a_line(subtests: pytest.Subtests) -> None:
+    for verb in ["compress", "dequantize"]:
+        with subtests.test(verb=verb):
+            shown = openquant_prints(verb, "--help-all")
+            sections = dict(re.findall(r"^([a-z ]+):\n((?:  .*\n)+)", shown, re.MULTILINE))
+            titles = (
+                TITLES if verb == "compress" else tuple(each for each in TITLES if each not in (TITLES[0], TITLES[2]))
+            )
+            assert tuple(sections) == (*titles, "examples")
+            options = "".join(sections[title] for title in titles)
+            assert max(map(len, options.splitlines())) <= 80
+            begun = re.findall(r"^  (?:-\S, --|--|\[-m\] )([\w-]+)", options, re.MULTILINE)
+            for kind in (Recipe, Run) if verb == "compress" else (Run,):
+                for name, option in options_of(kind).items():
+                    if option.group and name != "model" and (verb, name) != ("dequantize", "device"):
+                        assert (option.flags or (name.replace("_", "-"),))[-1].removeprefix("--") in begun
+            assert len(options.splitlines()) <= len(begun) + 6
 
 
 # What is typed before TAB, and the words that the shell then has.
@@ -249,10 +231,12 @@ TYPED = [
 
 
 @pytest.fixture
-def terminal(script: Path, tmp_path: Path) -> Iterator[int]:
+def terminal(tmp_path: Path) -> Iterator[int]:
     """An interactive bash that has read the script, in a directory with a directory and a file; what runs says its words."""
     (tmp_path / "models").mkdir()
     (tmp_path / "module.txt").write_text("")
+    script = tmp_path / "openquant.bash"
+    script.write_text(openquant_prints("completion", "bash"))
     (tmp_path / "rc").write_text(
         f"source {script}\nopenquant() {{ printf '<%s>' \"$@\"; printf '.\\n'; }}\ncompress-fp8() {{ openquant \"$@\"; }}\nPS1='ready '\n"
     )
@@ -279,83 +263,79 @@ def read_until(leader: int, end: str) -> str:
     return shown
 
 
-@pytest.mark.parametrize(("typed", "words"), TYPED)
-def test_bash_completes_verbs_options_choices_and_directories(terminal: int, typed: str, words: list[str]) -> None:
+def test_bash_completes_verbs_options_choices_and_directories(terminal: int, subtests: pytest.Subtests) -> None:
     read_until(terminal, "ready $")
-    os.write(terminal, typed.encode() + b"\n")
-    told = re.findall(r"(<.*>)\.\r\n", read_until(terminal, r">\.\r\n"))
-    assert [re.findall("<(.*?)>", line) for line in told] == [words]
+    for typed, words in TYPED:
+        with subtests.test(typed):
+            os.write(terminal, typed.encode() + b"\n")
+            told = re.findall(r"(<.*>)\.\r\n", read_until(terminal, r">\.\r\n.*ready $"))
+            assert [re.findall("<(.*?)>", line) for line in told] == [words]
 
 
-@pytest.mark.parametrize(("shell", "registered"), [("zsh", "compdef _shtab_{} -N {}"), ("fish", "complete -c {1} ")])
-def test_other_shells_have_a_script_for_both_commands(shell: str, registered: str) -> None:
-    shown = openquant_prints("completion", shell)
-    for name in ("openquant", "compress-fp8"):
-        assert registered.format(name.replace("-", "_"), name) in shown
-    assert "compressed-tensors" in shown
+def test_other_shells_have_a_script_for_both_commands(subtests: pytest.Subtests) -> None:
+    for shell, registered in [("zsh", "compdef _shtab_{} -N {}"), ("fish", "complete -c {1} ")]:
+        with subtests.test(shell=shell, registered=registered):
+            shown = openquant_prints("completion", shell)
+            for name in ("openquant", "compress-fp8"):
+                assert registered.format(name.replace("-", "_"), name) in shown
+            assert "compressed-tensors" in shown
 
 
-@pytest.mark.parametrize(
-    ("shell", "script", "start"),
-    [
-        ("bash", "data/openquant/completion.bash", ".bashrc"),
-        ("zsh", "data/openquant/completion.zsh", ".zshrc"),
-        ("fish", "config/fish/completions/openquant.fish", None),
-    ],
-)
-def test_completion_is_installed_once(
-    tmp_path: Path, shell: str, script: str, start: str | None, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+INSTALLED = {
+    "bash": ("data/openquant/completion.bash", ".bashrc"),
+    "zsh": ("data/openquant/completion.zsh", ".zshrc"),
+    "fish": ("config/fish/completions/openquant.fish", None),
+}
+
+
+def test_completion_is_installed_once(subtests, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv("ZDOTDIR", raising=False)
-    if start:
-        (tmp_path / start).write_text("echo mine")
-    more = tmp_path / (start or script.replace("openquant.fish", "compress-fp8.fish"))
-    assert main(["completion", "install", "--dry-run"]) == 0
-    planned = capsys.readouterr().out
-    assert f"writes  {tmp_path / script} (a script)\nwrites  {more} (" in planned
-    assert not (tmp_path / script).exists() and (not start or more.read_text() == "echo mine")
-    assert main(["completion", "install"]) == 0
-    end = f"a new {shell} completes openquant\n"
-    assert capsys.readouterr().out == f"wrote {tmp_path / script}\nwrote {more}\n{end}"
-    assert main(["completion", "install"]) == 0
-    assert capsys.readouterr().out == f"wrote {tmp_path / script}\n{'' if start else f'wrote {more}{chr(10)}'}{end}"
-    assert (tmp_path / script).read_text().rstrip() == openquant_prints("completion", shell).rstrip()
-    if start is None:
-        assert (tmp_path / script).with_name("compress-fp8.fish").exists()
-        return
-    mine, line = (tmp_path / start).read_text().splitlines()
-    assert (mine, str(tmp_path / script) in line) == ("echo mine", True)
-    if shell == "bash":
-        done = subprocess.run(["bash", "-c", f"source {tmp_path / start}; complete -p openquant"], capture_output=True)
-        assert b"-F _shtab_openquant openquant" in done.stdout
+
+    def install(*more: str) -> str:
+        assert main(["completion", "install", *more]) == 0
+        return capsys.readouterr().out
+
+    for shell, (name, start) in INSTALLED.items():
+        with subtests.test(shell):
+            monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+            if start:
+                (tmp_path / start).write_text("echo mine")
+            script, more = tmp_path / name, tmp_path / (start or name.replace("openquant.fish", "compress-fp8.fish"))
+            assert f"writes  {script} (a script)\nwrites  {more} (" in install("--dry-run")
+            assert not script.exists() and (not start or more.read_text() == "echo mine")
+            end = f"a new {shell} completes openquant\n"
+            assert install() == f"wrote {script}\nwrote {more}\n{end}"
+            assert install() == f"wrote {script}\n{'' if start else f'wrote {more}{chr(10)}'}{end}"
+            assert script.read_text().rstrip() == openquant_prints("completion", shell).rstrip()
+            if start is None:
+                assert more.exists()
+                continue
+            mine, line = more.read_text().splitlines()
+            assert (mine, str(script) in line) == ("echo mine", True)
+            if shell == "bash":
+                done = subprocess.run(["bash", "-c", f"source {more}; complete -p openquant"], capture_output=True)
+                assert b"-F _shtab_openquant openquant" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("shell", "home", "message"),
-    [
-        ("/bin/tcsh", "/", "$SHELL is tcsh, and scripts are for bash, zsh, fish"),
-        ("", "/", "$SHELL is not set, and scripts are for bash, zsh, fish"),
-        ("/bin/bash", "", "$HOME is not set"),
-        (
-            "/bin/bash",
-            "/dev/null",
-            "/dev/null/.local/share/openquant/completion.bash cannot be written: File exists",
-        ),
-    ],
-)
-def test_completion_that_cannot_be_installed(
-    shell: str, home: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHELL", shell)
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
-    assert main(["completion", "install"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}\n")
+NOT_INSTALLED = [
+    ("/bin/tcsh", "/", "$SHELL is tcsh, and scripts are for bash, zsh, fish"),
+    ("", "/", "$SHELL is not set, and scripts are for bash, zsh, fish"),
+    ("/bin/bash", "", "$HOME is not set"),
+    ("/bin/bash", "/dev/null", "/dev/null/.local/share/openquant/completion.bash cannot be written: File exists"),
+]
+
+
+def test_completion_that_cannot_be_installed(subtests, capsys, monkeypatch):
+    for shell, home, message in NOT_INSTALLED:
+        with subtests.test(shell=shell, home=home, message=message), monkeypatch.context() as patch:
+            patch.setenv("SHELL", shell)
+            patch.setenv("HOME", home)
+            patch.delenv("XDG_DATA_HOME", raising=False)
+            assert main(["completion", "install"]) == 2
+            assert capsys.readouterr().err.startswith(f"error: {message}\n")
 
 
 def test_the_help_of_compress_begins_with_what_one_needs() -> None:
@@ -381,19 +361,17 @@ def test_the_model_is_named_with_or_without_its_flag(tmp_path: Path, capsys: pyt
     assert "does not exist" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
+def test_a_hint_names_the_nearest_word(subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, hint in [
         (["compres", "x"], "did you mean compress? see openquant --help"),
         (["eval", "x", "--sorce", "y"], "see openquant eval --help"),
         (["verify", "x", "--ful"], "did you mean --full? see openquant verify --help"),
         (["compress", "x", "--zzz"], "see openquant compress --help"),
         (["fit", "x", "--for", "vlm"], "did you mean vllm? see openquant fit --help"),
-    ],
-)
-def test_a_hint_names_the_nearest_word(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    assert capsys.readouterr().err.splitlines()[1] == f"hint: {hint}"
+    ]:
+        with subtests.test(words=words, hint=hint):
+            assert main(words) == 2
+            assert capsys.readouterr().err.splitlines()[1] == f"hint: {hint}"
 
 
 def test_env_is_for_bug_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,61 +426,56 @@ def test_an_option_about_searching_needs_a_search(tmp_path: Path) -> None:
     openquant.compress(source, "out", "channel", no_search=True, scheme_for={"**.mlp.*": "nvfp4"}, dry_run=True)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_texts_that_make_no_sense(subtests: pytest.Subtests) -> None:
+    for given, message in [
         ({"text": ["a.txt"], "dataset": "wikitext"}, "--text and --dataset are both given"),
         ({"samples": 0}, "0 samples"),
         ({"samples": 100_001}, "100001 samples"),
         ({"length": 1}, "samples of 1 tokens"),
         ({"length": 2_000_000}, "samples of 2000000 tokens"),
-    ],
-)
-def test_texts_that_make_no_sense(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        Texts(**given)
+    ]:
+        with subtests.test(message), pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+            Texts(**given)
 
 
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
-        ({"max_memory": "2GB"}, {"max_memory": 2_000_000_000}),
-        ({"max_memory": 5000}, {"max_memory": 5000}),
-        ({"workers": "2"}, {"workers": 2}),
-        ({"group_size": 64}, {"group_size": "64"}),
-        ({"smooth": "0.5"}, {"smooth": 0.5}),
-        ({"ignore": "lm_head"}, {"ignore": ("lm_head",)}),
-        ({"ignore": ["lm_head", "**.o_proj"]}, {"ignore": ("lm_head", "**.o_proj")}),
-        ({"scheme_for": {"a": "block"}}, {"scheme_for": {"a": "block"}}),
-        ({"scheme_for": [("b", "block"), ("a", "int8"), ("b", "int4")]}, {"scheme_for": {"b": "block", "a": "int8"}}),
-        ({"scheme_for": "a=block"}, {"scheme_for": {"a": "block"}}),
-        ({"text": "a.txt"}, {"text": ("a.txt",)}),
-        ({"text": Path("a.txt")}, {"text": (Path("a.txt"),)}),
-        ({"text": [Path("a.txt"), "b"]}, {"text": (Path("a.txt"), "b")}),
-        ({"outputs": "a", "source": "b"}, {"outputs": ("a",)}),
-    ],
-)
-def test_values_come_in_either_form(given: dict[str, Any], read: dict[str, Any]) -> None:
-    [(name, value)] = read.items()
-    kind = next(each for each in (Recipe, Run, Texts, Evaluate) if name in options_of(each))
-    options = kind(**({"model": "m"} if kind is Run else {}), **given)
-    held = getattr(options, name)
-    assert (held, type(held)) == (value, type(value))
-    assert list(held) == list(value) if isinstance(value, dict) else True
+FORMS_OF_VALUES = [
+    ({"max_memory": "2GB"}, {"max_memory": 2_000_000_000}),
+    ({"max_memory": 5000}, {"max_memory": 5000}),
+    ({"workers": "2"}, {"workers": 2}),
+    ({"group_size": 64}, {"group_size": "64"}),
+    ({"smooth": "0.5"}, {"smooth": 0.5}),
+    ({"ignore": "lm_head"}, {"ignore": ("lm_head",)}),
+    ({"ignore": ["lm_head", "**.o_proj"]}, {"ignore": ("lm_head", "**.o_proj")}),
+    ({"scheme_for": {"a": "block"}}, {"scheme_for": {"a": "block"}}),
+    ({"scheme_for": [("b", "block"), ("a", "int8"), ("b", "int4")]}, {"scheme_for": {"b": "block", "a": "int8"}}),
+    ({"scheme_for": "a=block"}, {"scheme_for": {"a": "block"}}),
+    ({"text": "a.txt"}, {"text": ("a.txt",)}),
+    ({"text": Path("a.txt")}, {"text": (Path("a.txt"),)}),
+    ({"text": [Path("a.txt"), "b"]}, {"text": (Path("a.txt"), "b")}),
+    ({"outputs": "a", "source": "b"}, {"outputs": ("a",)}),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "message"),
-    [
+def test_values_come_in_either_form(subtests: pytest.Subtests) -> None:
+    for given, read in FORMS_OF_VALUES:
+        with subtests.test(given=given, read=read):
+            [(name, value)] = read.items()
+            kind = next(each for each in (Recipe, Run, Texts, Evaluate) if name in options_of(each))
+            options = kind(**({"model": "m"} if kind is Run else {}), **given)
+            held = getattr(options, name)
+            assert (held, type(held)) == (value, type(value))
+            assert list(held) == list(value) if isinstance(value, dict) else True
+
+
+def test_what_cannot_be_read_is_a_user_s_error(subtests: pytest.Subtests) -> None:
+    for kind, given, message in [
         (Run, {"model": "m", "max_memory": "2XB"}, "--max-memory: 2XB is not a size such as 500MB or 2GB"),
         (Run, {"model": "m", "workers": "two"}, "--workers: 'two' is not a number"),
         (Recipe, {"architecture": ""}, "--architecture: it is empty"),
         (Texts, {"text": [""]}, "--text: it is empty"),
-    ],
-)
-def test_what_cannot_be_read_is_a_user_s_error(kind: type, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        kind(**given)
+    ]:
+        with subtests.test(message), pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+            kind(**given)
 
 
 def test_literal_types_are_the_choices() -> None:

@@ -143,18 +143,16 @@ def test_a_tag_is_the_version(built: Built, tmp_path: Path) -> None:
     assert version().startswith(f"1.2.3.post1.dev1+g{commit}")
 
 
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [
+def test_outputs_name_the_release_and_no_commit(subtests: pytest.Subtests) -> None:
+    for version, release in [
         ("1.2.3", "1.2.3"),
         ("1.2.3.post1.dev4+g1a2b3c4.d20261126", "1.2.3"),
         ("2.0.0rc1", "2.0.0rc1"),
         ("2.0.0rc1.post1.dev2+gabc", "2.0.0rc1"),
         ("main", NEWEST),
-    ],
-)
-def test_outputs_name_the_release_and_no_commit(version: str, release: str) -> None:
-    assert public_release(version) == release
+    ]:
+        with subtests.test(version=version, release=release):
+            assert public_release(version) == release
 
 
 def test_the_wheel_holds_every_package_and_no_tests(built: Built) -> None:
@@ -232,20 +230,20 @@ def test_type_checkers_follow_an_editable_install(built: Built, tmp_path: Path) 
     command += ["page.py", "packed.py", "--disable-error-code", "import-not-found"]
     done = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True)
     shown = [line.partition(": ")[2].partition("  [")[0] for line in done.stdout.splitlines() if ".py:" in line]
-    assert shown[:2] == [
-        'note: Revealed type is "openquant.result.Result"',
-        'note: Revealed type is "float"',
-    ]
+    assert shown[:2] == ['note: Revealed type is "openquant.result.Result"', 'note: Revealed type is "float"']
     assert shown[2].startswith('error: Argument "scheme" to "compress" has incompatible type'), shown
     assert shown[3:] == ['error: Module has no attribute "SchemName"; maybe "SchemeName"?'], shown
 
 
-@pytest.mark.parametrize("command", ["openquant", "hf-openquant", "compress-fp8", "-m openquant", "-m compress_fp8"])
-def test_every_command_knows_its_version_and_helps(command: str, scripts: Path, tmp_path: Path) -> None:
-    words = command.split()
-    start = [scripts / "python", *words] if words[0] == "-m" else [scripts / words[0]]
-    assert call([*start, "--version"], cwd=tmp_path).split()[1] == NEWEST
-    assert call([*start, "--help"], cwd=tmp_path).startswith("usage: ")
+def test_every_command_knows_its_version_and_helps(subtests: pytest.Subtests, scripts: Path, tmp_path: Path) -> None:
+    for number, command in enumerate(["openquant", "hf-openquant", "compress-fp8", "-m openquant", "-m compress_fp8"]):
+        with subtests.test(command=command):
+            here = tmp_path / str(number)
+            here.mkdir()
+            words = command.split()
+            start = [scripts / "python", *words] if words[0] == "-m" else [scripts / words[0]]
+            assert call([*start, "--version"], cwd=here).split()[1] == NEWEST
+            assert call([*start, "--help"], cwd=here).startswith("usage: ")
 
 
 def test_hf_finds_its_extension(scripts: Path) -> None:

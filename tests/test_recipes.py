@@ -11,6 +11,7 @@ import pytest
 from conftest import EXAMPLE, Run, tree
 from openquant import OpenQuantError, compress, dequantize, verify
 from openquant.cli.arguments import recipe_parser
+from openquant.cli.commands import main
 from openquant.errors import UsageError
 from openquant.options import CalibrationTexts, Recipe, values_for
 from openquant.recipes import MAX_LETTERS, read_recipe, recipe_command, recipe_of
@@ -34,30 +35,29 @@ def recipe_in(out: Path) -> Any:
     return json.loads((out / ".openquant.json").read_text())["recipe"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"scheme": "block", "ignore": ["**.o_proj"], "tp": 1},
-        {
-            "scheme": "channel",
-            "scheme_for": {"model.layers.{0,1}.mlp.*": "int8", "**.o_proj": "int4"},
-            "group_size": "64",
-        },
-        {"scheme": "none", "kv_cache": "fp8"},
-    ],
-)
-def test_a_recipe_gives_the_same_bytes(run: Run, tmp_path: Path, options: dict[str, Any]) -> None:
-    compress(EXAMPLE, tmp_path / "first", **options)
-    found = recipe_in(tmp_path / "first")
-    assert found["options"] == {"scheme": "tensor", **options}
-    for place in ("first", "first/.openquant.json"):
-        done = run("-m", EXAMPLE, "-o", "again", "--overwrite", "--recipe", tmp_path / place)
-        assert done.returncode == 0, done.stderr
-        assert tree(tmp_path / "here" / "again") == tree(tmp_path / "first")
-    assert verify(tmp_path / "first").problems == ()
-    command = f"openquant compress -m {EXAMPLE.name} {recipe_command(found['options'])}"
-    assert f"\n```\n{command}\n```\n" in (tmp_path / "first" / "README.md").read_text()
+MIXED = {"model.layers.{0,1}.mlp.*": "int8", "**.o_proj": "int4"}
+GIVEN: list[dict[str, Any]] = [
+    {},
+    {"scheme": "block", "ignore": ["**.o_proj"], "tp": 1},
+    {"scheme": "channel", "scheme_for": MIXED, "group_size": "64"},
+    {"scheme": "none", "kv_cache": "fp8"},
+]
+
+
+def test_a_recipe_gives_the_same_bytes(subtests: pytest.Subtests, run: Run, tmp_path: Path) -> None:
+    for number, options in enumerate(GIVEN):
+        with subtests.test(options=options):
+            first = tmp_path / str(number)
+            compress(EXAMPLE, first, **options)
+            found = recipe_in(first)
+            assert found["options"] == {"scheme": "tensor", **options}
+            for place in (first, first / ".openquant.json"):
+                done = run("-m", EXAMPLE, "-o", "again", "--overwrite", "--recipe", place)
+                assert done.returncode == 0, done.stderr
+                assert tree(tmp_path / "here" / "again") == tree(first)
+            assert verify(first).problems == ()
+            command = f"openquant compress -m {EXAMPLE.name} {recipe_command(found['options'])}"
+            assert f"\n```\n{command}\n```\n" in (first / "README.md").read_text()
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -96,27 +96,23 @@ def test_options_beside_a_recipe_override_it(run: Run, tmp_path: Path) -> None:
     assert json.loads(run(*words, "--ignore", "**.k_proj").stdout)["schemes"] == {"channel": 16}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "recipe", "message"),
-    [
-        ("Qwen3ForCausalLM", Recipe("tensor", ignore=["**.experts.**"]), "--ignore **.experts.** matches no module"),
-        ("Qwen3ForCausalLM", Recipe("block", tp=7), "--tp 7 cannot serve this model: "),
-        ("Qwen3ForCausalLM", Recipe("tensor", architecture="NoClass"), "NoClass is not a known architecture; "),
-        (
-            "Mistral3ForConditionalGeneration",
-            Recipe("block"),
-            "Mistral3ForConditionalGeneration cannot be served with ",
-        ),
-    ],
-)
-def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(
-    run: Run, tmp_path: Path, architecture: str, recipe: Recipe, message: str
-) -> None:
-    source = small_checkpoints.write(tmp_path / "source", architecture)
-    (tmp_path / "r.json").write_text(json.dumps(recipe_of(recipe, CalibrationTexts())))
-    done = run("-m", source, "-o", "out", "--recipe", tmp_path / "r.json")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {message}")
+MISFITS = [
+    ("Qwen3ForCausalLM", Recipe("tensor", ignore=["**.experts.**"]), "--ignore **.experts.** matches no module"),
+    ("Qwen3ForCausalLM", Recipe("block", tp=7), "--tp 7 cannot serve this model: "),
+    ("Qwen3ForCausalLM", Recipe("tensor", architecture="NoClass"), "NoClass is not a known architecture; "),
+    ("Mistral3ForConditionalGeneration", Recipe("block"), "Mistral3ForConditionalGeneration cannot be served with "),
+]
+
+
+def test_a_recipe_that_does_not_fit_is_refused_with_the_reason(subtests, tmp_path, capsys):
+    for architecture, recipe, message in MISFITS:
+        with subtests.test(message):
+            source = small_checkpoints.write(tmp_path / architecture, architecture)
+            (tmp_path / "r.json").write_text(json.dumps(recipe_of(recipe, CalibrationTexts())))
+            words = ("compress", source, "-o", tmp_path / "out", "--recipe", tmp_path / "r.json")
+            capsys.readouterr()
+            assert main([*map(str, words)]) == 2
+            assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 BROKEN: list[tuple[object, str]] = [
@@ -137,13 +133,14 @@ BROKEN: list[tuple[object, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("held", "message"), BROKEN)
-def test_what_is_no_recipe_is_refused(tmp_path: Path, held: object, message: str) -> None:
+def test_what_is_no_recipe_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    path.write_text(json.dumps(held))
-    with pytest.raises(UsageError) as caught:
-        read_recipe(path)
-    assert caught.value.message.startswith(message.format(path))
+    for held, message in BROKEN:
+        with subtests.test(message):
+            path.write_text(json.dumps(held))
+            with pytest.raises(UsageError) as caught:
+                read_recipe(path)
+            assert caught.value.message.startswith(message.format(path))
 
 
 def test_values_are_those_of_the_command(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,7 @@ from openquant.threads import Helpers, in_threads
 
 
 @pytest.mark.parametrize(("stack", "threads"), [(1 << 29, {"openquant-0"}), (1 << 30, {"MainThread"})])
-def test_fewer_threads_do_the_work_where_no_more_can_be_started(
-    tmp_path: Path, source: Path, stack: int, threads: set[str]
-) -> None:
+def test_fewer_threads_do_the_work_where_no_more_can_be_started(tmp_path, source, stack, threads):
     code = (
         "import resource, sys, threading\n"
         "from openquant import compress\n"

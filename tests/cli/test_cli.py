@@ -8,13 +8,13 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,10 @@ import torch
 
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
+from openquant.cli.commands import compress_main
 from openquant.errors import UsageError
 from openquant.formats.names import SCHEME_NAMES
-from support import forked_ranks, small_checkpoints
-from support.forked_ranks import COMMANDS, finish, forked
+from support import small_checkpoints
 
 KEYS = [
     "model", "revision", "output", "scheme", "schemes", "kv_cache", "folded", "architecture", "dry_run", "source_bytes", "output_bytes",
@@ -45,15 +45,11 @@ def test_an_error_says_what_it_quotes_and_a_terminal_obeys_none_of_it(run: Run, 
     )
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(run: Run, tmp_path: Path) -> None:
+def test_a_run_prints_plan_and_summary(run: Run, tmp_path: Path) -> None:
     (tmp_path / "here" / "examples").symlink_to(EXAMPLE.parent)
     done = run("-m", "examples/tiny-qwen3", "--dry-run", COLUMNS="80")
     assert (done.returncode, done.stderr, done.stdout) == (0, "", PLAN)
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["examples"]
-
-
-def test_a_run_prints_plan_and_summary(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "here" / "examples").symlink_to(EXAMPLE.parent)
     done = run("-m", "examples/tiny-qwen3", COLUMNS="80")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(PLAN)
@@ -187,31 +183,21 @@ ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[None]:
-    with forked_ranks.forks(preloaded=COMMANDS):
-        yield
-
-
-@pytest.mark.parametrize(("arguments", "message", "hint"), ERRORS)
-def test_errors_are_two_lines_and_exit_code_2(
-    forks: None, tmp_path: Path, arguments: list[object], message: str, hint: str
-) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        return finish(forked(ROOT / "compress_fp8.py", *words, cwd=here, environment=os.environ))
-
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    error, advice = done.stderr.splitlines()
-    assert error.startswith(f"error: {message}")
-    assert advice == f"hint: {hint}"
-    told = run(*arguments, "--json")
-    assert told.returncode == 2
-    assert json.loads(told.stdout) == {"error": error.removeprefix("error: "), "hint": hint}
-    assert not list((tmp_path / "here").iterdir())
+def test_errors_are_two_lines_and_exit_code_2(subtests, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compress_fp8.py"])
+    for arguments, message, hint in ERRORS:
+        with subtests.test(arguments=arguments):
+            words = [str(word) for word in arguments]
+            assert compress_main(words) == 2
+            out, err = capfd.readouterr()
+            assert out == ""
+            error, advice = err.splitlines()
+            assert error.startswith(f"error: {message}")
+            assert advice == f"hint: {hint}"
+            assert compress_main([*words, "--json"]) == 2
+            assert json.loads(capfd.readouterr().out) == {"error": error.removeprefix("error: "), "hint": hint}
+            assert not list(tmp_path.iterdir())
 
 
 def test_channel_is_written_beside_the_others_and_said_in_plan_and_summary(run: Run, tmp_path: Path) -> None:
@@ -228,12 +214,16 @@ def test_channel_is_written_beside_the_others_and_said_in_plan_and_summary(run: 
     assert (found["scheme"], found["resumed"], found["tensor_parallel"]) == ("channel", True, [1, 2, 4])
     assert found["ignored_layers"] == ["lm_head", "model.embed_tokens"]
 
-
-def test_format_names_the_directory_and_is_in_the_config(run: Run, tmp_path: Path) -> None:
+    # The format and the scales name the directory too, and are in the config.
     done = run("-m", EXAMPLE, "-w", "128", "--format", "compressed-tensors", "-q")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-CT" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    done = run("-m", EXAMPLE, "-w", "128", "--scale-format", "ue8m0")
+    assert done.returncode == 0, done.stderr
+    assert "float8_e4m3fn, one power-of-two scale per 128x128 block\n" in done.stdout
+    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-UE8M0" / "config.json").read_text())
+    assert config["quantization_config"]["scale_fmt"] == "ue8m0"
 
 
 def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path) -> None:
@@ -264,17 +254,7 @@ def test_several_schemes_are_said_in_plan_card_and_json(run: Run, tmp_path: Path
     assert "transformers loads it too, with compressed-tensors installed\n" in card
 
 
-def test_ue8m0_names_the_directory_and_is_in_plan_and_config(run: Run, tmp_path: Path) -> None:
-    done = run("-m", EXAMPLE, "-w", "128", "--scale-format", "ue8m0")
-    assert done.returncode == 0, done.stderr
-    assert "float8_e4m3fn, one power-of-two scale per 128x128 block\n" in done.stdout
-    config = json.loads((tmp_path / "here" / "tiny-qwen3-FP8-W128-UE8M0" / "config.json").read_text())
-    assert config["quantization_config"]["scale_fmt"] == "ue8m0"
-
-
 def test_missing_gpu(run: Run) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     done = run("-m", EXAMPLE, "--device", "cuda:1")
@@ -295,15 +275,14 @@ def test_model_dot_takes_the_directory_s_name_and_writes_beside_it(run: Run, tmp
     assert (tmp_path / "here" / "my-finetune-FP8-W128" / "config.json").exists()
 
 
-def test_quiet_and_verbose(run: Run, source: Path) -> None:
+def test_how_much_is_said(run: Run, source: Path) -> None:
     quiet = run("-m", source, "-q", "-o", "quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     verbose = run("-m", source, "-v", "-o", "verbose", "--ignore", "**.layers.0.**")
     assert "\nnot quantized: model.layers.0.self_attn.q_proj\n" in verbose.stdout
     assert "\ncopied: generation_config.json\n" in verbose.stdout
 
-
-def test_widening_is_said_in_the_plan_and_beside_json(run: Run, source: Path) -> None:
+    # Widening is said in the plan and beside JSON.
     arguments = ["-m", source, "--dry-run", "--ignore", "model.layers.1.mlp.up_proj"]
     note = "note: --ignore model.layers.1.mlp.up_proj also applies to the layers fused with it: model.layers.1.mlp.gate_proj\n"
     assert note in run(*arguments).stdout
@@ -311,8 +290,7 @@ def test_widening_is_said_in_the_plan_and_beside_json(run: Run, source: Path) ->
     assert told.stderr == note
     assert "model.layers.1.mlp.gate_proj" in json.loads(told.stdout)["ignored_layers"]
 
-
-def test_left_out_files_are_named(run: Run, source: Path) -> None:
+    # Files that are left out are named.
     (source / "optimizer.pt").write_text("")
     (source / "original").mkdir()
     assert "left out: optimizer.pt, original/\n" in run("-m", source, "--dry-run").stdout
@@ -332,17 +310,17 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, source: Path) -> None:
     assert "compressing" not in done.stdout
 
 
-@pytest.mark.parametrize("settings", [{"CI": "1"}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_no_bar_is_drawn_where_nobody_watches(tmp_path: Path, source: Path, settings: dict[str, str]) -> None:
-    leader, follower = pty.openpty()
-    command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / "out")]
-    environment = {**os.environ, **settings}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=environment, timeout=60)
-    os.write(follower, b"end")
-    shown = os.read(leader, 1 << 16)
-    os.close(follower)
-    os.close(leader)
-    assert (done.returncode, shown) == (0, b"end")
+def test_no_bar_is_drawn_where_nobody_watches(tmp_path: Path, source: Path) -> None:
+    for name, value in {"CI": "1", "NO_COLOR": "1", "TERM": "dumb"}.items():
+        leader, follower = pty.openpty()
+        command = [sys.executable, str(ROOT / "compress_fp8.py"), "-m", str(source), "-o", str(tmp_path / name)]
+        environment = {**os.environ, name: value}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=follower, env=environment, timeout=60)
+        os.write(follower, b"end")
+        shown = os.read(leader, 1 << 16)
+        os.close(follower)
+        os.close(leader)
+        assert (done.returncode, shown) == (0, b"end"), name
 
 
 def untold(why: str) -> tuple[int, str]:
@@ -351,45 +329,47 @@ def untold(why: str) -> tuple[int, str]:
     return 2, f"error: stdout cannot be written: {why}\n{hint}"
 
 
-@pytest.mark.parametrize(
-    ("streams", "ends"),
-    [
-        ("| head -1", (0, "")),
-        ("| true", (0, "")),
-        (">&-", (0, "")),
-        ("2>&-", (0, "")),
-        ("<&-", (0, "")),
-        ("2> /dev/full", (0, "")),
-        ("> /dev/full", untold("No space left on device")),
-        ("-q > /dev/full", (0, "")),
-        ("--json > /dev/full", untold("No space left on device")),
-        # A program that asked for a result has none.
-        ("--json | true", untold("Broken pipe")),
-        ("--json >&-", untold("Bad file descriptor")),
-    ],
-)
-def test_streams_that_fail_do_not_stop_the_work(
-    source: Path, tmp_path: Path, streams: str, ends: tuple[int, str]
-) -> None:
-    command = f"{sys.executable} {ROOT / 'compress_fp8.py'} -m {source} -o {tmp_path / 'out'} {streams}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == ends
+FULL, BROKEN, BAD = (untold(why) for why in ("No space left on device", "Broken pipe", "Bad file descriptor"))
+STREAMS = {
+    "| head -1": (0, ""),
+    "| true": (0, ""),
+    ">&-": (0, ""),
+    "2>&-": (0, ""),
+    "<&-": (0, ""),
+    "2> /dev/full": (0, ""),
+    "> /dev/full": FULL,
+    "-q > /dev/full": (0, ""),
+    "--json > /dev/full": FULL,
+    # A program that asked for a result has none.
+    "--json | true": BROKEN,
+    "--json >&-": BAD,
+}
+
+
+def test_streams_that_fail_do_not_stop_the_work(subtests: pytest.Subtests, source: Path, tmp_path: Path) -> None:
     compress(source, tmp_path / "same")
-    assert tree(tmp_path / "out") == tree(tmp_path / "same")
-    failed = subprocess.run(
-        ["bash", "-c", command.replace("-m ", "-m nowhere/at/all/")], capture_output=True, text=True
-    )
-    assert failed.returncode == 2
-    assert "Traceback" not in failed.stderr
+    for streams, ends in STREAMS.items():
+        with subtests.test(streams):
+            words = f"{sys.executable} {ROOT / 'compress_fp8.py'} -o {tmp_path / 'out'} {streams}"
 
+            def bash(words: str) -> subprocess.CompletedProcess[str]:
+                command = ["bash", "-c", f"{words}; exit ${{PIPESTATUS[0]}}"]
+                return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-@pytest.mark.parametrize("command", ["verify OUT", "verify OUT --json", "--help", "--version"])
-def test_answers_that_cannot_be_written_are_no_success(source: Path, tmp_path: Path, command: str) -> None:
-    compress(source, tmp_path / "out")
-    words = [sys.executable, "-m", "openquant", *command.replace("OUT", str(tmp_path / "out")).split()]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == untold("No space left on device")
+            done = bash(words.replace(" -o", f" -m {source} -o"))
+            assert (done.returncode, done.stderr) == ends
+            assert tree(tmp_path / "out") == tree(tmp_path / "same")
+            shutil.rmtree(tmp_path / "out")
+            failed = bash(words.replace(" -o", " -m nowhere/at/all -o"))
+            assert failed.returncode == 2
+            assert "Traceback" not in failed.stderr
+
+    # An answer that cannot be written is no success.
+    for command in (f"verify {tmp_path}/same", f"verify {tmp_path}/same --json", "--help", "--version"):
+        with subtests.test(command), open("/dev/full", "w") as full:
+            asked = [sys.executable, "-m", "openquant", *command.split()]
+            done = subprocess.run(asked, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+            assert (done.returncode, done.stderr) == FULL
 
 
 def test_an_empty_architecture_is_refused(source: Path, tmp_path: Path) -> None:
@@ -407,32 +387,25 @@ def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:
     assert "  vllm serve 'modèle 模型-FP8'\n" in quoted.stdout
 
 
-@pytest.mark.parametrize("signals", [["INT"], ["TERM"], ["INT", "INT"], ["TERM", "INT", "TERM"]])
-def test_signals_at_any_moment_exit_130(tmp_path: Path, signals: list[str]) -> None:
+def test_signals_at_any_moment_exit_130(subtests, tmp_path):
     weights = {"model.layers.0.mlp.down_proj.weight": torch.ones(32768, 4096, dtype=torch.bfloat16)}
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
-    command = [
-        sys.executable,
-        str(ROOT / "compress_fp8.py"),
-        "-m",
-        str(source),
-        "-o",
-        str(tmp_path / "out"),
-        "--json",
-        "-q",
-    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
-    while not (tmp_path / "out" / ".openquant").exists():
-        assert started.poll() is None
-        time.sleep(0.002)
-    for name in signals:
-        started.send_signal(getattr(signal, f"SIG{name}"))
-        time.sleep(0.002)
-    stdout, stderr = started.communicate(timeout=60)
-    assert started.returncode == 130, stderr
-    assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
-    assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
+    for signals in ("INT", "TERM", "INT INT", "TERM INT TERM"):
+        with subtests.test(signals):
+            out = tmp_path / signals
+            command = [sys.executable, str(ROOT / "compress_fp8.py"), str(source), "-o", str(out), "--json", "-q"]
+            started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
+            while not (out / ".openquant").exists():
+                assert started.poll() is None
+                time.sleep(0.002)
+            for name in signals.split():
+                started.send_signal(getattr(signal, f"SIG{name}"))
+                time.sleep(0.002)
+            stdout, stderr = started.communicate(timeout=60)
+            assert started.returncode == 130, stderr
+            assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
+            assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
 
 
 def test_signals_while_the_message_is_printed_do_not_cut_it(tmp_path: Path) -> None:
@@ -472,20 +445,19 @@ def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) ->
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "command", [[str(ROOT / "compress_fp8.py")], ["-m", "openquant"], ["-m", "openquant", "compress"]]
-)
-def test_help_and_version(command: list[str]) -> None:
-    helped = subprocess.run([sys.executable, *command, "--help-all"], capture_output=True, text=True)
-    assert helped.returncode == 0
-    if command[-1] != "openquant":
-        for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--scheme-for", "--tp", "--quantize-lm-head", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
-                       "--overwrite", "--json", "-q", "-v"):  # fmt: skip
-            assert option in helped.stdout
-    if command[-1] != "compress":
-        shown = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True)
-        assert shown.returncode == 0
-        assert re.fullmatch(rf"openquant {__version__}( \([0-9a-f]{{7,}} [\d-]{{10}}\))?\n", shown.stdout)
+def test_help_and_version(subtests: pytest.Subtests) -> None:
+    for command in [[str(ROOT / "compress_fp8.py")], ["-m", "openquant"], ["-m", "openquant", "compress"]]:
+        with subtests.test(command=command):
+            helped = subprocess.run([sys.executable, *command, "--help-all"], capture_output=True, text=True)
+            assert helped.returncode == 0
+            if command[-1] != "openquant":
+                for option in ("-m", "-o", "-w", "--scheme", "--format", "--scale-format", "--ignore", "--scheme-for", "--tp", "--quantize-lm-head", "--dry-run", "--device", "--workers", "--max-memory", "--revision",
+                               "--overwrite", "--json", "-q", "-v"):  # fmt: skip
+                    assert option in helped.stdout
+            if command[-1] != "compress":
+                shown = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True)
+                assert shown.returncode == 0
+                assert re.fullmatch(rf"openquant {__version__}( \([0-9a-f]{{7,}} [\d-]{{10}}\))?\n", shown.stdout)
 
 
 def test_help_does_not_load_numpy_or_torch() -> None:

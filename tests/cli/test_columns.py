@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,83 +33,77 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a source and its output lie, under short names."""
     place = tmp_path_factory.mktemp("widths")
     compress(EXAMPLE, place / "FP8")
+    (place / "MODEL").symlink_to(EXAMPLE)
     small_checkpoints.write(place / "moe", "Qwen3MoeForCausalLM")
     return place
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("compress", "MODEL", "--dry-run", "-v"),
-        ("compress", "moe", "--dry-run", "--scheme", "int4"),
-        ("compress", "MODEL", "-o", "again", "--overwrite"),
-        ("dequantize", "FP8", "--dry-run"),
-        ("fit", "MODEL"),
-        ("fit", "MODEL", "--gpu", "2x4090", "--context", "2k"),
-        ("diagnose", "MODEL"),
-        ("diagnose", "moe", "--scheme", "int4", "-v"),
-        ("explain", "MODEL", "**.q_proj"),
-        ("explain", "moe", "**.down_proj"),
-        ("verify", "FP8", "--source", "MODEL", "--full"),
-        ("env",),
-    ],
-    ids=" ".join,
-)
-def test_no_line_is_longer_than_the_terminal(
-    words: Sequence[str],
-    width: int,
-    converted: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+COMMANDS_THAT_TELL = [
+    "compress MODEL --dry-run -v",
+    "compress moe --dry-run --scheme int4",
+    "compress MODEL -o again --overwrite",
+    "dequantize FP8 --dry-run",
+    "fit MODEL",
+    "fit MODEL --gpu 2x4090 --context 2k",
+    "diagnose MODEL",
+    "diagnose moe --scheme int4 -v",
+    "explain MODEL **.q_proj",
+    "explain moe **.down_proj",
+    "verify FP8 --source MODEL --full",
+    "env",
+]
+
+
+def test_no_line_is_longer_than_the_terminal(subtests, converted, monkeypatch, capsys):
     monkeypatch.chdir(converted)
-    if not Path("MODEL").exists():
-        Path("MODEL").symlink_to(EXAMPLE)
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(list(words)) == 0
-    printed = capsys.readouterr().out
-    assert printed and not too_long(printed, width)
-    monkeypatch.setenv("COLUMNS", "1000")
-    assert main(list(words)) == 0
-    wide = capsys.readouterr().out
-    # What is said is the same. Headings and names may stand twice, seconds and memory are of each run.
-    assert set(re.findall(r"[\w.{}*-]*[a-z][\w.{}*-]*", wide)) == set(re.findall(r"[\w.{}*-]*[a-z][\w.{}*-]*", printed))
+
+    def printed(command: str, width: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(command.split()) == 0
+        return capsys.readouterr().out
+
+    def words(text: str) -> set[str]:
+        return set(re.findall(r"[\w.{}*-]*[a-z][\w.{}*-]*", text))
+
+    for command in COMMANDS_THAT_TELL:
+        wide = printed(command, 1000)
+        for width in WIDTHS:
+            with subtests.test(command, width=width):
+                narrow = printed(command, width)
+                assert narrow and not too_long(narrow, width)
+                # What is said is the same. Headings and names may stand twice, seconds and memory are of each run.
+                assert words(wide) == words(narrow)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_an_evaluation_fits(
-    width: int, converted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluation_fits(converted, monkeypatch, capsys):
     monkeypatch.setattr(answers, "BUILT_IN", 1)
-    monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.chdir(converted)
     questions = [{"question": f"{number} and 1 make", "choices": ["many", "few"], "answer": 0} for number in range(4)]
     Path("sums.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    words = ["eval", "FP8", "--source", str(EXAMPLE), "--samples", "2", "--length", "32", "--tasks", "sums.jsonl"]
-    assert main(words) == 0
-    printed = capsys.readouterr().out
-    assert "recovery" in printed and "same token" in printed.replace("\n", " ") and not too_long(printed, width)
+    words = ["eval", "FP8", "--source", "MODEL", "--samples", "2", "--length", "32", "--tasks", "sums.jsonl"]
+    for width in WIDTHS:
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(words) == 0
+        printed = capsys.readouterr().out
+        assert "recovery" in printed and "same token" in printed.replace("\n", " ") and not too_long(printed, width)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("verb", ["", *VERBS])
-def test_help_fits(verb: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    parser = verb_parser()
-    if verb:
-        [verbs] = [action for action in parser._actions if action.dest == "verb"]
-        assert verbs.choices is not None
-        parser = verbs.choices[verb]  # type: ignore[call-overload]
-    assert isinstance(parser, Parser)
-    for shows_all in (False, True):
-        parser.shows_all = shows_all
-        assert not too_long(parser.format_help(), width)
+def test_help_fits(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    for verb, width in itertools.product(["", *VERBS], WIDTHS):
+        with subtests.test(width=width, verb=verb), monkeypatch.context() as patch:
+            patch.setenv("COLUMNS", str(width))
+            parser = verb_parser()
+            if verb:
+                [verbs] = [action for action in parser._actions if action.dest == "verb"]
+                assert verbs.choices is not None
+                parser = verbs.choices[verb]  # type: ignore[call-overload]
+            assert isinstance(parser, Parser)
+            for shows_all in (False, True):
+                parser.shows_all = shows_all
+                assert not too_long(parser.format_help(), width)
 
 
-def test_a_result_has_80_columns_where_no_terminal_is(
-    converted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_result_has_80_columns_where_no_terminal_is(converted, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS")
     monkeypatch.chdir(converted)
     assert main(["compress", "moe", "--dry-run"]) == 0

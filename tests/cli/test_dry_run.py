@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from conftest import EXAMPLE, ROOT, change_json, tree
+from conftest import EXAMPLE, change_json, tree
 from openquant import compress, dequantize, explain
 from openquant.api import push_notes
 from openquant.cli.arguments import verb_parser
 from openquant.cli.commands import main
 from openquant.files.evaluation import evaluation_digest
+from support import forked_ranks
 from support.evaluation_files import evaluate
-from support.loopback_hub import LoopbackHub
+from support.forked_ranks import COMMANDS
+from support.hub_site import Site
 
 TEXTS = ("--samples", "2", "--length", "16")
-TOKEN = "hf_secretsecret"
 
 
 @pytest.fixture
@@ -34,10 +32,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    with forked_ranks.forks(preloaded=COMMANDS):
+        yield
+
+
 @pytest.fixture
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackHub]:
-    with LoopbackHub(tmp_path_factory.mktemp("hub"), token=TOKEN) as server:
-        yield server
+def site(forks: None, here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with Site(tmp_path_factory.mktemp("site")) as found:
+        found.cwd = here
+        yield found
 
 
 def test_every_verb_that_writes_has_it() -> None:
@@ -67,24 +72,20 @@ def test_a_calibration_is_described(here: Path, capsys: pytest.CaptureFixture[st
     assert "(a calibration, which is replaced)\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
+def test_a_calibration_is_refused_as_without_it(subtests, here, capsys):
+    for words, error in [
         (("--text", "nothing.txt"), "error: nothing.txt"),
         (("-o", f"{EXAMPLE}/config.json"), f"error: -o {EXAMPLE}/config.json lies in the model {EXAMPLE}\n"),
         (("--max-memory", "1MB"), "error: "),
-    ],
-)
-def test_a_calibration_is_refused_as_without_it(
-    words: tuple[str, ...], error: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = []
-    for more in (["--dry-run"], []):
-        assert main(["calibrate", str(EXAMPLE), *TEXTS, *words, *more]) == 2
-        said.append(capsys.readouterr().err)
-    # Memory that is in use differs by a little.
-    said = [re.sub(r"\d[\d,]{3,}", "N", text) for text in said]
-    assert said[0] == said[1] and said[0].startswith(error)
+    ]:
+        with subtests.test(words=words, error=error):
+            said = []
+            for more in (["--dry-run"], []):
+                assert main(["calibrate", str(EXAMPLE), *TEXTS, *words, *more]) == 2
+                said.append(capsys.readouterr().err)
+            # Memory that is in use differs by a little.
+            said = [re.sub(r"\d[\d,]{3,}", "N", text) for text in said]
+            assert said[0] == said[1] and said[0].startswith(error)
 
 
 def test_gptq_has_a_forecast(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,16 +123,9 @@ def test_an_evaluation_is_described(here: Path, capsys: pytest.CaptureFixture[st
     assert "mine.txt is a text that this run reads" in capsys.readouterr().err
 
 
-def ask(hub: LoopbackHub, here: Path, *words: object, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
-    settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(here / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
-    command = [sys.executable, "-m", "openquant", *map(str, words)]
-    environment = {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_a_push_is_described_and_makes_no_repository(hub: LoopbackHub, here: Path) -> None:
+def test_a_push_is_described_and_makes_no_repository(site: Site, here: Path) -> None:
     before = tree(here / "FP8")
-    done = ask(hub, here, "push", "FP8", "name", "--private", "--dry-run")
+    done = site.ask("push", "FP8", "name", "--private", "--dry-run")
     assert (done.returncode, done.stderr) == (0, "")
     files = sorted(name for name in before if name != ".openquant.json")
     reads = [f"reads   {here}/FP8/{name} (a {'shard' if name.endswith('.safetensors') else 'file'}, " for name in files]
@@ -144,15 +138,15 @@ def test_a_push_is_described_and_makes_no_repository(hub: LoopbackHub, here: Pat
         "note    no figures are added to the card: openquant eval FP8 --source SOURCE, then push again",
         "nothing was written",
     ]
-    assert not hub.stored and tree(here / "FP8") == before
-    assert ask(hub, here, "push", "FP8", "name").returncode == 0
-    commits = hub.commits("user/name")
-    done = ask(hub, here, "push", "FP8", "name", "--create-pr", "--dry-run")
+    assert not site.hub.stored and tree(here / "FP8") == before
+    assert site.ask("push", "FP8", "name").returncode == 0
+    commits = site.hub.commits("user/name")
+    done = site.ask("push", "FP8", "name", "--create-pr", "--dry-run")
     assert "a pull request is opened\nwrites  user/name (a repository that exists)\n" in done.stdout
-    assert hub.commits("user/name") == commits
+    assert site.hub.commits("user/name") == commits
 
 
-def test_notes_of_a_push_are_the_same_without_it(hub: LoopbackHub, here: Path) -> None:
+def test_notes_of_a_push_are_the_same_without_it(site: Site, here: Path) -> None:
     found = evaluate(here / "FP8")
     for name, shown in (("eval.html", "another"), ("eval.png", evaluation_digest(found))):
         (here / "FP8" / name).write_text(shown)
@@ -160,15 +154,15 @@ def test_notes_of_a_push_are_the_same_without_it(hub: LoopbackHub, here: Path) -
         'the card names no base_model: add "base_model: .." to the metadata at the top of FP8/README.md',
         "eval.html is of another evaluation than eval.json, and is left out",
     ]
-    done = ask(hub, here, "push", "FP8", "name", "--dry-run", "--json")
+    done = site.ask("push", "FP8", "name", "--dry-run", "--json")
     assert (done.returncode, done.stderr, json.loads(done.stdout)["notes"]) == (0, "", notes)
-    done = ask(hub, here, "push", "FP8", "name", "--json")
+    done = site.ask("push", "FP8", "name", "--json")
     assert (done.returncode, done.stderr) == (0, "".join(f"note: {note}\n" for note in notes))
     # What is added to the card is not asked for again.
     card = here / "FP8" / "README.md"
     card.write_text(card.read_text().replace("---\n", "---\nbase_model: org/name\n", 1))
     (here / "FP8" / "eval.html").unlink()
-    done = ask(hub, here, "push", "FP8", "name", "--json")
+    done = site.ask("push", "FP8", "name", "--json")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -177,7 +171,7 @@ def test_a_model_that_is_not_quantized_needs_no_figures(here: Path) -> None:
     assert [note.partition(":")[0] for note in push_notes(here / "BF16")] == ["the card names no base_model"]
 
 
-def test_a_run_that_pushes_notes_what_its_card_lacks(hub: LoopbackHub, here: Path) -> None:
+def test_a_run_that_pushes_notes_what_its_card_lacks(site: Site, here: Path) -> None:
     source = shutil.copytree(EXAMPLE, here / "source")
     (source / "README.md").unlink()
     words = ("compress", source, "-o", "out", "--push-to-hub", "user/name")
@@ -186,46 +180,40 @@ def test_a_run_that_pushes_notes_what_its_card_lacks(hub: LoopbackHub, here: Pat
         "of"
     )
     for more, place in ((("--dry-run",), "out/README.md"), (("--push-only", "--dry-run"), "README.md in user/name")):
-        done = ask(hub, here, *words, *more, "--json")
+        done = site.ask(*words, *more, "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["notes"][-1] == f"{lacks} {place}"
-    done = ask(hub, here, *words, "--json")
+    done = site.ask(*words, "--json")
     assert done.returncode == 0 and f"note: {lacks} out/README.md\n" in done.stderr
     card = here / "out" / "README.md"
     card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\nbase_model: org/name\n", 1))
-    done = ask(hub, here, *words, "--json")
+    done = site.ask(*words, "--json")
     assert done.returncode == 0 and "the card names" not in done.stderr
     # It would be written anew, from the source's card, whose base model is not that of the output.
     (source / "README.md").write_text("---\nlicense: mit\nbase_model: org/base\n---\nA model.\n")
-    done = ask(hub, here, *words, "--overwrite", "--dry-run", "--json")
+    done = site.ask(*words, "--overwrite", "--dry-run", "--json")
     assert "the card names no base_model: add" in json.loads(done.stdout)["notes"][-1]
     # Without a push the card need not have them.
-    done = ask(hub, here, "compress", source, "-o", "new", "--dry-run", "--json")
+    done = site.ask("compress", source, "-o", "new", "--dry-run", "--json")
     assert not [note for note in json.loads(done.stdout)["notes"] if note.startswith("the card")]
 
 
-def test_the_card_of_a_repository_is_fetched_before_it_is_noted(hub: LoopbackHub, here: Path) -> None:
-    hub.repositories["org/name"] = EXAMPLE
-    done = ask(hub, here, "compress", "org/name", "--stream", "--push-to-hub", "user/name", "--dry-run", "--json")
-    assert done.returncode == 0, done.stderr
+def test_the_card_of_a_repository_is_fetched_before_it_is_noted(site: Site, here: Path) -> None:
+    site.hub.repositories["org/name"] = EXAMPLE
+    done = site.works("compress", "org/name", "--stream", "--push-to-hub", "user/name", "--dry-run", "--json")
     assert "the card names" not in done.stdout
 
 
-def test_a_push_is_refused_as_without_it(hub: LoopbackHub, here: Path) -> None:
-    done = ask(hub, here, "push", "FP8", "name", "--dry-run", token="hf_wrong")
+def test_a_push_is_refused_as_without_it(site: Site, here: Path) -> None:
+    done = site.ask("push", "FP8", "name", "--dry-run", HF_TOKEN="hf_wrong")
     assert done.returncode == 2 and "the Hub does not let you write to name" in done.stderr
-    hub.create("user/name", private=False)
-    hub.commit("user/name", "main", "other", {"other.safetensors": hub.store(b"x")}, [])
-    done = ask(hub, here, "push", "FP8", "name", "--dry-run")
+    site.hub.create("user/name", private=False)
+    site.hub.commit("user/name", "main", "other", {"other.safetensors": site.hub.store(b"x")}, [])
+    done = site.ask("push", "FP8", "name", "--dry-run")
     assert done.returncode == 2 and "user/name already holds other.safetensors" in done.stderr
     change_json(here / "FP8" / ".openquant.json", lambda journal: journal.update(done=False))
-    done = ask(hub, here, "push", "FP8", "name", "--dry-run")
+    done = site.ask("push", "FP8", "name", "--dry-run")
     assert done.returncode == 2 and "is not finished" in done.stderr
-
-
-def test_a_script_that_is_printed_needs_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bash", "--dry-run"]) == 2
-    assert "--dry-run is for install" in capsys.readouterr().err
 
 
 def test_a_conversion_is_refused_as_the_run_would_be(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,3 +230,6 @@ def test_a_conversion_is_refused_as_the_run_would_be(here: Path, capsys: pytest.
     assert main(["compress", str(EXAMPLE), "-o", "new", *gptq, "mine.txt", "--dry-run"]) == 0
     assert explain(EXAMPLE, "**.q_proj", "int4", gptq=True, text="nope.jsonl").layers
     assert not (here / "new").exists()
+    capsys.readouterr()
+    assert main(["completion", "bash", "--dry-run"]) == 2
+    assert "--dry-run is for install" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -89,9 +90,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_every_key_is_documented(
-    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_key_is_documented(out, tmp_path, capsys, monkeypatch):
     # A search writes its scores there.
     monkeypatch.chdir(tmp_path)
 
@@ -150,17 +149,20 @@ def typed(kind: Any, path: str) -> Iterator[tuple[str, bool]]:
 SCHEMAS = sorted(path.stem for path in (ROOT / "docs" / "schema").glob("*.json"))
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_has_the_keys_that_are_documented(name: str) -> None:
-    verb = name.replace("fit-", "fit --")
-    jsonschema.Draft202012Validator.check_schema(schema(verb))
-    # What is data to the document is there only if there is something to say.
-    always = {path: path.endswith(".*") or not about.startswith("only ") for path, about in documented(verb).items()}
-    assert dict(in_schema(schema(verb))) == always
-    # An object without its keys, and a text for an object, are refused.
-    for wrong in ({}, "text"):
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema(verb))
+def test_a_schema_has_the_keys_that_are_documented(subtests: pytest.Subtests) -> None:
+    for name in SCHEMAS:
+        with subtests.test(name=name):
+            verb = name.replace("fit-", "fit --")
+            jsonschema.Draft202012Validator.check_schema(schema(verb))
+            # What is data to the document is there only if there is something to say.
+            always = {
+                path: path.endswith(".*") or not about.startswith("only ") for path, about in documented(verb).items()
+            }
+            assert dict(in_schema(schema(verb))) == always
+            # An object without its keys, and a text for an object, are refused.
+            for wrong in ({}, "text"):
+                with pytest.raises(jsonschema.ValidationError):
+                    jsonschema.validate(wrong, schema(verb))
 
 
 def test_every_verb_has_a_schema() -> None:
@@ -188,31 +190,24 @@ def test_every_verb_takes_json_and_stands_in_the_document() -> None:
 
 
 WORDS: list[tuple[str, list[object]]] = [
-    ("compressing", ["compress", "-m", EXAMPLE, "-o", "made"]),
+    ("compressing", ["compress", "-m", EXAMPLE, "-o", "made", "--overwrite"]),
     ("diagnosing", ["diagnose", EXAMPLE]),
     ("verifying", ["verify", "out", "--source", EXAMPLE, "--full"]),
 ]
 
 
-@pytest.mark.parametrize(("stage", "words"), WORDS)
-@pytest.mark.parametrize("more", [["--json"], []])
-def test_progress_is_objects_on_request(
-    out: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
-    words: list[object],
-    more: list[str],
-) -> None:
-    monkeypatch.chdir(out.parent)
-    assert main([*map(str, words), "--progress", "json", *more]) == 0
-    told = capsys.readouterr()
-    lines = [json.loads(line) for line in told.err.splitlines()]
-    assert len(lines) >= 2
-    assert {line["stage"] for line in lines} == {stage}
-    assert all(set(line) == set(documented("progress")) for line in lines)
-    assert (lines[0]["done"], lines[-1]["done"]) == (0, lines[-1]["total"]) or stage != "compressing"
-    assert not more or json.loads(told.out)
+def test_progress_is_objects_on_request(subtests, out, capsys, monkeypatch):
+    for more, (stage, words) in itertools.product([["--json"], []], WORDS):
+        with subtests.test(stage=stage, words=words, more=more), monkeypatch.context() as patch:
+            patch.chdir(out.parent)
+            assert main([*map(str, words), "--progress", "json", *more]) == 0
+            told = capsys.readouterr()
+            lines = [json.loads(line) for line in told.err.splitlines()]
+            assert len(lines) >= 2
+            assert {line["stage"] for line in lines} == {stage}
+            assert all(set(line) == set(documented("progress")) for line in lines)
+            assert (lines[0]["done"], lines[-1]["done"]) == (0, lines[-1]["total"]) or stage != "compressing"
+            assert not more or json.loads(told.out)
 
 
 def test_pipes_get_no_colours_bars_or_questions(out: Path) -> None:

@@ -12,6 +12,7 @@ from conftest import EXAMPLE
 from openquant import calibrate, compress, evaluate
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, UsageError
+from openquant.evaluation import answers
 
 SMALL = ("--samples", "2", "--length", "16")
 
@@ -34,6 +35,12 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "place"
 
 
+@pytest.fixture(autouse=True)
+def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What models answer to more of them is no matter here."""
+    monkeypatch.setattr(answers, "BUILT_IN", 1)
+
+
 VERBS = {
     "calibrate -o": ["calibrate", "source", "--text", "mine.txt", *SMALL, "-o"],
     "eval --out": ["eval", "out", "--source", "source", "--text", "mine.txt", *SMALL, "--out"],
@@ -43,18 +50,10 @@ VERBS = {
     "verify --report": ["verify", "out", "--source", "source", "--report"],
     "compress --report": ["compress", "-m", "source", "-o", "new", "--recipe", "out", "--report"],
 }
-VICTIMS = {
-    "shard": "{model}/{shard}",
-    "config": "{model}/config.json",
-    "tokenizer": "{model}/tokenizer.json",
-    "new": "{model}/page.html",
-    "up and down": "{model}/../{model}/config.json",
-    "link": "link/config.json",
-    "link to it": "linked",
-    "hard link": "hard",
-    "text": "mine.txt",
-    "journal": "out/.openquant.json",
-}
+VICTIMS = (
+    "{model}/{shard}", "{model}/config.json", "{model}/tokenizer.json", "{model}/page.html",
+    "{model}/../{model}/config.json", "link/config.json", "linked", "hard", "mine.txt", "out/.openquant.json",
+)  # fmt: skip
 # Of what each verb reads.
 MODEL = dict.fromkeys(VERBS, "source") | {"verify --report": "out", "eval --out": "out"}
 
@@ -63,46 +62,43 @@ def tree(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("verb", VERBS)
-def test_no_verb_writes_over_what_is_not_its_own(
-    verb: str, victim: str, place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = MODEL[verb]
-    shard = min(path.name for path in (place / model).glob("*.safetensors"))
-    (place / "link").symlink_to(place / model)
-    (place / "linked").symlink_to(place / model / "config.json")
-    (place / "hard").hardlink_to(place / model / shard)
-    name = VICTIMS[victim].format(model=model, shard=shard)
+def test_no_verb_writes_over_what_is_not_its_own(subtests, place, capsys):
+    for verb, words in VERBS.items():
+        model, option = MODEL[verb], verb.split()[-1]
+        shard = min(path.name for path in (place / model).glob("*.safetensors"))
+        links = (place / "link", place / "linked", place / "hard")
+        links[0].symlink_to(place / model)
+        links[1].symlink_to(place / model / "config.json")
+        links[2].hardlink_to(place / model / shard)
+        before = tree(place)
+        for victim in VICTIMS:
+            name = victim.format(model=model, shard=shard)
+            with subtests.test(verb=verb, victim=victim):
+                code = main([*words, name, "--json"])
+                stdout, stderr = capsys.readouterr()
+                assert (code, tree(place)) == (2, before)
+                assert stderr.startswith(f"error: {option} {name} ")
+                assert json.loads(stdout)["error"] == stderr.splitlines()[0].removeprefix("error: ")
+        for link in links:
+            link.unlink()
+
+
+def test_a_page_has_no_place_in_the_output_of_its_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(place)
-    code = main([*VERBS[verb], name, "--json"])
-    stdout, stderr = capsys.readouterr()
-    assert (code, tree(place)) == (2, before)
-    option = verb.split()[-1]
-    assert stderr.startswith(f"error: {option} {name} ")
-    assert json.loads(stdout)["error"] == stderr.splitlines()[0].removeprefix("error: ")
-
-
-@pytest.mark.parametrize("name", ["new", "new/config.json", "new/page.html", "new.rounded/000.safetensors", "."])
-def test_a_page_has_no_place_in_the_output_of_its_run(name: str, place: Path) -> None:
-    before = tree(place)
-    assert main([*VERBS["compress --report"], name]) == 2
-    assert tree(place) == before
-
-
-def test_a_default_output_is_known_before_anything_is_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = tree(place)
+    for name in ("new", "new/config.json", "new/page.html", "new.rounded/000.safetensors", "."):
+        assert main([*VERBS["compress --report"], name]) == 2, name
+        assert tree(place) == before, name
+    capsys.readouterr()
+    # A default output is known before anything is written.
     assert main(["compress", "-m", "source", "--report", "source-FP8/page.html"]) == 2
     assert capsys.readouterr().err.startswith(
         "error: --report source-FP8/page.html lies in source-FP8, which this run writes\n"
     )
     assert tree(place) == before
-
-
-def test_a_page_is_not_the_calibration_that_its_run_makes(place: Path) -> None:
+    # Neither is a page the calibration that its run makes.
     words = ["compress", "-m", "source", "-o", "new", "--kv-cache", "fp8", "--calibrate", *SMALL]
     assert main([*words, "--report", "source.calibration.safetensors"]) == 2
-    assert not (place / "new").exists() and not list(place.glob("*.safetensors*"))
+    assert tree(place) == before
 
 
 def test_two_files_of_eval_have_two_names(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,30 +212,26 @@ def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.
     assert (place / "c.safetensors").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("words", "written"),
-    [
-        (("compress", EXAMPLE, "-o", "again", "--report", "page.html"), ["page.html"]),
-        (("diagnose", EXAMPLE, "--report", "page.html"), ["page.html"]),
-        (("verify", "FP8", "--report", "page.html"), ["page.html"]),
-        (("calibrate", EXAMPLE, "-o", "c.safetensors", "--samples", "2", "--length", "16"), ["c.safetensors"]),
-        (
-            ("eval", "FP8", "--source", EXAMPLE, "--samples", "2", "--length", "16", "--report", "page.html"),
-            ["FP8/eval.json", "page.html"],
-        ),
-        (("eval", "FP8", "--source", EXAMPLE, "--samples", "2", "--length", "16", "--out", "r.json"), ["r.json"]),
-    ],
-    ids=lambda words: " ".join(map(str, words[:1])),
-)
-def test_a_command_ends_with_the_files_that_it_wrote(
-    words: tuple[object, ...],
-    written: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    compress(EXAMPLE, tmp_path / "FP8")
-    monkeypatch.chdir(tmp_path)
-    assert main([str(word) for word in words]) == 0
-    assert capsys.readouterr().out.splitlines()[-len(written) :] == [f"wrote {name}" for name in written]
-    assert all((tmp_path / name).stat().st_size for name in written)
+WRITTEN = [
+    (("compress", EXAMPLE, "-o", "again", "--report", "page.html"), ["page.html"]),
+    (("diagnose", EXAMPLE, "--report", "page.html"), ["page.html"]),
+    (("verify", "FP8", "--report", "page.html"), ["page.html"]),
+    (("calibrate", EXAMPLE, "-o", "c.safetensors", "--samples", "2", "--length", "16"), ["c.safetensors"]),
+    (
+        ("eval", "FP8", "--source", EXAMPLE, "--samples", "2", "--length", "16", "--report", "page.html"),
+        ["FP8/eval.json", "page.html"],
+    ),
+    (("eval", "FP8", "--source", EXAMPLE, "--samples", "2", "--length", "16", "--out", "r.json"), ["r.json"]),
+]
+
+
+def test_a_command_ends_with_the_files_that_it_wrote(subtests, tmp_path, monkeypatch, capsys):
+    for number, (words, written) in enumerate(WRITTEN):
+        with subtests.test(words=words, written=written), monkeypatch.context() as patch:
+            here = tmp_path / str(number)
+            here.mkdir()
+            compress(EXAMPLE, here / "FP8")
+            patch.chdir(here)
+            assert main([str(word) for word in words]) == 0
+            assert capsys.readouterr().out.splitlines()[-len(written) :] == [f"wrote {name}" for name in written]
+            assert all((here / name).stat().st_size for name in written)

@@ -18,6 +18,20 @@ from openquant.errors import OutputError
 from openquant.machine import reached_limit
 from support import small_checkpoints
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def python(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python that heeds Ctrl-C."""
+    command, env = [sys.executable, *map(str, words)], {**ENVIRONMENT, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=heed_ctrl_c, env=env)
+
+
+def started(*words: object) -> subprocess.Popen[str]:
+    command, pipes = [sys.executable, *map(str, words)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=ENVIRONMENT, **pipes, text=True, preexec_fn=heed_ctrl_c)
+
+
 INTERRUPTED = {"error": "interrupted", "hint": "run the same command again to continue"}
 
 # Runs the command once for each line of ours that it goes through, and once more for its end, and sends itself a signal
@@ -73,11 +87,7 @@ while not os.path.exists(f"{folder}/last"):
 
 def test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source", shards=2)
-    words = [sys.executable, "-c", AT_EACH_LINE, str(ROOT / "compress_fp8.py"), str(tmp_path), str(source)]
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        words, env=environment, capture_output=True, text=True, timeout=300, preexec_fn=heed_ctrl_c, cwd=tmp_path
-    )
+    done = python("-c", AT_EACH_LINE, ROOT / "compress_fp8.py", tmp_path, source, OPENBLAS_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     ends = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(ends) > 30
@@ -95,59 +105,49 @@ def test_a_signal_at_any_line_of_the_command_ends_it_in_two_lines(tmp_path: Path
     assert ends[0][0] == 130
 
 
-@pytest.mark.parametrize(
-    ("name", "word", "hint"),
-    [
-        ("openquant", "--version", " to continue"),
-        ("compress-fp8", "--version", " to continue"),
-        ("openquant", "eval", " to continue"),
-        ("openquant", "verify", ": it starts from the beginning"),
-        ("openquant", "fit", ": it starts from the beginning"),
-        ("openquant", "fit --search", " to continue"),
-        ("openquant", "push", " to continue"),
-        ("openquant", "calibrate", " to continue"),
-        ("openquant", "dequantize", " to continue"),
-    ],
-)
-def test_the_installed_commands_listen_first(tmp_path: Path, name: str, word: str, hint: str) -> None:
+CONTINUE, BEGIN = " to continue", ": it starts from the beginning"
+LISTENING = {
+    "compress-fp8 --version": CONTINUE,
+    "openquant --version": CONTINUE,
+    "openquant eval": CONTINUE,
+    "openquant verify": BEGIN,
+    "openquant fit": BEGIN,
+    "openquant fit --search": CONTINUE,
+    "openquant push": CONTINUE,
+    "openquant calibrate": CONTINUE,
+    "openquant dequantize": CONTINUE,
+}
+
+
+def test_the_installed_commands_listen_first(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """What pip writes for an entry point, interrupted while it imports the command line."""
-    found = re.search(rf'^{name} = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert found
-    module, function = found.groups()
-    script = tmp_path / name
-    script.write_text(
-        f"import sys\nfrom {module} import {function}\nif __name__ == '__main__':\n    sys.exit({function}())\n"
-    )
     (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    done = subprocess.run(
-        [sys.executable, str(script), *word.split()],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        preexec_fn=heed_ctrl_c,
-    )
-    assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == f"error: interrupted\nhint: run the same command again{hint}\n"
+    written = (ROOT / "pyproject.toml").read_text()
+    for command, hint in LISTENING.items():
+        with subtests.test(command):
+            name, *words = command.split()
+            [(module, function)] = re.findall(rf'^{name} = "(.*):(.*)"$', written, re.MULTILINE)
+            script = tmp_path / name
+            script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+            done = python(script, *words)
+            assert (done.returncode, done.stdout) == (130, "")
+            assert done.stderr == f"error: interrupted\nhint: run the same command again{hint}\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP than GCC's")
-@pytest.mark.parametrize(("environment", "spins"), [({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")])
-def test_threads_that_wait_sleep_unless_the_user_says_otherwise(environment: dict[str, str], spins: str) -> None:
-    words = ["eval", EXAMPLE, "--source", EXAMPLE, "--samples", "1", "--length", "16", "--text", "missing"]
-    done = subprocess.run(
-        [sys.executable, "-m", "openquant", *map(str, words)],
-        # OpenMP prints its settings as it is loaded.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_DISPLAY_ENV": "verbose", **environment},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert re.findall("GOMP_SPINCOUNT *= *'(.*)'", done.stderr) == [spins]
+def test_threads_that_wait_sleep_unless_the_user_says_otherwise(subtests: pytest.Subtests) -> None:
+    for environment, spins in [({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")]:
+        with subtests.test(environment=environment, spins=spins):
+            words = ["eval", EXAMPLE, "--source", EXAMPLE, "--samples", "1", "--length", "16", "--text", "missing"]
+            # OpenMP prints its settings as it is loaded.
+            done = python("-m", "openquant", *words, OMP_DISPLAY_ENV="verbose", **environment)
+            assert done.returncode == 2
+            assert re.findall("GOMP_SPINCOUNT *= *'(.*)'", done.stderr) == [spins]
 
 
 def test_the_package_sets_no_environment_variable() -> None:
     code = "import os; before = dict(os.environ); import openquant.api, openquant.cli.commands; assert os.environ == before"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=60)
+    assert python("-c", code).returncode == 0
 
 
 def limited(kind: int, value: int, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -160,26 +160,30 @@ def limited(kind: int, value: int, *arguments: object) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize("kilobytes", [60_000, 80_000, 100_000, 130_000, 160_000])
-def test_too_little_memory_is_an_error_that_names_the_limit(tmp_path: Path, source: Path, kilobytes: int) -> None:
-    done = limited(resource.RLIMIT_AS, kilobytes << 10, "-m", source, "-o", tmp_path / "out", "-q")
-    if done.returncode != 0:
-        assert done.returncode == 2
-        error, hint = done.stderr.splitlines()
-        assert error.endswith(f"memory ran out: ulimit -v is {kilobytes}")
-        assert hint == "hint: raise that limit, or use fewer --workers"
-    assert kilobytes > 100_000 or done.returncode == 2
-    assert (tmp_path / "out" / "config.json").exists() == (done.returncode == 0)
+def test_too_little_memory_is_an_error_that_names_the_limit(subtests, tmp_path, source):
+    for number, kilobytes in enumerate([60_000, 80_000, 100_000, 130_000, 160_000]):
+        with subtests.test(kilobytes=kilobytes):
+            here = tmp_path / str(number)
+            done = limited(resource.RLIMIT_AS, kilobytes << 10, "-m", source, "-o", here / "out", "-q")
+            if done.returncode != 0:
+                assert done.returncode == 2
+                error, hint = done.stderr.splitlines()
+                assert error.endswith(f"memory ran out: ulimit -v is {kilobytes}")
+                assert hint == "hint: raise that limit, or use fewer --workers"
+            assert kilobytes > 100_000 or done.returncode == 2
+            assert (here / "out" / "config.json").exists() == (done.returncode == 0)
 
 
-@pytest.mark.parametrize("files", [6, 7, 8])
-def test_too_few_files_are_an_error_that_names_the_limit(tmp_path: Path, source: Path, files: int) -> None:
-    done = limited(resource.RLIMIT_NOFILE, files, "-m", source, "-o", tmp_path / "out", "-q")
-    assert done.returncode == 2
-    error, hint = done.stderr.splitlines()
-    assert f"no more files can be opened: ulimit -n is {files}" in error
-    assert hint == "hint: raise that limit, then run the same command again"
-    assert not (tmp_path / "out" / "config.json").exists()
+def test_too_few_files_are_an_error_that_names_the_limit(subtests, tmp_path, source):
+    for number, files in enumerate([6, 7, 8]):
+        with subtests.test(files=files):
+            here = tmp_path / str(number)
+            done = limited(resource.RLIMIT_NOFILE, files, "-m", source, "-o", here / "out", "-q")
+            assert done.returncode == 2
+            error, hint = done.stderr.splitlines()
+            assert f"no more files can be opened: ulimit -n is {files}" in error
+            assert hint == "hint: raise that limit, then run the same command again"
+            assert not (here / "out" / "config.json").exists()
 
 
 def test_limits_behind_errors() -> None:
@@ -214,9 +218,7 @@ def test_a_job_in_the_background_keeps_ignoring_ctrl_c(tmp_path: Path) -> None:
         "print('still here', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    done = python("-c", code)
     assert (done.returncode, done.stdout) == (130, "still here\n")
     assert done.stderr == "error: interrupted\nhint: run the same command again to continue\n"
 
@@ -245,28 +247,22 @@ sys.exit(commands.main(["verify", "x", "--json"]))
 """
 
 
-@pytest.mark.parametrize("where", ["python", "library"])
-def test_a_second_signal_ends_a_command_that_is_stuck_in_its_cleanup(where: str) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, where],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_ctrl_c,
-    )
-    try:
-        assert process.stderr is not None
-        for line, number in (("busy", signal.SIGINT), ("cleanup", signal.SIGTERM)):
-            assert process.stderr.readline() == f"{line}\n"
-            process.send_signal(number)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    hint = "run the same command again: it starts from the beginning"
-    assert (process.returncode, json.loads(out)) == (130, {"error": "interrupted", "hint": hint})
-    assert err == f"error: interrupted\nhint: {hint}\n"
+def test_a_second_signal_ends_a_command_that_is_stuck_in_its_cleanup(subtests: pytest.Subtests) -> None:
+    for where in ["python", "library"]:
+        with subtests.test(where=where):
+            process = started("-c", STUCK, where)
+            try:
+                assert process.stderr is not None
+                for line, number in (("busy", signal.SIGINT), ("cleanup", signal.SIGTERM)):
+                    assert process.stderr.readline() == f"{line}\n"
+                    process.send_signal(number)
+                out, err = process.communicate(timeout=60)
+            finally:
+                process.kill()
+                process.wait()
+            hint = "run the same command again: it starts from the beginning"
+            assert (process.returncode, json.loads(out)) == (130, {"error": "interrupted", "hint": hint})
+            assert err == f"error: interrupted\nhint: {hint}\n"
 
 
 def test_a_signal_after_the_result_ends_a_command_that_python_waits_for() -> None:
@@ -281,14 +277,7 @@ def test_a_signal_after_the_result_ends_a_command_that_python_waits_for() -> Non
         "print('done', flush=True)\n"
         "sys.exit(code)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_ctrl_c,
-    )
+    process = started("-c", code)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "done\n"

@@ -154,31 +154,35 @@ def test_a_card_of_an_earlier_version_is_read() -> None:
     assert with_evaluation(found, evaluation) == found
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(tmp_path: Path, old: bool) -> None:
-    text = made(tmp_path, OLD if old else "# A model\n\nIt was trained.\n")
-    evaluation = "## Measured against the source\n\n```\nopenquant eval a/b --source org/m\n```\n"
-    (tmp_path / "out" / "README.md").write_text(with_evaluation(text, evaluation))
-    compress(tmp_path / "out", tmp_path / "again", "keep")
-    again = (tmp_path / "again" / "README.md").read_text()
-    assert again.endswith("\n\n## Model card of the source\n\n### A model\n\nIt was trained.\n")
-    for once in ("## How it was made", "## Use", "It was trained", "## Model card"):
-        assert again.count(once) == 1
-    assert "Measured" not in again and "FP8 and INT8" not in again
-    assert source_of(again) == "| source | out, which is quantized already |" and keeps_codes(again)
+def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(subtests, tmp_path):
+    for number, old in enumerate([False, True]):
+        with subtests.test(old=old):
+            here = tmp_path / str(number)
+            here.mkdir()
+            text = made(here, OLD if old else "# A model\n\nIt was trained.\n")
+            evaluation = "## Measured against the source\n\n```\nopenquant eval a/b --source org/m\n```\n"
+            (here / "out" / "README.md").write_text(with_evaluation(text, evaluation))
+            compress(here / "out", here / "again", "keep")
+            again = (here / "again" / "README.md").read_text()
+            assert again.endswith("\n\n## Model card of the source\n\n### A model\n\nIt was trained.\n")
+            for once in ("## How it was made", "## Use", "It was trained", "## Model card"):
+                assert again.count(once) == 1
+            assert "Measured" not in again and "FP8 and INT8" not in again
+            assert source_of(again) == "| source | out, which is quantized already |" and keeps_codes(again)
 
 
-@pytest.mark.parametrize(
-    ("front", "names"),
-    [
-        ("base_model: a/b", ["a/b"]),
-        ("base_model: [a/b, c/d]", ["a/b", "c/d"]),
-        ("license: mit", []),
-        ("[", []),
-        ("base_model:", []),
-        ("base_model: null", []),
-        ("base_model:\n- a/b\n-\n", ["a/b"]),
-    ],
-)
-def test_base_models_of_a_card(front: str, names: list[str]) -> None:
-    assert base_models(f"---\n{front}\n---\ntext\n") == names
+BASE_MODELS = [
+    ("base_model: a/b", ["a/b"]),
+    ("base_model: [a/b, c/d]", ["a/b", "c/d"]),
+    ("license: mit", []),
+    ("[", []),
+    ("base_model:", []),
+    ("base_model: null", []),
+    ("base_model:\n- a/b\n-\n", ["a/b"]),
+]
+
+
+def test_base_models_of_a_card(subtests: pytest.Subtests) -> None:
+    for front, names in BASE_MODELS:
+        with subtests.test(front=front, names=names):
+            assert base_models(f"---\n{front}\n---\ntext\n") == names

@@ -138,8 +138,7 @@ def test_a_file_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == b"mine"
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_stream_of_the_command_is_not_replaced(tmp_path: Path, number: int) -> None:
+def test_a_stream_of_the_command_is_not_replaced(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom openquant.errors import UsageError\n"
         "from openquant.files.destination import Destination, FileKind\n"
@@ -148,10 +147,10 @@ def test_a_stream_of_the_command_is_not_replaced(tmp_path: Path, number: int) ->
     )
     path = tmp_path / "out.json"
     path.touch()
-    with path.open("r+b") as file:
-        streams = {name: file for at, name in enumerate(("stdin", "stdout", "stderr")) if at == number}
-        name = f"is {next(iter(streams))} of this command"
-        assert subprocess.run([sys.executable, "-c", code, path, name], cwd=ROOT, **streams).returncode == 0
+    for name in ("stdin", "stdout", "stderr"):
+        with path.open("r+b") as file:
+            command = [sys.executable, "-c", code, path, f"is {name} of this command"]
+            assert subprocess.run(command, cwd=ROOT, **{name: file}).returncode == 0, name
 
 
 def test_what_openquant_writes_is_recognized_as_its_kind_alone(tmp_path: Path) -> None:

@@ -62,44 +62,45 @@ def test_figures_of_tasks_are_checked_and_have_a_mean() -> None:
             check_evaluation({**evaluation(), "tasks": {**tasks, **damaged}})
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda one: one.clear(), "has no kl"),
-        (lambda one: one["kl"].pop("mean"), "has no kl.mean"),
-        (lambda one: one["kl"].update(mean="0.1"), "kl.mean is '0.1', which"),
-        (lambda one: one["kl"].update(mean=math.nan), "kl.mean is nan, which"),
-        (lambda one: one["kl"].update(mean=-math.inf), "kl.mean is -inf, which"),
-        (lambda one: one["kl"].update(mean=True), "kl.mean is True, which"),
-        (lambda one: one["kl"].update(mean=10**400), "kl.mean is 1000"),
-        (lambda one: one["kl"].update(interval=[0.1, None]), "kl.interval[1] is None, which"),
-        (lambda one: one.update(kl=[]), "kl is [], which"),
-        (lambda one: one["kl_by_domain"].append({"domain": 5}), "kl_by_domain[2].domain is 5, which"),
-        (lambda one: one["kl_by_domain"][0].update(positions=-1), "kl_by_domain[0].positions is -1, which"),
-        (lambda one: one["kl_by_domain"][0].update(positions=1.5), "kl_by_domain[0].positions is 1.5, which"),
-        (lambda one: one.update(verdict=None), "verdict is None, which"),
-        (lambda one: one.update(verdict="x" * (1 << 20) + "x"), "verdict is 'xxx"),
-        (lambda one: one.update(reasons=[""] * (MAX_ITEMS + 1)), "reasons is ['', "),
-        (lambda one: one["layers"][0].update(floor="low"), "layers[0].floor is 'low', which"),
-        (lambda one: one["texts"][0].update(differs_at=-1), "texts[0].differs_at is -1, which"),
-        (lambda one: one["kl"].update(interval=[0.1]), "kl.interval is [0.1], which"),
-        (lambda one: one["perplexity"].update(interval=[1, 2, 3]), "perplexity.interval is [1, 2, 3], which"),
-        (lambda one: one["kl_histogram"]["floor"].pop(), "kl_histogram.floor is [0.03, "),
-        (lambda one: one["kl_histogram"]["output"].append(0.1), "kl_histogram.output is [0.0, "),
-        (lambda one: one["kl_histogram"].update(edges=[]), "kl_histogram.edges is [], which"),
-        (lambda one: one["kl_histogram"].update(edges=[1.0, 0.5]), "kl_histogram.edges is [1.0, 0.5], which"),
-        (lambda one: one["kl_histogram"].update(edges=[0, 0.5]), "kl_histogram.edges is [0, 0.5], which"),
-        (lambda one: one["kl_by_domain"][0].update(kl=1e308), "kl_by_domain[0].kl is 1e+308, which"),
-        (lambda one: one["layers"][0].update(distance=-1e200), "layers[0].distance is -1e+200, which"),
-    ],
-)
-def test_what_is_no_evaluation_is_named(change: Change, said: str) -> None:
-    damaged = evaluation()
-    change(damaged)
-    with pytest.raises(SourceError) as raised:
-        check_evaluation(damaged)
-    assert raised.value.message.startswith(f"eval.json{'' if said.startswith('has') else ':'} {said}")
-    assert raised.value.hint == "run openquant eval again, or remove it"
+BROKEN = [
+    (lambda one: one.clear(), "has no kl"),
+    (lambda one: one["kl"].pop("mean"), "has no kl.mean"),
+    (lambda one: one["kl"].update(mean="0.1"), "kl.mean is '0.1', which"),
+    (lambda one: one["kl"].update(mean=math.nan), "kl.mean is nan, which"),
+    (lambda one: one["kl"].update(mean=-math.inf), "kl.mean is -inf, which"),
+    (lambda one: one["kl"].update(mean=True), "kl.mean is True, which"),
+    (lambda one: one["kl"].update(mean=10**400), "kl.mean is 1000"),
+    (lambda one: one["kl"].update(interval=[0.1, None]), "kl.interval[1] is None, which"),
+    (lambda one: one.update(kl=[]), "kl is [], which"),
+    (lambda one: one["kl_by_domain"].append({"domain": 5}), "kl_by_domain[2].domain is 5, which"),
+    (lambda one: one["kl_by_domain"][0].update(positions=-1), "kl_by_domain[0].positions is -1, which"),
+    (lambda one: one["kl_by_domain"][0].update(positions=1.5), "kl_by_domain[0].positions is 1.5, which"),
+    (lambda one: one.update(verdict=None), "verdict is None, which"),
+    (lambda one: one.update(verdict="x" * (1 << 20) + "x"), "verdict is 'xxx"),
+    (lambda one: one.update(reasons=[""] * (MAX_ITEMS + 1)), "reasons is ['', "),
+    (lambda one: one["layers"][0].update(floor="low"), "layers[0].floor is 'low', which"),
+    (lambda one: one["texts"][0].update(differs_at=-1), "texts[0].differs_at is -1, which"),
+    (lambda one: one["kl"].update(interval=[0.1]), "kl.interval is [0.1], which"),
+    (lambda one: one["perplexity"].update(interval=[1, 2, 3]), "perplexity.interval is [1, 2, 3], which"),
+    (lambda one: one["kl_histogram"]["floor"].pop(), "kl_histogram.floor is [0.03, "),
+    (lambda one: one["kl_histogram"]["output"].append(0.1), "kl_histogram.output is [0.0, "),
+    (lambda one: one["kl_histogram"].update(edges=[]), "kl_histogram.edges is [], which"),
+    (lambda one: one["kl_histogram"].update(edges=[1.0, 0.5]), "kl_histogram.edges is [1.0, 0.5], which"),
+    (lambda one: one["kl_histogram"].update(edges=[0, 0.5]), "kl_histogram.edges is [0, 0.5], which"),
+    (lambda one: one["kl_by_domain"][0].update(kl=1e308), "kl_by_domain[0].kl is 1e+308, which"),
+    (lambda one: one["layers"][0].update(distance=-1e200), "layers[0].distance is -1e+200, which"),
+]
+
+
+def test_what_is_no_evaluation_is_named(subtests: pytest.Subtests) -> None:
+    for change, said in BROKEN:
+        with subtests.test(said):
+            damaged = evaluation()
+            change(damaged)
+            with pytest.raises(SourceError) as raised:
+                check_evaluation(damaged)
+            assert raised.value.message.startswith(f"eval.json{'' if said.startswith('has') else ':'} {said}")
+            assert raised.value.hint == "run openquant eval again, or remove it"
 
 
 def test_what_may_be_null_or_missing() -> None:

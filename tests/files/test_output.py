@@ -54,136 +54,96 @@ def planned(out: Path, *names: str) -> None:
     rewrite(out, files=[*json.loads((out / JOURNAL).read_text())["files"], *names])
 
 
-def linked_directory(out: Path, home: Path) -> str:
-    (out / "d").symlink_to(home / "d")
-    planned(out, "d", "d/credentials.json")
-    return "d"
+Plant = Callable[[Path, Path], object]
 
 
-def linked_directory_in_a_directory(out: Path, home: Path) -> str:
-    (out / "assets" / "d").symlink_to(home / "d")
-    planned(out, "assets/d/credentials.json")
-    return "assets/d"
+def link(name: str, to: str, *named: str) -> Plant:
+    """A link to what is in somebody's directory; the journal names more files."""
+
+    def plant(out: Path, home: Path) -> None:
+        place = out / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.is_dir():
+            shutil.rmtree(place)
+        place.unlink(missing_ok=True)
+        place.symlink_to(home / to)
+        planned(out, *named)
+
+    return plant
 
 
-def linked_directory_of_ours(out: Path, home: Path) -> str:
-    shutil.rmtree(out / "assets")
-    (out / "assets").symlink_to(home / "d")
-    return "assets"
+def pipe(name: str) -> Plant:
+    def plant(out: Path, _: Path) -> None:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).unlink(missing_ok=True)
+        os.mkfifo(out / name)
+
+    return plant
 
 
-def linked_file(out: Path, home: Path) -> str:
-    (out / "config.json").unlink()
-    (out / "config.json").symlink_to(home / "d" / "credentials.json")
-    return "config.json"
+def directory(name: str, *named: str) -> Plant:
+    def plant(out: Path, _: Path) -> None:
+        (out / name).mkdir(parents=True)
+        planned(out, *named)
+
+    return plant
 
 
-def broken_link(out: Path, home: Path) -> str:
-    (out / "config.json").unlink()
-    (out / "config.json").symlink_to(home / "new")
-    return "config.json"
+def file(name: str) -> Plant:
+    def plant(out: Path, _: Path) -> None:
+        (out / name).parent.mkdir()
+        (out / name).write_text("")
+
+    return plant
 
 
-def pipe(out: Path, home: Path) -> str:
-    (out / "config.json").unlink()
-    os.mkfifo(out / "config.json")
-    return "config.json"
-
-
-def directory_under_a_file_s_name(out: Path, home: Path) -> str:
-    (out / "mine").mkdir()
-    planned(out, "mine")
-    return "mine"
-
-
-def linked_lock(out: Path, home: Path) -> str:
-    (out / ".openquant").mkdir()
-    (out / ".openquant" / "lock").symlink_to(home / "lock")
-    return ".openquant/lock"
-
-
-def piped_lock(out: Path, home: Path) -> str:
-    (out / ".openquant").mkdir()
-    os.mkfifo(out / ".openquant" / "lock")
-    return ".openquant/lock"
-
-
-def linked_work(out: Path, home: Path) -> str:
-    (out / ".openquant").symlink_to(home)
-    return ".openquant"
-
-
-def linked_records(out: Path, home: Path) -> str:
-    (out / ".openquant").mkdir()
-    (out / ".openquant" / "pushed").symlink_to(home / "d")
-    return ".openquant/pushed"
-
-
-def linked_record(out: Path, home: Path) -> str:
-    (out / ".openquant" / "pushed").mkdir(parents=True)
-    (out / ".openquant" / "pushed" / "0").symlink_to(home / "d" / "credentials.json")
-    return ".openquant/pushed/0"
-
-
-def linked_scratch(out: Path, home: Path) -> str:
-    (out / ".openquant").mkdir()
-    (out / ".openquant" / "source-0").symlink_to(home)
-    return ".openquant/source-0"
-
-
-def file_for_a_directory(out: Path, home: Path) -> str:
-    (out / ".openquant").mkdir()
-    (out / ".openquant" / "source-0").write_text("")
-    return ".openquant/source-0"
-
-
-def directory_for_a_file(out: Path, home: Path) -> str:
-    (out / ".openquant" / "0.partial").mkdir(parents=True)
-    return ".openquant/0.partial"
-
-
-def linked_shard_in_scratch(out: Path, home: Path) -> str:
-    (out / ".openquant" / "source-0").mkdir(parents=True)
-    (out / ".openquant" / "source-0" / "model.safetensors.partial").symlink_to(home / "model.safetensors.partial")
-    return ".openquant/source-0/model.safetensors.partial"
-
-
-Plant = Callable[[Path, Path], str]
-AMONG_FILES: list[Plant] = [
-    linked_directory, linked_directory_in_a_directory, linked_directory_of_ours, linked_file, broken_link, pipe,
-    directory_under_a_file_s_name,
-]  # fmt: skip
-AT_WORK: list[Plant] = [
-    linked_lock, piped_lock, linked_work, linked_records, linked_record, linked_scratch, linked_shard_in_scratch,
-    file_for_a_directory, directory_for_a_file,
+CREDENTIALS = "d/credentials.json"
+# What is planted, under the name that is told; all but the first are found by a push too.
+AMONG_FILES: list[tuple[str, Plant]] = [
+    ("d", link("d", "d", "d", CREDENTIALS)),
+    ("assets/d", link("assets/d", "d", "assets/d/credentials.json")),
+    ("config.json", pipe("config.json")),
+    ("mine", directory("mine", "mine")),
+]
+BY_A_PUSH: list[tuple[str, Plant]] = [
+    ("assets", link("assets", "d")),
+    ("config.json", link("config.json", CREDENTIALS)),
+    ("config.json", link("config.json", "new")),
+    (".openquant/lock", link(".openquant/lock", "lock")),
+    (".openquant/lock", pipe(".openquant/lock")),
+    (".openquant", link(".openquant", "")),
+    (".openquant/pushed", link(".openquant/pushed", "d")),
+    (".openquant/pushed/0", link(".openquant/pushed/0", CREDENTIALS)),
+    (".openquant/source-0", link(".openquant/source-0", "")),
+    (".openquant/source-0/model.safetensors.partial",
+     link(".openquant/source-0/model.safetensors.partial", "model.safetensors.partial")),
+    (".openquant/source-0", file(".openquant/source-0")),
+    (".openquant/0.partial", directory(".openquant/0.partial")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("plant", [*AMONG_FILES, *AT_WORK], ids=lambda plant: plant.__name__)
-def test_nothing_planted_is_followed(source: Path, out: Path, home: Path, plant: Plant, overwrite: bool) -> None:
-    name = plant(out, home)
-    rewrite(out, done=False)
+def test_nothing_planted_is_followed(subtests, source, out, home, tmp_path):
     before, listed = tree(home), sorted(os.listdir(home))
-    weights = {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
-    with pytest.raises(OutputError) as caught:
-        compress(source, out, overwrite=overwrite)
-    assert caught.value.message == f"{out / name} was not made by openquant and will not be overwritten"
-    assert caught.value.hint == "move it away, or choose another directory with output"
-    assert (tree(home), sorted(os.listdir(home))) == (before, listed)
-    assert {path: path.stat().st_mtime_ns for path in out.glob("*.safetensors")} == weights
+    for number, (name, plant) in enumerate([*AMONG_FILES, *BY_A_PUSH]):
+        with subtests.test(name, number=number):
+            planted = shutil.copytree(out, tmp_path / str(number))
+            plant(planted, home)
+            if (name, plant) in BY_A_PUSH:
+                lacks = f"{planted} lacks assets/a.txt"
+                told = {f"{planted / name} is a link", f"{planted / name} was not made by openquant"}
+                with pytest.raises(OutputError) as caught:
+                    finished_files(planted)
+                assert caught.value.message in ({lacks} if name == "assets" else told)
 
-
-@pytest.mark.parametrize(
-    "plant", [linked_file, broken_link, linked_directory_of_ours, *AT_WORK], ids=lambda plant: plant.__name__
-)
-def test_a_push_sends_and_writes_nothing_through_a_link(out: Path, home: Path, plant: Plant) -> None:
-    name = plant(out, home)
-    with pytest.raises(OutputError) as caught:
-        finished_files(out)
-    lacks = f"{out} lacks assets/a.txt"
-    assert caught.value.message in (f"{out / name} is a link", f"{out / name} was not made by openquant", lacks)
-    assert (caught.value.message == lacks) == (plant is linked_directory_of_ours)
+            rewrite(planted, done=False)
+            weights = {path: path.stat().st_mtime_ns for path in planted.glob("*.safetensors")}
+            for overwrite in (False, True):
+                with pytest.raises(OutputError) as caught:
+                    compress(source, planted, overwrite=overwrite)
+                assert caught.value.message == f"{planted / name} was not made by openquant and will not be overwritten"
+                assert caught.value.hint == "move it away, or choose another directory with output"
+                assert (tree(home), sorted(os.listdir(home))) == (before, listed)
+                assert {path: path.stat().st_mtime_ns for path in planted.glob("*.safetensors")} == weights
 
 
 def test_the_output_itself_may_be_a_link(tmp_path: Path, source: Path, out: Path) -> None:
@@ -207,16 +167,22 @@ NAMES = ["n" * 300, "../mine", "/etc/passwd", "a/../b", "", ".", "a//b", "a/", "
          "a/.git/config", ".openquant", ".openquant/lock", ".openquant.json", "a/model.safetensors", "/".join(["ab"] * 2000)]  # fmt: skip
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: str(name)[:20].encode("ascii", "replace").decode())
-def test_a_journal_that_names_what_no_run_writes(source: Path, out: Path, name: object, overwrite: bool) -> None:
-    planned(out, name)  # type: ignore[arg-type]
-    before = tree(out)
-    for use in (lambda: compress(source, out, overwrite=overwrite), lambda: finished_files(out)):
-        with pytest.raises(OutputError) as caught:
-            use()
-        assert caught.value.message == f"{out / JOURNAL} is not a journal that this version of openquant wrote"
-    assert tree(out) == before
+def test_a_journal_that_names_what_no_run_writes(subtests: pytest.Subtests, source: Path, out: Path) -> None:
+    whole = (out / JOURNAL).read_bytes()
+    for name in NAMES:
+        with subtests.test(name=repr(name)[:30]):
+            (out / JOURNAL).write_bytes(whole)
+            planned(out, name)  # type: ignore[arg-type]
+            before = tree(out)
+            for use in (
+                lambda: compress(source, out),
+                lambda: compress(source, out, overwrite=True),
+                lambda: finished_files(out),
+            ):
+                with pytest.raises(OutputError) as caught:
+                    use()
+                assert caught.value.message == f"{out / JOURNAL} is not a journal that this version of openquant wrote"
+            assert tree(out) == before
 
 
 def test_a_journal_that_is_a_link_or_a_pipe_or_endless(tmp_path: Path, source: Path, out: Path) -> None:
@@ -314,9 +280,7 @@ def test_what_was_uploaded_of_another_source_is_not_finished(tmp_path: Path) -> 
         assert not claimed.is_finished("model.safetensors")
 
 
-def test_what_is_overwritten_counts_as_free(
-    tmp_path: Path, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_overwritten_counts_as_free(tmp_path, source, out, monkeypatch):
     before = tree(out)
     # What is not there any more gives nothing back.
     (out / "README.md").unlink()

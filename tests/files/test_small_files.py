@@ -15,23 +15,20 @@ def test_a_link_to_a_regular_file_is_read(tmp_path):
     assert read_small(tmp_path / "config.json", "config.json", 3) == b"abc"
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "socket", "too large"])
-def test_what_is_no_small_regular_file_is_refused_at_once(tmp_path, kind):
-    path = tmp_path / "config.json"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "directory":
-        path.mkdir()
-    elif kind == "socket":
-        os.mknod(path, stat.S_IFSOCK | 0o600)
-    else:
-        path.write_bytes(b"abcd")
-    expected = "config.json is larger than 3 bytes" if kind == "too large" else "config.json is not a regular file"
-    with pytest.raises(SourceError) as caught:
-        read_small(path, "config.json", 3)
-    assert caught.value.message == expected
+def test_what_is_no_small_regular_file_is_refused_at_once(subtests: pytest.Subtests, tmp_path) -> None:
+    kinds = {
+        "pipe": os.mkfifo,
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "directory": lambda path: path.mkdir(),
+        "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+        "too large": lambda path: path.write_bytes(b"abcd"),
+    }
+    for kind, make in kinds.items():
+        with subtests.test(kind):
+            make(tmp_path / kind)
+            says = "is larger than 3 bytes" if kind == "too large" else "is not a regular file"
+            with pytest.raises(SourceError, match=f"^config.json {says}$"):
+                read_small(tmp_path / kind, "config.json", 3)
 
 
 def test_what_is_too_large_is_refused_unread(tmp_path):
@@ -43,26 +40,26 @@ def test_what_is_too_large_is_refused_unread(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18
 
 
-@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
-def test_what_is_no_name_of_a_file_is_an_error_of_the_source(tmp_path, name):
-    with pytest.raises(SourceError, match="^it is no name that a file can have$"):
-        read_small(tmp_path / name, "it")
+def test_what_is_no_name_of_a_file_is_an_error_of_the_source(tmp_path) -> None:
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(SourceError, match="^it is no name that a file can have$"):
+            read_small(tmp_path / name, "it")
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        ("{}".encode("utf-16"), "is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
-        ("\ufeff{}".encode(), "is not valid JSON: Unexpected UTF-8 BOM"),
-        (b"{", "is not valid JSON: Expecting property name"),
-        (b"[" * 65 + b"]" * 65, "is nested more than 64 levels deep"),
-        (b"[" * 10**6, "is not valid JSON: "),
-        (b"1" * (sys.get_int_max_str_digits() + 1), "is not valid JSON: Exceeds the limit"),
-    ],
-)
-def test_json_that_engines_would_not_read_is_refused(data, problem):
-    with pytest.raises(SourceError, match=f"^index {problem}"):
-        parse_json(data, "index")
+BROKEN_JSON = [
+    ("{}".encode("utf-16"), "is not valid JSON: 'utf-8' codec can't decode byte 0xff"),
+    ("\ufeff{}".encode(), "is not valid JSON: Unexpected UTF-8 BOM"),
+    (b"{", "is not valid JSON: Expecting property name"),
+    (b"[" * 65 + b"]" * 65, "is nested more than 64 levels deep"),
+    (b"[" * 10**6, "is not valid JSON: "),
+    (b"1" * (sys.get_int_max_str_digits() + 1), "is not valid JSON: Exceeds the limit"),
+]
+
+
+def test_json_that_engines_would_not_read_is_refused(subtests: pytest.Subtests) -> None:
+    for data, problem in BROKEN_JSON:
+        with subtests.test(problem), pytest.raises(SourceError, match=f"^index {problem}"):
+            parse_json(data, "index")
 
 
 def test_json_may_be_as_deep_as_the_bound():

@@ -57,34 +57,29 @@ RECIPES: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_a_small_disk_is_refused_before_texts_are_run(disk: Path, recipe: dict[str, object]) -> None:
-    (disk / "filler").write_bytes(bytes(SIZE - (1 << 19)))
-    with pytest.raises(OutputError, match=r"out needs [0-9,]+ bytes, its disk has [0-9,]+ free"):
-        compress(EXAMPLE, disk / "out", samples=2, length=64, reporter=NoPass(), **recipe)  # type: ignore[arg-type]
-    assert [path.name for path in disk.iterdir()] == ["filler"]
+def test_a_small_disk_is_refused_before_texts_are_run(subtests: pytest.Subtests, disk: Path) -> None:
+    """And a dry run says what the run is refused for."""
+    for recipe in ({}, {"overwrite": True}, *RECIPES):
+        with subtests.test(recipe=recipe):
+            texts = {"samples": 2, "length": 64} if recipe in RECIPES else {}
 
+            def run(dry_run: bool, options: dict[str, Any] = {**texts, **recipe}) -> Result:  # noqa: B006
+                reporter = Reporter() if dry_run else NoPass()
+                return compress(EXAMPLE, disk / "out", dry_run=dry_run, reporter=reporter, **options)
 
-@pytest.mark.parametrize("recipe", [{}, {"overwrite": True}, *RECIPES], ids=str)
-def test_a_dry_run_says_what_the_run_is_refused_for(disk: Path, recipe: dict[str, object]) -> None:
-    texts = {"samples": 2, "length": 64} if recipe in RECIPES else {}
-
-    def run(dry_run: bool) -> Result:
-        reporter = Reporter() if dry_run else NoPass()
-        return compress(EXAMPLE, disk / "out", dry_run=dry_run, reporter=reporter, **texts, **recipe)  # type: ignore[arg-type]
-
-    small = SIZE - (1 << 20)
-    (disk / "filler").write_bytes(bytes(small))
-    planned = run(dry_run=True)
-    with pytest.raises(OutputError) as caught:
-        run(dry_run=False)
-    assert caught.value.message == f"{disk}/out needs {planned.disk_bytes:,} bytes, its disk has {SIZE - small:,} free"
-    assert planned.notes[-1] == (
-        f"the run needs {gigabytes(planned.disk_bytes)} on the disk of {disk}/out, which has 1.05 MB free"
-    )
-    assert [path.name for path in disk.iterdir()] == ["filler"]
-    (disk / "filler").unlink()
-    assert run(dry_run=True).notes == planned.notes[:-1]
+            small = SIZE - (1 << 20)
+            (disk / "filler").write_bytes(bytes(small))
+            planned = run(dry_run=True)
+            with pytest.raises(OutputError) as caught:
+                run(dry_run=False)
+            needed, free = planned.disk_bytes, SIZE - small
+            assert caught.value.message == f"{disk}/out needs {needed:,} bytes, its disk has {free:,} free"
+            assert planned.notes[-1] == (
+                f"the run needs {gigabytes(needed)} on the disk of {disk}/out, which has 1.05 MB free"
+            )
+            assert [path.name for path in disk.iterdir()] == ["filler"]
+            (disk / "filler").unlink()
+            assert run(dry_run=True).notes == planned.notes[:-1]
 
 
 def test_long_texts_need_more_than_the_output(disk: Path) -> None:
@@ -124,15 +119,16 @@ def test_only_what_is_missing_is_needed(tmp_path: Path) -> None:
     assert compress(EXAMPLE, tmp_path / "out", dry_run=True).disk_bytes == tensors
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_another_directory_is_refused_before_texts_are_run(tmp_path: Path, recipe: dict[str, object]) -> None:
+def test_another_directory_is_refused_before_texts_are_run(subtests: pytest.Subtests, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("mine")
-    with pytest.raises(OutputError) as caught:
-        compress(EXAMPLE, out, samples=2, length=64, reporter=NoPass(), **recipe)  # type: ignore[arg-type]
-    assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds mine.txt"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    for recipe in RECIPES:
+        with subtests.test(recipe=recipe):
+            with pytest.raises(OutputError) as caught:
+                compress(EXAMPLE, out, samples=2, length=64, reporter=NoPass(), **recipe)  # type: ignore[arg-type]
+            assert caught.value.message == f"{out} is not empty and was not made by openquant: it holds mine.txt"
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_what_cannot_be_a_directory_is_refused_before_texts_are_run(tmp_path: Path) -> None:

@@ -42,53 +42,54 @@ def said(*messages: str) -> str:
     return json.dumps({"error": messages[0]} if len(messages) == 1 else {"errors": [{"message": m} for m in messages]})
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "hint"),
-    [
-        (refusal(400, said("storage limit reached")),
-         f"org/name refuses what is sent: 400 for {COMMIT}: storage limit reached", STORAGE),
-        (refusal(403, said("Private repository storage limit reached, please upgrade your plan.")),
-         f"the Hub does not let you write to org/name: 403 for {COMMIT}: Private repository storage limit reached, "
-         "please upgrade your plan.", STORAGE),
-        (refusal(403, said("Discussions are disabled for this repo"), "/api/models/org/name/discussions"),
-         "the Hub does not let you write to org/name: 403 for /api/models/org/name/discussions: Discussions are "
-         "disabled for this repo", "turn discussions on in the repository's settings, or push without --create-pr"),
-        (refusal(403, said("Forbidden: you must use a write token to upload to a repository.")),
-         f"the Hub does not let you write to org/name: 403 for {COMMIT}: Forbidden: you must use a write token to "
-         "upload to a repository.", TOKEN),
-        (refusal(401, said("Invalid username or password.")),
-         f"the Hub does not let you write to org/name: 401 for {COMMIT}: Invalid username or password.", LOG_IN),
-        (refusal(403, said("Nobody knows")),
-         f"the Hub does not let you write to org/name: 403 for {COMMIT}: Nobody knows", LOG_IN),
-        (refusal(400, said('"license" must be one of [mit]', '"base_model[0]" is not a repository'),
-                 "/api/validate-yaml"),
-         'org/name refuses what is sent: 400 for /api/validate-yaml: "license" must be one of [mit] "base_model[0]" is '
-         "not a repository", f"see what the Hub says, then {AGAIN}"),
-        (ValueError('Invalid metadata in README.md.\n- "license" must be one of [mit]'),
-         'org/name could not be pushed to: Invalid metadata in README.md. - "license" must be one of [mit]',
-         "correct these entries at the top of README.md, of the source if the model is still to be converted"),
-        (refusal(405, PROXY, kind="text/html"),
-         f"org/name could not be pushed to: 405 for {COMMIT}: Method Not Allowed", AGAIN),
-        (refusal(503, "try\n\tlater \x1b[2J", kind="text/plain"),
-         f"org/name could not be pushed to: 503 for {COMMIT}: try later [2J", AGAIN),
-        (refusal(403, XML, "/lfs/0a1b", "application/xml"),
-         "the Hub does not let you write to org/name: 403 for /lfs/0a1b: SignatureDoesNotMatch: The signature is "
-         "wrong.", LOG_IN),
-        (refusal(400, said("no" * 2000)),
-         f"org/name refuses what is sent: {f'400 for {COMMIT}: ' + 'no' * 2000:.1000}...",
-         f"see what the Hub says, then {AGAIN}"),
-        (httpx2.ConnectError("refused: https://huggingface.co/lfs/0a1b?X-Amz-Signature=secret"),
-         "org/name could not be pushed to: refused: https://huggingface.co/lfs/0a1b", AGAIN),
-        (LocalTokenNotFoundError("Token is required"),
-         "the Hub does not let you write to org/name: no token was found", LOG_IN),
-        (OfflineModeIsEnabled("offline"), "org/name cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
-    ],
-)  # fmt: skip
-def test_what_a_push_meets(error: Exception, message: str, hint: str) -> None:
-    with pytest.raises(OpenQuantError) as raised, push_errors("org/name"):
-        raise error
-    assert (raised.value.message, raised.value.hint) == (message, hint)
-    assert "secret" not in message
+PUSHES = [
+    (refusal(400, said("storage limit reached")),
+     f"org/name refuses what is sent: 400 for {COMMIT}: storage limit reached", STORAGE),
+    (refusal(403, said("Private repository storage limit reached, please upgrade your plan.")),
+     f"the Hub does not let you write to org/name: 403 for {COMMIT}: Private repository storage limit reached, "
+     "please upgrade your plan.", STORAGE),
+    (refusal(403, said("Discussions are disabled for this repo"), "/api/models/org/name/discussions"),
+     "the Hub does not let you write to org/name: 403 for /api/models/org/name/discussions: Discussions are "
+     "disabled for this repo", "turn discussions on in the repository's settings, or push without --create-pr"),
+    (refusal(403, said("Forbidden: you must use a write token to upload to a repository.")),
+     f"the Hub does not let you write to org/name: 403 for {COMMIT}: Forbidden: you must use a write token to "
+     "upload to a repository.", TOKEN),
+    (refusal(401, said("Invalid username or password.")),
+     f"the Hub does not let you write to org/name: 401 for {COMMIT}: Invalid username or password.", LOG_IN),
+    (refusal(403, said("Nobody knows")),
+     f"the Hub does not let you write to org/name: 403 for {COMMIT}: Nobody knows", LOG_IN),
+    (refusal(400, said('"license" must be one of [mit]', '"base_model[0]" is not a repository'),
+             "/api/validate-yaml"),
+     'org/name refuses what is sent: 400 for /api/validate-yaml: "license" must be one of [mit] "base_model[0]" is '
+     "not a repository", f"see what the Hub says, then {AGAIN}"),
+    (ValueError('Invalid metadata in README.md.\n- "license" must be one of [mit]'),
+     'org/name could not be pushed to: Invalid metadata in README.md. - "license" must be one of [mit]',
+     "correct these entries at the top of README.md, of the source if the model is still to be converted"),
+    (refusal(405, PROXY, kind="text/html"),
+     f"org/name could not be pushed to: 405 for {COMMIT}: Method Not Allowed", AGAIN),
+    (refusal(503, "try\n\tlater \x1b[2J", kind="text/plain"),
+     f"org/name could not be pushed to: 503 for {COMMIT}: try later [2J", AGAIN),
+    (refusal(403, XML, "/lfs/0a1b", "application/xml"),
+     "the Hub does not let you write to org/name: 403 for /lfs/0a1b: SignatureDoesNotMatch: The signature is "
+     "wrong.", LOG_IN),
+    (refusal(400, said("no" * 2000)),
+     f"org/name refuses what is sent: {f'400 for {COMMIT}: ' + 'no' * 2000:.1000}...",
+     f"see what the Hub says, then {AGAIN}"),
+    (httpx2.ConnectError("refused: https://huggingface.co/lfs/0a1b?X-Amz-Signature=secret"),
+     "org/name could not be pushed to: refused: https://huggingface.co/lfs/0a1b", AGAIN),
+    (LocalTokenNotFoundError("Token is required"),
+     "the Hub does not let you write to org/name: no token was found", LOG_IN),
+    (OfflineModeIsEnabled("offline"), "org/name cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE"),
+]  # fmt: skip
+
+
+def test_what_a_push_meets(subtests: pytest.Subtests) -> None:
+    for error, message, hint in PUSHES:
+        with subtests.test(error=error, message=message, hint=hint):
+            with pytest.raises(OpenQuantError) as raised, push_errors("org/name"):
+                raise error
+            assert (raised.value.message, raised.value.hint) == (message, hint)
+            assert "secret" not in message
 
 
 def test_what_an_upload_meets_is_its_cause() -> None:
@@ -101,21 +102,22 @@ def test_what_an_upload_meets_is_its_cause() -> None:
 FILE = "/org/name/resolve/0a1b/model-00001-of-00002.safetensors"
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (refusal(404, "Entry not found", FILE, "text/plain", X_Error_Code="EntryNotFound"),
-         f"org/name@main could not be downloaded: 404 for {FILE}: Entry not found"),
-        (refusal(404, PROXY, FILE, "text/html"), f"org/name@main could not be downloaded: 404 for {FILE}: Not Found"),
-        (refusal(403, said("The account is suspended"), FILE),
-         f"the Hub refuses access to org/name@main: 403 for {FILE}: The account is suspended"),
-        (refusal(503, "", FILE), f"org/name@main could not be downloaded: 503 for {FILE}: Service Unavailable"),
-    ],
-)  # fmt: skip
-def test_what_a_download_meets(error: Exception, message: str) -> None:
-    with pytest.raises(OpenQuantError) as raised, source_errors("org/name", "main"):
-        raise error
-    assert raised.value.message == message
+DOWNLOADS = [
+    (refusal(404, "Entry not found", FILE, "text/plain", X_Error_Code="EntryNotFound"),
+     f"org/name@main could not be downloaded: 404 for {FILE}: Entry not found"),
+    (refusal(404, PROXY, FILE, "text/html"), f"org/name@main could not be downloaded: 404 for {FILE}: Not Found"),
+    (refusal(403, said("The account is suspended"), FILE),
+     f"the Hub refuses access to org/name@main: 403 for {FILE}: The account is suspended"),
+    (refusal(503, "", FILE), f"org/name@main could not be downloaded: 503 for {FILE}: Service Unavailable"),
+]  # fmt: skip
+
+
+def test_what_a_download_meets(subtests: pytest.Subtests) -> None:
+    for error, message in DOWNLOADS:
+        with subtests.test(error=error, message=message):
+            with pytest.raises(OpenQuantError) as raised, source_errors("org/name", "main"):
+                raise error
+            assert raised.value.message == message
 
 
 def test_an_error_of_ours_stays_what_it_is() -> None:

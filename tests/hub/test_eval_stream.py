@@ -152,9 +152,7 @@ def expected(source: Path, output: Path, tmp_path: Path, monkeypatch: pytest.Mon
     return dict(named(found, "name", "out"))
 
 
-def test_repositories_are_evaluated_through_a_few_shards_of_disk(
-    hub: LoopbackHub, job: Job, expected: dict[str, Any], there: Path, tmp_path: Path
-) -> None:
+def test_repositories_are_evaluated_through_a_few_shards_of_disk(hub, job, expected, there, tmp_path):
     """Whatever the number of shards: one being computed, two on their way, and the one with the final norm and the head."""
     marks: list[int] = []
 
@@ -175,9 +173,7 @@ def test_repositories_are_evaluated_through_a_few_shards_of_disk(
     assert list(there.iterdir()) == list((tmp_path / "here").iterdir()) == cached() == []
 
 
-def test_ranks_stream_each_for_itself_beside_an_output_of_this_machine(
-    job: Job, output: Path, expected: dict[str, Any], tmp_path: Path
-) -> None:
+def test_ranks_stream_each_for_itself_beside_an_output_of_this_machine(job, output, expected, tmp_path):
     here = shutil.copytree(output, tmp_path / "there" / "out")
     disk = "from openquant.streaming import offload\noffload.IN_MEMORY = ()\n"
     ranks = [begin(job, tmp_path, here, *FROM_HUB[:-1], rank=rank, size=2, first=disk) for rank in range(2)]
@@ -202,9 +198,7 @@ def paused(hub: LoopbackHub, there: Path, process: Rank) -> threading.Event:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_of_what_is_ended(
-    hub: LoopbackHub, job: Job, output: Path, there: Path, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_nothing_is_left_of_what_is_ended(hub, job, output, there, tmp_path, number):
     process = begin(job, tmp_path, output, *FROM_HUB, there, "--out", tmp_path / "eval.json")
     release = paused(hub, there, process)
     process.send_signal(number)
@@ -246,9 +240,7 @@ def test_a_hub_that_goes_away_is_told(hub: LoopbackHub, job: Job, output: Path, 
     assert not (tmp_path / "eval.json").exists()
 
 
-def test_a_disk_that_is_full_is_told(
-    hub: LoopbackHub, job: Job, source: Path, output: Path, there: Path, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full_is_told(hub, job, source, output, there, tmp_path):
     code, out, err = end(begin(job, tmp_path, output, *FROM_HUB, there, "--out", tmp_path / "eval.json", first=FULL))
     assert (code, out) == (2, "")
     error, hint = err.splitlines()[-2:]

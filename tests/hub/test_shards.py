@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from conftest import ROOT, heed_ctrl_c
 from openquant import diagnose
 from openquant.distributed import Ranks
 from openquant.errors import OutputError, SourceError, UsageError
@@ -28,81 +24,59 @@ from openquant.hub.fetch import ShardSupply
 from openquant.hub.shards import supply_shards
 from openquant.hub.source import Source
 from openquant.streaming.session import ArrivingShards
-from support import small_checkpoints
-from support.loopback_hub import COMMIT, LoopbackHub
+from support import forked_ranks, small_checkpoints
+from support.forked_ranks import COMMANDS, finish
+from support.hub_site import Site
+from support.loopback_hub import COMMIT
 
 SHARDS = 6
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
-    with LoopbackHub(tmp_path / "hub") as server:
-        yield server
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    with forked_ranks.forks(preloaded=COMMANDS):
+        yield
 
 
 @pytest.fixture
-def source(hub: LoopbackHub, tmp_path: Path) -> Path:
-    root = small_checkpoints.write(tmp_path / "repository", "Qwen3MoeForCausalLM", shards=SHARDS)
-    hub.repositories["org/name"] = root
-    return root
+def site(forks: None, tmp_path: Path) -> Iterator[Site]:
+    """A Hub with a repository, whose commands run in an empty directory."""
+    with Site(tmp_path / "site", token=None) as found:
+        small_checkpoints.write(found.source, "Qwen3MoeForCausalLM", shards=SHARDS)
+        found.hub.repositories["org/name"] = found.source
+        found.cwd = tmp_path / "here"
+        found.cwd.mkdir()
+        yield found
 
 
-def begin(hub: LoopbackHub, tmp_path: Path, *arguments: object) -> subprocess.Popen[str]:
-    """The command in an empty directory against the loopback Hub, with a cache of its own, started."""
-    settings = {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    (tmp_path / "here").mkdir()
-    return subprocess.Popen(
-        [sys.executable, "-m", "openquant", "diagnose", "org/name", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path / "here",
-        env={**os.environ, **settings},
-        preexec_fn=heed_ctrl_c,
-    )
+def test_it_says_what_it_says_of_the_files(site: Site) -> None:
+    expected = json.loads(json.dumps(diagnose(site.source).to_json()))
+    for mode in ((), ("--stream",)):
+        home = site.root / f"hf{len(mode)}"
+        done = site.works("diagnose", "org/name", "--json", *mode, HF_HOME=str(home))
+        assert done.stderr == ""
+        assert json.loads(done.stdout) == {**expected, "model": "org/name", "revision": COMMIT}
+        assert len(list(home.rglob("snapshots/*/*.safetensors"))) == (0 if mode else SHARDS)
+        assert list(site.cwd.iterdir()) == []
 
 
-@pytest.mark.parametrize("mode", [(), ("--stream",)], ids=["cached", "streamed"])
-def test_it_says_what_it_says_of_the_files(
-    hub: LoopbackHub, source: Path, tmp_path: Path, mode: tuple[str, ...]
-) -> None:
-    process = begin(hub, tmp_path, "--json", *mode)
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
-    expected = json.loads(json.dumps(diagnose(source).to_json()))
-    assert json.loads(out) == {**expected, "model": "org/name", "revision": COMMIT}
-    cached = list((tmp_path / "hf").rglob("snapshots/*/*.safetensors"))
-    assert len(cached) == (0 if mode else SHARDS)
-    assert list((tmp_path / "here").iterdir()) == []
-
-
-def test_an_interrupt_leaves_nothing(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
-    del source
+def test_an_interrupt_leaves_nothing(site: Site, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.mkdir()
-    hub.rate = 300_000
-    process = begin(hub, tmp_path, "--stream", "--scratch", there)
+    site.hub.rate = 300_000
+    process = site.begin("diagnose", "org/name", "--stream", "--scratch", there)
     end = time.monotonic() + 60
     while not list(there.rglob("*.partial")) and time.monotonic() < end:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, "")
-    assert err == "error: interrupted\nhint: run the same command again: it starts from the beginning\n"
-    assert list(there.iterdir()) == list((tmp_path / "here").iterdir()) == []
+    done = finish(process)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "error: interrupted\nhint: run the same command again: it starts from the beginning\n"
+    assert list(there.iterdir()) == list(site.cwd.iterdir()) == []
 
-
-def test_no_directory_for_shards(hub: LoopbackHub, source: Path, tmp_path: Path) -> None:
-    del source
-    process = begin(hub, tmp_path, "--stream", "--scratch", tmp_path / "absent")
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (2, "")
-    assert err == (
+    done = site.ask("diagnose", "org/name", "--stream", "--scratch", tmp_path / "absent")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
         f"error: {tmp_path / 'absent'} cannot be written: No such file or directory\n"
         "hint: name a directory on another disk with --scratch\n"
     )

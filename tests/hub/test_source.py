@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, tree
+from conftest import tree
 from openquant import compress
 from openquant.hub.similar import similar_repositories
 from support import forked_ranks, small_checkpoints
-from support.forked_ranks import COMMANDS, finish, forked
+from support.forked_ranks import COMMANDS
+from support.hub_site import Site
 from support.loopback_hub import COMMIT, LoopbackHub
 
-Hub = Callable[..., "subprocess.CompletedProcess[str]"]
 
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[LoopbackHub]:
-    with LoopbackHub(tmp_path / "hub") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def forks() -> Iterator[None]:
     with forked_ranks.forks(preloaded=COMMANDS):
         yield
 
 
 @pytest.fixture
-def ask(forks: None, hub: LoopbackHub, tmp_path: Path) -> Hub:
-    """Run the command in an empty directory against the loopback Hub with a cache of its own."""
-    here = tmp_path / "here"
-    here.mkdir()
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A Hub whose commands run in an empty directory."""
+    with Site(tmp_path / "site", token=None) as found:
+        found.cwd = tmp_path / "here"
+        found.cwd.mkdir()
+        yield found
 
-    def start(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        settings = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        everything = {**os.environ, **settings, **environment}
-        return finish(forked(ROOT / "compress_fp8.py", *arguments, cwd=here, environment=everything))
 
-    return start
+@pytest.fixture
+def hub(site: Site) -> LoopbackHub:
+    return site.hub
 
 
 @pytest.fixture
@@ -58,9 +49,10 @@ def repository(hub: LoopbackHub, tmp_path: Path) -> Path:
     return root
 
 
-def test_a_repository_converts_as_its_files_would(ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path) -> None:
-    done = ask("-m", "org/name@v1", "--json")
-    assert done.returncode == 0, done.stderr
+def test_a_repository_converts_as_its_files_would(
+    site: Site, hub: LoopbackHub, repository: Path, tmp_path: Path
+) -> None:
+    done = site.works("compress", "-m", "org/name@v1", "--json")
     found = json.loads(done.stdout)
     assert (found["model"], found["revision"], found["output"]) == ("org/name@v1", COMMIT, "name-FP8")
     compress(repository, tmp_path / "local")
@@ -71,68 +63,58 @@ def test_a_repository_converts_as_its_files_would(ask: Hub, hub: LoopbackHub, re
     assert COMMIT.encode() in here["README.md"]
     assert not [path for path in hub.requests if "pytorch_model.bin" in path or "original" in path]
     # The second time everything comes from the cache, also without a network.
-    again = ask("-m", "org/name@v1", "-o", "again", "--json", HF_HUB_OFFLINE="1")
-    assert again.returncode == 0, again.stderr
+    site.works("compress", "-m", "org/name@v1", "-o", "again", "--json", HF_HUB_OFFLINE="1")
     assert tree(tmp_path / "here" / "again") == here
 
 
-def test_a_local_directory_wins_and_needs_no_network(ask: Hub, hub: LoopbackHub, tmp_path: Path) -> None:
+def test_a_local_directory_wins_and_needs_no_network(site: Site, hub: LoopbackHub, tmp_path: Path) -> None:
     small_checkpoints.write(tmp_path / "here" / "org" / "name")
-    done = ask("-m", "org/name", "--json")
-    assert done.returncode == 0, done.stderr
+    done = site.works("compress", "-m", "org/name", "--json")
     assert json.loads(done.stdout)["revision"] is None
     assert not hub.requests
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "hint"),
-    [
-        (["org/missing"], "org/missing is neither a local directory nor a repository on the Hub",
-         "check the name; for a private repository run: hf auth login"),
-        (["org/name@v9"], "org/name has no revision v9", "check the branch, tag or commit"),
-        (["org/name", "--revision", "v9"], "org/name has no revision v9", "check the branch, tag or commit"),
-        (["org/gated"], "org/gated is gated",
-         "accept its licence at https://huggingface.co/org/gated, then run: hf auth login"),
-        (["a/b/c"], "a/b/c does not exist, and is no Hub repository id either", "check the path"),
-    ],
-)  # fmt: skip
-def test_what_the_hub_refuses(
-    ask: Hub, hub: LoopbackHub, repository: Path, arguments: list[str], message: str, hint: str
-) -> None:
+LOG_IN, TYPED = "check the name; for a private repository run: hf auth login", "check the branch, tag or commit"
+REFUSED = [
+    (["org/missing"], "org/missing is neither a local directory nor a repository on the Hub", LOG_IN),
+    (["org/name@v9"], "org/name has no revision v9", TYPED),
+    (["org/name", "--revision", "v9"], "org/name has no revision v9", TYPED),
+    (["org/gated"], "org/gated is gated",
+     "accept its licence at https://huggingface.co/org/gated, then run: hf auth login"),
+    (["a/b/c"], "a/b/c does not exist, and is no Hub repository id either", "check the path"),
+]  # fmt: skip
+SIZES = ("8B", "4B", "1.8B", "32B", "0.6B-Base")
+SIMILAR = {
+    "Qwen/Qwen3-8b-x": ["Qwen/Qwen3-8B", "Qwen/Qwen3-1.8B", "Qwen/Qwen3-4B"],
+    "qwen/qwen3-32b": ["Qwen/Qwen3-32B"],
+    "Qwem/Qwen3-32B": ["Qwen/Qwen3-32B"],
+    "Qwen/Gemma": [],
+}
+
+
+def test_what_the_hub_refuses(subtests, site, hub, repository):
     hub.refuse["org/gated"] = (403, "GatedRepo")
-    done = ask("-m", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-2:] == [f"error: {message}", f"hint: {hint}"]
-    assert "Traceback" not in done.stderr
+    for words, message, hint in REFUSED:
+        with subtests.test(words=words):
+            done = site.ask("compress", "-m", *words)
+            assert done.returncode == 2
+            assert done.stderr.splitlines()[-2:] == [f"error: {message}", f"hint: {hint}"]
+            assert "Traceback" not in done.stderr
 
-
-@pytest.mark.parametrize(
-    ("asked", "similar"),
-    [
-        ("Qwen/Qwen3-8b-x", "Qwen/Qwen3-8B, Qwen/Qwen3-1.8B, Qwen/Qwen3-4B"),
-        ("qwen/qwen3-32b", "Qwen/Qwen3-32B"),
-        ("Qwem/Qwen3-32B", "Qwen/Qwen3-32B"),
-        ("Qwen/Gemma", None),
-    ],
-)
-def test_similar_repositories_are_named(ask: Hub, hub: LoopbackHub, repository: Path, asked: str, similar: str) -> None:
-    names = ["Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-1.8B", "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B-Base", "a/\x1b"]
-    hub.repositories.update(dict.fromkeys(names, repository))
-    done = ask("-m", asked)
-    hint = done.stderr.splitlines()[-1]
-    if similar is None:
-        assert hint == "hint: check the name; for a private repository run: hf auth login"
-    else:
-        named = hint.removeprefix("hint: similar repositories: ").partition(";")[0]
-        assert set(similar.split(", ")) <= set(named.split(", ")) and named.count(", ") <= 2
-        assert named.startswith(similar.partition(",")[0])
-    assert done.returncode == 2
+    # Similar repositories are named.
+    hub.repositories.update(dict.fromkeys([*(f"Qwen/Qwen3-{size}" for size in SIZES), "a/\x1b"], repository))
+    for asked, similar in SIMILAR.items():
+        with subtests.test(asked):
+            _, hint = site.refused("compress", "-m", asked)
+            if not similar:
+                assert hint == f"hint: {LOG_IN}"
+                continue
+            named = hint.removeprefix("hint: similar repositories: ").partition(";")[0].split(", ")
+            assert {*similar} <= {*named} and len(named) <= 3 and named[0] == similar[0]
 
 
 @pytest.mark.parametrize("answer", ["error", "text", "object", "silence"])
-def test_similar_repositories_are_not_named_if_the_hub_does_not_list_them(
-    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, answer: str
-) -> None:
+def test_similar_repositories_are_not_named_if_the_hub_does_not_list_them(hub, monkeypatch, answer):
     class Answer:
         status_code = 503 if answer == "error" else 200
 
@@ -154,26 +136,25 @@ def test_similar_repositories_are_not_named_if_the_hub_does_not_list_them(
     assert similar_repositories("Qwen/Qwen3-8b") == []
 
 
-def test_a_directory_beside_the_one_that_is_missing_is_named(ask: Hub, tmp_path: Path) -> None:
+def test_a_directory_beside_the_one_that_is_missing_is_named(site: Site, tmp_path: Path) -> None:
     (tmp_path / "here" / "models" / "Qwen3-8B").mkdir(parents=True)
     for asked, named in (("models/Qwen3-8b", "models/Qwen3-8B"), ("./models/Qwen-8B", "models/Qwen3-8B")):
-        done = ask("-m", asked)
+        done = site.ask("compress", "-m", asked)
         assert done.returncode == 2
         assert done.stderr.splitlines()[-1].startswith(f"hint: did you mean {named}? check the ")
-    assert "did you mean" not in ask("-m", "models/Llama").stderr
+    assert "did you mean" not in site.ask("compress", "-m", "models/Llama").stderr
 
 
-def test_the_hub_cannot_be_reached(ask: Hub, repository: Path) -> None:
+def test_the_hub_cannot_be_reached(site: Site, repository: Path) -> None:
     message = "org/name is not a local directory, and the Hub cannot be reached for it"
     for settings in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
-        done = ask("-m", "org/name", **settings)
+        done = site.ask("compress", "-m", "org/name", **settings)
         assert done.returncode == 2
         assert done.stderr.splitlines()[-2] == f"error: {message}"
 
 
-def test_a_dry_run_reads_headers_only(ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path) -> None:
-    done = ask("-m", "org/name", "--dry-run", "--json")
-    assert done.returncode == 0, done.stderr
+def test_a_dry_run_reads_headers_only(site: Site, hub: LoopbackHub, repository: Path, tmp_path: Path) -> None:
+    done = site.works("compress", "-m", "org/name", "--dry-run", "--json")
     found = json.loads(done.stdout)
     expected = compress(repository, tmp_path / "local", dry_run=True)
     assert found["source_bytes"] == expected.source_bytes
@@ -182,19 +163,17 @@ def test_a_dry_run_reads_headers_only(ask: Hub, hub: LoopbackHub, repository: Pa
     assert found["revision"] == COMMIT
     largest = max(path.stat().st_size for path in repository.glob("*.safetensors"))
     assert hub.sent < largest / 4
-    assert not list((tmp_path / "hf").rglob("*.safetensors"))
+    assert not list((site.root / "hf").rglob("*.safetensors"))
     assert not list((tmp_path / "here").iterdir())
     # The run itself then fetches the rest, and the next dry run needs no network for it.
-    assert ask("-m", "org/name").returncode == 0
-    again = ask("-m", "org/name", "--dry-run", "--json", HF_HUB_OFFLINE="1")
-    assert again.returncode == 0, again.stderr
+    site.works("compress", "-m", "org/name")
+    again = site.works("compress", "-m", "org/name", "--dry-run", "--json", HF_HUB_OFFLINE="1")
     assert json.loads(again.stdout)["output_bytes"] == expected.output_bytes
 
 
-def test_a_dry_run_of_a_single_file(ask: Hub, hub: LoopbackHub, tmp_path: Path) -> None:
+def test_a_dry_run_of_a_single_file(site: Site, hub: LoopbackHub, tmp_path: Path) -> None:
     hub.repositories["org/single"] = small_checkpoints.write(tmp_path / "single")
-    done = ask("-m", "org/single", "--dry-run", "-w", "128")
-    assert done.returncode == 0, done.stderr
+    done = site.works("compress", "-m", "org/single", "--dry-run", "-w", "128")
     assert done.stdout.startswith(f"org/single@{COMMIT} -> single-FP8-W128\n")
     assert "in 1 shard and" in done.stdout
 
@@ -203,16 +182,13 @@ NEEDLESS = ["demo.mp4", "model.nemo", "events.out.tfevents.1.host", "openvino_mo
 NEEDLESS += ["all.tar.gz", "train.log"]
 
 
-def test_a_dry_run_fetches_what_the_plan_is_made_from(
-    ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_fetches_what_the_plan_is_made_from(site, hub, repository, tmp_path):
     for name in NEEDLESS:
         (repository / name).write_bytes(b"x" * 1000)
     (repository / "vocab.txt.gz").write_bytes(b"read by some tokenizers")
     (repository / "figures").mkdir()
     (repository / "figures" / "shown.png").write_bytes(b"by the card")
-    done = ask("-m", "org/name", "--dry-run")
-    assert done.returncode == 0, done.stderr
+    done = site.works("compress", "-m", "org/name", "--dry-run")
     asked = {path.rpartition("/")[2] for path in hub.requests if "/resolve/" in path}
     shards = {path.name for path in repository.glob("*.safetensors")}
     assert asked == {"config.json", "model.safetensors.index.json", *shards}
@@ -222,8 +198,7 @@ def test_a_dry_run_fetches_what_the_plan_is_made_from(
     size = sum((repository / name).stat().st_size for name in others)
     assert f" ({size} B in 5 other files) to the Hub's cache, " in done.stdout
     # The run itself fetches those, and says the same of the rest.
-    done = ask("-m", "org/name")
-    assert done.returncode == 0, done.stderr
+    done = site.works("compress", "-m", "org/name")
     assert f"\nleft out: {left}\n" in done.stdout
     assert not [path for path in hub.requests for name in NEEDLESS if path.endswith(f"/{name}")]
     out = tmp_path / "here" / "name-FP8"
@@ -231,18 +206,15 @@ def test_a_dry_run_fetches_what_the_plan_is_made_from(
         assert (out / name).read_bytes() == (repository / name).read_bytes()
     assert not [name for name in NEEDLESS if (out / name).exists()]
     # From the cache too.
-    again = ask("-m", "org/name", "--dry-run", HF_HUB_OFFLINE="1")
-    assert again.returncode == 0, again.stderr
+    again = site.works("compress", "-m", "org/name", "--dry-run", HF_HUB_OFFLINE="1")
     assert f"\nleft out: {left}\n" in again.stdout
     assert "download:" not in again.stdout
 
 
-def test_what_the_cache_lacks_is_not_left_out_without_a_network(
-    ask: Hub, hub: LoopbackHub, repository: Path, tmp_path: Path
-) -> None:
-    assert ask("-m", "org/name").returncode == 0
-    (tokenizer,) = (tmp_path / "hf").rglob("snapshots/*/tokenizer.json")
+def test_what_the_cache_lacks_is_not_left_out_without_a_network(site, hub, repository, tmp_path):
+    site.works("compress", "-m", "org/name")
+    (tokenizer,) = (site.root / "hf").rglob("snapshots/*/tokenizer.json")
     tokenizer.unlink()
-    done = ask("-m", "org/name", "-o", "again", HF_HUB_OFFLINE="1")
+    done = site.ask("compress", "-m", "org/name", "-o", "again", HF_HUB_OFFLINE="1")
     assert done.returncode == 2
     assert done.stderr.startswith("error: org/name is not a local directory, and the Hub cannot be reached for it\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,22 +61,22 @@ def test_it_asks_for_nothing_and_complains_of_nothing(browser: Browser, address:
     assert [asked for asked in browser.requests if asked != "data:,"] == [address]
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1200])
-def test_it_fits_a_phone_and_a_screen_in_both_themes(
-    browser: Browser, address: str, width: int, theme: str, tmp_path: Path
-) -> None:
-    browser.see_as(width, theme)
-    browser.open(address)
-    assert browser.value(OVERFLOW) == 0
-    assert browser.value(BACKGROUND) == ("rgb(255, 255, 255)" if theme == "light" else "rgb(22, 24, 27)")
-    # What is ink in a chart is the page's.
-    ink = browser.value("getComputedStyle(document.querySelector('svg text')).fill")
-    assert ink == browser.value("getComputedStyle(document.body).color")
-    shot = browser.picture()
-    assert len(shot) > 50_000
-    if "OPENQUANT_SCREENSHOTS" in os.environ:
-        (Path(os.environ["OPENQUANT_SCREENSHOTS"]) / f"{theme}-{width}.png").write_bytes(shot)
+def test_it_fits_a_phone_and_a_screen_in_both_themes(subtests, browser, address, tmp_path):
+    for number, (width, theme) in enumerate(itertools.product([400, 1200], ["light", "dark"])):
+        with subtests.test(theme=theme, width=width):
+            here = tmp_path / str(number)
+            here.mkdir()
+            browser.see_as(width, theme)
+            browser.open(address)
+            assert browser.value(OVERFLOW) == 0
+            assert browser.value(BACKGROUND) == ("rgb(255, 255, 255)" if theme == "light" else "rgb(22, 24, 27)")
+            # What is ink in a chart is the page's.
+            ink = browser.value("getComputedStyle(document.querySelector('svg text')).fill")
+            assert ink == browser.value("getComputedStyle(document.body).color")
+            shot = browser.picture()
+            assert len(shot) > 50_000
+            if "OPENQUANT_SCREENSHOTS" in os.environ:
+                (Path(os.environ["OPENQUANT_SCREENSHOTS"]) / f"{theme}-{width}.png").write_bytes(shot)
 
 
 def test_it_is_black_on_white_on_paper(browser: Browser, address: str) -> None:
@@ -93,23 +94,26 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path.as_uri()
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-def test_several_outputs_fit_a_phone_and_a_screen(browser: Browser, compared: str, width: int) -> None:
-    browser.see_as(width, "light")
-    browser.open(compared)
-    assert browser.value(OVERFLOW) == 0
-    # Two pictures are seen, and the details of each output are folded.
-    pictures = "[...document.querySelectorAll('figure svg')].filter(svg => svg.checkVisibility())"
-    assert browser.value(f"{pictures}.length") == 2
-    for number in (0, 1):
-        assert browser.value(f"{pictures}[{number}].getBoundingClientRect().width") > 0.9 * min(width, 1216) - 32
-    assert browser.value("document.querySelectorAll('details.output:not([open])').length") == 3
-    # Nothing has to be moved sideways to be read.
-    cut = "[...document.querySelectorAll('.wide')].filter(wide => wide.scrollWidth > wide.clientWidth).length"
-    browser.value("document.querySelectorAll('details').forEach(details => { details.open = true; })")
-    assert browser.value(cut) == 0
-    assert browser.complaints == []
-    assert [asked for asked in browser.requests if asked != "data:,"] == [compared]
+def test_several_outputs_fit_a_phone_and_a_screen(subtests: pytest.Subtests, browser: Browser, compared: str) -> None:
+    for width in [400, 1280]:
+        with subtests.test(width=width):
+            browser.see_as(width, "light")
+            browser.open(compared)
+            assert browser.value(OVERFLOW) == 0
+            # Two pictures are seen, and the details of each output are folded.
+            pictures = "[...document.querySelectorAll('figure svg')].filter(svg => svg.checkVisibility())"
+            assert browser.value(f"{pictures}.length") == 2
+            for number in (0, 1):
+                assert (
+                    browser.value(f"{pictures}[{number}].getBoundingClientRect().width") > 0.9 * min(width, 1216) - 32
+                )
+            assert browser.value("document.querySelectorAll('details.output:not([open])').length") == 3
+            # Nothing has to be moved sideways to be read.
+            cut = "[...document.querySelectorAll('.wide')].filter(wide => wide.scrollWidth > wide.clientWidth).length"
+            browser.value("document.querySelectorAll('details').forEach(details => { details.open = true; })")
+            assert browser.value(cut) == 0
+            assert browser.complaints == []
+            assert [asked for asked in browser.requests if asked != "data:,"] == [compared]
 
 
 def test_all_details_are_open_on_paper(browser: Browser, compared: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conftest import EXAMPLE, Run
+from conftest import EXAMPLE
 from openquant import __version__, compress, verify
 from openquant import run as running
 from openquant.errors import SourceError
@@ -19,7 +19,7 @@ from openquant.files.cards import metadata_notes, split_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.small_files import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
-from openquant.plan.plan import make_plan
+from openquant.plan.plan import Plan, make_plan
 from openquant.report.card import engines_that_read, evaluated_card, model_card
 from openquant.report.evaluation import evaluation_text
 from openquant.report.source_card import source_section
@@ -65,6 +65,19 @@ def card(tmp_path: Path, base: str | None, **options: object) -> str:
     return (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan(open_checkpoint(EXAMPLE), TENSOR)
+
+
+def card_of(plan: Plan, base: str) -> str:
+    """The card of an output whose source has this one."""
+    return model_card(base, plan, "m", None, None, "out")
+
+
+OURS = {"library_name": "vllm", "pipeline_tag": "text-generation"}
+
+
 def metadata(text: str) -> dict[str, object]:
     return yaml.load(text.split("---\n")[1], Loader=yaml.BaseLoader)
 
@@ -85,11 +98,7 @@ def test_base_text_and_metadata_are_kept(tmp_path: Path) -> None:
 
 def test_section_says_what_was_done_and_nothing_of_this_machine(tmp_path: Path) -> None:
     text = card(tmp_path, None, architecture="Qwen3MoeForCausalLM")
-    assert metadata(text) == {
-        "library_name": "vllm",
-        "pipeline_tag": "text-generation",
-        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
-    }
+    assert metadata(text) == {**OURS, "tags": ["fp8", "vllm", "quantized", "fp8-block"]}
     assert "license" not in text
     assert str(tmp_path) not in text
     assert "| source | mymodel |" in text
@@ -102,49 +111,44 @@ def test_section_says_what_was_done_and_nothing_of_this_machine(tmp_path: Path) 
     assert "\nvllm serve out\n" in text
 
 
-def test_per_tensor_card_warns_of_transformers(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out")
-    assert "Do not load it with transformers" in (tmp_path / "out" / "README.md").read_text()
+SERVED = "\nvllm serve out\npython -m sglang.launch_server --model-path out\n"
+# What is said of outputs by architecture and options, and what is not.
+SAID = [
+    ("Qwen3ForCausalLM", {}, ["Do not load it with transformers"], ["pip install humming-kernels"]),
+    ("Qwen3ForCausalLM", {"scheme": "channel"},
+     ["one scale per output row, dynamic activations (`quant_method: compressed-tensors`)", SERVED,
+      "\n- transformers loads it too, with compressed-tensors installed\n"], []),
+    ("LlamaForCausalLM", {"scheme": "block"},
+     [f"\n- {SGLANG} does not load it: it silently drops the scales of blocks\n- transformers loads it too\n",
+      "\nvllm serve out\n"], ["sglang.launch_server"]),
+    ("Qwen3MoeForCausalLM", {"scheme": "block", "format": "compressed-tensors"},
+     ["transformers, which does not multiply experts by the scales of blocks\n", "\nvllm serve out\n"], []),
+    ("Llama4ForCausalLM", {"scheme": "block"},
+     ["Do not load it with transformers, which does not find all of its weights under these names\n"], []),
+    ("Qwen3ForCausalLM", {"scheme": "channel", "quantize_embeddings": True},
+     [f"\n- {SGLANG} does not load it: it loads no quantized embedding\n- Do not load it with transformers, which "
+      "does not read its quantized embedding\n"], []),
+    ("Qwen3ForCausalLM", {"scheme": "int4"},
+     [" For vLLM on NVIDIA Turing to Blackwell, AMD MI300 and CPUs, and SGLang on NVIDIA Ampere to Blackwell. "],
+     ["pip install humming-kernels"]),
+    # What vLLM does not bring is installed before it serves.
+    ("", {"scheme": "int5"}, ["```\npip install humming-kernels\nvllm serve out\n```"], []),
+]  # fmt: skip
 
 
-def test_channel_card_names_the_package_and_the_engines_it_is_for(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out", "channel")
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert metadata(text)["tags"] == ["fp8", "vllm", "quantized", "compressed-tensors", "fp8-channel"]
-    assert "one scale per output row, dynamic activations (`quant_method: compressed-tensors`)" in text
-    assert "\n- transformers loads it too, with compressed-tensors installed\n" in text
-    assert "\nvllm serve out\npython -m sglang.launch_server --model-path out\n" in text
-
-
-def test_the_card_says_what_sglang_does_not_load(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "m", "LlamaForCausalLM"), tmp_path / "out", "block")
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert (
-        f"\n- {SGLANG} does not load it: it silently drops the scales of blocks\n- transformers loads it too\n" in text
-    )
-    assert "\nvllm serve out\n" in text
-    assert "sglang.launch_server" not in text
-
-
-def test_compressed_blocks_of_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
-    source = small_checkpoints.write(tmp_path / "m", "Qwen3MoeForCausalLM")
-    compress(source, tmp_path / "out", "block", format="compressed-tensors")
-    text = (tmp_path / "out" / "README.md").read_text()
-    assert "transformers, which does not multiply experts by the scales of blocks\n" in text
-    assert "\nvllm serve out\n" in text
-
-
-def test_stacked_experts_are_nothing_for_transformers(tmp_path: Path) -> None:
-    text = card(tmp_path, None, architecture="Llama4ForCausalLM")
-    assert "Do not load it with transformers, which does not find all of its weights under these names\n" in text
-
-
-def test_a_quantized_embedding_is_for_vllm_alone(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out", "channel", quantize_embeddings=True)
-    assert (
-        f"\n- {SGLANG} does not load it: it loads no quantized embedding\n- Do not load it with transformers, which "
-        "does not read its quantized embedding\n" in (tmp_path / "out" / "README.md").read_text()
-    )
+def test_the_card_says_who_serves_the_output(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, (architecture, options, said, unsaid) in enumerate(SAID):
+        with subtests.test(architecture=architecture, options=options):
+            source = small_checkpoints.write(tmp_path / f"m{number}", architecture) if architecture else EXAMPLE
+            out = tmp_path / str(number) / "out"
+            compress(source, out, **options)  # type: ignore[arg-type]
+            text = (out / "README.md").read_text()
+            assert [each for each in said if each not in text] == []
+            assert [each for each in unsaid if each in text] == []
+            if options == {"scheme": "channel"}:
+                assert metadata(text)["tags"] == ["fp8", "vllm", "quantized", "compressed-tensors", "fp8-channel"]
+            if options == {"scheme": "int4"}:
+                assert said[0] in text.partition("# out\n\n")[2].partition("\n")[0]
 
 
 def test_transformers_reads_what_has_no_experts_to_split() -> None:
@@ -185,24 +189,34 @@ def test_known_repository_becomes_the_base_model(tmp_path: Path) -> None:
     assert "\nvllm serve out\n" in text
 
 
-@pytest.mark.parametrize(
-    "base", ["---\nlicense: [\n---\ntext\n", "---\njust text\n---\ntext\n", "---\nno end\n", "text"]
-)
-def test_metadata_that_is_none_stays_text(tmp_path: Path, base: str) -> None:
-    text = card(tmp_path, base)
-    assert metadata(text) == {
-        "library_name": "vllm",
-        "pipeline_tag": "text-generation",
-        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
-    }
-    assert source_section(base, 3, None, None, ()) in text
+NO_METADATA = [
+    "---\nlicense: [\n---\ntext\n", "---\njust text\n---\ntext\n", "---\nno end\n", "text",
+    # No loader takes these.
+    "---\ndate: 2023-13-45\n---\ntext\n", "---\nn: !!int abc\n---\ntext\n", f"---\na: {'[' * 3000}\n---\ntext\n",
+    "---\na: !!python/object:os.x {}\n---\ntext\n",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("base", ["---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n"])
-def test_unusual_cards(tmp_path: Path, base: str) -> None:
-    text = card(tmp_path, base)
-    assert ("license" in metadata(text)) == ("license" in base)
-    assert "text" in text or "# T" in text
+def test_metadata_that_is_none_stays_text(subtests: pytest.Subtests, plan: Plan) -> None:
+    for base in NO_METADATA:
+        with subtests.test(base[:40]):
+            text = card_of(plan, base)
+            assert metadata(text) == {**OURS, "tags": ["fp8", "vllm", "quantized", "fp8-tensor"]}
+            assert source_section(base, 3, None, None, ()) in text
+
+
+UNUSUAL = (
+    "---\n---\ntext\n", "---\r\nlicense: mit\r\n---\r\ntext\r\n", "\ufeff# T\n", "\ufeff---\nlicense: mit\n---\ntext\n",
+)  # fmt: skip
+
+
+def test_unusual_cards(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for number, base in enumerate(UNUSUAL):
+        with subtests.test(base):
+            (tmp_path / str(number)).mkdir()
+            text = card(tmp_path / str(number), base)
+            assert ("license" in metadata(text)) == ("license" in base)
+            assert "text" in text or "# T" in text
 
 
 AWKWARD = [
@@ -219,29 +233,17 @@ AWKWARD = [
 ]
 
 
-@pytest.mark.parametrize("front", AWKWARD)
-@pytest.mark.parametrize("start", ["", "\ufeff"])
-def test_awkward_metadata_keeps_its_entries(tmp_path: Path, front: str, start: str) -> None:
-    text = card(tmp_path, f"{start}---\n{front}\n---\ntext\n")
-    if "\t" in front and not yaml.__with_libyaml__:
-        assert front in text.split("---\n", 2)[2]
-        return
-    found = metadata(text)
-    assert found["license"] == "mit"
-    assert found["tags"] == ["a", "b", "fp8", "vllm", "quantized", "fp8-block"]
-    assert ("other" in found) == ("other" in front)
-
-
-@pytest.mark.parametrize(
-    "front", ["date: 2023-13-45", "n: !!int abc", "a: " + "[" * 3000, "a: !!python/object:os.x {}"]
-)
-def test_metadata_that_no_loader_takes_stays_text(tmp_path: Path, front: str) -> None:
-    text = card(tmp_path, f"---\n{front}\n---\ntext\n")
-    assert metadata(text) == {
-        "library_name": "vllm",
-        "pipeline_tag": "text-generation",
-        "tags": ["fp8", "vllm", "quantized", "fp8-block"],
-    }
+def test_awkward_metadata_keeps_its_entries(subtests: pytest.Subtests, plan: Plan) -> None:
+    for front in AWKWARD:
+        with subtests.test(front):
+            text = card_of(plan, f"---\n{front}\n---\ntext\n")
+            if "\t" in front and not yaml.__with_libyaml__:
+                assert front in text.split("---\n", 2)[2]
+                continue
+            found = metadata(text)
+            assert found["license"] == "mit"
+            assert found["tags"] == ["a", "b", "fp8", "vllm", "quantized", "fp8-tensor"]
+            assert ("other" in found) == ("other" in front)
 
 
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
@@ -271,54 +273,48 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("loader", ["libyaml", "pure"])
-@pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_metadata_is_text(monkeypatch: pytest.MonkeyPatch, example: Path, what: str, loader: str) -> None:
-    if loader == "pure":
-        monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
-    base = f"---\nlicense: mit\n{HOSTILE[what]}\n---\ntext\n"
-    plan = make_plan(open_checkpoint(example), TENSOR)
-    found = model_card(base, plan, "m", None, None, "out")
-    assert metadata(found) == {
-        "library_name": "vllm",
-        "pipeline_tag": "text-generation",
-        "tags": ["fp8", "vllm", "quantized", "fp8-tensor"],
-    }
-    assert source_section(base, 3, None, None, ()) in found
-
-
-@pytest.mark.parametrize("loader", ["libyaml", "pure"])
-def test_metadata_as_long_as_published_is_kept(monkeypatch: pytest.MonkeyPatch, example: Path, loader: str) -> None:
-    if loader == "pure":
-        monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
+def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     results = "".join(f"- name: ä{n}\n  metrics:\n  - {{type: map, value: {n}.5}}\n" for n in range(500))
-    base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
-    found = model_card(base, make_plan(open_checkpoint(example), TENSOR), "m", None, None, "out")
-    assert found.startswith("---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n")
+    for loader in ("libyaml", "pure"):
+        if loader == "pure":
+            monkeypatch.setattr(cards, "_LOADER", yaml.SafeLoader)
+        for what, front in HOSTILE.items():
+            with subtests.test(loader=loader, what=what):
+                base = f"---\nlicense: mit\n{front}\n---\ntext\n"
+                found = card_of(plan, base)
+                assert metadata(found) == {**OURS, "tags": ["fp8", "vllm", "quantized", "fp8-tensor"]}
+                assert source_section(base, 3, None, None, ()) in found
+
+        # As long as published ones are, it is kept.
+        base = f"---\nlicense: mit\nmodel-index:\n{results}since: 2024-01-31\ntime: 12:30\nempty:\n---\ntext\n"
+        kept = "---\nlicense: mit\nsince: 2024-01-31\ntime: 12:30\nempty:\nlibrary_name: vllm\n"
+        assert card_of(plan, base).startswith(kept), loader
 
 
-def test_entries_that_are_empty_say_nothing(tmp_path: Path) -> None:
-    found = metadata(card(tmp_path, "---\nlicense: mit\ntags:\npipeline_tag: [a]\n---\n"))
-    assert found["tags"] == ["fp8", "vllm", "quantized", "fp8-block"]
-    assert found["pipeline_tag"] == "text-generation"
+def test_entries_that_are_empty_say_nothing(plan: Plan) -> None:
+    found = metadata(card_of(plan, "---\nlicense: mit\ntags:\npipeline_tag: [a]\n---\n"))
+    assert found == {**OURS, "license": "mit", "tags": ["fp8", "vllm", "quantized", "fp8-tensor"]}
 
 
-@pytest.mark.parametrize("what", ["directory", "gigabyte", "pipe"])
-def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(tmp_path: Path, run: Run, what: str) -> None:
-    source = small_checkpoints.write(tmp_path / "m")
-    if what == "directory":
-        (source / "README.md").mkdir()
-        (source / "README.md" / "x").write_text("y")
-    elif what == "pipe":
-        os.mkfifo(source / "README.md")
-    else:
-        with (source / "README.md").open("wb") as file:
-            file.truncate(1 << 30)
-    done = run("-m", source, "-o", tmp_path / "out")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"left out: README.md{'/' if what == 'directory' else ''}\n" in done.stdout
-    assert (tmp_path / "out" / "README.md").read_text().startswith("---\nlibrary_name: vllm\n")
-    assert verify(tmp_path / "out", source).problems == ()
+def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(subtests, tmp_path, run):
+    for number, what in enumerate(["directory", "gigabyte", "pipe"]):
+        with subtests.test(what=what):
+            here = tmp_path / str(number)
+            here.mkdir()
+            source = small_checkpoints.write(here / "m")
+            if what == "directory":
+                (source / "README.md").mkdir()
+                (source / "README.md" / "x").write_text("y")
+            elif what == "pipe":
+                os.mkfifo(source / "README.md")
+            else:
+                with (source / "README.md").open("wb") as file:
+                    file.truncate(1 << 30)
+            done = run("-m", source, "-o", here / "out")
+            assert (done.returncode, done.stderr) == (0, "")
+            assert f"left out: README.md{'/' if what == 'directory' else ''}\n" in done.stdout
+            assert (here / "out" / "README.md").read_text().startswith("---\nlibrary_name: vllm\n")
+            assert verify(here / "out", source).problems == ()
 
 
 def test_a_card_is_made_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,14 +347,6 @@ def test_the_card_of_a_directory_names_it(tmp_path: Path, monkeypatch: pytest.Mo
     for name, directory in (("m-FP8", "m-FP8"), ("er", "deep/er"), ("here", "link")):
         text = (tmp_path / directory / "README.md").read_text()
         assert f"\nvllm serve {name}\npython -m sglang.launch_server --model-path {name}\n" in text
-
-
-def test_the_card_names_the_gpus_of_each_engine(tmp_path: Path) -> None:
-    compress(small_checkpoints.write(tmp_path / "m"), tmp_path / "out", "int4")
-    line = (tmp_path / "out" / "README.md").read_text().partition("# out\n\n")[2].partition("\n")[0]
-    assert (
-        " For vLLM on NVIDIA Turing to Blackwell, AMD MI300 and CPUs, and SGLang on NVIDIA Ampere to Blackwell. "
-    ) in line
 
 
 EVALUATED = """## Measured against the source
@@ -398,25 +386,27 @@ openquant eval user/name --source org/tiny --text prose.txt --samples 8 --length
 """
 
 
-@pytest.mark.parametrize(
-    ("origin", "words"),
-    [
-        ({"builtin": "Python 3.12.4"}, " (standard library of Python 3.12.4)"),
-        ({"dataset": "org/name:sub:test"}, " (org/name&#58;sub&#58;test)"),
-        ({"dataset": "/home/me/name:test"}, " (name&#58;test)"),
-        ({"dataset": "../name:test"}, " (name&#58;test)"),
-        ({"files": ["a|b.txt", "c.txt"]}, " (a&#124;b.txt, c.txt)"),
-        ({"files": ["/home/me/one/a.txt", "two/a.txt"]}, " (a.txt, a.txt)"),
-        ({}, ""),
-    ],
-)
-def test_a_card_names_the_texts_of_an_evaluation(origin: dict[str, object], words: str) -> None:
-    found = evaluation()
-    del found["text"]["files"]
-    found["text"] |= origin
-    assert f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 of the tokens abababababab |" in evaluated_card(
-        "", "o/n", found
-    )
+TEXTS = [
+    ({"builtin": "Python 3.12.4"}, " (standard library of Python 3.12.4)"),
+    ({"dataset": "org/name:sub:test"}, " (org/name&#58;sub&#58;test)"),
+    ({"dataset": "/home/me/name:test"}, " (name&#58;test)"),
+    ({"dataset": "../name:test"}, " (name&#58;test)"),
+    ({"files": ["a|b.txt", "c.txt"]}, " (a&#124;b.txt, c.txt)"),
+    ({"files": ["/home/me/one/a.txt", "two/a.txt"]}, " (a.txt, a.txt)"),
+    ({}, ""),
+]
+
+
+def test_a_card_names_the_texts_of_an_evaluation(subtests: pytest.Subtests) -> None:
+    for origin, words in TEXTS:
+        with subtests.test(origin=origin, words=words):
+            found = evaluation()
+            del found["text"]["files"]
+            found["text"] |= origin
+            assert (
+                f"| measured on | 1,500 tokens of 8 texts{words}, SHA-256 of the tokens abababababab |"
+                in evaluated_card("", "o/n", found)
+            )
 
 
 def test_a_card_with_the_figures_of_an_evaluation(tmp_path: Path) -> None:
@@ -445,11 +435,12 @@ def test_no_printed_figure_contradicts_its_verdict() -> None:
     assert re.search(r"^tiny-FP8 .* 0\.10004 .* changed$", evaluation_text(printed, ()), re.MULTILINE)
 
 
-@pytest.mark.parametrize("text", ["# A model\n", "# m: FP8 weights\n\n| | |\n|---|---|\n| source | m |\n"])
-def test_in_a_card_of_another_form_an_evaluation_stands_at_the_end(text: str) -> None:
-    found = evaluated_card(text, "user/name", evaluation(), "eval.png")
-    assert found == f"{text}\n{EVALUATED}"
-    assert evaluated_card(found, "user/name", evaluation(), "eval.png") == found
+def test_in_a_card_of_another_form_an_evaluation_stands_at_the_end(subtests: pytest.Subtests) -> None:
+    for text in ["# A model\n", "# m: FP8 weights\n\n| | |\n|---|---|\n| source | m |\n"]:
+        with subtests.test(text=text):
+            found = evaluated_card(text, "user/name", evaluation(), "eval.png")
+            assert found == f"{text}\n{EVALUATED}"
+            assert evaluated_card(found, "user/name", evaluation(), "eval.png") == found
 
 
 def test_nothing_in_an_evaluation_is_more_than_text_in_a_card() -> None:
@@ -501,30 +492,23 @@ def test_a_long_answer_is_cut_in_a_card() -> None:
     assert "| prompt |" not in evaluated_card("", "user/name", found)
 
 
-def test_what_vllm_does_not_bring_is_installed_before_it_serves(tmp_path: Path) -> None:
-    compress(EXAMPLE, tmp_path / "five", "int5")
-    card = (tmp_path / "five" / "README.md").read_text()
-    assert "```\npip install humming-kernels\nvllm serve five\n```" in card
-    compress(EXAMPLE, tmp_path / "four", "int4")
-    assert "pip install humming-kernels" not in (tmp_path / "four" / "README.md").read_text()
+LACKING = [
+    ("---\nlicense: mit\nbase_model: org/name\n---\n# x\n", []),
+    (
+        "---\nlicense: mit\n---\n# x\n",
+        ['the card names no base_model: add "base_model: .." to the metadata at the top of x.md'],
+    ),
+    (
+        "# x\n",
+        [
+            'the card names no license and no base_model: add "license: .." and "base_model: .." to the metadata at '
+            "the top of x.md"
+        ],
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("card", "notes"),
-    [
-        ("---\nlicense: mit\nbase_model: org/name\n---\n# x\n", []),
-        (
-            "---\nlicense: mit\n---\n# x\n",
-            ['the card names no base_model: add "base_model: .." to the metadata at the top of x.md'],
-        ),
-        (
-            "# x\n",
-            [
-                'the card names no license and no base_model: add "license: .." and "base_model: .." to the metadata at '
-                "the top of x.md"
-            ],
-        ),
-    ],
-)
-def test_what_a_card_lacks_for_the_hub(card: str, notes: list[str]) -> None:
-    assert metadata_notes(split_card(card)[1], "x.md") == notes
+def test_what_a_card_lacks_for_the_hub(subtests: pytest.Subtests) -> None:
+    for card, notes in LACKING:
+        with subtests.test(card=card, notes=notes):
+            assert metadata_notes(split_card(card)[1], "x.md") == notes

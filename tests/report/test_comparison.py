@@ -117,37 +117,39 @@ def crowded() -> dict[str, tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize("figures", [MEASURED, crowded()], ids=["measured", "crowded"])
-@pytest.mark.parametrize("size", SIZES)
-def test_every_name_can_be_read(size: tuple[float, float], figures: dict[str, tuple[float, float]]) -> None:
-    axes = drawn(evaluations(figures), size)
-    found = names(axes)
-    assert set(found) == set(figures)
-    inside = axes.get_window_extent()
-    for box in found.values():
-        assert inside.x0 <= box.x0 < box.x1 <= inside.x1
-        assert inside.y0 <= box.y0 < box.y1 <= inside.y1
-        assert not [spot for spot in points(axes) if box.contains(*spot)]
-    for one, other in itertools.combinations(found.values(), 2):
-        assert not one.overlaps(other)
+def test_every_name_can_be_read(subtests: pytest.Subtests) -> None:
+    for size, figures in itertools.product(SIZES, [MEASURED, crowded()]):
+        with subtests.test(figures=figures, size=size):
+            axes = drawn(evaluations(figures), size)
+            found = names(axes)
+            assert set(found) == set(figures)
+            inside = axes.get_window_extent()
+            for box in found.values():
+                assert inside.x0 <= box.x0 < box.x1 <= inside.x1
+                assert inside.y0 <= box.y0 < box.y1 <= inside.y1
+                assert not [spot for spot in points(axes) if box.contains(*spot)]
+            for one, other in itertools.combinations(found.values(), 2):
+                assert not one.overlaps(other)
 
 
-@pytest.mark.parametrize("of", [several(), evaluations(MEASURED)], ids=["several", "measured"])
-@pytest.mark.parametrize("size", SIZES)
-def test_no_line_runs_through_a_name(size: tuple[float, float], of: list[dict[str, Any]]) -> None:
+def test_no_line_runs_through_a_name(subtests: pytest.Subtests) -> None:
     """Neither the frontier nor an interval."""
-    axes = drawn(of, size)
-    lines = [line for line in axes.lines if line.get_drawstyle() == "steps-post" or line.get_alpha() == 0.5]
-    assert len(lines) == 1 + len(of)
-    for line in lines:
-        corners = list(line.get_xydata())
-        if line.get_drawstyle() == "steps-post":
-            corners = [corner for (_, y), (x, z) in itertools.pairwise(corners) for corner in ((x, y), (x, z))]
-            corners.insert(0, line.get_xydata()[0])
-        for (x, y), (end, z) in itertools.pairwise(axes.transData.transform(corners)):
-            for name, box in names(axes).items():
-                apart = max(x, end) <= box.x0 or min(x, end) >= box.x1 or max(y, z) <= box.y0 or min(y, z) >= box.y1
-                assert apart, name
+    for size, of in itertools.product(SIZES, [several(), evaluations(MEASURED)]):
+        with subtests.test(of=of, size=size):
+            axes = drawn(of, size)
+            lines = [line for line in axes.lines if line.get_drawstyle() == "steps-post" or line.get_alpha() == 0.5]
+            assert len(lines) == 1 + len(of)
+            for line in lines:
+                corners = list(line.get_xydata())
+                if line.get_drawstyle() == "steps-post":
+                    corners = [corner for (_, y), (x, z) in itertools.pairwise(corners) for corner in ((x, y), (x, z))]
+                    corners.insert(0, line.get_xydata()[0])
+                for (x, y), (end, z) in itertools.pairwise(axes.transData.transform(corners)):
+                    for name, box in names(axes).items():
+                        apart = (
+                            max(x, end) <= box.x0 or min(x, end) >= box.x1 or max(y, z) <= box.y0 or min(y, z) >= box.y1
+                        )
+                        assert apart, name
 
 
 def test_the_nearest_point_to_a_name_is_its_own_or_a_line_leads_there() -> None:
@@ -178,13 +180,13 @@ def test_outputs_that_are_alike_or_equal_to_the_source_are_in_the_picture() -> N
     assert set(names(drawn(evaluations({"a": (0, 0.0), "b": (0, 0.0)}, 0.0)))) == {"a: KL 0", "b: KL 0"}
 
 
-@pytest.mark.parametrize("kls", [(9e99, -5.0), (5e-324, 0.0), (9e99, 1e-300), (-9e99, -1.0)])
-@pytest.mark.parametrize("size", [0, 2**63 - 1])
-def test_figures_that_make_no_sense_are_drawn_all_the_same(kls: tuple[float, float], size: int) -> None:
-    of = evaluations({"a": (size, kls[0]), "": (1, kls[1])}, kls[1])
-    of[0]["sizes"]["source"] = of[1]["sizes"]["source"] = 0
-    of[0]["kl"]["interval"] = None
-    assert draw_picture(of)
+def test_figures_that_make_no_sense_are_drawn_all_the_same(subtests: pytest.Subtests) -> None:
+    for size, kls in itertools.product([0, 2**63 - 1], [(9e99, -5.0), (5e-324, 0.0), (9e99, 1e-300), (-9e99, -1.0)]):
+        with subtests.test(kls=kls, size=size):
+            of = evaluations({"a": (size, kls[0]), "": (1, kls[1])}, kls[1])
+            of[0]["sizes"]["source"] = of[1]["sizes"]["source"] = 0
+            of[0]["kl"]["interval"] = None
+            assert draw_picture(of)
 
 
 def test_long_names_lose_what_all_of_them_begin_with() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html.parser
 import json
 import re
-import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +20,7 @@ from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-from conftest import EXAMPLE, Run
+from conftest import EXAMPLE
 from openquant import compress
 from openquant.cli.commands import main
 from openquant.files.checkpoint import open_checkpoint
@@ -68,8 +68,18 @@ def everything(of: dict[str, object]) -> PageContent:
     return PageContent("a title", "about", [of], diagnosis(), commands=["vllm serve x"])
 
 
+@functools.cache
+def whole_page() -> str:
+    return render_page(everything(evaluation()))
+
+
+@functools.cache
+def page_of_several() -> str:
+    return render_page(evaluated_page(several(), []))
+
+
 def test_the_same_figures_give_the_same_bytes() -> None:
-    assert render_page(everything(evaluation())) == render_page(everything(evaluation()))
+    assert render_page(everything(evaluation())) == whole_page()
     assert draw_picture([evaluation()]) == draw_picture([evaluation()])
 
 
@@ -101,7 +111,7 @@ def test_nothing_that_others_wrote_is_markup() -> None:
 
 
 def test_the_policy_lets_only_the_page_s_own_script_run() -> None:
-    text = render_page(everything(evaluation()))
+    text = whole_page()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
     assert policy and script
@@ -133,26 +143,22 @@ def test_what_an_evaluation_lacks_is_left_out() -> None:
     assert draw_picture([found])
 
 
-def test_the_mean_kl_has_the_digits_that_its_verdict_needs() -> None:
-    found = evaluation()
-    found["kl"]["mean"] = 0.10004
-    text = render_page(PageContent("x", evaluations=[found, evaluation()]))
-    assert text.count(">0.10004</td>") == 1 and text.count(">0.10004 (0.00121 to 0.00137)</td>") == 1
-
-
-def test_words_that_only_one_answer_has_are_marked() -> None:
+def test_what_a_page_says_of_an_evaluation() -> None:
     text = render_page(PageContent("x", evaluations=[evaluation()]))
+    # Words that only one answer has are marked.
     assert "there was a fox that <mark>lived</mark>" in text
     assert "there was a fox that <mark>slept</mark>" in text
     assert "output, another from token 7 on" in text
     assert "output, the same" in text
-
-
-def test_what_models_find_along_a_text_is_no_answer() -> None:
-    text = render_page(PageContent("x", evaluations=[evaluation()]))
+    # What models find along a text is no answer.
     assert "output, token 1 is the first that differs" in text
     assert text.count("The text that follows, and below it the most probable token of each model") == 1
     assert "<pre> was so.</pre>" in text
+    # The mean KL has the digits that its verdict needs.
+    found = evaluation()
+    found["kl"]["mean"] = 0.10004
+    text = render_page(PageContent("x", evaluations=[found, evaluation()]))
+    assert text.count(">0.10004</td>") == 1 and text.count(">0.10004 (0.00121 to 0.00137)</td>") == 1
 
 
 def test_errors_of_experts_are_one_column_and_the_largest() -> None:
@@ -186,11 +192,11 @@ def test_charts_take_the_colour_of_the_page() -> None:
 def test_a_picture_names_the_evaluations_it_shows() -> None:
     named = [{**evaluation(), "output": {"name": name, "digest": "2" * 64}} for name in ("tiny $x$ \u6a21\u578b", "y")]
     for shown in (named[:1], named):
-        found = draw_picture(shown)
+        found, text = draw_picture(shown), render_page(PageContent("x", evaluations=shown))
         assert found.startswith(b"\x89PNG")
         for one in shown:
             assert evaluation_digest(one).encode() in found
-            assert evaluation_digest(one) in render_page(PageContent("x", evaluations=shown))
+            assert evaluation_digest(one) in text
 
 
 def texts_in_picture(monkeypatch: pytest.MonkeyPatch, of: list[dict[str, Any]]) -> dict[str, Bbox]:
@@ -210,31 +216,32 @@ def texts_in_picture(monkeypatch: pytest.MonkeyPatch, of: list[dict[str, Any]]) 
     return found
 
 
-@pytest.mark.parametrize("tasks", [False, True])
-def test_a_picture_of_one_output_says_what_its_figures_are(monkeypatch: pytest.MonkeyPatch, tasks: bool) -> None:
-    one = with_tasks(evaluation()) if tasks else evaluation()
-    one["source"]["name"] = "org/" + "long-name-" * 20
-    one["text"]["files"] = [f"/home/me/a-long-name-{number}.txt" for number in range(9)]
-    texts = texts_in_picture(monkeypatch, [one])
-    rows = [
-        ("size", "5.25 MB", "62.5 % of the source's 8.39 MB"),
-        ("mean KL", "0.00129 nats", "95 % interval: 0.00121 to 0.00137"),
-        ("floor", "7e-05 nats", "the source with bfloat16's noise"),
-        ("same top token", "97.86 %", "floor: 99.61 %"),
-        ("perplexity", "12.34", "source: 12.31"),
-        *([("recovery in tasks", "100.0 %", "of the source's accuracy")] if tasks else []),
-    ]
-    for row in rows:
-        name, value, below = (texts[text] for text in row)
-        assert name.y0 < value.y1 and value.y0 < name.y1 and name.x1 < value.x0
-        # The small print belongs to the value above it.
-        assert 0 <= value.y0 - below.y1 < value.height
-    boxes = [texts[text] for row in rows for text in row]
-    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
-    [caption] = [text for text in texts if text.startswith("compared with org/long-name-")]
-    assert "\nmeasured on 1,500 tokens of 8 texts (a-long-name-0.txt, a-long-name-1.txt, " in caption
-    # 8 inches at 100 dots an inch.
-    assert texts[caption].x0 >= 0 and texts[caption].x1 <= 800
+def test_a_picture_of_one_output_says_what_its_figures_are(subtests, monkeypatch):
+    for tasks in [False, True]:
+        with subtests.test(tasks=tasks), monkeypatch.context() as patch:
+            one = with_tasks(evaluation()) if tasks else evaluation()
+            one["source"]["name"] = "org/" + "long-name-" * 20
+            one["text"]["files"] = [f"/home/me/a-long-name-{number}.txt" for number in range(9)]
+            texts = texts_in_picture(patch, [one])
+            rows = [
+                ("size", "5.25 MB", "62.5 % of the source's 8.39 MB"),
+                ("mean KL", "0.00129 nats", "95 % interval: 0.00121 to 0.00137"),
+                ("floor", "7e-05 nats", "the source with bfloat16's noise"),
+                ("same top token", "97.86 %", "floor: 99.61 %"),
+                ("perplexity", "12.34", "source: 12.31"),
+                *([("recovery in tasks", "100.0 %", "of the source's accuracy")] if tasks else []),
+            ]
+            for row in rows:
+                name, value, below = (texts[text] for text in row)
+                assert name.y0 < value.y1 and value.y0 < name.y1 and name.x1 < value.x0
+                # The small print belongs to the value above it.
+                assert 0 <= value.y0 - below.y1 < value.height
+            boxes = [texts[text] for row in rows for text in row]
+            assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+            [caption] = [text for text in texts if text.startswith("compared with org/long-name-")]
+            assert "\nmeasured on 1,500 tokens of 8 texts (a-long-name-0.txt, a-long-name-1.txt, " in caption
+            # 8 inches at 100 dots an inch.
+            assert texts[caption].x0 >= 0 and texts[caption].x1 <= 800
 
 
 def test_a_picture_of_several_outputs_names_source_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,59 +250,46 @@ def test_a_picture_of_several_outputs_names_source_and_texts(monkeypatch: pytest
     assert "bars are 95 % intervals; measured on 1,500 tokens of 8 texts (prose.txt)" in texts
 
 
-def test_a_page_ends_as_it_should() -> None:
-    assert render_page(PageContent("x")).endswith("</html>\n")
+def test_what_is_not_installed_is_said_before_anything_is_done(subtests, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for missing in ("jinja2", "matplotlib"):
+        with subtests.test(missing), monkeypatch.context() as patch:
+            patch.setitem(sys.modules, missing, None)
+            assert main(["compress", "-m", str(EXAMPLE), "-o", "out", "--report", "a.html"]) == 2
+            assert capsys.readouterr() == (
+                "",
+                f"error: --report needs {missing}, which is not installed\nhint: pip install 'openquant-llm[report]'\n",
+            )
+            assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
-def test_what_is_not_installed_is_said_before_anything_is_done(tmp_path: Path, missing: str) -> None:
-    code = (
-        f"import sys\nsys.modules['{missing}'] = None\nfrom openquant.cli.commands import main\n"
-        f"sys.exit(main(['compress', '-m', {str(EXAMPLE)!r}, '-o', {str(tmp_path / 'out')!r}, '--report', 'a.html']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"error: --report needs {missing}, which is not installed\nhint: pip install 'openquant-llm[report]'\n"
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_compress_and_verify_write_a_page(run: Run, tmp_path: Path) -> None:
-    done = run("-m", EXAMPLE, "--report", tmp_path / "a.html", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["serving"]
-    text = (tmp_path / "a.html").read_text()
-    assert "What becomes of the weights" in text
-    assert "What it takes to serve" in text
-    assert "vllm serve tiny-qwen3-FP8" in text
+def test_other_verbs_write_a_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compress", "-m", str(EXAMPLE), "--report", "a.html", "--json"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "" and json.loads(told.out)["serving"]
+    text = Path("a.html").read_text()
+    for shown in ("What becomes of the weights", "What it takes to serve", "vllm serve tiny-qwen3-FP8"):
+        assert shown in text
     assert "beside org/tiny" not in text
 
-
-def test_diagnose_writes_a_page(tmp_path: Path) -> None:
-    assert main(["diagnose", str(EXAMPLE), "--report", str(tmp_path / "d.html")]) == 0
-    text = (tmp_path / "d.html").read_text()
+    assert main(["diagnose", str(EXAMPLE), "--report", "d.html"]) == 0
+    text = Path("d.html").read_text()
     assert "28 layers, for <code>--scheme tensor</code>" in text
     assert text.count('<table class="heat">') == len(SCHEMES)
     assert '<td class="name">model.layers.3.mlp.down_proj</td>' in text
 
-
-def test_a_page_of_what_was_evaluated(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     compress(source, tmp_path / "out")
     found = evaluate(tmp_path / "out")
-    assert (
-        main(["verify", str(tmp_path / "out"), "--source", str(source), "--full", "--report", str(tmp_path / "v.html")])
-        == 0
-    )
-    text = (tmp_path / "v.html").read_text()
-    assert ">sound</span>" in text
-    assert "The layers farthest from the source" in text
-    assert "tiny-FP8 beside org/tiny" in text
+    assert main(["verify", "out", "--source", "source", "--full", "--report", "v.html"]) == 0
+    text = Path("v.html").read_text()
+    for shown in (">sound</span>", "The layers farthest from the source", "tiny-FP8 beside org/tiny"):
+        assert shown in text
     assert evaluation_digest(found) in text
     (tmp_path / "out" / "eval.json").write_text("{")
-    assert main(["verify", str(tmp_path / "out"), "--report", str(tmp_path / "v.html")]) == 0
-    assert "beside org/tiny" not in (tmp_path / "v.html").read_text()
+    assert main(["verify", "out", "--report", "v.html"]) == 0
+    assert "beside org/tiny" not in Path("v.html").read_text()
 
 
 def test_eval_writes_a_page_and_a_picture_that_a_push_takes_along(tmp_path: Path) -> None:
@@ -321,7 +315,7 @@ def rows(text: str, table: int = 0) -> list[list[str]]:
 
 
 def test_several_outputs_come_in_the_order_of_their_kl_beside_source_and_floor() -> None:
-    text = render_page(evaluated_page(several(), []))
+    text = page_of_several()
     assert "<title>3 outputs of org/tiny</title>" in text
     assert [row[:4] for row in rows(text)] == [
         ["org/tiny (source)", "8.39 MB", "100 %", "0"],
@@ -351,8 +345,7 @@ def test_eval_writes_a_picture_of_all_outputs(tmp_path: Path) -> None:
 
 
 def test_each_cell_says_its_column_for_a_narrow_screen() -> None:
-    text = render_page(everything(evaluation()))
-    text += render_page(evaluated_page(several(), []))
+    text = whole_page() + page_of_several()
     for table in re.findall(r"<table class=\"[^\"]*stacks\">.*?</table>", text, re.DOTALL):
         heads = [re.sub(r"<.*?>", "", head) for head in re.findall(r"<th[ >].*?</th>", table, re.DOTALL)]
         heads = [head.split(">")[-1] for head in heads]

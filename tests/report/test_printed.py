@@ -123,17 +123,16 @@ def test_a_card_keeps_its_structure(source: Path, tmp_path: Path, repo: bool) ->
     card_is_sound(evaluated_card(card, EVIL, hostile))
 
 
-@pytest.mark.parametrize("name", [EVIL, "plain", "it's", "a\nb'\\n", "\udcff\x01a", "-x", "\u200b", "a b"])
-def test_a_word_is_typed_on_one_line_and_means_the_same(name: str) -> None:
-    word = shell_word(name)
-    assert word.isprintable()
-    done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
-    assert done.stdout.decode(errors="surrogateescape").removeprefix("./") == name
+def test_a_word_is_typed_on_one_line_and_means_the_same(subtests: pytest.Subtests) -> None:
+    for name in [EVIL, "plain", "it's", "a\nb'\\n", "\udcff\x01a", "-x", "\u200b", "a b"]:
+        with subtests.test(name=name):
+            word = shell_word(name)
+            assert word.isprintable()
+            done = subprocess.run(["bash", "-c", f"printf %s {word}"], capture_output=True, check=True)
+            assert done.stdout.decode(errors="surrogateescape").removeprefix("./") == name
 
 
-def test_what_libraries_warn_of_and_log_is_escaped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_libraries_warn_of_and_log_is_escaped(monkeypatch, capsys):
     def verb(*_: object) -> int:
         warnings.warn(f"warned {EVIL}", stacklevel=1)
         logging.getLogger("library").error("%s", f"logged {EVIL}")

@@ -122,16 +122,18 @@ def test_the_picture_for_a_card_has_a_second_panel() -> None:
     assert draw_picture(asked()[:1])
 
 
-@pytest.mark.parametrize("recovery", [9e99, -9e99, 5e-324, None])
-def test_figures_that_make_no_sense_are_drawn_all_the_same(recovery: float | None) -> None:
-    of = asked()
-    for one in of:
-        one["tasks"]["mean"][0] |= {"recovery": recovery, "recovery_interval": recovery and [recovery, -recovery]}
-        one["tasks"]["tasks"] = []
-    of[0]["tasks"]["mean"][0]["difference"] = 9e99
-    assert render_page(evaluated_page(of, []))
-    assert render_page(evaluated_page(of[:1], []))
-    assert draw_picture(of)
+def test_figures_that_make_no_sense_are_drawn_all_the_same(subtests: pytest.Subtests) -> None:
+    for recovery in (9e99, -9e99, 5e-324, None):
+        with subtests.test(recovery=recovery):
+            of = asked()[:2]
+            interval = recovery and [recovery, -recovery]
+            for one in of:
+                one["tasks"]["mean"][0] |= {"recovery": recovery, "recovery_interval": interval}
+                one["tasks"]["tasks"] = []
+            of[0]["tasks"]["mean"][0]["difference"] = 9e99
+            assert render_page(evaluated_page(of, []))
+            assert recovery_of_tasks(of[0])
+            assert draw_picture(of)
 
 
 def test_tasks_without_a_metric_are_no_evaluation() -> None:

@@ -13,37 +13,38 @@ def lowered(text: str) -> str:
     return source_section(text, 3, None, None, ())
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("# A\n\n## B\n\n#### C\n\n##### D", "### A\n\n#### B\n\n###### C\n\n###### D"),
-        ("## A\n### B", "### A\n#### B"),
-        ("### A\n###### B", "### A\n###### B"),
-        ("#\n#tag\n####### seven", "###\n#tag\n####### seven"),
-        ("Title\n=====\nand\nmore\n---\ntext", "### Title\n#### and more\ntext"),
-        ("\r\n# A\r\n\r\ntext\r# B\r\n", "### A\n\ntext\n### B"),
-        ("> # A\n- ## B\n1. # C\n> - # D", "> ### A\n- #### B\n1. ### C\n> - ### D"),
-        ('<h1 align="center">A</h1>\n<H2>B</H2>\n<hr>', '<h3 align="center">A</h3>\n<H4>B</H4>\n<hr>'),
-        # Code, raw HTML and comments have no headings.
-        ("# A\n```sh\n# b\n~~~\n```\n# C", "### A\n```sh\n# b\n~~~\n```\n### C"),
-        ("# A\n~~~~\n```\n# b\n~~~\n~~~~ \n# C", "### A\n~~~~\n```\n# b\n~~~\n~~~~ \n### C"),
-        ("# A\n<pre>\n# b\n```\n</pre>\n# C", "### A\n<pre>\n# b\n```\n</pre>\n### C"),
-        ("# A\n<!-- # b\n```\n-->\n# C", "### A\n<!-- # b\n```\n-->\n### C"),
-        ("# A\n``` a`b\n# C\n\n    # d\n", "### A\n``` a`b\n### C\n\n    # d"),
-        ("# A\n```\n# not closed", "### A\n```\n# not closed"),
-        # No heading: the ends of a list, of a quote, of HTML, of a table, and a rule.
-        ("- a\n---\n> b\n---\n<i>\nc\n---\n| d |\n---\n\n---", "- a\n---\n> b\n---\n<i>\nc\n---\n| d |\n---\n\n---"),
-        ("- a\nb\n---\n- c\n\n  d\n---", "- a\nb\n---\n- c\n\n  d\n---"),
-        ("# A\n***\nb\n---\n<a href='x'>c</a>\n---\n---", "### A\n***\n#### b\n#### <a href='x'>c</a>\n---"),
-        ("# A\n<div>\nb\n---\n```\n# c\n</div>\n\n# D", "### A\n<div>\nb\n---\n```\n### c\n</div>\n\n### D"),
-        ("text only", "text only"),
-        ("", ""),
-        ("\n\n", ""),
-    ],
-)
-def test_headings_are_below_ours(text: str, expected: str) -> None:
-    assert lowered(text) == expected
-    assert lowered(expected) == expected
+HEADINGS = [
+    ("# A\n\n## B\n\n#### C\n\n##### D", "### A\n\n#### B\n\n###### C\n\n###### D"),
+    ("## A\n### B", "### A\n#### B"),
+    ("### A\n###### B", "### A\n###### B"),
+    ("#\n#tag\n####### seven", "###\n#tag\n####### seven"),
+    ("Title\n=====\nand\nmore\n---\ntext", "### Title\n#### and more\ntext"),
+    ("\r\n# A\r\n\r\ntext\r# B\r\n", "### A\n\ntext\n### B"),
+    ("> # A\n- ## B\n1. # C\n> - # D", "> ### A\n- #### B\n1. ### C\n> - ### D"),
+    ('<h1 align="center">A</h1>\n<H2>B</H2>\n<hr>', '<h3 align="center">A</h3>\n<H4>B</H4>\n<hr>'),
+    # Code, raw HTML and comments have no headings.
+    ("# A\n```sh\n# b\n~~~\n```\n# C", "### A\n```sh\n# b\n~~~\n```\n### C"),
+    ("# A\n~~~~\n```\n# b\n~~~\n~~~~ \n# C", "### A\n~~~~\n```\n# b\n~~~\n~~~~ \n### C"),
+    ("# A\n<pre>\n# b\n```\n</pre>\n# C", "### A\n<pre>\n# b\n```\n</pre>\n### C"),
+    ("# A\n<!-- # b\n```\n-->\n# C", "### A\n<!-- # b\n```\n-->\n### C"),
+    ("# A\n``` a`b\n# C\n\n    # d\n", "### A\n``` a`b\n### C\n\n    # d"),
+    ("# A\n```\n# not closed", "### A\n```\n# not closed"),
+    # No heading: the ends of a list, of a quote, of HTML, of a table, and a rule.
+    ("- a\n---\n> b\n---\n<i>\nc\n---\n| d |\n---\n\n---", "- a\n---\n> b\n---\n<i>\nc\n---\n| d |\n---\n\n---"),
+    ("- a\nb\n---\n- c\n\n  d\n---", "- a\nb\n---\n- c\n\n  d\n---"),
+    ("# A\n***\nb\n---\n<a href='x'>c</a>\n---\n---", "### A\n***\n#### b\n#### <a href='x'>c</a>\n---"),
+    ("# A\n<div>\nb\n---\n```\n# c\n</div>\n\n# D", "### A\n<div>\nb\n---\n```\n### c\n</div>\n\n### D"),
+    ("text only", "text only"),
+    ("", ""),
+    ("\n\n", ""),
+]
+
+
+def test_headings_are_below_ours(subtests: pytest.Subtests) -> None:
+    for text, expected in HEADINGS:
+        with subtests.test(text):
+            assert lowered(text) == expected
+            assert lowered(expected) == expected
 
 
 LINKS = [
@@ -57,36 +58,40 @@ LINKS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "kind", "name"), LINKS)
-def test_relative_links_lead_to_the_source(text: str, kind: str, name: str) -> None:
-    address = f"https://huggingface.co/org/name/{kind}/{COMMIT}/{name}"
-    expected = text.replace(f"./{name}", name).replace(name, address)
-    assert source_section(text, 3, "org/name", COMMIT, ()) == expected
-    assert source_section(expected, 3, "org/another", None, ()) == expected
-    assert source_section(text, 3, "org/name", None, ()) == expected.replace(COMMIT, "main")
-    # Nobody knows where to.
-    assert source_section(text, 3, None, COMMIT, ()) == text
+def test_relative_links_lead_to_the_source(subtests: pytest.Subtests) -> None:
+    for text, kind, name in LINKS:
+        with subtests.test(text=text, kind=kind, name=name):
+            address = f"https://huggingface.co/org/name/{kind}/{COMMIT}/{name}"
+            expected = text.replace(f"./{name}", name).replace(name, address)
+            assert source_section(text, 3, "org/name", COMMIT, ()) == expected
+            assert source_section(expected, 3, "org/another", None, ()) == expected
+            assert source_section(text, 3, "org/name", None, ()) == expected.replace(COMMIT, "main")
+            # Nobody knows where to.
+            assert source_section(text, 3, None, COMMIT, ()) == text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[x](https://x.y/z) [x](mailto:a@b.c) [x](//x.y) [x](/org/other) [x](#part) [x](?a) [x](../other) [x]()",
-        "`[x](a.md)` and `src='a.md'`",
-        "```\n[x](a.md)\n```",
-        # The output has these.
-        "![x](here.png) [x](./LICENSE#a)",
-        "f[x](y z) [x]",
-    ],
-)
-def test_other_links_stay(text: str) -> None:
-    assert source_section(text, 3, "org/name", COMMIT, {"here.png", "LICENSE"}) == text
+OTHER_LINKS = [
+    "[x](https://x.y/z) [x](mailto:a@b.c) [x](//x.y) [x](/org/other) [x](#part) [x](?a) [x](../other) [x]()",
+    "`[x](a.md)` and `src='a.md'`",
+    "```\n[x](a.md)\n```",
+    # The output has these.
+    "![x](here.png) [x](./LICENSE#a)",
+    "f[x](y z) [x]",
+]
 
 
-@pytest.mark.parametrize(
-    "piece", ["[", "](", "- - ", "> x\n", "<", "<p", "\n---", "`", "``", "# ", "<h1", "src='", "> ", "- ", "===\n", "a\n", "<!--", "```\n", "[x]: a\n", "<pre>\n", "\r"]
-)  # fmt: skip
-def test_a_text_of_any_size_takes_no_longer_than_its_size(piece: str) -> None:
+def test_other_links_stay(subtests: pytest.Subtests) -> None:
+    for text in OTHER_LINKS:
+        with subtests.test(text=text):
+            assert source_section(text, 3, "org/name", COMMIT, {"here.png", "LICENSE"}) == text
+
+
+PIECES = ["[", "](", "- - ", "> x\n", "<", "<p", "\n---", "`", "``", "# ", "<h1", "src='", "> ", "- ", "===\n", "a\n", "<!--", "```\n", "[x]: a\n", "<pre>\n", "\r"]  # fmt: skip
+
+
+def test_a_text_of_any_size_takes_no_longer_than_its_size(subtests: pytest.Subtests) -> None:
     """Quadratic time would take minutes here."""
-    text = piece * (100_000 // len(piece))
-    assert len(source_section(text, 3, "org/name", None, ())) >= len(text.strip().replace("\n", "")) // 2
+    for piece in PIECES:
+        with subtests.test(piece=piece):
+            text = piece * (100_000 // len(piece))
+            assert len(source_section(text, 3, "org/name", None, ())) >= len(text.strip().replace("\n", "")) // 2

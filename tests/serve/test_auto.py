@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -118,48 +117,54 @@ def planned(checkpoint: Checkpoint, entry: Architecture | None = None) -> Plan:
     return make_plan(checkpoint, find_scheme("channel"), architecture=entry)
 
 
-@pytest.mark.parametrize("name", ALIKE)
-def test_the_plan_is_that_of_the_entry(
-    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Architecture]
-) -> None:
-    ours, theirs = planned(checkpoints[name], found[name]), planned(checkpoints[name])
-    # A stack's experts lie the same way around.
-    cut = [{(one.module, one.part, one.transposed) for one, _ in plan.decisions.quantized} for plan in (ours, theirs)]
-    assert cut[0] == cut[1]
-    sets = [{each for each in plan.decisions.fused.values() if len(each) > 1} for plan in (ours, theirs)]
-    assert sets[0] == sets[1]
-    assert summary.parallel_sizes(ours) == summary.parallel_sizes(theirs)
-    assert found[name].embedding == MODELS[name].embedding
+def test_the_plan_is_that_of_the_entry(subtests, checkpoints, found):
+    for name in ALIKE:
+        with subtests.test(name=name):
+            ours, theirs = planned(checkpoints[name], found[name]), planned(checkpoints[name])
+            # A stack's experts lie the same way around.
+            cut = [
+                {(one.module, one.part, one.transposed) for one, _ in plan.decisions.quantized}
+                for plan in (ours, theirs)
+            ]
+            assert cut[0] == cut[1]
+            sets = [{each for each in plan.decisions.fused.values() if len(each) > 1} for plan in (ours, theirs)]
+            assert sets[0] == sets[1]
+            assert summary.parallel_sizes(ours) == summary.parallel_sizes(theirs)
+            assert found[name].embedding == MODELS[name].embedding
 
 
-@pytest.mark.parametrize("name", (*ALIKE, *TURNED))
-def test_what_stays_is_listed_and_what_is_quantized_is_not(
-    name: str,
-    checkpoints: Mapping[str, Checkpoint],
-    found: Mapping[str, Architecture],
-    asked: Mapping[str, EngineAnswer],
-) -> None:
-    told = engine_modules(asked[name], {info.name: info.shape for info in checkpoints[name].tensors.values()})
-    assert differences(found[name], told).keys() <= {"no pattern matches"}
-    quantized = {weight.source.module for weight, _ in planned(checkpoints[name], found[name]).decisions.quantized}
-    assert quantized
-    assert not [module for module in quantized if (layer := told[module].layer) is None or layer.skipped is not False]
+def test_what_stays_is_listed_and_what_is_quantized_is_not(subtests, checkpoints, found, asked):
+    for name in (*ALIKE, *TURNED):
+        with subtests.test(name=name):
+            told = engine_modules(asked[name], {info.name: info.shape for info in checkpoints[name].tensors.values()})
+            assert differences(found[name], told).keys() <= {"no pattern matches"}
+            quantized = {
+                weight.source.module for weight, _ in planned(checkpoints[name], found[name]).decisions.quantized
+            }
+            assert quantized
+            assert not [
+                module for module in quantized if (layer := told[module].layer) is None or layer.skipped is not False
+            ]
 
 
-@pytest.mark.parametrize("name", TURNED)
-def test_rows_in_another_order_stay_as_they_are(
-    name: str, checkpoints: Mapping[str, Checkpoint], found: Mapping[str, Architecture]
-) -> None:
-    plan = planned(checkpoints[name], found[name])
-    kept = {one.tensor.module.rpartition(".")[2] for one in plan.decisions.passthrough if "in another order" in one.why}
-    assert kept == TURNED[name]
+def test_rows_in_another_order_stay_as_they_are(subtests, checkpoints, found):
+    for name in TURNED:
+        with subtests.test(name=name):
+            plan = planned(checkpoints[name], found[name])
+            kept = {
+                one.tensor.module.rpartition(".")[2]
+                for one in plan.decisions.passthrough
+                if "in another order" in one.why
+            }
+            assert kept == TURNED[name]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_served_wrongly_is_refused(name: str, entries: Mapping[str, Architecture | PlanError]) -> None:
-    error = entries[name]
-    assert isinstance(error, PlanError)
-    assert REFUSED[name] in str(error)
+def test_what_would_be_served_wrongly_is_refused(subtests, entries):
+    for name in REFUSED:
+        with subtests.test(name=name):
+            error = entries[name]
+            assert isinstance(error, PlanError)
+            assert REFUSED[name] in str(error)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +184,7 @@ def logprobs(checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPa
     return engine.logprobs(models, root / "answers")
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_it_is_served(name: str, logprobs: Answers) -> None:
-    assert logprobs.between(name, f"{name}-auto") <= TO_SOURCE
+def test_it_is_served(subtests: pytest.Subtests, logprobs: Answers) -> None:
+    for name in SERVED:
+        with subtests.test(name=name):
+            assert logprobs.between(name, f"{name}-auto") <= TO_SOURCE

@@ -39,10 +39,10 @@ HELD = tuple(name for name in BUILT if name in CHOSEN or not NAMED)
 EXPLAINED: Mapping[str, Mapping[str, str]] = {
     # SGLang does, which has its own name for them.
     "LagunaForCausalLM": {
-        "the engine joins it with nothing, not gate_proj, up_proj": f"{SGLANG} joins them (models/laguna.py:617)",
+        "the engine joins it with nothing, not gate_proj, up_proj": f"{SGLANG} joins them (models/laguna.py:617)"
     },
     "MiniMaxM3SparseForConditionalGeneration": {
-        "the engine splits it along out, not None": "each rank has all of index_k (layers/linear.py:1485)",
+        "the engine splits it along out, not None": "each rank has all of index_k (layers/linear.py:1485)"
     },
 }
 LLAMA, LLAMA4 = "LlamaForCausalLM", "Llama4ForCausalLM"
@@ -85,10 +85,13 @@ def told(asked: dict[str, EngineAnswer]) -> dict[str, dict[str, EngineModule]]:
     }
 
 
-@pytest.mark.parametrize("architecture", HELD)
-def test_an_entry_says_what_the_engine_does(architecture: str, told: dict[str, dict[str, EngineModule]]) -> None:
-    assert any(one.layer is not None and one.layer.linear for one in told[architecture].values())
-    assert differences(MODELS[architecture], told[architecture]).keys() == EXPLAINED.get(architecture, {}).keys()
+def test_an_entry_says_what_the_engine_does(subtests, told):
+    for architecture in HELD:
+        with subtests.test(architecture=architecture):
+            assert any(one.layer is not None and one.layer.linear for one in told[architecture].values())
+            assert (
+                differences(MODELS[architecture], told[architecture]).keys() == EXPLAINED.get(architecture, {}).keys()
+            )
 
 
 def without(entry: Architecture, *fused: str) -> Architecture:
@@ -134,21 +137,13 @@ MUTATIONS = {
         replace(MODELS[STABLELM], fused=tuple(FusedLayers(one.pattern) for one in MODELS[STABLELM].fused)),
         "the engine does not derive qkv_proj from its members, and listed_as does not say it",
     ),
-    "order left out": (
-        LLAMA4,
-        replace(MODELS[LLAMA4], reordered=()),
-        "the engine puts its rows in another order",
-    ),
+    "order left out": (LLAMA4, replace(MODELS[LLAMA4], reordered=()), "the engine puts its rows in another order"),
     "experts called layers": (
         QWEN3_MOE,
         replace(MODELS[QWEN3_MOE], experts=()),
         "experts to the engine, and not to the entry",
     ),
-    "tensor without a rule": (
-        LLAMA,
-        replace(MODELS[LLAMA], compress=MODELS[LLAMA].compress[:1]),
-        "no pattern matches",
-    ),
+    "tensor without a rule": (LLAMA, replace(MODELS[LLAMA], compress=MODELS[LLAMA].compress[:1]), "no pattern matches"),
     "router not listed": (
         UNLISTED,
         MODELS[QWEN3_MOE],
@@ -157,12 +152,13 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_control_a_wrong_entry_shows(mutation: str, told: dict[str, dict[str, EngineModule]]) -> None:
-    architecture, entry, wrong = MUTATIONS[mutation]
-    found = differences(entry, told[architecture])
-    assert wrong in found
-    assert found[wrong]
+def test_control_a_wrong_entry_shows(subtests: pytest.Subtests, told: dict[str, dict[str, EngineModule]]) -> None:
+    for mutation in MUTATIONS:
+        with subtests.test(mutation=mutation):
+            architecture, entry, wrong = MUTATIONS[mutation]
+            found = differences(entry, told[architecture])
+            assert wrong in found
+            assert found[wrong]
 
 
 # Each has another way of joining, stacking or naming, and none has layers that are kept although the engine would
@@ -173,21 +169,23 @@ DRAFTED = (
 )
 
 
-@pytest.mark.parametrize("architecture", DRAFTED)
-def test_a_draft_quantizes_what_the_written_entry_does(
-    architecture: str, asked: dict[str, EngineAnswer], told: dict[str, dict[str, EngineModule]]
-) -> None:
-    shapes = small_checkpoints.shapes(architecture)
-    made = draft(architecture, asked[architecture], shapes, small_checkpoints.HIDDEN)
-    assert differences(made.entry, told[architecture]) == {}
-    for module, one in told[architecture].items():
-        if one.read:
-            drafted, written = ModuleRules(made.entry).rule(module), ModuleRules(MODELS[architecture]).rule(module)
-            assert (drafted.compress, drafted.stack, drafted.expert_depth) == (
-                written.compress,
-                written.stack,
-                written.expert_depth,
-            )
+def test_a_draft_quantizes_what_the_written_entry_does(subtests, asked, told):
+    for architecture in DRAFTED:
+        with subtests.test(architecture=architecture):
+            shapes = small_checkpoints.shapes(architecture)
+            made = draft(architecture, asked[architecture], shapes, small_checkpoints.HIDDEN)
+            assert differences(made.entry, told[architecture]) == {}
+            for module, one in told[architecture].items():
+                if one.read:
+                    drafted, written = (
+                        ModuleRules(made.entry).rule(module),
+                        ModuleRules(MODELS[architecture]).rule(module),
+                    )
+                    assert (drafted.compress, drafted.stack, drafted.expert_depth) == (
+                        written.compress,
+                        written.stack,
+                        written.expert_depth,
+                    )
 
 
 def test_the_tool_prints_a_draft() -> None:

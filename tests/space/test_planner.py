@@ -134,46 +134,34 @@ def test_what_runs_the_model_needs_torch_time_and_disk(example):
 
 
 HOSTILE = "<img src=x onerror=alert(1)>"
+REFUSED = [
+    ({"gpu": "abacus"}, "abacus"),
+    ({"scheme": "keep"}, "--scheme keep is for the command line"),
+    ({"scheme": "tensor", "options": {"group_size": "32"}}, "group"),
+    ({"options": {"tp": "many"}}, "is not a number"),
+    ({"options": {"ignore": HOSTILE}}, "&lt;img matches no module"),
+    ({"scheme": "mixture", "gpu": ""}, "a mixture needs a GPU to fit"),
+    ({"scheme": "mixture", "options": {"group_size": "32"}}, "--fit chooses the schemes, and --group-size is given"),
+    ({"scheme": "tensor", "options": {"awq": True}}, "--awq brings --scheme tensor nothing"),
+    ({"scheme": HOSTILE}, "&lt;img src=x onerror=alert(1)&gt;"),
+]
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"gpu": "abacus"}, "abacus"),
-        ({"scheme": "keep"}, "--scheme keep is for the command line"),
-        ({"scheme": "tensor", "options": {"group_size": "32"}}, "group"),
-        ({"options": {"tp": "many"}}, "is not a number"),
-        ({"options": {"ignore": HOSTILE}}, "&lt;img matches no module"),
-        ({"scheme": "mixture", "gpu": ""}, "a mixture needs a GPU to fit"),
-        (
-            {"scheme": "mixture", "options": {"group_size": "32"}},
-            "--fit chooses the schemes, and --group-size is given",
-        ),
-        ({"scheme": "tensor", "options": {"awq": True}}, "--awq brings --scheme tensor nothing"),
-        ({"scheme": HOSTILE}, "&lt;img src=x onerror=alert(1)&gt;"),
-    ],
-)
-def test_what_cannot_be_is_said(example, asked, message):
-    (answer,) = planned((example, asked))
-    assert message in answer["problem"]
-    assert "<img" not in answer["problem"]
-    assert answer["kind"] in ("PlanError", "UsageError", "SourceError")
+def test_what_cannot_be_is_said(subtests, example, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    *answers, broken = planned(*((example, asked) for asked, _ in REFUSED), (tmp_path, {}))
+    for (asked, message), answer in zip(REFUSED, answers, strict=True):
+        with subtests.test(asked=asked):
+            assert message in answer["problem"]
+            assert "<img" not in answer["problem"]
+            assert answer["kind"] in ("PlanError", "UsageError", "SourceError")
+    # A bug says no more than its kind.
+    assert broken["kind"] == "SourceError"
+    assert "holds no safetensors weights" in broken["problem"]
 
 
 def test_options_that_are_not_offered_are_left_out(example):
-    options = {
-        "calibration": "/etc/passwd",
-        "scheme_for": "x=int4",
-        "text": "/etc/passwd",
-        "--push": "x",
-        "architecture": "auto",
-    }
+    files = {"calibration": "/etc/passwd", "text": "/etc/passwd"}
+    options = {**files, "scheme_for": "x=int4", "--push": "x", "architecture": "auto"}
     (answer,) = planned((example, {"scheme": "int4", "options": options}))
     assert answer["words"][6:9] == ["int4", "--stream", "--push-only"]
-
-
-def test_a_bug_says_no_more_than_its_kind(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (answer,) = planned((tmp_path, {}))
-    assert answer["kind"] == "SourceError"
-    assert "holds no safetensors weights" in answer["problem"]

@@ -19,10 +19,7 @@ from support.space_site import browser, module, site, visit
 
 __all__ = ["browser", "site", "visit"]  # fixtures
 
-AXE = (
-    "axe-core-4.14.1",
-    "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ==",
-)
+AXE = ("axe-core-4.14.1", "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ==")
 HOSTILE = "<img src=x onerror=alert(1)>"
 # A directory for pictures of the page, to look at.
 PICTURES = os.environ.get("OPENQUANT_PICTURES")

@@ -5,11 +5,15 @@ Each would take longer for that than for all else.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, get_context
@@ -22,19 +26,13 @@ ROOT = Path(__file__).parents[2]
 FORKS = get_context("forkserver")
 # Nothing of openquant: each rank imports what is on the disk, after what a test has it do first.
 PRELOADED = ("numpy", "torch.distributed")
-# Of the Hub's client only what it imports, since it takes its settings from the environment as it is imported; httpx2 or
-# httpx, whichever it has.
+# The Hub's client as well: it takes its settings from the environment as it is imported, so each command has it take its
+# own. httpx2 or httpx, whichever it has.
+CLIENT = ("huggingface_hub.hf_api", "huggingface_hub._snapshot_download", "huggingface_hub.community")
 COMMANDS = (
-    "pytest",
-    "openquant.api",
-    "openquant.cli.commands",
-    "asyncio",
-    "filelock",
-    "httpx2",
-    "httpx",
-    "tqdm.auto",
-    "yaml",
-)
+    "pytest", "openquant.api", "openquant.cli.commands", "asyncio", "filelock", "httpx2", "httpx", "tqdm.auto", "yaml",
+    *CLIENT,
+)  # fmt: skip
 
 
 class Rank:
@@ -97,17 +95,36 @@ def _run(words: Sequence[str], environment: dict[str, str], first: str, out: Con
     sys.exit(compress_main())
 
 
-def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str, str]) -> Rank:
-    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; for blocks of forks(COMMANDS)."""
+def forked(script: Path, *arguments: object, cwd: Path, environment: Mapping[str, str], before: str = "") -> Rank:
+    """`python SCRIPT ARGUMENTS`, where that is openquant/__main__.py or compress_fp8.py; for blocks of forks(COMMANDS).
+
+    `before` is run first.
+    """
     name = "compress_main" if script.stem == "compress_fp8" else "main"
     first = f"""
-import os, sys
+import importlib, os, sys
 from openquant.cli.start import {name}
+if "huggingface_hub.constants" in sys.modules:
+    importlib.reload(sys.modules["huggingface_hub.constants"])
+{before}
 os.chdir({str(cwd)!r})
 sys.argv[0] = {str(script)!r}
 sys.exit({name}())
 """
+    environment = {"SSL_CERT_FILE": str(one_certificate()), **environment}
     return Rank([str(argument) for argument in arguments], environment, first)
+
+
+@functools.cache
+def one_certificate() -> Path:
+    """Enough for a client that asks a server on this machine; reading all of them takes as long as many a command."""
+    import certifi
+
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    path = Path(tempfile.mkdtemp(prefix="certificate-")) / "one.pem"
+    atexit.register(shutil.rmtree, path.parent)
+    path.write_text(first + end)
+    return path
 
 
 def finish(process: Rank, timeout: float = 120) -> subprocess.CompletedProcess[str]:

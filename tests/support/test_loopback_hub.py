@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    HfFileSystem,
-    close_session,
-    constants,
-    get_hf_file_metadata,
-    get_session,
-    hf_hub_url,
-)
+from huggingface_hub import CommitOperationAdd, HfApi, close_session, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -93,49 +82,6 @@ def test_a_folder_comes_back_with_equal_bytes(hub: LoopbackHub, api: HfApi, fold
     assert set(hub.uploads.values()) == {1}
 
 
-def test_shards_go_first_and_the_commit_last(hub: LoopbackHub, api: HfApi, folder: Path) -> None:
-    api.create_repo("org/name")
-    weights = CommitOperationAdd(NAME, folder / NAME)
-    api.preupload_lfs_files("org/name", [weights])
-    assert weights.path_or_fileobj == b""
-    assert set(hub.files("org/name")) == {".gitattributes"}
-    # A client that starts again is told that the content is there.
-    again = CommitOperationAdd(NAME, folder / NAME)
-    api.preupload_lfs_files("org/name", [again])
-    readme = CommitOperationAdd("README.md", folder / "README.md")
-    commit = api.create_commit("org/name", [again, readme], commit_message="Weights")
-    assert hub.uploads == {sha256(WEIGHTS).hexdigest(): 1}
-    assert hub.files("org/name")[NAME].read_bytes() == WEIGHTS
-    # Earlier commits stay readable, and a commit on an outdated one is refused.
-    first = api.list_repo_commits("org/name")[-1].commit_id
-    deletion = [CommitOperationDelete("README.md")]
-    with pytest.raises(HfHubHTTPError, match="A commit has happened since"):
-        api.create_commit("org/name", deletion, commit_message="No readme", parent_commit=first)
-    api.create_commit("org/name", deletion, commit_message="No readme", parent_commit=commit.oid)
-    assert [set(hub.files("org/name", revision)) for revision in (first, commit.oid, "main")] == [
-        {".gitattributes"}, {".gitattributes", NAME, "README.md"}, {".gitattributes", NAME}
-    ]  # fmt: skip
-
-
-def test_a_pull_request_leaves_main_alone(hub: LoopbackHub, api: HfApi, folder: Path, tmp_path: Path) -> None:
-    api.create_repo("org/name")
-    made = api.upload_folder(repo_id="org/name", folder_path=folder, create_pr=True)
-    assert (made.pr_url, made.pr_revision) == (f"{hub.endpoint}/org/name/discussions/1", "refs/pr/1")
-    assert set(hub.files("org/name")) == {".gitattributes"}
-    api.upload_file(path_or_fileobj=b"more", path_in_repo="more", repo_id="org/name", revision="refs/pr/1")
-    assert [title for title, _ in hub.commits("org/name", "refs/pr/1")][1:] == [
-        "Upload folder using huggingface_hub", "Upload more with huggingface_hub"
-    ]  # fmt: skip
-    copy = api.hf_hub_download("org/name", NAME, revision="refs/pr/1", cache_dir=tmp_path / "cache")
-    assert Path(copy).read_bytes() == WEIGHTS
-    assert api.create_pull_request("org/name", title="Empty").git_reference == "refs/pr/2"
-    api.create_branch("org/name", branch="a/b", revision="refs/pr/1")
-    refs = api.list_repo_refs("org/name", include_pull_requests=True)
-    assert [branch.name for branch in refs.branches] == ["main", "a/b"]
-    assert [request.ref for request in refs.pull_requests or []] == ["refs/pr/1", "refs/pr/2"]
-    assert "more" in api.list_repo_files("org/name", revision="a/b")
-
-
 def test_what_is_known_of_files(hub: LoopbackHub, api: HfApi, source: str) -> None:
     listed = {entry.path: entry for entry in api.list_repo_tree(source)}
     assert set(listed) == {"README.md", NAME, "original"}
@@ -151,29 +97,6 @@ def test_what_is_known_of_files(hub: LoopbackHub, api: HfApi, source: str) -> No
     assert not api.file_exists(source, "missing")
     siblings = api.model_info(source, files_metadata=True).siblings or []
     assert {sibling.rfilename: sibling.size for sibling in siblings}[NAME] == len(WEIGHTS)
-
-
-def test_ranges(hub: LoopbackHub, source: str) -> None:
-    files = HfFileSystem(endpoint=hub.endpoint, token=False, skip_instance_cache=True)
-    with files.open(f"{source}/{NAME}", block_size=1000) as file:
-        file.seek(70_000)
-        assert file.read(10) == WEIGHTS[70_000:70_010]
-        file.seek(len(WEIGHTS) - 5)
-        assert file.read() == WEIGHTS[-5:]
-    assert hub.sent < len(WEIGHTS) / 4
-    beyond = {"Range": f"bytes={len(WEIGHTS)}-"}
-    assert get_session().get(hf_hub_url(source, NAME, endpoint=hub.endpoint), headers=beyond).status_code == 416
-
-
-def test_a_cut_download_resumes(hub: LoopbackHub, api: HfApi, source: str, tmp_path: Path) -> None:
-    """The client keeps whole pieces of 10 MiB, so only what came after the last one is sent twice."""
-    weights = WEIGHTS * 24
-    (hub.repositories[source] / NAME).write_bytes(weights)
-    hub.faults.append(Fault(NAME, method="GET", cut=11_000_000))
-    path = api.hf_hub_download(source, NAME, cache_dir=tmp_path / "cache")
-    assert Path(path).read_bytes() == weights
-    assert hub.requests[f"GET /{source}/resolve/main/{NAME}"] == 2
-    assert hub.sent == 11_000_000 + len(weights) - constants.DOWNLOAD_CHUNK_SIZE
 
 
 def test_faults(hub: LoopbackHub, api: HfApi, source: str, tmp_path: Path) -> None:
@@ -256,19 +179,3 @@ def test_tokens(hub: LoopbackHub) -> None:
     with pytest.raises(RemoteEntryNotFoundError):
         list(right.list_repo_tree("user/name", "missing"))
     assert "hf_right" not in hub.record.read_text()
-
-
-def test_a_restart_keeps_everything(api: HfApi, hub: LoopbackHub, folder: Path, tmp_path: Path) -> None:
-    """Also while a client waits for an answer: its connection ends, and it finds the new server by itself."""
-    api.create_repo("org/name")
-    asked, stopped = threading.Event(), threading.Event()
-    hub.faults.append(Fault("/preupload/", call=lambda: (asked.set(), stopped.wait(10))))
-    push = threading.Thread(target=api.upload_folder, kwargs={"repo_id": "org/name", "folder_path": folder})
-    push.start()
-    assert asked.wait(10)
-    threading.Timer(0.1, stopped.set).start()
-    hub.__exit__(None)
-    with LoopbackHub(tmp_path / "hub", hub.port) as later:
-        push.join()
-        assert set(later.files("org/name")) == {".gitattributes", *tree(folder)}
-        assert later.files("org/name")[NAME].read_bytes() == WEIGHTS

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from conftest import change_json
 from openquant import OpenQuantError, compress, diagnose, explain, verify
 from openquant.errors import PlanError
 from openquant.files.checkpoint import open_checkpoint
@@ -53,10 +54,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def source(tmp_path: Path) -> Path:
     """A model of a class that nobody knows."""
     found = small_checkpoints.write(tmp_path / "mine", "Qwen3ForCausalLM")
-    config = json.loads((found / "config.json").read_text())
-    (found / "config.json").write_text(
-        json.dumps({**config, "architectures": [NAME], "auto_map": {"AutoModel": "x.X"}})
-    )
+    change_json(found / "config.json", lambda c: c.update(architectures=[NAME], auto_map={"AutoModel": "x.X"}))
     return found
 
 
@@ -150,98 +148,104 @@ def test_every_verb_that_plans_asks(source: Path, tmp_path: Path, engine: Engine
     assert asked_times.read_text() == "asked\n" * 3
 
 
-def test_a_layer_that_the_engine_does_not_quantize_stays(source: Path, tmp_path: Path, engine: Engine) -> None:
-    found = answer()
-    for one in found["layers"].values():
+def parts(plan: Plan) -> set[str]:
+    """The projections that are quantized."""
+    return {name.rpartition(".")[2].removesuffix("_proj") for name in plan.layers}
+
+
+def layer_numbers() -> list[str]:
+    return [f"model.layers.{number}" for number in range(small_checkpoints.LAYERS)]
+
+
+def no_scheme_for_down(layers: dict[str, Any]) -> None:
+    for one in layers.values():
         one["asked"] = not one["prefix"].endswith("down_proj")
-    answering(engine, tmp_path, found)
-    plan = plan_of(source)
-    assert "model.layers.0.mlp.down_proj" not in plan.layers
-    assert "model.layers.0.mlp.down_proj" in ignored_layers(plan)
-    assert summary.schemes(plan) == {plan.scheme: 6 * small_checkpoints.LAYERS}
 
 
-@pytest.mark.parametrize(
-    ("prefix", "asked", "found"),
-    [("model.embed_tokens", True, "name"), ("", True, "class"), ("", False, None), ("model.embed_tokens", False, None)],
-)
-def test_an_embedding_is_quantized_where_the_engine_asks_for_its_scheme(
-    prefix: str, asked: bool, found: str | None, source: Path, tmp_path: Path, engine: Engine
-) -> None:
-    told = answer()
-    embedding = layer(prefix, "model.embed_tokens", kind="VocabParallelEmbedding", asked=asked)
-    told["layers"]["model.embed_tokens"] = {**embedding, "kinds": ["VocabParallelEmbedding"]}
-    tied = layer("lm_head", "model.embed_tokens", kind="ParallelLMHead")
-    told["layers"]["lm_head"] = {**tied, "kinds": ["ParallelLMHead", "VocabParallelEmbedding"]}
-    answering(engine, tmp_path, told)
-    if found is None:
-        with pytest.raises(PlanError, match="its embedding stays unquantized"):
-            plan_of(source, "channel", quantize_embeddings=True)
-    else:
-        plan = plan_of(source, "channel", quantize_embeddings=True)
-        assert plan.model.embedding == found
-        assert plan.decisions.of("model.embed_tokens").scheme == INT8_W8A16
-
-
-def test_rows_in_another_order_leave_all_that_is_joined_as_it_is(source: Path, tmp_path: Path, engine: Engine) -> None:
-    found = answer()
-    for one in found["layers"].values():
-        q, *others = one["holds"]["weight"]
+def turned(layers: dict[str, Any]) -> None:
+    """Has q its rows in another order."""
+    for one in layers.values():
+        (name, _, rows), *others = one["holds"]["weight"]
         if "qkv" in one["prefix"]:
-            half = q[2] // 2
-            one["holds"]["weight"] = [[q[0], half, half], [q[0], 0, half], *others]
-    answering(engine, tmp_path, found)
-    plan = plan_of(source)
-    kept = {kept.tensor.module.rpartition(".")[2] for kept in plan.decisions.passthrough if "another order" in kept.why}
-    assert kept == {"q_proj", "k_proj", "v_proj"}
-    assert not any("qkv" in layer or layer.endswith(("q_proj", "k_proj", "v_proj")) for layer in plan.layers)
+            one["holds"]["weight"] = [[name, rows // 2, rows // 2], [name, 0, rows // 2], *others]
 
 
-def test_what_is_joined_across_modules_stays(source: Path, tmp_path: Path, engine: Engine) -> None:
-    found = answer()
-    for number in range(small_checkpoints.LAYERS):
-        at = f"model.layers.{number}"
+def joined_across_modules(layers: dict[str, Any]) -> None:
+    for at in layer_numbers():
         both = layer(f"{at}.both", f"{at}.self_attn.o_proj", f"{at}.mlp.down_proj", kind="RowParallelLinear")
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            del found["layers"][f"{at}.{name}"]
-        found["layers"][both["prefix"]] = both
-    answering(engine, tmp_path, found)
-    assert {name.rpartition(".")[2] for name in plan_of(source).layers} == {
-        f"{p}_proj" for p in ("q", "k", "v", "gate", "up")
-    }
+        del layers[f"{at}.self_attn.o_proj"], layers[f"{at}.mlp.down_proj"]
+        layers[both["prefix"]] = both
 
 
-def test_what_some_layers_join_with_more_is_one_set_in_all(source: Path, tmp_path: Path, engine: Engine) -> None:
-    found, at = answer(), "model.layers.1"
+def joined_with_more_in_one_layer(layers: dict[str, Any]) -> None:
+    at = "model.layers.1"
     qkv = [f"{at}.self_attn.{part}_proj" for part in "qkv"]
-    del found["layers"][f"{at}.self_attn.o_proj"]
+    del layers[f"{at}.self_attn.o_proj"]
     more = layer(f"{at}.self_attn.qkv_proj", *qkv, f"{at}.self_attn.o_proj", kind="QKVParallelLinear")
-    found["layers"][more["prefix"]] = more
+    layers[more["prefix"]] = more
     # One of them has its rows in another order, in that layer alone.
     name, _, rows = more["holds"]["weight"].pop()
     more["holds"]["weight"] += [[name, 8, rows - 8], [name, 0, 8]]
-    answering(engine, tmp_path, found)
-    assert {name.rpartition(".")[2] for name in plan_of(source).layers} == {f"{p}_proj" for p in ("gate", "up", "down")}
 
 
-def test_what_has_to_stay_and_cannot_be_listed_is_refused(source: Path, tmp_path: Path, engine: Engine) -> None:
-    found = answer()
-    router = {"own": False, "named": False, "prefix": "elsewhere.qkv_proj"}
-    for one in found["layers"].values():
-        if "qkv" in one["prefix"]:
-            (name, *_), *others = one["holds"]["weight"]
-            one |= {**router, "holds": {"weight": [[name, 1, 3], [name, 0, 1], *others]}}
-    answering(engine, tmp_path, found)
-    with pytest.raises(PlanError, match=r"vLLM 9\.9 builds elsewhere\.qkv_proj quantized, whatever config\.json lists"):
-        plan_of(source)
+def test_what_the_engine_joins_or_leaves_stays_as_it_is(subtests, source, tmp_path, engine):
+    everything = {"q", "k", "v", "o", "gate", "up", "down"}
+    for change, stays in (
+        (no_scheme_for_down, {"down"}),
+        (turned, {"q", "k", "v"}),
+        (joined_across_modules, {"o", "down"}),
+        (joined_with_more_in_one_layer, {"q", "k", "v", "o"}),
+    ):
+        with subtests.test(change.__name__):
+            found = answer()
+            change(found["layers"])
+            answering(engine, tmp_path, found)
+            plan = plan_of(source)
+            assert parts(plan) - {"qkv", "gate_up"} == everything - stays
+            assert not any("qkv" in name for name in plan.layers)
+            if change is turned:
+                kept = [kept.tensor.module for kept in plan.decisions.passthrough if "another order" in kept.why]
+                assert {name.rpartition(".")[2].removesuffix("_proj") for name in kept} == stays
+            if change is no_scheme_for_down:
+                assert "model.layers.0.mlp.down_proj" in ignored_layers(plan)
+                assert summary.schemes(plan) == {plan.scheme: 6 * small_checkpoints.LAYERS}
 
 
-def test_another_name_is_listed_too(source: Path, tmp_path: Path, engine: Engine) -> None:
+def test_what_has_to_stay_is_listed_under_the_engine_s_name_or_refused(source, tmp_path, engine):
     found = answer()
     for one in found["layers"].values():
         one |= {"own": False, "prefix": one["prefix"].replace("model.", "inner.")}
     answering(engine, tmp_path, found)
     assert "inner.layers.0.mlp.down_proj" in ignored_layers(plan_of(source, ignore=["**.down_proj"]))
+
+    found = answer()
+    turned(found["layers"])
+    for one in found["layers"].values():
+        if "qkv" in one["prefix"]:
+            one |= {"own": False, "named": False, "prefix": "elsewhere.qkv_proj"}
+    answering(engine, tmp_path, found)
+    with pytest.raises(PlanError, match=r"vLLM 9\.9 builds elsewhere\.qkv_proj quantized, whatever config\.json lists"):
+        plan_of(source)
+
+
+def test_an_embedding_is_quantized_where_the_engine_asks_for_its_scheme(subtests, source, tmp_path, engine):
+    for prefix, asked, found in (
+        ("model.embed_tokens", True, "name"), ("", True, "class"), ("", False, None), ("model.embed_tokens", False, None)
+    ):  # fmt: skip
+        with subtests.test(prefix=prefix, asked=asked):
+            told = answer()
+            embedding = layer(prefix, "model.embed_tokens", kind="VocabParallelEmbedding", asked=asked)
+            told["layers"]["model.embed_tokens"] = {**embedding, "kinds": ["VocabParallelEmbedding"]}
+            tied = layer("lm_head", "model.embed_tokens", kind="ParallelLMHead")
+            told["layers"]["lm_head"] = {**tied, "kinds": ["ParallelLMHead", "VocabParallelEmbedding"]}
+            answering(engine, tmp_path, told)
+            if found is None:
+                with pytest.raises(PlanError, match="its embedding stays unquantized"):
+                    plan_of(source, "channel", quantize_embeddings=True)
+            else:
+                plan = plan_of(source, "channel", quantize_embeddings=True)
+                assert plan.model.embedding == found
+                assert plan.decisions.of("model.embed_tokens").scheme == INT8_W8A16
 
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -297,11 +301,9 @@ SINGLE = [f"{number}.{name}.weight" for name in PROJECTIONS for number in range(
 
 
 @pytest.mark.parametrize("suffix", ["", ".weight"])
-def test_stacks_are_cut_where_the_engine_loads_their_experts_one_by_one(
-    suffix: str, stacked: Callable[..., Path], tmp_path: Path, engine: Engine
-) -> None:
-    source = stacked(suffix)
-    answering_in_turn(engine, tmp_path, with_experts(*(name + suffix for name in STACKS)), with_experts(*SINGLE))
+def test_stacks_are_cut_where_the_engine_loads_their_experts_one_by_one(suffix, stacked, tmp_path, engine):
+    source, stacks = stacked(suffix), [name + suffix for name in STACKS]
+    answering_in_turn(engine, tmp_path, with_experts(*stacks), with_experts(*SINGLE))
     weights = [one for one, _ in plan_of(source).decisions.quantized if "mlp" in one.module]
     assert {(one.module.partition("mlp.")[2], one.transposed) for one in weights} == {
         (f"experts.{number}.{name}", True) for number in range(2) for name in PROJECTIONS
@@ -310,74 +312,58 @@ def test_stacks_are_cut_where_the_engine_loads_their_experts_one_by_one(
     asked = json.loads((tmp_path / "shapes1").read_text())
     assert {name.partition("experts.")[2] for name in asked if "layers.0.mlp" in name} == {*SINGLE}
 
-
-@pytest.mark.parametrize("suffix", ["", ".weight"])
-def test_stacks_whose_experts_the_engine_puts_elsewhere_are_refused(
-    suffix: str, stacked: Callable[..., Path], tmp_path: Path, engine: Engine
-) -> None:
-    source = stacked(suffix)
     # As of Aria: what holds up is loaded over what holds gate.
-    answering_in_turn(engine, tmp_path, with_experts(*(name + suffix for name in STACKS)), with_experts(*SINGLE[2:]))
-    why = "nor left out: a stack of experts that the engine does not load one by one"
-    with pytest.raises(PlanError, match=why):
+    (tmp_path / "asked").unlink()
+    answering_in_turn(engine, tmp_path, with_experts(*stacks), with_experts(*SINGLE[2:]))
+    with pytest.raises(PlanError, match="nor left out: a stack of experts that the engine does not load one by one"):
         plan_of(source)
 
 
-def test_stacks_of_which_none_tells_its_axes_are_refused(
-    stacked: Callable[..., Path], tmp_path: Path, engine: Engine
-) -> None:
+def test_stacks_of_which_none_tells_its_axes_are_refused(stacked, tmp_path, engine):
     source = stacked(square=True)
     answering_in_turn(engine, tmp_path, with_experts(*PROJECTIONS), with_experts(*SINGLE))
     with pytest.raises(PlanError, match="nor left out: a stack of experts whose sizes do not tell which axis is which"):
         plan_of(source)
 
 
+LONG_ERROR = 'printf "Traceback\nValueError: Nonsense is not supported. Known are: " > "$2/0.error"; seq -s, 30000'
+# What a script does as the engine, and what the plan says.
 FAILING = {
-    "an error": (
-        'printf "Traceback\\nValueError: no such class\\n" > "$2/0.error"',
-        "vLLM cannot build it: ValueError: no such class",
-    ),
-    "garbage": ('echo garbage > "$2/0.json"', "vLLM died, or its answer cannot be read"),
-    "no answer": ("exit 0", "as vLLM ended without an answer: look"),
-    "an empty error": ('printf "" > "$2/0.error"', "as vLLM cannot build it: look"),
-    "a list of all classes": (
-        'printf "Traceback\\nValueError: Nonsense is not supported. Known are: " > "$2/0.error"; '
-        'seq -s, 30000 >> "$2/0.error"',
-        "vLLM cannot build it: ValueError: Nonsense is not supported. Known are",
-    ),
-    "a status": ("echo 'No module named vllm' >&2; exit 1", "does not say what vLLM builds: No module named vllm"),
-    "control letters": ('printf "a\\033[31mb\\n" > "$2/0.error"', "vLLM cannot build it: a [31mb"),
+    'printf "Traceback\nValueError: no such class\n" > "$2/0.error"': "vLLM cannot build it: ValueError: no such class",
+    'echo garbage > "$2/0.json"': "vLLM died, or its answer cannot be read",
+    "exit 0": "as vLLM ended without an answer: look",
+    'printf "" > "$2/0.error"': "as vLLM cannot build it: look",
+    f'{LONG_ERROR} >> "$2/0.error"': "vLLM cannot build it: ValueError: Nonsense is not supported. Known are",
+    "echo 'No module named vllm' >&2; exit 1": "does not say what vLLM builds: No module named vllm",
+    'printf "a\\033[31mb\n" > "$2/0.error"': "vLLM cannot build it: a [31mb",
 }
 
 
-@pytest.mark.parametrize("how", FAILING)
-def test_names_decide_where_the_engine_fails_and_the_plan_says_why(how: str, source: Path, engine: Engine) -> None:
-    script, why = FAILING[how]
-    engine(script)
-    plan = plan_of(source)
-    assert plan.model.name == GENERIC.name
-    assert plan.notes[0].startswith("decided from names and shapes alone, as ")
-    assert why in plan.notes[0]
-    assert plan.notes[0].isprintable()
+def test_names_decide_where_the_engine_fails_and_the_plan_says_why(subtests, source, engine, tmp_path, monkeypatch):
+    assert plan_of(source).notes[0] == (
+        "decided from names and shapes alone, as no vLLM is here to be asked (OPENQUANT_VLLM names a Python that has "
+        "it): look at the plan, and at what the engine makes of it"
+    )
+    for script, why in FAILING.items():
+        with subtests.test(script):
+            engine(script)
+            plan = plan_of(source)
+            assert plan.model.name == GENERIC.name
+            assert plan.notes[0].startswith("decided from names and shapes alone, as ")
+            assert why in plan.notes[0]
+            assert plan.notes[0].isprintable()
+    monkeypatch.setattr(client, "MAX_BYTES", 1 << 16)
+    engine("yes")
+    assert "its messages are too long" in plan_of(source).notes[0]
 
-
-def test_names_do_not_decide_where_the_engine_quantizes_nothing(source: Path, engine: Engine, tmp_path: Path) -> None:
+    # Not where the engine quantizes nothing.
     answering(engine, tmp_path, {**answer(), "layers": {}})
     with pytest.raises(PlanError, match=rf"vLLM 9\.9 builds no layer of {NAME} that could be quantized") as raised:
         plan_of(source)
     assert raised.value.hint == 'architecture="generic" goes by names and shapes alone'
 
 
-def test_names_decide_where_there_is_no_engine(source: Path) -> None:
-    assert plan_of(source).notes[0] == (
-        "decided from names and shapes alone, as no vLLM is here to be asked (OPENQUANT_VLLM names a Python that has "
-        "it): look at the plan, and at what the engine makes of it"
-    )
-
-
-def test_an_engine_that_hangs_is_ended_with_all_it_started(
-    source: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_hangs_is_ended_with_all_it_started(source, engine, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "SECONDS", 1)
     engine(f"sh -c 'sleep 3; echo alive > {tmp_path}/alive' & sleep 60")
     begin = time.monotonic()
@@ -387,20 +373,11 @@ def test_an_engine_that_hangs_is_ended_with_all_it_started(
     assert not (tmp_path / "alive").exists()
 
 
-def test_an_engine_that_never_stops_talking_is_ended(
-    source: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "MAX_BYTES", 1 << 16)
-    engine("yes")
-    assert "its messages are too long" in plan_of(source).notes[0]
-
-
-@pytest.mark.parametrize("count", [10**9, 10**30])
-def test_layers_without_number_are_not_asked_about(count: int, source: Path, engine: Engine, tmp_path: Path) -> None:
+def test_layers_without_number_are_not_asked_about(source, engine, tmp_path):
     asked_times = answering(engine, tmp_path, answer())
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
-    assert "config.json counts 1" in plan_of(source).notes[0]
+    for count in (10**9, 10**30):
+        change_json(source / "config.json", lambda config, count=count: config.update(num_hidden_layers=count))
+        assert "config.json counts 1" in plan_of(source).notes[0]
     assert not asked_times.exists()
 
 
@@ -412,9 +389,7 @@ def test_no_code_of_a_repository_is_named_to_the_engine(source: Path, engine: En
     assert (tmp_path / "files").read_text() == "config.json\nshapes.json\n"
 
 
-def test_an_output_goes_on_as_it_was_begun(
-    source: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_goes_on_as_it_was_begun(source, engine, tmp_path, monkeypatch):
     answering(engine, tmp_path, answer())
     out = tmp_path / "out"
     compress(source, out, "channel", architecture="auto")
@@ -439,9 +414,7 @@ def test_an_output_goes_on_as_it_was_begun(
     assert compress(source, tmp_path / "plain", architecture="auto", overwrite=True).architecture == NAME
 
 
-def test_an_output_is_checked_and_asked_about_without_an_engine(
-    source: Path, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_is_checked_and_asked_about_without_an_engine(source, engine, tmp_path, monkeypatch):
     answering(engine, tmp_path, answer())
     out = tmp_path / "out"
     compress(source, out, "block", architecture="auto")
@@ -452,32 +425,17 @@ def test_an_output_is_checked_and_asked_about_without_an_engine(
     assert read_recipe(out) == ["--scheme=block", "--architecture=auto"]
 
 
-BROKEN = {
-    "no mapping": [],
-    "nothing": {},
-    "a part missing": {"name": NAME, "decided": "x"},
-    "another class": None,
-    "too many": "compress",
-    "a malformed pattern": "{",
-    "a long text": "x" * 10_000,
-}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_journal_of_anybody_decides_nothing(what: str, source: Path, engine: Engine, tmp_path: Path) -> None:
+def test_a_journal_of_anybody_decides_nothing(source, engine, tmp_path):
     answering(engine, tmp_path, answer())
     found = ArchitectureChoice("auto").entry(open_checkpoint(source))
-    assert not isinstance(found, str)
     assert found is not None
     held = architecture_to_json(found)
     assert architecture_from_json(held, NAME) == found
-    broken = {
-        "another class": {**held, "name": "OtherForCausalLM"},
-        "too many": {**held, "compress": ["a"] * 20_000},
-        "a malformed pattern": {**held, "compress": ["{"]},
-        "a long text": {**held, "layers": "x" * 10_000},
-    }.get(what, BROKEN[what])
-    assert architecture_from_json(broken, NAME) is None
+    for broken in (
+        [], {}, "compress", "{", {"name": NAME, "decided": "x"}, {**held, "name": "OtherForCausalLM"},
+        {**held, "compress": ["a"] * 20_000}, {**held, "compress": ["{"]}, {**held, "layers": "x" * 10_000},
+    ):  # fmt: skip
+        assert architecture_from_json(broken, NAME) is None, str(broken)[:100]
 
 
 def test_a_class_with_an_entry_asks_nobody(tmp_path: Path, engine: Engine) -> None:
@@ -508,9 +466,7 @@ def test_nothing_is_said_of_generic_that_is_not_of_it() -> None:
     assert architecture_from_json(architecture_to_json(replace(GENERIC, decided="x")), NAME) == GENERIC
 
 
-def test_an_engine_is_not_asked_about_more_tensors_or_layers_than_any_model_has(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_is_not_asked_about_more_tensors_or_layers_than_any_model_has(source, monkeypatch):
     checkpoint = open_checkpoint(source)
     monkeypatch.setattr(build, "MOST_TENSORS", 1)
     with pytest.raises(PlanError, match=r"^\d+ of its tensors differ in more than the layer$") as refused:

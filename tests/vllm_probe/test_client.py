@@ -83,28 +83,21 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("answer", BROKEN)
-def test_a_broken_answer_is_an_error(answer: str, tmp_path: Path) -> None:
-    (found,) = answering(tmp_path, BROKEN[answer])
-    assert isinstance(found, EngineFailed)
-    assert "its answer cannot be read" in found.message
-
-
-def test_a_long_answer_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "MAX_BYTES", 100)
-    (found,) = answering(tmp_path, json.dumps(GOOD))
-    assert isinstance(found, EngineFailed)
-    assert "the answer is too long" in found.message
-
-
-def test_what_the_engine_says_of_its_failure_is_the_error(tmp_path: Path) -> None:
+def test_what_is_no_answer_is_an_error(subtests, tmp_path, monkeypatch):
+    for what, answer in BROKEN.items():
+        with subtests.test(what):
+            (found,) = answering(tmp_path, answer)
+            assert isinstance(found, EngineFailed)
+            assert "its answer cannot be read" in found.message
+            (tmp_path / "answer").unlink()
     (found,) = answering(tmp_path, "NotImplementedError: sparse", "error")
     assert isinstance(found, EngineFailed)
     assert found.message == "vLLM cannot build it:\nNotImplementedError: sparse"
-
-
-def test_an_interpreter_that_fails_or_is_none_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match="does not say what vLLM builds"):
         answering(tmp_path, "", status=1)
     with pytest.raises(EngineFailed, match="No such file"):
         ask_engine([], tmp_path / "none")
+    monkeypatch.setattr(client, "MAX_BYTES", 100)
+    (found,) = answering(tmp_path, json.dumps(GOOD))
+    assert isinstance(found, EngineFailed)
+    assert "the answer is too long" in found.message

@@ -35,18 +35,13 @@ def test_values_stay_values(tmp_path):
     assert "overwrite" not in given
 
 
-@pytest.mark.parametrize(
-    "model", ["", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"]
-)
-def test_other_names_are_no_models(tmp_path, model):
-    with pytest.raises(UsageError):
-        Chosen(model).compress(Roots((tmp_path,)))
-
-
-@pytest.mark.parametrize("name", ["", "-x", "--private", "a/b/c", "a b"])
-def test_other_names_are_no_repositories(tmp_path, name):
-    with pytest.raises(UsageError):
-        push_words(tmp_path, name, False, False)
+def test_other_names_are_no_models_or_repositories(subtests, tmp_path):
+    for model in ("", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"):
+        with subtests.test(model=model), pytest.raises(UsageError):
+            Chosen(model).compress(Roots((tmp_path,)))
+    for name in ("", "-x", "--private", "a/b/c", "a b"):
+        with subtests.test(name=name), pytest.raises(UsageError):
+            push_words(tmp_path, name, False, False)
 
 
 def test_paths_stay_below_the_roots(tmp_path):

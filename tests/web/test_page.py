@@ -439,24 +439,25 @@ def test_other_pages_and_other_paths_are_refused(visitor: Visitor, server: Serve
 
 
 @pytest.mark.skipif(AXE is None, reason="OPENQUANT_AXE names axe.min.js of npm's axe-core")
-@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
-def test_everybody_can_use_it(chromium: Any, server: Server, width: int, theme: str) -> None:
-    assert AXE is not None
-    visitor = Visitor(chromium, server, color_scheme=theme, viewport={"width": width, "height": 900})
-    visitor.write("gpu", "4090")
-    visitor.plan(str(EXAMPLE))
-    visitor.convert("The run is done.")
-    visitor.page.locator("#publish").wait_for()
-    visitor.page.get_by_text("Token of the Hub").click()
-    visitor.page.get_by_text("Advanced options").click()
-    visitor.page.get_by_text("--max-memory").wait_for()
-    found = visitor.page.evaluate(Path(AXE).read_text() + ";axe.run(document)")
-    assert len(found["passes"]) > 20
-    serious = [(one["id"], one["nodes"][0]["html"]) for one in found["violations"] if one["impact"] != "minor"]
-    assert serious == []
-    # A phone shows all of it without scrolling sideways.
-    assert visitor.page.evaluate("document.documentElement.scrollWidth") <= width
-    visitor.page.locator("#remove").click()
-    visitor.wait("No run yet.")
-    visitor.context.close()
-    shutil.rmtree(server.root / "tiny-qwen3-INT8-W8A16")
+def test_everybody_can_use_it(subtests: pytest.Subtests, chromium: Any, server: Server) -> None:
+    for width, theme in [(1280, "light"), (400, "dark")]:
+        with subtests.test(width=width, theme=theme):
+            assert AXE is not None
+            visitor = Visitor(chromium, server, color_scheme=theme, viewport={"width": width, "height": 900})
+            visitor.write("gpu", "4090")
+            visitor.plan(str(EXAMPLE))
+            visitor.convert("The run is done.")
+            visitor.page.locator("#publish").wait_for()
+            visitor.page.get_by_text("Token of the Hub").click()
+            visitor.page.get_by_text("Advanced options").click()
+            visitor.page.get_by_text("--max-memory").wait_for()
+            found = visitor.page.evaluate(Path(AXE).read_text() + ";axe.run(document)")
+            assert len(found["passes"]) > 20
+            serious = [(one["id"], one["nodes"][0]["html"]) for one in found["violations"] if one["impact"] != "minor"]
+            assert serious == []
+            # A phone shows all of it without scrolling sideways.
+            assert visitor.page.evaluate("document.documentElement.scrollWidth") <= width
+            visitor.page.locator("#remove").click()
+            visitor.wait("No run yet.")
+            visitor.context.close()
+            shutil.rmtree(server.root / "tiny-qwen3-INT8-W8A16")
