@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chosen import CHOSEN, NAMED
+from chosen import CHOSEN
 from engine_client import HERE, find_engine
 from engine_layers import UNBUILT
 
@@ -33,8 +33,7 @@ pytestmark = pytest.mark.serve
 # Refused in both schemes that entries are asked in, and what no engine reads the configuration of by itself.
 UNASKED = ("DeepseekV4ForCausalLM", "DeciLMForCausalLM")
 BUILT = tuple(name for name in small_checkpoints.ARCHITECTURES if name not in (*UNBUILT, *UNASKED))
-# All in every run: one costs a second. Where some are named, these alone.
-HELD = tuple(name for name in BUILT if name in CHOSEN or not NAMED)
+HELD = tuple(name for name in BUILT if name in CHOSEN)
 # What an entry says otherwise than the engine, and why that is right.
 EXPLAINED: Mapping[str, Mapping[str, str]] = {
     # SGLang does, which has its own name for them.
