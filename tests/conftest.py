@@ -22,6 +22,7 @@ from hypothesis import settings
 
 from support import small_checkpoints, starting
 from support.conversions import Shelf
+from support.representatives import everything
 
 # How long an example takes says nothing about it.
 settings.register_profile("untimed", deadline=None)
@@ -62,13 +63,30 @@ WALKED_QUICKLY = re.compile(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `-m quick` runs."""
+# More schemes in a real vLLM, whose kernels other files run too: only `.ci/nightly` has these.
+NIGHTLY = (
+    *(
+        "serve/test_auto.py",
+        "serve/test_serve_int8.py",
+        "serve/test_serve_quantized.py",
+        "serve/test_serve_smoothing.py",
+    ),
+    *("serve/test_serve_tasks.py", "serve/test_serve_widths.py"),
+)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `-m quick` runs, and leave what is for the night to it."""
+    later = []
     for item in items:
         file = item.path.relative_to(ROOT / "tests").as_posix()
         walked = file == "registry/test_every_architecture.py" and WALKED_QUICKLY.search(item.name)
         if file in QUICK or walked:
             item.add_marker(pytest.mark.quick)
+        if file in NIGHTLY and not everything():
+            later.append(item)
+    config.hook.pytest_deselected(items=later)
+    items[:] = [item for item in items if item not in later]
 
 
 @pytest.hookimpl(wrapper=True)
