@@ -42,6 +42,7 @@ from openquant.plan.layout import CopyBytes, Job, ShardLayout
 from openquant.plan.plan import Plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
+from support.representatives import everything
 from support.rows import for_each
 
 schemes = for_each("scheme", SCHEMES.values())
@@ -518,7 +519,7 @@ LIMITED = [
 ]
 
 
-@for_each(("scheme", "stored", "dtype"), LIMITED)
+@for_each(("scheme", "stored", "dtype"), LIMITED if everything() else LIMITED[::3])
 def test_max_memory_is_kept(tmp_path: Path, scheme: str, stored: str, dtype: torch.dtype) -> None:
     """By using fewer of the workers; with room for one only the least that is possible is named."""
     if stored == "wide":
