@@ -480,8 +480,9 @@ def mapped(directory: Path) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what of a file is in memory")
 def test_while_a_model_computes_no_file_of_the_other_is_in_memory(model: StreamedModel, tmp_path: Path) -> None:
-    copy = shutil.copytree(model.checkpoint.root, tmp_path / "copy", copy_function=shutil.copyfile)
-    other = StreamedModel(open_checkpoint(Path(copy)))
+    # Files that no other test has in memory.
+    copies = [shutil.copytree(model.checkpoint.root, tmp_path / name, copy_function=shutil.copyfile) for name in "ab"]
+    one, other = (StreamedModel(open_checkpoint(copy)) for copy in copies)
     own, others = [], []
 
     def noting(mine: StreamedModel, theirs: StreamedModel):
@@ -495,7 +496,7 @@ def test_while_a_model_computes_no_file_of_the_other_is_in_memory(model: Streame
 
     run_interleaved(
         [
-            [forward(model, batch, around=noting(model, other)), forward(other, batch, around=noting(other, model))]
+            [forward(one, batch, around=noting(one, other)), forward(other, batch, around=noting(other, one))]
             for batch in BATCHES
         ],
         finished=lambda *_: None,

@@ -52,7 +52,9 @@ def run(
     """Run `python ARGUMENTS...` to its end, with nothing on stdin; its first argument is a script, or `-m` and a module."""
     words = [str(argument) for argument in arguments]
     server_address = address()
-    if _read_at_import(env) != json.loads(Path(f"{server_address}.json").read_text()):
+    path = env.get("PYTHONPATH", "").split(os.pathsep)
+    customized = any(Path(part, "sitecustomize.py").exists() for part in path if part)
+    if customized or _read_at_import(env) != json.loads(Path(f"{server_address}.json").read_text()):
         return subprocess.run(
             [sys.executable, *words],
             cwd=cwd,
