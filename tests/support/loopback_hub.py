@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 import uuid
@@ -322,6 +323,11 @@ class Server(ThreadingHTTPServer):
         with self.closed:
             self.connections.discard(request)
             self.closed.notify_all()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client may end a connection whenever it likes, as a killed one does."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
     def hang_up(self) -> None:
         with self.closed:
