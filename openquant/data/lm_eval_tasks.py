@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import yaml
@@ -36,6 +37,8 @@ _DEFAULT_TOKENS, _MOST_TOKENS = 256, 1 << 20
 _UNFILTERED = "none"
 # Answers to requests for probabilities: that of the continuation as a logarithm, and whether each token is the top one.
 _Probabilities = list[tuple[float, bool]]
+# What lm-eval says of the machine after each run: it lists its packages with pip, three seconds, and asks git.
+_DESCRIPTIONS = dict.fromkeys(("add_env_info", "get_git_commit_hash"), lambda *_: None)
 # The samples of a task by filter, one for each question.
 _Samples = Mapping[str, list[dict[str, Any]]]
 
@@ -344,7 +347,9 @@ def _picked(sample: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep lm-eval from logging, printing, warning, and changing the state of random numbers."""
+    """Keep lm-eval from logging, printing, warning, describing this machine, and moving on random numbers."""
+    import lm_eval.evaluator
+
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
     levels = [logger.level for logger in loggers]
     states = random.getstate(), np.random.get_state()
@@ -355,7 +360,7 @@ def _quiet() -> Iterator[None]:
             warnings.catch_warnings(),
             redirect_stdout(io.StringIO()),
             redirect_stderr(io.StringIO()),
-            _quiet_subprocesses(),
+            patch.dict(vars(lm_eval.evaluator), _DESCRIPTIONS),
         ):
             warnings.simplefilter("ignore")
             yield
@@ -364,22 +369,3 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
         random.setstate(states[0])
         np.random.set_state(states[1])
-
-
-@contextmanager
-def _quiet_subprocesses() -> Iterator[None]:
-    """Send the stderr of subprocesses nowhere: lm-eval runs git, which complains outside of a repository."""
-    try:
-        saved = os.dup(2)
-    except OSError:
-        # It is closed.
-        yield
-        return
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
