@@ -48,30 +48,36 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # The tests marked quick: files, and of the walk through all architectures these.
 QUICK = (
-    *("formats/test_schemes.py", "formats/test_kernels.py", "plan/test_plan.py", "plan/test_tensor_parallel.py"),
-    *("convert/test_written.py", "files/test_output.py", "files/test_checkpoint.py", "weights/test_stacks.py"),
-    *(
-        "calibration/test_gptq_update.py",
-        "evaluation/test_kl.py",
-        "cli/test_cli.py",
-        "test_options.py",
-        "test_house.py",
-    ),
+    "calibration/test_gptq_update.py",
+    "cli/test_cli.py",
+    "convert/test_written.py",
+    "evaluation/test_kl.py",
+    "files/test_checkpoint.py",
+    "files/test_output.py",
+    "formats/test_kernels.py",
+    "formats/test_schemes.py",
+    "plan/test_plan.py",
+    "plan/test_tensor_parallel.py",
+    "test_house.py",
+    "test_options.py",
+    "weights/test_stacks.py",
 )
 WALKED_QUICKLY = re.compile(
     r"\[(Qwen3|Qwen3Moe|Gemma3|Llama4|Phi3|DeepseekV3|Qwen3Next|GraniteMoe)ForCausalLM\]|Gemma3ForConditionalGeneration"
 )
 
 
-# More schemes in a real vLLM, whose kernels other files run too: only `.ci/nightly` has these.
+# More schemes in a real vLLM, whose kernels other files run too: only `.ci/nightly` has these. Files, or tests of one.
 NIGHTLY = (
-    *(
-        "serve/test_auto.py",
-        "serve/test_serve_int8.py",
-        "serve/test_serve_quantized.py",
-        "serve/test_serve_smoothing.py",
-    ),
-    *("serve/test_serve_tasks.py", "serve/test_serve_widths.py"),
+    "serve/test_auto.py",
+    "serve/test_serve.py::test_two_ranks_serve_what_falls_back_for_them",
+    "serve/test_serve_fp4.py",
+    "serve/test_serve_int4.py",
+    "serve/test_serve_int8.py",
+    "serve/test_serve_quantized.py",
+    "serve/test_serve_smoothing.py",
+    "serve/test_serve_tasks.py",
+    "serve/test_serve_widths.py",
 )
 
 
@@ -83,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         walked = file == "registry/test_every_architecture.py" and WALKED_QUICKLY.search(item.name)
         if file in QUICK or walked:
             item.add_marker(pytest.mark.quick)
-        if file in NIGHTLY and not everything():
+        if not everything() and (file in NIGHTLY or f"{file}::{item.name}" in NIGHTLY):
             later.append(item)
     config.hook.pytest_deselected(items=later)
     items[:] = [item for item in items if item not in later]

@@ -68,8 +68,8 @@ class Answers(dict[str, "LogProbs | EngineError"]):
         return answer
 
     def between(self, reference: str, other: str) -> float:
-        """The divergence of one model from another, in nats."""
-        return divergence(self.of(reference), self.of(other))
+        """The mean divergence of one model from another, in nats."""
+        return float(divergence(self.of(reference), self.of(other)).mean())
 
 
 @dataclass(frozen=True)
@@ -261,10 +261,10 @@ def complete(address: str, model: Path | str, prompt: str) -> dict[str, Any]:
     return answer
 
 
-def divergence(reference: LogProbs, other: LogProbs) -> float:
-    """KL(reference || other) in nats, over the whole vocabulary, mean over positions."""
+def divergence(reference: LogProbs, other: LogProbs) -> npt.NDArray[np.float64]:
+    """KL(reference || other) in nats, over the whole vocabulary, at each position."""
     wide = reference.astype(np.float64)
-    return float((np.exp(wide) * (wide - other)).sum(1).mean())
+    return (np.exp(wide) * (wide - other)).sum(1)
 
 
 def rewrite(

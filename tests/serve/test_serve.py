@@ -93,7 +93,7 @@ PLAIN_EXPERTS = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 # Their entries have experts, which one published model has, and these small ones have not.
 DENSE = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 # Nor has it one for experts with one scale per row; for dense layers it has.
-RUN = tuple(
+SERVED = tuple(
     (name, scheme)
     for name in (TRAINED, *RANDOM)
     for scheme in SCHEMES
@@ -102,6 +102,20 @@ RUN = tuple(
         small_checkpoints.refused(name, find_scheme(scheme)) is None
         and (scheme != "channel" or name in (*PLAIN_EXPERTS, *DENSE) or not MODELS[name].experts)
     )
+)
+# A server takes as long as forty models. One per tensor answers in test_serve_from_hub.py.
+ANSWERING = tuple(
+    run
+    for run in SERVED
+    if run in ((TRAINED, "block"), (QWEN3_MOE, "tensor")) or (EVERYTHING and run[0] in (TRAINED, QWEN3_MOE))
+)
+LOADABLE = {name: [scheme for served, scheme in SERVED if served == name] for name in RANDOM}
+IN_TURN = {name: schemes[number % len(schemes)] for number, (name, schemes) in enumerate(LOADABLE.items()) if schemes}
+# The trained model in each scheme, the others in one, in turn; in all with OPENQUANT_ALL=1.
+RUN = tuple(
+    (name, scheme)
+    for name, scheme in SERVED
+    if EVERYTHING or name == TRAINED or (name, scheme) in ANSWERING or scheme == IN_TURN[name]
 )
 
 COMPRESSED = "compressed-tensors"
@@ -229,20 +243,13 @@ def test_the_table_says_which_are_served() -> None:
         for scheme, cell in zip(SCHEMES, cells[:3], strict=True)
         if "served" in cell
     }
-    assert said == {(name, scheme) for name, scheme in RUN if name != TRAINED}
+    assert said == {(name, scheme) for name, scheme in SERVED if name != TRAINED}
 
 
 # Answers over HTTP.
 
 
-# A server takes as long as forty models. One per tensor answers in test_serve_from_hub.py.
-ANSWERING = ((TRAINED, "channel"), (TRAINED, "block"), (QWEN3_MOE, "tensor"))
-
-
-@pytest.mark.parametrize(
-    ("name", "scheme"),
-    [run for run in RUN if run in ANSWERING or (EVERYTHING and run[0] in (TRAINED, QWEN3_MOE))],
-)
+@pytest.mark.parametrize(("name", "scheme"), ANSWERING)
 def test_answers(name: str, scheme: str, engine: Engine, compressed: dict[str, Path], tmp_path: Path) -> None:
     model = compressed[f"{name}-{scheme}"]
     with engine.serve(model, tmp_path / "log", shim=scheme == "tensor") as address:
