@@ -67,8 +67,11 @@ WALKED_QUICKLY = re.compile(
 )
 
 
-# More schemes in a real vLLM, whose kernels other files run too: only `.ci/nightly` has these. Files, or tests of one.
+# Only `.ci/nightly` has these files, and these tests of others: more schemes in a real vLLM, whose kernels other files
+# run too; more launchers of ranks; random interrupts; what is installed and what benchmarks print.
 NIGHTLY = (
+    "evaluation/test_eval_ranks.py::test_ranks_of_accelerate_launch_write_the_bytes_of_one_process",
+    "fuzz/test_interrupts.py",
     "serve/test_auto.py",
     "serve/test_serve.py::test_two_ranks_serve_what_falls_back_for_them",
     "serve/test_serve_fp4.py",
@@ -78,6 +81,10 @@ NIGHTLY = (
     "serve/test_serve_smoothing.py",
     "serve/test_serve_tasks.py",
     "serve/test_serve_widths.py",
+    "test_benchmarks.py",
+    "test_distributed.py::test_ranks_on_two_hosts",
+    "test_packaging.py::test_every_verb_works_from_the_wheel",
+    "web/test_page.py::test_a_run_that_was_killed_continues",
 )
 
 

@@ -22,7 +22,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> list[Base]:
 
 
 # A random choice of what must hold would fail by chance, for somebody whose change has no part in it.
-@settings(max_examples=200, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_whatever_is_damaged_the_command_says_so_and_ends(sound: list[Base], rng: random.Random) -> None:
     with tempfile.TemporaryDirectory(dir=SHM) as here:

@@ -26,7 +26,9 @@ MODES = {"cached": (), "streamed": ("--stream",)}
 
 @pytest.fixture(scope="module", autouse=True)
 def forks() -> Iterator[None]:
-    with forked_ranks.forks(preloaded=(*COMMANDS, "torch")):
+    with forked_ranks.forks(
+        preloaded=(*COMMANDS, "transformers.modeling_utils", "transformers.models.qwen3.modeling_qwen3")
+    ):
         yield
 
 
