@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,14 @@ from .diagnosis.measured import choices, measured_kl
 from .diagnosis.result import Diagnosis
 from .diagnosis.statistics import normal_row_error
 from .distributed import Ranks, attempt
-from .errors import UsageError
+from .errors import OutputError, UsageError
 from .files.cards import card_of, is_smoothed, metadata_notes, source_of, split_card
 from .files.checkpoint import readable
 from .files.evaluation import evaluation_notes
 from .files.fingerprint import Fingerprint
-from .files.journal import Provenance, finished_files, output_errors
-from .files.names import CARD_FILE
+from .files.journal import Provenance, finished_files, output_errors, read_journal
+from .files.model_files import belonging
+from .files.names import CARD_FILE, INDEX_FILE, is_shard
 from .files.small_files import read_small
 from .files.space import DiskSpace, Shortage, find_shortages
 from .fit.budget import refuse_options
@@ -135,6 +136,7 @@ def compress(
     max_memory: int | str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
+    copy: str | Sequence[str] = (),
     stream: bool = False,
     push: Push | str | None = None,
     ranks: Ranks | None = None,
@@ -191,6 +193,7 @@ def compress(
         max_memory=max_memory,
         revision=revision,
         overwrite=overwrite,
+        copy=copy,
         stream=stream,
         push=push,
     )
@@ -295,6 +298,7 @@ def dequantize(
     max_memory: int | str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
+    copy: str | Sequence[str] = (),
     stream: bool = False,
     push: Push | str | None = None,
     ranks: Ranks | None = None,
@@ -323,6 +327,7 @@ def dequantize(
         max_memory=max_memory,
         revision=revision,
         overwrite=overwrite,
+        copy=copy,
         stream=stream,
         push=push,
     )
@@ -688,9 +693,22 @@ def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:
     """Check a finished directory; what publishes it, and the files beside its shards."""
     digest, files = finished_files(path)
     require_sound(path, files)
-    shards = [name for name in files if name.endswith(".safetensors")]
+    _refuse_strangers(path, files)
+    shards = [name for name in files if is_shard(name)]
     publisher = Publisher(target, path, digest, shards)
     return publisher, sorted([*files.difference(shards), *take_evaluation(publisher)])
+
+
+def _refuse_strangers(path: Path, files: Collection[str]) -> None:
+    """Refuse an output with files that compress() does not copy: earlier versions copied all there was."""
+    journal = read_journal(path) or {}
+    belong = belonging(files, lambda name: (path / name).read_bytes(), journal.get("copy", ()))
+    strangers = sorted(name for name in files if name not in belong and not is_shard(name) and name != INDEX_FILE)
+    if strangers:
+        raise OutputError(
+            f"{path / strangers[0]} is no file of a model, and would be public",
+            "convert the source again with this version; --copy PATTERN takes such files along",
+        )
 
 
 def _published_card(path: Path) -> bytes:

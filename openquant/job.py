@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -169,8 +169,7 @@ def open_source(run: Run, ranks: Ranks) -> Opened:
 
     Returns:
         The source, its opened checkpoint, stamps that show whether its shards change, and the device. With `dry_run`
-        the device is "cpu", and `run.device` is not looked at. A file to which this process's stdout or stderr goes is
-        not in the checkpoint's `files`, but in `left_out`.
+        the device is "cpu", and `run.device` is not looked at.
 
     Raises:
         SourceError: there is no such source, or it cannot be read.
@@ -182,26 +181,29 @@ def open_source(run: Run, ranks: Ranks) -> Opened:
         if not os.fspath(run.output):
             raise UsageError("-o is empty", "give a directory, or leave -o out")
         refuse_root(Path(run.output))
-    source, checkpoint = open_model(run.model, run.revision, run.stream)
-    checkpoint = _without_own_log(checkpoint, source.absent)
+    source, checkpoint = open_model(run.model, run.revision, run.stream, run.copy)
     with without_collector():
         return Opened(source, checkpoint, source.stamps(checkpoint), device)
 
 
-def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool) -> tuple[Source, Checkpoint]:
-    """Open a model. Of a repository only config, index and headers are fetched.
+def open_model(
+    model: str | os.PathLike[str], revision: str | None, stream: bool, copy: Collection[str] = ()
+) -> tuple[Source, Checkpoint]:
+    """Open a model. Of a repository only config, index, headers and small files that decide about others are fetched.
 
     Args:
         model: directory, GGUF file, or name of a repository on the Hub.
         revision: commit, branch or tag of a repository; None for its default branch.
         stream: whether its shards will be streamed; an error for a local directory.
+        copy: patterns of further files that belong to it.
 
     Returns:
         Where the model's files come from, and its config, files and headers.
 
     Raises:
         SourceError: there is no such model, or it cannot be read.
-        UsageError: `stream` or a revision is given for a local directory, `model` is "", or names another revision.
+        UsageError: `stream` or a revision is given for a local directory, `model` is "" or names another revision, or
+            a pattern names no file.
     """
     name = os.fspath(model)
     source = find_source(name, revision)
@@ -209,7 +211,7 @@ def open_model(model: str | os.PathLike[str], revision: str | None, stream: bool
         kind = "directory" if source.gguf is None else "file"
         raise UsageError(f"{name} is a local {kind}, nothing of it can be streamed", "leave --stream out")
     with without_collector():
-        return source, source.open()
+        return source, source.open(copy)
 
 
 def model_place(source: Source, checkpoint: Checkpoint) -> Place:
@@ -306,23 +308,6 @@ def _card_notes(run: Run, push: Push, opened: Opened, plan: Plan, target: Path) 
     return metadata_notes(keys, f"{CARD_FILE} in {push.name}" if push.only else str(card))
 
 
-def _without_own_log(checkpoint: Checkpoint, absent: Container[str]) -> Checkpoint:
-    """Leave out a file of the checkpoint to which this process writes, as with `> convert.log` in its directory."""
-    streams = []
-    for handle in (1, 2):
-        with suppress(OSError):
-            streams.append(os.fstat(handle))
-    with readable():
-        logs = {
-            name
-            for name in checkpoint.files
-            if name not in absent
-            and any(os.path.samestat((checkpoint.root / name).stat(), stream) for stream in streams)
-        }
-    files = {name: size for name, size in checkpoint.files.items() if name not in logs}
-    return replace(checkpoint, files=files, left_out=tuple(sorted({*checkpoint.left_out, *logs})))
-
-
 @contextmanager
 def without_collector() -> Iterator[None]:
     """In the `with` block, turn off Python's cycle collector, which would take half the time of planning.
@@ -397,7 +382,7 @@ def claim_of(
         {shard.name: shard.nbytes for shard in plan.layout.shards},
         # What replaces a file of the source counts as large as that, so that the size is known before it is made.
         {**{name: len(data) for name, data in generated.items()}, **plan.files},
-        plan.provenance,
+        plan.provenance._replace(copy=run.copy),
         at_once=AT_ONCE if run.push and run.push.only else None,
         scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if run.stream else 0) + rounded,
     )

@@ -793,6 +793,14 @@ class Run(Memory, Workers, Device, Streaming, ModelSource):
     )
     dry_run: bool = option(False, "Print the plan and write nothing.", EXECUTION, common=True)
     overwrite: bool = option(False, "Replace what an earlier run wrote to the output.", FILES)
+    copy: Sequence[str] = option(
+        (),
+        "More files to copy, such as 'prompts/*'. Copied anyway is what engines, transformers and readers of the card "
+        "look for; hidden files never are.",
+        FILES,
+        "PATTERN",
+        repeated=True,
+    )
     push: Push | None = option(None, "Publish the output on the Hub. A text is the name of the repository.")
 
     @classmethod

@@ -57,6 +57,7 @@ PATHS = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 FORMS = {
     "candidates": "str | Sequence[str]",
     "context": "int | str",
+    "copy": "str | Sequence[str]",
     "group_size": "GroupSize | None",
     "ignore": "str | Sequence[str]",
     "max_memory": "int | str | None",

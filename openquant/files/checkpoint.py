@@ -12,11 +12,12 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, Protocol
 
-from ..errors import SourceError
+from ..errors import SourceError, UsageError
 from ..threads import in_parallel
+from .model_files import belonging
 from .names import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, left_out_part
 from .small_files import (
     MAX_INDEX,
@@ -53,7 +54,7 @@ class Checkpoint:
         where: shard and offset of each tensor, by name.
         indexed: whether there is a model.safetensors.index.json.
         files: size in bytes of other files of the model, by path relative to root.
-        left_out: files and directories that are no part of the model: other formats, leftovers, hidden directories.
+        left_out: files and directories that are no part of the model: other formats, leftovers, what nobody asks for.
         quant_states: contents of the tensors in which bitsandbytes says what shape a weight has, by name.
     """
 
@@ -90,7 +91,10 @@ class RemoteFile(Protocol):
 
 
 def open_checkpoint(
-    root: Path, remote: Mapping[str, RemoteFile] | None = None, absent: Mapping[str, int] | None = None
+    root: Path,
+    remote: Mapping[str, RemoteFile] | None = None,
+    absent: Mapping[str, int] | None = None,
+    copy: Collection[str] = (),
 ) -> Checkpoint:
     """Read and check the metadata of a checkpoint.
 
@@ -98,15 +102,17 @@ def open_checkpoint(
         root: the directory.
         remote: its shards that are not in the directory, by file name; each can be read at offsets.
         absent: size in bytes of its other files that are not in the directory, by path relative to root.
+        copy: patterns of files that belong to it although nothing else says so (`--copy`).
 
     Returns:
         Its config, its files, and name, dtype, shape and offset of each tensor.
 
     Raises:
         SourceError: something is missing, damaged or contradictory, or it is no safetensors checkpoint.
+        UsageError: a pattern names no file.
     """
     with readable():
-        return _open(root, remote or {}, absent or {})
+        return _open(root, remote or {}, absent or {}, copy)
 
 
 @contextmanager
@@ -120,7 +126,7 @@ def readable() -> Iterator[None]:
         ) from None
 
 
-def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int]) -> Checkpoint:
+def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int], copy: Collection[str]) -> Checkpoint:
     if not root.is_dir():
         if root.exists():
             raise SourceError(f"{root} is a file, not a checkpoint directory", "give the directory that holds it")
@@ -162,7 +168,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
     if not tensors:
         raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
     elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
-    files, left_out = _list_files(root, set(names), elsewhere)
+    files, left_out = _list_files(root, set(names), elsewhere, copy)
     states = [info for name, info in tensors.items() if QUANT_STATE in name and info.nbytes <= MAX_QUANT_STATE]
 
     def read_state(info: TensorInfo) -> bytes:
@@ -374,57 +380,74 @@ def _check_index(path: Path, weight_map: dict[str, str], where: dict[str, Locati
             raise SourceError(f"{location.shard} holds {tensor}, which {path} does not list", DAMAGED)
 
 
-def _list_files(root: Path, shards: set[str], elsewhere: Mapping[str, int]) -> tuple[dict[str, int], tuple[str, ...]]:
+def _list_files(
+    root: Path, shards: set[str], elsewhere: Mapping[str, int], copy: Collection[str]
+) -> tuple[dict[str, int], tuple[str, ...]]:
     """Return `files` and `left_out` of a Checkpoint; `elsewhere` has sizes of files that are not in the directory."""
+    here, closed = _walk(root)
+    for relative in elsewhere:
+        if set(relative.split("/")) & {"", ".", ".."} or "\\" in relative or not relative.isprintable():
+            raise SourceError(f"{relative!r} is no possible file of a repository", "choose another one")
+    names = {*here, *elsewhere} - shards - {INDEX_FILE}
+
+    def read(name: str) -> bytes:
+        path = root / name
+        return read_small(path, str(path)) if path.is_file() and path.stat().st_size <= MAX_SMALL else b""
+
     files: dict[str, int] = {}
-    left_out: set[str] = set()
+    for relative in sorted(belonging(names, read, copy)):
+        size = elsewhere[relative] if relative in elsewhere else _size(root, relative)
+        # The card is read into memory.
+        if size is not None and (relative != CARD_FILE or size <= MAX_SMALL):
+            files[relative] = size
+    for pattern in copy:
+        if not any(fnmatch.fnmatchcase(relative, pattern) for relative in files):
+            raise UsageError(f"--copy {pattern} names no file of {root}", "it is a pattern like 'prompts/*' or 'x.py'")
+    return files, _left_out((names - files.keys()) | closed, files)
+
+
+def _walk(root: Path) -> tuple[set[str], set[str]]:
+    """Return paths of all files, and of directories that are not looked into, with a slash."""
 
     def fail(error: OSError) -> None:
         raise error
 
-    def add(relative: str, size: int) -> None:
-        # The card is read into memory.
-        if relative == CARD_FILE and size > MAX_SMALL:
-            left_out.add(relative)
-        else:
-            files[relative] = size
-
+    here: set[str] = set()
+    closed: set[str] = set()
     for folder, directories, names in os.walk(root, onerror=fail):
-        base = Path(folder)
+        base = Path(folder).relative_to(root)
+        here |= {(base / name).as_posix() for name in names}
         for directory in sorted(directories):
-            relative = (base / directory).relative_to(root).as_posix()
+            relative = f"{(base / directory).as_posix()}/"
             # A linked directory could lead anywhere, back to the root included.
-            if left_out_part(f"{relative}/") is not None or (base / directory).is_symlink():
+            if left_out_part(relative) is not None or (root / relative).is_symlink():
                 directories.remove(directory)
-                left_out.add(f"{relative}/")
-        for name in names:
-            path = base / name
-            relative = path.relative_to(root).as_posix()
-            if relative in shards or relative == INDEX_FILE:
-                continue
-            if left_out_part(relative) is not None:
-                left_out.add(relative)
-            elif path.is_file():
-                if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
-                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-                size = path.stat().st_size
-                # Pictures of a card are often left as pointers, and no engine reads them.
-                if size <= MAX_POINTER and not relative.lower().endswith(_PICTURES):
-                    with open_regular(path, str(path)) as file:
-                        refuse_pointer(file.read(MAX_POINTER), str(path))
-                add(relative, size)
-            elif path.is_symlink() and not path.exists():
-                raise SourceError(f"{relative} is a broken link", "download or copy the checkpoint again")
-            else:
-                left_out.add(relative)
-    for relative, size in elsewhere.items():
-        if relative in shards:
-            continue
-        if set(relative.split("/")) & {"", ".", ".."} or "\\" in relative or not relative.isprintable():
-            raise SourceError(f"{relative!r} is no possible file of a repository", "choose another one")
-        part = left_out_part(relative)
-        if part is not None:
-            left_out.add(part)
-        else:
-            add(relative, size)
-    return dict(sorted(files.items())), tuple(sorted(left_out))
+                closed.add(relative)
+    return here, closed
+
+
+def _size(root: Path, relative: str) -> int | None:
+    """Return the size in bytes of a file to copy; None for what is no file, such as a pipe."""
+    path = root / relative
+    if path.is_symlink() and not path.exists():
+        raise SourceError(f"{relative} is a broken link", "download or copy the checkpoint again")
+    if not path.is_file():
+        return None
+    if not os.access(path, os.R_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    size = path.stat().st_size
+    # Pictures of a card are often left as pointers, and no engine reads them.
+    if size <= MAX_POINTER and not relative.lower().endswith(_PICTURES):
+        with open_regular(path, str(path)) as file:
+            refuse_pointer(file.read(MAX_POINTER), str(path))
+    return size
+
+
+def _left_out(names: Collection[str], files: Collection[str]) -> tuple[str, ...]:
+    """Return names that do not belong, and a directory for all below it if nothing there does."""
+    kept = {parent.as_posix() for name in files for parent in PurePosixPath(name).parents}
+    found = set()
+    for name in names:
+        parents = [parent.as_posix() for parent in reversed(PurePosixPath(name).parents)]
+        found.add(next((f"{parent}/" for parent in parents[1:] if parent not in kept), name))
+    return tuple(sorted(found))

@@ -103,6 +103,8 @@ class OutputContents:
             record["recipe"] = self.provenance.recipe
         if self.provenance.entry is not None:
             record["entry"] = self.provenance.entry
+        if self.provenance.copy:
+            record["copy"] = list(self.provenance.copy)
         return (json.dumps(record, indent=1) + "\n").encode()
 
 

@@ -10,7 +10,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,17 +33,19 @@ _DAMAGED = "delete it and openquant verify checks the weights; to convert again 
 
 
 class Provenance(NamedTuple):
-    """How an output was made. Its journal records the first two.
+    """How an output was made. Its journal records all but the third.
 
     Attributes:
         recipe: options of the run; None if they are not recorded.
         entry: architecture entry of the plan (`--architecture`); None for the registry's.
         frontier: sizes and KL divergences that `--fit` chose from, for the card and the page; None without it.
+        copy: patterns of files that the user named (`--copy`).
     """
 
     recipe: Mapping[str, Any] | None = None
     entry: Mapping[str, Any] | None = None
     frontier: Mapping[str, Any] | None = None
+    copy: Sequence[str] = ()
 
 
 @contextmanager
@@ -125,6 +127,7 @@ def _parsed(data: bytes | None, path: Path) -> dict[str, Any]:
             and isinstance(journal.get("sources", {}), dict)
             and isinstance(journal.get("recipe", {}), dict)
             and isinstance(journal.get("entry", {}), dict)
+            and all(isinstance(pattern, str) for pattern in journal.get("copy", []))
             and all(_is_ours(name) for name in journal["files"])
         )
     except (SourceError, TypeError, KeyError):
@@ -178,10 +181,8 @@ def _is_ours(name: object) -> bool:
     if not is_plain(name):
         return False
     *folders, last = str(name).split("/")
-    # Files in subdirectories are copied, and files/checkpoint.py never copies hidden directories, weights or indexes.
-    hidden = any(folder.startswith(".") for folder in folders)
-    weights = bool(folders) and last.endswith((".safetensors", ".index.json"))
-    return not hidden and name != JOURNAL and last != WORK and not weights
+    # Files in subdirectories are copied, and files/model_files.py never chooses hidden directories.
+    return not any(folder.startswith(".") for folder in folders) and name != JOURNAL and last != WORK
 
 
 def short_name(name: str) -> str:

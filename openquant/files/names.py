@@ -13,8 +13,17 @@ JOURNAL_FILE = ".openquant.json"
 # An evaluation of the model: figures, page and picture. They are not copied from a source, because they do not describe
 # the output.
 EVAL_FILE, EVAL_PAGE, EVAL_PICTURE = EVALUATION_FILES = ("eval.json", "eval.html", "eval.png")
-# Never copied to the output: weights in other formats, adapters, leftovers of training, archives and videos. Pictures
-# are copied because cards show them, and a lone .gz because some tokenizers read their vocabulary from one. With
+# What engines, transformers, its processors and sentence-transformers read, in any directory and in lower case; parsers
+# that `vllm serve` takes as plugins; and what a reader of the card is referred to.
+MODEL_FILES = (
+    "config.json", "*_config.json", "configuration.json", "config_sentence_transformers.json", "modules.json",
+    "params.json", "modelcard.json", ".gitattributes", "*_parser*.py",
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tekken.json", "normalizer.json", "emoji.json",
+    "*vocab*.json", "*vocab*.txt", "*vocab*.gz", "merges*.txt", "dict.txt", "encoder.json", "*.bpe", "bpe.codes",
+    "*.model", "*.model.v*", "*.tiktoken", "*.spm", "*.jinja", "chat_template.json", "system_prompt.txt",
+    "readme*", "license*", "licence*", "*[_-]license*", "copying*", "notice*", "*policy*", "*agreement*", "citation*",
+)  # fmt: skip
+# Never copied to the output, whatever else says so: weights in other formats, adapters, archives and videos. With
 # adapter_config.json transformers would look for the adapter's weights (models/auto/auto_factory.py:302-309 of 5.24.0).
 LEFT_OUT_FILES = (
     "*.safetensors", "*.index.json", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.h5", "*.onnx*", "*.gguf", "*.msgpack",
@@ -26,6 +35,11 @@ LEFT_OUT_FILES = (
 LEFT_OUT_DIRECTORIES = (".*", "original", "consolidated*", "checkpoint-*", "__pycache__", "*.mlpackage")
 # Files that the output has; directories of these names are left out.
 _OUTPUT_FILES = (CARD_FILE, JOURNAL_FILE, *EVALUATION_FILES)
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file of an output holds its tensors; weights in its folders belong to other modules."""
+    return name.endswith(".safetensors") and "/" not in name
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

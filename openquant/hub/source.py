@@ -16,7 +16,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from ..files.checkpoint import (
     refuse_without_weights,
 )
 from ..files.fingerprint import Stamp, stamps_of
+from ..files.model_files import deciding
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
 from ..files.siblings import similar_path
 from ..files.small_files import file_sha256, read_small
@@ -79,16 +80,23 @@ class Source:
     absent: Mapping[str, int] = field(default_factory=dict)
     gguf: OpenedGguf | None = None
 
-    def open(self) -> Checkpoint:
-        """Read and check config, index and headers.
+    def open(self, copy: Collection[str] = ()) -> Checkpoint:
+        """Read and check config, index and headers. Of a repository, files that decide which others belong are fetched.
+
+        Args:
+            copy: patterns of further files that belong to it.
 
         Returns:
             Config, files, and name, dtype, shape and offset of each tensor.
 
         Raises:
             SourceError: something is missing, damaged or contradictory.
+            UsageError: a pattern names no file.
         """
-        return self.gguf.checkpoint if self.gguf else open_checkpoint(self.root, self.remote, self.absent)
+        if self.gguf:
+            return self.gguf.checkpoint
+        self.fetch_files(deciding(self.absent))
+        return open_checkpoint(self.root, self.remote, self.absent, copy)
 
     @property
     def place(self) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import OutputError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint, readable
-from ..files.names import INDEX_FILE
+from ..files.names import INDEX_FILE, is_shard
 from ..formats.quantization import quantization_places, read_quantization
 from ..models import GENERIC, MODELS
 from ..plan.config import output_config
@@ -87,7 +87,7 @@ def _find_damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
             for info in checkpoint.tensors.values()
             if info.dtype.startswith("F8_")
         ]
-    shards = {name for name in files if name.endswith(".safetensors")}
+    shards = {name for name in files if is_shard(name)}
     problems += [f"{name} holds tensors, and no run wrote it" for name in sorted(checkpoint.shards.keys() - shards)]
     problems += [f"{INDEX_FILE} does not name {name}" for name in sorted(shards - checkpoint.shards.keys())]
     return problems

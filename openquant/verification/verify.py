@@ -275,7 +275,9 @@ class _Verification:
         """Report files that neither the run nor the source explains."""
         expected, where = self.files or None, "not of the run that made it" if self.files else "beside the model"
         if self.source is not None:
-            expected, where = {*self.source.files, "README.md", "config.json"}, "not in the source"
+            # What --copy took along is left out of both.
+            expected = {*self.source.files, *self.source.left_out, "README.md", "config.json"}
+            where = "not in the source"
         problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
         self.problems += [*extra_weights(self.checkpoint), *problems]
         self.notes += notes

@@ -380,7 +380,7 @@ sys.exit(code)
 
 def test_a_file_gets_its_name_when_it_is_on_disk_and_keeps_it(tmp_path: Path, source: Path) -> None:
     (source / "assets").mkdir()
-    (source / "assets" / "a.txt").write_text("the model's")
+    (source / "assets" / "vocab.txt").write_text("the model's")
     log, out = tmp_path / "events", tmp_path / "out"
     command = [sys.executable, "-c", RECORDED, log, "-m", source, "-o", out, "--workers", "1"]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
@@ -400,14 +400,14 @@ def test_a_file_gets_its_name_when_it_is_on_disk_and_keeps_it(tmp_path: Path, so
 
 def test_overwrite_follows_neither_a_journal_nor_a_link_out_of_its_directory(tmp_path: Path, source: Path) -> None:
     (source / "assets").mkdir()
-    (source / "assets" / "a.txt").write_text("the model's")
+    (source / "assets" / "vocab.txt").write_text("the model's")
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     compress(source, out)
     elsewhere.mkdir()
-    (elsewhere / "a.txt").write_text("mine")
+    (elsewhere / "vocab.txt").write_text("mine")
     kept = (out / ".openquant.json").read_text()
     journal = json.loads(kept)
-    journal["files"] += ["../elsewhere/a.txt", str(elsewhere / "a.txt")]
+    journal["files"] += ["../elsewhere/vocab.txt", str(elsewhere / "vocab.txt")]
     (out / ".openquant.json").write_text(json.dumps(journal))
     with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
         compress(source, out, "block", overwrite=True)
@@ -418,7 +418,7 @@ def test_overwrite_follows_neither_a_journal_nor_a_link_out_of_its_directory(tmp
     for overwrite in (False, True):
         with pytest.raises(OutputError, match="out/assets was not made by openquant and will not be overwritten"):
             compress(source, out, overwrite=overwrite)
-    assert (elsewhere / "a.txt").read_text() == "mine"
+    assert (elsewhere / "vocab.txt").read_text() == "mine"
 
 
 def test_a_working_directory_that_is_not_ours_is_refused(tmp_path: Path, source: Path) -> None:
@@ -670,28 +670,13 @@ def test_a_source_that_changes_under_way_is_not_called_finished(
         assert not json.loads((out / ".openquant.json").read_text())["done"]
 
 
-def test_a_log_in_the_source_may_grow(
-    tmp_path: Path, source: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its own is no part of the model; one that somebody else writes, as tee does, is copied as it is at the end."""
-    command = f"exec {sys.executable} {ROOT / 'compress_fp8.py'} -m . -o ../out > convert.txt 2> errors.txt"
-    done = subprocess.run(["sh", "-c", command], cwd=source)
-    assert (done.returncode, (source / "errors.txt").read_text()) == (0, "")
-    assert "vllm serve" in (source / "convert.txt").read_text()
-    assert tree(tmp_path / "out") == whole
-    (source / "convert.txt").write_text("")
-    during(monkeypatch, lambda: (source / "convert.txt").write_text("a line\n"))
-    compress(source, tmp_path / "again")
-    assert (tmp_path / "again" / "convert.txt").read_text() == "a line\n"
-
-
 def test_file_names_that_the_file_system_allows(tmp_path: Path, source: Path) -> None:
     names = ("n" * 255, "two\nlines", "caf\udce9", "-q", "naïve 模型")
     for name in names:
         (source / name).write_text("odd")
-    compress(source, tmp_path / "out")
+    compress(source, tmp_path / "out", copy=names)
     assert [(tmp_path / "out" / name).read_text() for name in names] == ["odd"] * 5
-    assert compress(source, tmp_path / "out").resumed
+    assert compress(source, tmp_path / "out", copy=names).resumed
 
 
 def test_impossible_output_names_are_explained(tmp_path: Path, source: Path) -> None:

@@ -70,13 +70,7 @@ def test_every_tensor_is_found_where_the_library_put_it(source: Path) -> None:
 
 
 def test_files_are_sorted_into_what_belongs_and_what_does_not(source: Path) -> None:
-    belongs = [
-        "LICENSE",
-        "chat_template.jinja",
-        "modeling_custom.py",
-        "processor/preprocessor_config.json",
-        ".gitattributes",
-    ]
+    belongs = ["LICENSE", "chat_template.jinja", "processor/preprocessor_config.json", ".gitattributes"]
     leftovers = [
         "pytorch_model.bin", "pytorch_model.bin.index.json", "a.pth", "optimizer.pt", "last.ckpt", "tf_model.h5",
         "model.onnx", "model.onnx_data", "model.gguf", "flax_model.msgpack", "extra.safetensors", "consolidated.00.txt",
@@ -97,6 +91,7 @@ def test_a_file_of_git_lfs_s_words_may_belong(source: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\n"
     (source / "Figure.PNG").write_text(pointer)
     (source / "NOTICE").write_text(f"A pointer:\n{pointer}")
+    (source / "README.md").write_text("![What was found](Figure.PNG)")
     assert {"Figure.PNG", "NOTICE"} <= open_checkpoint(source).files.keys()
 
 

@@ -194,8 +194,5 @@ def test_a_link_with_the_name_of_an_evaluation_is_not_overwritten(source: Path, 
 
 def test_an_evaluation_of_the_source_is_not_copied(out: Path, tmp_path: Path) -> None:
     put_all(out)
-    (out / "notes").mkdir()
-    (out / "notes" / "eval.json").write_text("{}")
     dequantize(out, tmp_path / "back")
     assert not set(tree(tmp_path / "back")) & set(EVALUATION_FILES)
-    assert "notes/eval.json" in tree(tmp_path / "back")

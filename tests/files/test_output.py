@@ -24,7 +24,7 @@ JOURNAL = ".openquant.json"
 def source(tmp_path: Path) -> Path:
     root = small_checkpoints.write(tmp_path / "source", shards=2)
     (root / "assets").mkdir()
-    (root / "assets" / "a.txt").write_text("the model's")
+    (root / "assets" / "vocab.txt").write_text("the model's")
     return root
 
 
@@ -129,7 +129,7 @@ def test_nothing_planted_is_followed(subtests, source, out, home, tmp_path):
             planted = shutil.copytree(out, tmp_path / str(number))
             plant(planted, home)
             if (name, plant) in BY_A_PUSH:
-                lacks = f"{planted} lacks assets/a.txt"
+                lacks = f"{planted} lacks assets/vocab.txt"
                 told = {f"{planted / name} is a link", f"{planted / name} was not made by openquant"}
                 with pytest.raises(OutputError) as caught:
                     finished_files(planted)
@@ -164,7 +164,7 @@ def test_a_user_s_own_links_beside_a_finished_output_stay(source: Path, out: Pat
 
 
 NAMES = ["n" * 300, "../mine", "/etc/passwd", "a/../b", "", ".", "a//b", "a/", "a\0", "\ud800", 7, ["a"], ".ssh/id",
-         "a/.git/config", ".openquant", ".openquant/lock", ".openquant.json", "a/model.safetensors", "/".join(["ab"] * 2000)]  # fmt: skip
+         "a/.git/config", ".openquant", ".openquant/lock", ".openquant.json", "/".join(["ab"] * 2000)]  # fmt: skip
 
 
 def test_a_journal_that_names_what_no_run_writes(subtests: pytest.Subtests, source: Path, out: Path) -> None:

@@ -188,10 +188,11 @@ def test_a_dry_run_fetches_what_the_plan_is_made_from(site, hub, repository, tmp
     (repository / "vocab.txt.gz").write_bytes(b"read by some tokenizers")
     (repository / "figures").mkdir()
     (repository / "figures" / "shown.png").write_bytes(b"by the card")
+    (repository / "README.md").write_text("![Shown](figures/shown.png)")
     done = site.works("compress", "-m", "org/name", "--dry-run")
     asked = {path.rpartition("/")[2] for path in hub.requests if "/resolve/" in path}
     shards = {path.name for path in repository.glob("*.safetensors")}
-    assert asked == {"config.json", "model.safetensors.index.json", *shards}
+    assert asked == {"config.json", "model.safetensors.index.json", "README.md", *shards}
     left = ", ".join(sorted([*NEEDLESS, "original/", "pytorch_model.bin"]))
     assert f"\nleft out: {left}\n" in done.stdout
     others = ["README.md", "generation_config.json", "tokenizer.json", "vocab.txt.gz", "figures/shown.png"]

@@ -1,0 +1,126 @@
+"""What belongs to a model is copied; what else lies in its directory is named, and stays there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conftest import EXAMPLE, change_json, tree
+from openquant import OutputError, Push, UsageError, compress, dequantize, push, verify
+from openquant.files.checkpoint import open_checkpoint
+from support import small_checkpoints
+
+PRIVATE = (
+    *(".env", ".netrc", ".bash_history", ".ssh/id_rsa", "id_rsa", "credentials.json", "secrets.yaml", "service.pem"),
+    *("train.jsonl", "data/part-0.parquet", "eval_results.json", "trainer_state.json", "all_results.json"),
+    *("nohup.out", "slurm-17.out", "wandb/run/debug.txt", "runs/x/metrics.csv", "notes.md", "todo.txt"),
+    *("zero_to_fp32.py", "train.py", "latest", "dist/x-1.0-py3-none-any.whl", "Untitled.ipynb", "selfie.png"),
+)
+BELONGS = (
+    *("tokenizer.model", "vocab.json", "merges.txt", "qwen.tiktoken", "tekken.json", "chat_template.jinja"),
+    *("additional_chat_templates/tools.jinja", "video_preprocessor_config.json", "1_Pooling/config.json"),
+    *("LICENSE", "Notice.txt", "USE_POLICY.md", "README_zh.md", ".gitattributes", "nano_v3_reasoning_parser.py"),
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return small_checkpoints.write(tmp_path / "source")
+
+
+def put(root: Path, *names: str, text: str = "x") -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_what_is_private_stays_where_it_is_and_is_named(source: Path, tmp_path: Path) -> None:
+    put(source, *PRIVATE, *BELONGS)
+    for number, make in enumerate((compress, dequantize)):
+        made = make(source if make is compress else tmp_path / "0", tmp_path / str(number))
+        found = tree(tmp_path / str(number))
+        assert found.keys() & set(PRIVATE) == set()
+        assert {*BELONGS} <= found.keys()
+        assert "id_rsa" not in found[".openquant.json"].decode()
+    left_out = open_checkpoint(source).left_out
+    assert set(left_out) == {
+        *(name for name in PRIVATE if "/" not in name),
+        *(".ssh/", "data/", "wandb/", "runs/", "dist/"),
+    }
+    assert made.output is not None
+
+
+def test_code_goes_along_if_a_config_names_it_and_so_does_what_it_imports(source: Path) -> None:
+    put(source, "modeling_own.py", text="from .layers import Layer\nimport torch\nfrom . import rope, masks\n")
+    put(source, "layers.py", text="from .rope import rotate\nfrom .modeling_own import Model\n")
+    put(source, "rope.py", "masks.py", "tokenization_own.py", "torch.py", "finetune.py", "custom_generate/generate.py")
+
+    def code() -> set[str]:
+        return {name for name in open_checkpoint(source).files if name.endswith(".py")}
+
+    assert code() == {"custom_generate/generate.py"}
+    change_json(source / "config.json", lambda config: config.update(auto_map={"AutoModel": "modeling_own.Model"}))
+    expected = {"custom_generate/generate.py", "modeling_own.py", "layers.py", "rope.py", "masks.py"}
+    assert code() == expected
+    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_own.Slow", None], "AutoProcessor": "org/other--torch.P"}}
+    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    assert code() == expected | {"tokenization_own.py"}
+
+
+def test_weights_of_sentence_transformers_modules_go_along(source: Path, tmp_path: Path) -> None:
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
+    (source / "modules.json").write_text(json.dumps(modules))
+    put(
+        source, "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "3_Dense/model.safetensors"
+    )
+    compress(source, tmp_path / "out")
+    found = tree(tmp_path / "out")
+    assert found["2_Dense/model.safetensors"] == b"x"
+    assert "3_Dense/model.safetensors" not in found
+    assert compress(source, tmp_path / "out").resumed
+    assert verify(tmp_path / "out", source).problems == ()
+
+
+def test_pictures_and_texts_go_along_if_the_card_names_them(source: Path) -> None:
+    put(source, "assets/logo.png", "assets/me.png", "docs/serving.md", "report.pdf", "plan.md")
+    card = "![logo](assets/logo.png), [serving](docs/serving.md), report.pdf"
+    (source / "README.md").write_text(card)
+    checkpoint = open_checkpoint(source)
+    assert {"assets/logo.png", "docs/serving.md", "report.pdf"} <= checkpoint.files.keys()
+    assert checkpoint.left_out == ("assets/me.png", "plan.md")
+
+
+def test_further_files_are_copied_if_asked_for_but_no_hidden_ones(source: Path, tmp_path: Path) -> None:
+    put(source, "prompts/a.txt", "prompts/.key", ".env", "train.py")
+    compress(source, tmp_path / "out", copy=["prompts/*", "*.py", "*"])
+    found = tree(tmp_path / "out")
+    assert {"prompts/a.txt", "train.py"} <= found.keys()
+    assert found.keys() & {"prompts/.key", ".env"} == set()
+    assert verify(tmp_path / "out", source).problems == ()
+    with pytest.raises(UsageError, match=f'^copy="promts/\\*" names no file of {source}$'):
+        compress(source, tmp_path / "other", copy="promts/*")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_file_that_nobody_reads_may_be_unreadable_or_a_broken_link(source: Path, tmp_path: Path) -> None:
+    (source / "notes.txt").symlink_to("nowhere")
+    (source / "results").mkdir()
+    (source / "results" / "big.npz").symlink_to("nowhere")
+    compress(source, tmp_path / "out")
+    assert open_checkpoint(source).left_out == ("notes.txt", "results/")
+
+
+def test_a_push_refuses_what_compress_does_not_copy(tmp_path: Path) -> None:
+    out = shutil.copytree(EXAMPLE, tmp_path / "source")
+    put(out, "train.jsonl")
+    compress(out, tmp_path / "out", copy="train.jsonl")
+    journal = tmp_path / "out" / ".openquant.json"
+    assert json.loads(journal.read_text())["copy"] == ["train.jsonl"]
+    # As outputs of earlier versions are.
+    change_json(journal, lambda record: record.pop("copy"))
+    with pytest.raises(OutputError) as caught:
+        push(tmp_path / "out", Push("you/model"))
+    assert caught.value.message == f"{tmp_path / 'out' / 'train.jsonl'} is no file of a model, and would be public"
