@@ -11,8 +11,10 @@ A recipe that is read is not trusted.
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -115,9 +117,10 @@ def read_recipe(path: Path) -> list[str]:
     with readable():
         data = read_small(file, str(file), MAX_RECIPE)
     content = parse_json(data, str(file))
+    json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, file))
     recipe = content.get("recipe", content) if isinstance(content, dict) else None
     options = recipe.get("options") if isinstance(recipe, dict) else None
-    if not isinstance(recipe, dict) or not isinstance(options, dict) or not isinstance(recipe.get("format"), int):
+    if not isinstance(recipe, dict) or not isinstance(options, dict) or type(recipe.get("format")) is not int:
         raise UsageError(f"{file} holds no recipe", _MEND)
     if recipe["format"] != FORMAT:
         raise UsageError(
@@ -135,6 +138,14 @@ def read_recipe(path: Path) -> list[str]:
             flag = flags_of(name, allowed[name])[-1]
             raise UsageError(f"{file}: {name} is {short_repr(value)}, which {flag} does not take", _MEND)
     return [flag if value is None else f"{flag}={value}" for flag, value in option_words(options)]
+
+
+def _unique(pairs: Sequence[tuple[str, Any]], file: Path) -> dict[str, Any]:
+    """An object of a recipe, refused if a key is there twice: one of the values would count for nothing."""
+    counts = Counter(key for key, _ in pairs)
+    if twice := [key for key, count in counts.items() if count > 1]:
+        raise UsageError(f"{file} has {short_repr(twice[0])} twice in one place", "leave one of them out")
+    return dict(pairs)
 
 
 def _allowed_options() -> dict[str, Option]:

@@ -321,6 +321,26 @@ def test_completion_is_installed_once(subtests, tmp_path, capsys, monkeypatch):
                 assert b"-F _shtab_openquant openquant" in done.stdout
 
 
+def test_completion_is_installed_once_in_a_directory_with_a_line_break(tmp_path: Path, monkeypatch) -> None:
+    home = tmp_path / "my\nhome"
+    home.mkdir()
+    for name, value in {"HOME": home, "XDG_DATA_HOME": home / "data", "SHELL": "/bin/bash"}.items():
+        monkeypatch.setenv(name, str(value))
+    for _ in range(2):
+        assert main(["completion", "install"]) == 0
+    assert (home / ".bashrc").read_text().count("completion.bash") == 2
+    done = subprocess.run(["bash", "-c", 'source "$HOME/.bashrc"; complete -p openquant'], capture_output=True)
+    assert b"-F _shtab_openquant openquant" in done.stdout
+
+
+def test_a_start_file_that_is_a_pipe_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    os.mkfifo(tmp_path / ".bashrc")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    assert main(["completion", "install"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / '.bashrc'} is not a regular file\n")
+
+
 NOT_INSTALLED = [
     ("/bin/tcsh", "/", "$SHELL is tcsh, and scripts are for bash, zsh, fish"),
     ("", "/", "$SHELL is not set, and scripts are for bash, zsh, fish"),

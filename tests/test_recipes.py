@@ -119,6 +119,7 @@ BROKEN: list[tuple[object, str]] = [
     ([], "{} holds no recipe"),
     ({"digest": "x"}, "{} holds no recipe"),
     ({"format": 1, "options": []}, "{} holds no recipe"),
+    ({"format": True, "options": {}}, "{} holds no recipe"),
     ({"format": 2, "openquant": "9", "options": {}}, "{} is a recipe of format 2, this openquant reads 1"),
     ({"format": 1, "options": {"push": "org/name"}}, "{} has 'push', which is no option of compress that a recipe has"),
     ({"format": 1, "options": {"overwrite": True}}, "{} has 'overwrite', which is no option of compress"),
@@ -141,6 +142,13 @@ def test_what_is_no_recipe_is_refused(subtests: pytest.Subtests, tmp_path: Path)
             with pytest.raises(UsageError) as caught:
                 read_recipe(path)
             assert caught.value.message.startswith(message.format(path))
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text('{"format": 1, "options": {"scheme": "int4", "scheme": "tensor"}}')
+    with pytest.raises(UsageError, match="r.json has 'scheme' twice in one place$"):
+        read_recipe(path)
 
 
 def test_values_are_those_of_the_command(tmp_path: Path) -> None:

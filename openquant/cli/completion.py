@@ -12,6 +12,7 @@ import shtab
 from ..errors import UsageError
 from ..files.atomic import write_atomic
 from ..files.journal import output_errors
+from ..files.small_files import read_small
 from .arguments import SHELLS, compress_parser, verb_parser
 
 
@@ -39,6 +40,7 @@ def install_completion(environment: Mapping[str, str], dry_run: bool = False) ->
     Raises:
         UsageError: the shell is none of these, or there is no home directory.
         OutputError: a file cannot be written.
+        SourceError: the start file is not a regular file.
     """
     shell = Path(environment.get("SHELL", "")).name
     if shell not in SHELLS:
@@ -67,8 +69,9 @@ def install_completion(environment: Mapping[str, str], dry_run: bool = False) ->
         compinit = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }"
         line = f'{compinit}; [ -r {quoted} ] && eval "$(<{quoted})"'
     with output_errors(start):
-        text = start.read_bytes() if start.exists() else b""
-        if os.fsencode(line) in text.splitlines():
+        text = read_small(start, str(start)) if start.exists() else b""
+        # The line is several if the name of a directory has line breaks.
+        if os.fsencode(f"\n{line}\n") in b"\n" + text + b"\n":
             return shell, [script]
         if not dry_run:
             with open(start, "ab") as file:

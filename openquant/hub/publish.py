@@ -493,13 +493,15 @@ class Publisher:
 
         path = self.directory / name
         if self._record(name) is None:
+            stamp = _stamp(path)
             with push_errors(self.repo):
                 operation = CommitOperationAdd(name, str(path))
                 with_retries(lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
                 if not operation._is_uploaded:
                     return  # The Hub wants a small file to be part of the commit.
             info = operation.upload_info
-            self._write_record(name, {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()})
+            uploaded = {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()}
+            self._write_record(name, {**uploaded, "stamp": stamp})
             self._save()
         if self.push.only:
             with output_errors(path, "removed"):
@@ -509,12 +511,13 @@ class Publisher:
         return self.records / hashlib.sha256(f"{self.digest} {self.push.name} {name}".encode()).hexdigest()[:24]
 
     def _record(self, name: str) -> dict[str, Any] | None:
-        """The record of a shard's upload, with size, sha256 and sample; None if it is not uploaded."""
+        """The record of a shard's upload, with size, sha256 and sample; None if it has none, or has changed since."""
         try:
             record = parse_json(read_small(self._record_path(name), name), name)
         except (FileNotFoundError, SourceError):
             return self._earlier.get(name)
-        return record if isinstance(record, dict) else None
+        unchanged = _is_record(record) and _stamp(self.directory / name) in (record.get("stamp"), None)
+        return record if unchanged else None
 
     def _write_record(self, name: str, record: dict[str, Any]) -> None:
         path = self._record_path(name)
@@ -605,6 +608,14 @@ def _is_record(record: object) -> TypeGuard[dict[str, Any]]:
 def _is_retryable(error: BaseException) -> bool:
     """Whether a refused commit may succeed on a retry: another commit was in progress, or came before it."""
     return status_of(error) in (409, 412) or is_transient(error)
+
+
+def _stamp(path: Path) -> list[int] | None:
+    """What changes with a file; None if it is not there, since its upload has taken its place."""
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return [status.st_size, status.st_mtime_ns, status.st_ino]
+    return None
 
 
 def _uploaded_operation(name: str, record: dict[str, Any]) -> Any:

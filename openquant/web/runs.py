@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import UsageError
+from ..errors import OutputError, UsageError
 from ..files.atomic import write_atomic
 from .choices import OUTPUT, shown
 
@@ -278,20 +278,20 @@ class Runs:
                 run = self._next()
                 if self._closing or run is None:
                     return
-                run = replace(run, state=RUNNING)
-                self._keep(run)
+            run = replace(run, state=RUNNING)
             try:
+                with self._changed:
+                    self._keep(run)
                 run = self._run(run)
-            except OSError as error:
+            except (OSError, OutputError) as error:
                 run = replace(run, state=FAILED, error=(f"the run cannot be kept: {error}", "continue it once it can"))
             with self._changed:
                 if run.id in self._cancelled:
                     self._forget(run.id)
                 else:
                     self._tokens.pop(run.id, None)
-                    with suppress(OSError):
+                    with suppress(OutputError):
                         self._keep(run)
-                    self._runs[run.id] = run
                 self._changed.notify_all()
 
     def _run(self, run: PageRun) -> PageRun:

@@ -724,6 +724,25 @@ def test_uploads_of_a_source_that_moved_are_made_again(new_site: NewSite, subtes
             assert without_card(site.held()) == without_card(tree(site.root / "fresh"))
 
 
+def test_a_shard_that_changed_after_its_upload_is_uploaded_again(site: Site, expected: dict[str, bytes]) -> None:
+    name = "model-00003-of-00005.safetensors"
+    uploaded_but_not_committed(site)
+    changed = expected[name][:-1] + bytes([expected[name][-1] ^ 1])
+    (site.out / name).write_bytes(changed)
+    site.works("push", site.out, "user/name")
+    assert site.held()[name] == changed
+
+
+def test_a_damaged_record_of_an_upload_counts_for_nothing(site: Site, expected: dict[str, bytes]) -> None:
+    uploaded_but_not_committed(site)
+    records = [path for path in (site.out / ".openquant" / "pushed").iterdir() if path.is_file()]
+    for path, text in zip(records, ("{}", "[]", "{", '{"size": 1, "sha256": 7, "sample": ""}', ""), strict=False):
+        path.write_text(text)
+    assert len(records) == 5
+    site.works(*site.push())
+    assert site.held() == expected
+
+
 def test_what_the_hub_lost_is_uploaded_again(new_site, expected, subtests):
     """It drops uploads that no commit names after a while."""
     name = "model-00003-of-00005.safetensors"

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from openquant.errors import UsageError
+from openquant.errors import OutputError, UsageError
+from openquant.files.atomic import write_atomic
 from openquant.web.runs import DONE, FAILED, RUNNING, STOPPED, Runs, without_tokens
 
 
@@ -45,6 +46,21 @@ def test_an_error_is_that_of_the_command(runs, tmp_path):
     run = runs.add("a", "none", [["compress", "-m", str(tmp_path / "none")]])
     failed = wait(runs, run, FAILED)
     assert str(tmp_path / "none") in failed.error[0] and failed.error[1]
+
+
+def test_a_full_disk_ends_one_run_and_the_next_one_goes_on(runs, example, monkeypatch):
+    kept, full = write_atomic, iter([True])
+
+    def write(path, data):
+        if next(full, False):
+            raise OutputError("the journal cannot be written: No space left on device", "free some space")
+        kept(path, data)
+
+    with runs._changed:
+        first, second = (runs.add("a", "tiny", [["compress", "-m", str(example), "--dry-run"]]) for _ in range(2))
+        monkeypatch.setattr("openquant.web.runs.write_atomic", write)
+    assert "No space left on device" in wait(runs, first, FAILED).error[0]
+    assert wait(runs, second, DONE)
 
 
 def test_a_later_server_finds_runs_and_one_server_holds_them(tmp_path, runs):
