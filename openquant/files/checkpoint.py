@@ -254,6 +254,11 @@ def read_config(root: Path) -> dict[str, Any]:
                 f"{root} is unfinished or damaged: it has a {JOURNAL_FILE} and no config.json",
                 "run the command that makes it again: it continues; or remove the directory",
             )
+        if (root / "params.json").exists():
+            raise SourceError(
+                f"{root} holds a model in Mistral's own form (params.json), without a config.json",
+                "take the repository's safetensors and config.json of transformers, which most have beside it",
+            )
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
     config = read_json(root / "config.json", "config.json")
     if not isinstance(config, dict):
@@ -301,6 +306,11 @@ def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str
                 )
         return sorted(set(weight_map.values())), weight_map
     if (root / SINGLE_FILE).exists() or SINGLE_FILE in remote:
+        if others := sorted(fnmatch.filter({*_names(root), *remote}, "model-*-of-*.safetensors")):
+            raise SourceError(
+                f"{root} holds two models: {SINGLE_FILE}, and {others[0]} without an index",
+                f"remove the older one, or copy the {INDEX_FILE} of the other",
+            )
         return [SINGLE_FILE], None
     refuse_without_weights(root, _names(root))
 

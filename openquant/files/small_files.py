@@ -6,6 +6,7 @@ What these functions return is bounded in size and depth, and comes from a regul
 
 from __future__ import annotations
 
+import codecs
 import errno
 import hashlib
 import json
@@ -142,6 +143,11 @@ def parse_json(data: bytes, what: str) -> Any:
     Raises:
         SourceError: it is not JSON, nested deeper than MAX_DEPTH, or has more than about MAX_VALUES values.
     """
+    if data.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise SourceError(
+            f"{what} begins with a byte-order mark, which engines do not read",
+            "save it again as UTF-8 without a mark",
+        )
     if data.count(b",") > MAX_VALUES:
         raise SourceError(f"{what} holds more than {MAX_VALUES:,} values", _DAMAGED)
     try:

@@ -6,6 +6,7 @@ stops the plan; the error names all such tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,8 @@ SOURCE_DTYPES = ("BF16", "F16", "F32")
 _MOST_NAMED = 100
 # What torch puts before all names of a model that DistributedDataParallel or torch.compile wraps.
 _WRAPPERS = ("module.", "_orig_mod.")
+# Of a model that peft has wrapped.
+_PEFT = re.compile(r"\.(?:lora_\w+|base_layer|original_module|modules_to_save)\.")
 
 
 def sort_tensors(
@@ -133,7 +136,18 @@ def _refuse_wrapped(names: Iterable[str]) -> None:
             )
 
 
+def _refuse_unmerged(names: Iterable[str]) -> None:
+    """Refuse a model that peft has wrapped, or that still holds an adapter."""
+    found = next(filter(_PEFT.search, names), None)
+    if found is not None:
+        raise PlanError(
+            f"{found} is of an adapter (peft), which engines do not know in a model",
+            "merge it first (merge_and_unload), then save_pretrained; if it is merged, save without these tensors",
+        )
+
+
 def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
+    _refuse_unmerged(shape_errors)
     problems = []
     for problem in dict.fromkeys(shape_errors.values()):
         names = collapse(name for name, text in shape_errors.items() if text == problem)

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
 from ..files.tensors import TensorInfo
-from ..formats.format import EXPONENTS, INPUT_SCALE, Format, grid_of
+from ..formats.format import EXPONENTS, FLOATS, INPUT_SCALE, Format, grid_of
 from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
 from ..formats.quantization import UNQUANTIZED, Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
@@ -56,6 +56,8 @@ MODELOPT_FILE = "hf_quant_config.json"
 # modelopt, AutoGPTQ, AutoAWQ (vLLM, get_config_filenames in layers/quantization/auto_gptq.py and auto_awq.py).
 TOOL_CONFIG_FILES = {MODELOPT_FILE: "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 DECODED_DTYPE = "BF16"
+# Of weights that no tool quantized, and of buffers beside them.
+_UNQUANTIZED = (*FLOATS, "F64", "I64", "BOOL")
 # Scales of the KV cache and of attention (vLLM layers/quantization/base_config.py:217-247, fp8.py:211-222).
 _CACHE_SCALE = re.compile(
     r".+\.([qkv]_scale|[qkv]_zero_point|kv_scale|[qkv]_proj\.output_scale|prob_output_scale|[kv]_cache\.scale|q\.scale)"
@@ -335,6 +337,11 @@ def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
 
 
+def _is_borne_out(tensors: Iterable[TensorInfo]) -> bool:
+    """Whether any tensor is other than in an unquantized model: some tools decode weights and leave the config."""
+    return any(info.dtype not in _UNQUANTIZED or "scale" in info.name for info in tensors)
+
+
 def _read(checkpoint: Checkpoint) -> Quantization | None:
     """Read how the checkpoint is quantized, from config.json or a tool's file; None if neither says anything."""
     config = with_tool_config(checkpoint.config, checkpoint.root)
@@ -343,6 +350,8 @@ def _read(checkpoint: Checkpoint) -> Quantization | None:
     try:
         return read_quantization(config)
     except UsageError as error:
+        if not _is_borne_out(checkpoint.tensors.values()):
+            return None
         message = error.message.replace(
             "config.json", tool_config_file(checkpoint.config, checkpoint.root) or "config.json", 1
         )

@@ -241,6 +241,8 @@ def test_what_is_no_checkpoint_is_told(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     assert_refused(folder, f"{folder} is not a checkpoint: it has no config.json")
+    (folder / "params.json").write_text("{}")
+    assert_refused(folder, f"{folder} holds a model in Mistral's own form (params.json), without a config.json")
     (folder / ".openquant.json").write_text("{}")
     assert_refused(
         folder,
@@ -262,6 +264,18 @@ def test_what_is_no_checkpoint_is_told(source: Path, tmp_path: Path) -> None:
     assert_refused(adapter, f"{adapter} holds only an adapter, not a model", merge)
     (adapter / "config.json").write_text(ARCHITECTURE)
     assert_refused(adapter, f"{adapter} holds only an adapter, not a model")
+
+
+def test_two_models_in_a_directory_are_refused(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source", shards=2)
+    (source / "model.safetensors").write_bytes((source / "model-00001-of-00002.safetensors").read_bytes())
+    assert open_checkpoint(source).left_out == ("model.safetensors",)
+    (source / "model.safetensors.index.json").unlink()
+    assert_refused(
+        source,
+        f"{source} holds two models: model.safetensors, and model-00001-of-00002.safetensors without an index",
+        "remove the older one, or copy the model.safetensors.index.json of the other",
+    )
 
 
 F32 = entry("F32", [2], 0, 8)

@@ -161,6 +161,15 @@ def test_all_misfits_are_listed_at_once(tmp_path: Path) -> None:
         wrapped["lm_head.weight"] = wrapped.pop(f"{prefix}lm_head.weight")
         assert "matches no pattern of Qwen3ForCausalLM" in told(wrapped)[0]
 
+    for name in (
+        *("self_attn.q_proj.base_layer.weight", "self_attn.q_proj.lora_A.default.weight", "mlp.up_proj.lora_B.weight"),
+        *("mlp.gate.modules_to_save.default.weight", "mlp.gate.original_module.weight"),
+    ):
+        assert told({f"model.layers.0.{name}": torch.ones(2, 2)}) == (
+            f"model.layers.0.{name} is of an adapter (peft), which engines do not know in a model",
+            "merge it first (merge_and_unload), then save_pretrained; if it is merged, save without these tensors",
+        )
+
 
 @for_each(("gone", "note"), [
     (r"layers\.1\.", "decoder layers that config.json counts (num_hidden_layers 2): 1"),
@@ -371,7 +380,10 @@ def test_lm_head_is_listed_also_when_tied_and_absent(tmp_path: Path) -> None:
     assert config["ignored_layers"] == config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
 
 
-def test_sources_quantized_in_unknown_ways_are_refused(source: Path, tmp_path: Path) -> None:
+def test_sources_quantized_in_unknown_ways_are_refused(tmp_path: Path) -> None:
+    weights, up = small_checkpoints.tensors("Qwen3ForCausalLM"), "model.layers.0.mlp.up_proj"
+    codes = {f"{up}.weight": torch.zeros(512, 256, dtype=torch.uint8)}
+    source = small_checkpoints.write(tmp_path / "codes", weights=weights | codes)
     config = json.loads((source / "config.json").read_text())
     for change, told in (
         ({"quantization_config": {"quant_method": "bitnet"}}, 'the quant_method "bitnet"'),
@@ -387,7 +399,6 @@ def test_sources_quantized_in_unknown_ways_are_refused(source: Path, tmp_path: P
         assert caught.value.message == f"the source is already quantized: config.json has {told}"
 
     # Without a config by their tensors.
-    weights, up = small_checkpoints.tensors("Qwen3ForCausalLM"), "model.layers.0.mlp.up_proj"
     for name, tensor, message in (
         (f"{up}.weight", torch.zeros(512, 256).to(torch.float8_e4m3fn), "{} is F8_E4M3"),
         (f"{up}.weight_scale_inv", torch.zeros(4, 2), "it holds {}"),

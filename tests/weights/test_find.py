@@ -962,6 +962,15 @@ def test_unknown_formats(tmp_path: Path) -> None:
             assert caught.value.hint == hint
 
 
+def test_a_config_that_a_tool_left_behind_as_it_decoded_weights_stops_nothing(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    compress(source, tmp_path / "expected")
+    for number, left in enumerate(({"group_size": 64, "bits": 4}, {"quant_method": "bitnet"}, {"quant_method": "fp8"})):
+        change_json(source / "config.json", lambda found, left=left: found.update(quantization_config=left))
+        compress(source, tmp_path / str(number))
+        assert tree(tmp_path / str(number))["config.json"] == tree(tmp_path / "expected")["config.json"]
+
+
 def test_blocks_of_impossible_sizes_and_targets_that_are_no_names(tmp_path: Path) -> None:
     source = store(tmp_path / "source", by_blocks(name="weight_scale"), {})
     for side in (0, -1, 128.0, "128", True):
