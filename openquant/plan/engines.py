@@ -192,7 +192,12 @@ def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> 
     """
     if model.head_refused is not None:
         raise PlanError(f"{model.name}: its output head stays unquantized: {model.head_refused}", _NO_HEAD)
-    if _is_tied(checkpoint, model):
+    if is_tied(checkpoint, model):
+        if any(is_head(info.module) for info in checkpoint.tensors.values()):
+            raise PlanError(
+                "config.json ties the output head to the embedding, although the source has one",
+                "set tie_word_embeddings to false if the head was trained; or leave --quantize-lm-head out",
+            )
         raise PlanError("the output head is the embedding, which stays unquantized", _NO_HEAD)
     if scheme.method == "fp8":
         raise PlanError(
@@ -226,7 +231,7 @@ def refuse_embedding(checkpoint: Checkpoint, model: Architecture, scheme: Scheme
         )
     if not any(is_embedding(info.module) for info in checkpoint.tensors.values()):
         raise PlanError("the source has no embed_tokens.weight", _NO_EMBEDDING)
-    if _is_tied(checkpoint, model):
+    if is_tied(checkpoint, model):
         raise PlanError(f"the embedding is the output head too, and {VLLM} ties no quantized one to it", _NO_EMBEDDING)
 
 
@@ -248,8 +253,13 @@ def refuse_embedding_schemes(decisions: Decisions) -> None:
             )
 
 
-def _is_tied(checkpoint: Checkpoint, model: Architecture) -> bool:
-    """Whether the output head is the input embedding: config.json says so, or there is no tensor of a head."""
+def is_tied(checkpoint: Checkpoint, model: Architecture) -> bool:
+    """Whether the output head is the input embedding: config.json says so, or there is no tensor of a head.
+
+    Args:
+        checkpoint: the opened source.
+        model: the registry's entry of the architecture.
+    """
     configs = checkpoint.config, text_config(checkpoint, model)
     is_said = any(config.get("tie_word_embeddings") is True for config in configs)
     return is_said or not any(is_head(info.module) for info in checkpoint.tensors.values())

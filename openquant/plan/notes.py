@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
 
 from ..files.checkpoint import Checkpoint
+from ..files.names import INDEX_FILE, SINGLE_FILE
 from ..formats.hardware import MLX_LM, MLX_LM_CLASSES, MLX_LM_VERSION
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
@@ -15,7 +17,7 @@ from ..version import SGLANG
 from ..weights.find import unread_tensors
 from ..weights.weight import Weight
 from .decisions import Decisions, PlanOptions
-from .engines import sglang_refusal
+from .engines import is_tied, sglang_refusal
 from .gptq import gptq_notes
 from .input_scales import unrouted_note
 from .kv_cache import serving_notes
@@ -31,6 +33,32 @@ def entry_notes(model: Architecture) -> list[str]:
         A list of one sentence; empty for the registry's own entries.
     """
     return [model.decided] if model.decided else []
+
+
+def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
+    """Return notes on weights of the source that not all engines compute with.
+
+    Args:
+        checkpoint: the opened source.
+        model: the architecture's entry.
+
+    Returns:
+        A sentence for each file beside the index, and one for a head of its own that config.json denies.
+    """
+    beside = [name for name in checkpoint.left_out if fnmatchcase(name, "*.safetensors") and "/" not in name]
+    notes = [
+        f"{SINGLE_FILE} is left out: it lies beside {INDEX_FILE}, and transformers loads it in place of the shards"
+        if name == SINGLE_FILE
+        else f"{name} is left out: {INDEX_FILE} does not name it, so engines do not load it"
+        for name in beside
+        if checkpoint.indexed and not name.startswith(("adapter", "consolidated"))
+    ]
+    if is_tied(checkpoint, model) and any(is_head(info.module) for info in checkpoint.tensors.values()):
+        notes.append(
+            "the source has an output head, and config.json ties it to the embedding: vLLM computes with the head, "
+            "SGLang with the embedding; if the head was trained, set tie_word_embeddings to false"
+        )
+    return notes
 
 
 def engine_notes(entry: ModuleRules, decisions: Decisions) -> list[str]:

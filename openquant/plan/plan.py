@@ -54,7 +54,7 @@ from .input_scales import expect_calibration, find_input_absmax, require_widths
 from .kv_cache import add_scales, find_cached_attentions
 from .layout import Layout
 from .missing import missing_notes
-from .notes import entry_notes, output_notes
+from .notes import entry_notes, output_notes, source_notes
 from .printed import PlanLine, plan_lines
 from .sort import sort_tensors
 from .tensor_parallel import ParallelSize, check_parallel_sizes, text_config
@@ -264,6 +264,7 @@ def make_plan(
     parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
     notes = [
         *entry_notes(model),
+        *source_notes(checkpoint, model),
         *scheme_notes,
         *missing_notes(entry, decoded.tensors.values(), layers, decisions.passthrough, fused, (decoded.config, config)),
         *cache_notes,

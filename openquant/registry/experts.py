@@ -236,7 +236,7 @@ GPT_OSS = model(
     attention(),
     keep=(Keep(".mlp.router", ROUTER), Keep(".mlp.experts.**", "served as MXFP4")),
     # vLLM models/gpt_oss.py:825-1060.
-    refused=(Refusal(None, None, NO_EXPERTS, "serve the MXFP4 original"),),
+    refused=(Refusal(None, None, NO_EXPERTS, "serve it as it is: the MXFP4 original, or a fine-tune in bfloat16"),),
     windows=SlidingWindows(2),
 )
 

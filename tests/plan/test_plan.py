@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conftest import EXAMPLE
+from conftest import EXAMPLE, change_json
 from openquant import compress
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
@@ -1154,3 +1155,24 @@ def test_outputs_that_mlx_lm_misreads(
     notes = [note for note in make_plan(source, scheme, PlanOptions(**options)).notes if "mlx-lm" in note]
     why = f"mlx-lm 0.32.2 misreads {misread} of this class without an error"
     assert notes == ([f"{why}: give it what `openquant dequantize` makes of the output"] if misread else [])
+
+
+def test_weights_that_not_all_engines_compute_with_are_noted(tmp_path: Path) -> None:
+    root = small_checkpoints.write(tmp_path / "a", shards=2)
+    for name in ("mtp.safetensors", "model.safetensors", "adapter_model.safetensors", "consolidated.safetensors"):
+        shutil.copy(root / "model-00001-of-00002.safetensors", root / name)
+    assert plan_of(root).notes == (
+        "model.safetensors is left out: it lies beside model.safetensors.index.json, and transformers loads it in place "
+        "of the shards",
+        "mtp.safetensors is left out: model.safetensors.index.json does not name it, so engines do not load it",
+    )
+
+    tied = small_checkpoints.write(tmp_path / "b")
+    change_json(tied / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    assert plan_of(tied).notes == (
+        "the source has an output head, and config.json ties it to the embedding: vLLM computes with the head, SGLang "
+        "with the embedding; if the head was trained, set tie_word_embeddings to false",
+    )
+    with pytest.raises(PlanError) as caught:
+        make_plan(open_checkpoint(tied), CHANNEL, PlanOptions(head=True))
+    assert caught.value.message == "config.json ties the output head to the embedding, although the source has one"
