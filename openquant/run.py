@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from .calibration.gptq_run import apply_gptq, missing_bytes, rounded_layer_store
 from .convert.conversion import Progress, WeightFindings, check_copied, convert
 from .distributed import Ranks, attempt
-from .errors import OutputError, SourceError, UsageError
+from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of
 from .files.checkpoint import open_checkpoint, readable
 from .files.claim import Claim
 from .files.evaluation import evaluation_digest, evaluation_files, find_evaluation
-from .files.fingerprint import Fingerprint
+from .files.fingerprint import Fingerprint, Stamp
 from .files.journal import output_errors
 from .files.names import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
 from .files.output import REPLACE
@@ -284,9 +284,14 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings
     with ShardSupply(source, needs, scratch) as supply:
         transfer = _Transfer(supply, publisher, ranks)
         workers, device = prepared.workers, prepared.device
-        findings = convert(
-            plan, shards, transfer, writing.claim.directory, workers, device, progress, fast=prepared.fast
-        )
+        try:
+            findings = convert(
+                plan, shards, transfer, writing.claim.directory, workers, device, progress, fast=prepared.fast
+            )
+        except (SourceError, PlanError):
+            # Bytes at the planned offsets of a replaced shard look like damaged weights.
+            _find_moved(prepared)
+            raise
     if publisher:
         publisher.drain()
     return findings
@@ -473,6 +478,24 @@ def _compare_shards(writing: _Writing, shards: Sequence[Shard], changed: Set[str
         convert(plan, shards, transfer, directory, prepared.workers, prepared.device, progress, against, prepared.fast)
 
 
+def _find_moved(prepared: Prepared) -> dict[str, Stamp]:
+    """Return the current stamps of the source shards that were written to since the plan was made.
+
+    Raises:
+        SourceError: a shard has another header now, so its tensors are not where the plan reads them.
+    """
+    source, checkpoint = prepared.source, prepared.checkpoint
+    # The inode is not compared: some network file systems change it now and then, and a replaced file has another
+    # time of change anyway.
+    moved = {
+        name: stamp for name, stamp in source.stamps(checkpoint).items() if stamp[:-1] != prepared.stamps[name][:-1]
+    }
+
+    for name in moved:
+        source.require_header(checkpoint, name)
+    return moved
+
+
 def _named(root: Path, names: Sequence[str]) -> str:
     """Return files, one of which changed, for a message: "one of a.safetensors, b.safetensors in /models/x"."""
     if len(names) == 1:
@@ -486,17 +509,13 @@ def _write_others(writing: _Writing) -> None:
     prepared, claim, generated = writing.prepared, writing.claim, writing.generated
     directory = claim.directory
     source, plan = prepared.source, prepared.plan
-    stamps, digests = source.stamps(prepared.checkpoint), source.digests(prepared.checkpoint)
+    moved, digests = _find_moved(prepared), source.digests(prepared.checkpoint)
     copied = plan.files.keys() - generated.keys()
     changed = {name for name, digest in digests.items() if claim.sources[name] != digest}
     if changed - copied:
         raise SourceError(f"{source.root / min(changed - copied)} changed while it was being converted", REPLACE)
-    # The inode is not compared: some network file systems change it now and then, and a replaced file has another
-    # time of change anyway.
-    moved = {name for name, (*times, _) in stamps.items() if prepared.stamps[name][:-1] != times}
-    shards = [shard for shard in plan.layout.shards if plan.layout.sources(shard.name) & moved]
-    if moved and plan.options.gptq is not None:
-        # Layers that GPTQ rounded before would not show the change.
+    shards = [shard for shard in plan.layout.shards if plan.layout.sources(shard.name) & moved.keys()]
+    if moved and _has_values_of_weights(plan):
         raise SourceError(f"{source.root / min(moved)} changed while it was being converted", REPLACE)
     gone = [shard.name for shard in shards if not directory.folder.is_file(shard.name)]
     if gone:
@@ -505,14 +524,21 @@ def _write_others(writing: _Writing) -> None:
             "run the same command again: all shards are made and uploaded again",
         )
     if moved:
-        _compare_shards(writing, shards, moved, lambda _: writing.reporter.advanced(0))
-        claim.sources = {**claim.sources, **stamps}
+        _compare_shards(writing, shards, moved.keys(), lambda _: writing.reporter.advanced(0))
+        claim.sources = {**claim.sources, **moved}
     for name in copied:
         if name in changed or not claim.is_finished(name):
             directory.copy(source.root / name, name)
     for name, data in generated.items():
         if not claim.is_finished(name):
             directory.write(name, data)
+
+
+def _has_values_of_weights(plan: Plan) -> bool:
+    """Return whether a plan has values that follow from the source's weights, which comparing with it does not show."""
+    options = plan.options
+    calibrated = options.calibration is not None or options.transforms is not None or options.gptq is not None
+    return calibrated or bool(plan.source.quant_states)
 
 
 def _card(plan: Plan, source: Source, target: Path) -> bytes:

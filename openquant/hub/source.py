@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import (
     Checkpoint,
+    header_digest,
     open_checkpoint,
     read_json,
     readable,
@@ -33,10 +34,12 @@ from ..files.checkpoint import (
     refuse_without_weights,
 )
 from ..files.fingerprint import Stamp, stamps_of
+from ..files.gguf import read_gguf_header
 from ..files.model_files import deciding
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
 from ..files.siblings import similar_path
 from ..files.small_files import file_sha256, read_small
+from ..formats.ggml import ggml_types
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import in_thread
 from ..weights.find import TOOL_CONFIG_FILES
@@ -177,6 +180,29 @@ class Source:
             SourceError: a shard cannot be read.
         """
         return {} if self.revision is not None else stamps_of(self.root, checkpoint.shards)
+
+    def require_header(self, checkpoint: Checkpoint, shard: str) -> None:
+        """Refuse a local shard that was replaced by one with another header, whose tensors may lie elsewhere.
+
+        Raises:
+            SourceError: the header is not the one that `checkpoint` was opened with, or cannot be read.
+        """
+        path = self.root / shard
+        try:
+            if self.gguf is not None:
+                # The shard is a link to the file that the user named.
+                path = path.resolve()
+                header = read_gguf_header(path, path.name, ggml_types()).digest
+            else:
+                header = header_digest(path)
+        except SourceError:
+            header = None
+
+        if header != checkpoint.headers[shard]:
+            raise SourceError(
+                f"{path} was replaced while it was being converted: its header is not the one that was planned",
+                "let nothing write to the model, and run the same command again with --overwrite",
+            )
 
     def digests(self, checkpoint: Checkpoint) -> dict[str, str]:
         """Return the SHA-256 of a local source's files other than shards, by name; {} for a repository.

@@ -28,11 +28,15 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.files.claim import Claim, OutputContents
 from openquant.files.output import OutputDirectory
 from openquant.files.shardfile import ShardFile
+from openquant.files.tensors import TensorInfo, make_header
 from openquant.formats.schemes import TENSOR
 from openquant.hub.source import Source, find_source
 from openquant.plan.plan import make_plan
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import COMMANDS, Rank, finish
+from support.other_tools import KINDS, stored_only
+from support.quantized_checkpoints import store
+from support.random_calibrations import skewed
 from support.rows import for_each
 
 SHARDS = 5
@@ -668,6 +672,101 @@ def test_a_source_that_changes_under_way_is_not_called_finished(
         assert caught.value.message == f"{source / shard} changed since {out / shard} was made"
         assert not (out / "config.json").exists()
         assert not json.loads((out / ".openquant.json").read_text())["done"]
+
+
+def before(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Have something happen once the plan is made, before any weight is read."""
+    convert = running.convert
+
+    def then(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(running, "convert", convert)
+        happens()
+        return convert(*arguments, **options)
+
+    monkeypatch.setattr(running, "convert", then)
+
+
+def reversed_order(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return dict(reversed(tensors.items()))
+
+
+def in_float16(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
+
+
+def with_one_more(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"a": np.ones((8, 8), np.float32), **tensors}
+
+
+def with_one_less(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return dict(list(tensors.items())[1:])
+
+
+def of_nothing(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {}
+
+
+def in_another_shape(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: tensor.T if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+
+
+def rewrite(path: Path, change: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
+    """Put another shard in a shard's place, in the order of its tensors."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = file.read()
+    header.pop("__metadata__", None)
+    kinds = {"BF16": np.uint16, "F32": np.float32}
+    tensors = {
+        name: np.frombuffer(data[slice(*entry["data_offsets"])], kinds[entry["dtype"]]).reshape(entry["shape"])
+        for name, entry in header.items()
+    }
+    names = {"uint16": "BF16", "float32": "F32", "float16": "F16"}
+    changed = change(tensors)
+    infos = [TensorInfo(name, names[str(tensor.dtype)], tensor.shape) for name, tensor in changed.items()]
+    path.unlink()
+    path.write_bytes(make_header(infos) + b"".join(tensor.tobytes() for tensor in changed.values()))
+
+
+REPLACED = [reversed_order, in_float16, with_one_more, with_one_less, of_nothing, in_another_shape]
+
+
+@for_each("moment", [before, during])
+@for_each("how", REPLACED)
+def test_a_shard_with_another_header_than_planned_is_refused(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, moment: Callable[..., None], how: Callable[..., Any]
+) -> None:
+    """Its tensors lie elsewhere: read at the planned offsets they are garbage, and compared with them equal to it."""
+    shard, out = source / "model-00002-of-00005.safetensors", tmp_path / "out"
+    moment(monkeypatch, lambda: rewrite(shard, how))
+    with pytest.raises(SourceError) as caught:
+        compress(source, out, workers=1)
+    assert caught.value.message == (
+        f"{shard} was replaced while it was being converted: its header is not the one that was planned"
+    )
+    assert caught.value.hint == ("let nothing write to the model, and run the same command again with overwrite=True")
+    assert not (out / "config.json").exists()
+
+
+def test_what_a_calibration_found_does_not_fit_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of inputs and smoothed norms lie in the plan: comparing with the source cannot show that it changed."""
+    source = small_checkpoints.write(tmp_path / "source", shards=2)
+    made = skewed(make_plan(open_checkpoint(source), TENSOR), tmp_path / "calibration")
+    shard = "model-00001-of-00002.safetensors"
+    before(monkeypatch, lambda: change(source, shard))
+    with pytest.raises(SourceError) as caught:
+        compress(source, tmp_path / "out", "int8", smooth=0.5, calibration=made)
+    assert caught.value.message == f"{source / shard} changed while it was being converted"
+
+
+def test_what_shapes_were_read_from_may_not_be_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bitsandbytes, whose tensors hold them, the plan has read some."""
+    kind = KINDS["bitsandbytes nf4"]
+    source = store(tmp_path / "source", stored_only(kind.make), kind.config)
+    during(monkeypatch, lambda: os.utime(source / "model.safetensors", (1, 1)))
+    with pytest.raises(SourceError) as caught:
+        dequantize(source, tmp_path / "out")
+    assert caught.value.message == f"{source / 'model.safetensors'} changed while it was being converted"
 
 
 def test_file_names_that_the_file_system_allows(tmp_path: Path, source: Path) -> None:

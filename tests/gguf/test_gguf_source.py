@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import openquant
+from openquant import run as running
 from openquant.errors import SourceError, UsageError
 from openquant.gguf import source
 from openquant.gguf.architectures import ARCHITECTURES
@@ -216,3 +218,19 @@ def test_the_directory_that_is_made_goes_with_its_source(tmp_path: Path) -> None
     del opened
     assert not root.exists()
     assert (tmp_path / "m.gguf").exists()
+
+
+def test_a_file_that_is_replaced_under_way_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, convert = tmp_path / "m.gguf", running.convert
+    write_gguf(file, "llama", DECODABLE)
+
+    def replace_first(*arguments: Any, **options: Any) -> Any:
+        write_gguf(file, "llama", DECODABLE[:1])
+        return convert(*arguments, **options)
+
+    monkeypatch.setattr(running, "convert", replace_first)
+    with pytest.raises(SourceError) as caught:
+        openquant.dequantize(file, tmp_path / "out")
+    assert caught.value.message == (
+        f"{file} was replaced while it was being converted: its header is not the one that was planned"
+    )
