@@ -20,6 +20,7 @@ from .files.cards import card_of, metadata_notes, split_card
 from .files.checkpoint import Checkpoint, readable
 from .files.claim import Claim, OutputContents
 from .files.fingerprint import Stamp
+from .files.journal import WeightFacts
 from .files.names import CARD_FILE
 from .files.output import refuse_overlap, refuse_root
 from .files.small_files import read_small
@@ -383,6 +384,7 @@ def claim_of(
         # What replaces a file of the source counts as large as that, so that the size is known before it is made.
         {**{name: len(data) for name, data in generated.items()}, **plan.files},
         plan.provenance._replace(copy=run.copy),
+        _weight_facts(plan),
         at_once=AT_ONCE if run.push and run.push.only else None,
         scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if run.stream else 0) + rounded,
     )
@@ -392,6 +394,18 @@ def claim_of(
         run.overwrite,
         elsewhere=publisher.elsewhere if publisher else frozenset,
         sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
+    )
+
+
+def _weight_facts(plan: Plan) -> WeightFacts:
+    """Return what a plan does to weights, for the journal."""
+    transforms = plan.options.transforms
+    return WeightFacts(
+        gptq=plan.options.gptq is not None,
+        smoothed=transforms is not None and bool(transforms.title),
+        weighed=transforms is not None and transforms.weighed > 0,
+        keeps_codes=plan.decisions.keeps,
+        from_quantized=summary.has_quantized_source(plan),
     )
 
 

@@ -12,16 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .weight_changes import ROUNDED, WeightChange
+from ..weights.quant_error import ERROR_MOVED, MOVED, OTHER_WEIGHTS, ROUNDED
+from .weight_changes import WeightChange
 
 # Limit of a layer's error relative to its format's rounding error, and relative to the median layer's ratio of the two.
+# weights/quant_error.py has the limits for methods that compensate errors.
 ERROR = 1.5
-# GPTQ moves weights farther than rounding to nearest does, where inputs are alike by up to 5 times (the first layer of
-# SmolLM2-135M). Layers have the limit ERROR_MOVED, and at most OTHER_WEIGHTS of relative error, if the median layer's
-# ratio is above MOVED, or if the model card says GPTQ.
-MOVED = 1.1
-ERROR_MOVED = 8.0
-OTHER_WEIGHTS = 0.9
 # A layer is suspect if it adds JUMP times the median layer's distance and more than LEAST_JUMP, unless the floor grows
 # there as suddenly.
 JUMP = 8.0

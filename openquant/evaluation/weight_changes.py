@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..formats.format import Format, Group, grid_of
 from ..formats.reference import choose_unsearched_scales, decode, encode, group_absmax, group_global_scale
 from ..formats.schemes import SCHEMES
+from ..weights.quant_error import FEW_WEIGHTS, ROUNDED, WRONG_SCALE
 
 # Elements that are converted to float32 at a time.
 CHUNK = 1 << 21
@@ -25,17 +26,12 @@ CHUNK = 1 << 21
 PIECE = 1 << 24
 # A group is bad if its error is more than this many times its rounding error (in norm).
 MAX_GROUP_ERROR = 2.0
-# A group's scale is wrong if its weights are larger or smaller than the source's by this factor: GPTQ made one group of
-# 128 weights 0.55 times as large, of all of SmolLM2-135M (groups of 16 or 32 weights it can turn round).
-WRONG_SCALE = 1.9
-# Groups of fewer weights than this say something only if more than this share of them is wrong: in that model's first
-# layer it was up to 0.015.
-FEW_WEIGHTS, MOST_MOVED = 64, 0.02
+# Groups of fewer weights than FEW_WEIGHTS say something only if more than this share of them is wrong: in the first
+# layer of SmolLM2-135M it was up to 0.015.
+MOST_MOVED = 0.02
 # Groups with less than this share of the mean energy in their row do not count as wrong: the errors that GPTQ
 # propagates into them from other groups may be larger than they are.
 SMALL_GROUP = 0.25
-# Largest relative change from storing float32 or float16 as bfloat16.
-ROUNDED = 2.0**-8
 # Numeric formats that the torch kernels encode; others are encoded with numpy.
 _TORCH_NUMBERS = {scheme.format.number for scheme in SCHEMES.values()}
 

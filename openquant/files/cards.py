@@ -125,15 +125,6 @@ def is_smoothed(card: str) -> bool:
     return _has_row(card, "| folded |")
 
 
-def has_weighted_search(card: str) -> bool:
-    """Return whether a model card says that openquant's search for scales weighted weight errors by the layers' inputs.
-
-    Args:
-        card: the text of README.md. False if openquant did not write it.
-    """
-    return _has_row(card, "| scales |")
-
-
 def is_rounded_by_gptq(card: str) -> bool:
     """Return whether a model card says that openquant rounded the weights with GPTQ; False if others wrote it.
 
@@ -141,15 +132,6 @@ def is_rounded_by_gptq(card: str) -> bool:
         card: the text of README.md.
     """
     return _has_row(card, f"| rounded by | {ROUNDED_BY_GPTQ}, ")
-
-
-def keeps_codes(card: str) -> bool:
-    """Return whether a model card says that openquant kept all codes and scales of a quantized source.
-
-    Args:
-        card: the text of README.md. False if openquant did not write it.
-    """
-    return _has_row(card, f"| codes | {KEPT_CODES} |")
 
 
 def _has_row(card: str, start: str) -> bool:

@@ -37,6 +37,7 @@ from .journal import (
     SOURCE,
     WORK,
     Provenance,
+    WeightFacts,
     foreign_files,
     is_sound_work,
     is_work,
@@ -58,6 +59,7 @@ class OutputContents:
         shards: bytes of tensors in each shard, by file name; the file also has a header.
         others: size of each other file in bytes, by path relative to the directory.
         provenance: options and entry, for the journal.
+        facts: what the run does to weights, for the journal.
         at_once: number of shards on disk at a time; None for all.
         scratch: bytes of temporary files.
     """
@@ -66,6 +68,7 @@ class OutputContents:
     shards: Mapping[str, int]
     others: Mapping[str, int]
     provenance: Provenance = field(default_factory=Provenance)
+    facts: WeightFacts = field(default_factory=WeightFacts)
     at_once: int | None = None
     scratch: int = 0
 
@@ -98,6 +101,7 @@ class OutputContents:
             "done": done,
             "files": sorted(self.files),
             "sources": dict(sorted(sources.items())),
+            "weights": self.facts._asdict(),
         }
         if self.provenance.recipe is not None:
             record["recipe"] = self.provenance.recipe

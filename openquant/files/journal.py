@@ -32,6 +32,24 @@ ELSEWHERE = "choose another directory with -o"
 _DAMAGED = "delete it and openquant verify checks the weights; to convert again choose another directory with -o"
 
 
+class WeightFacts(NamedTuple):
+    """What a run does to weights, as `verify` must know it. The journal of the output records it.
+
+    Attributes:
+        gptq: whether GPTQ rounds layers.
+        smoothed: whether SmoothQuant or AWQ divides inputs of layers.
+        weighed: whether the search for scales weights errors by the layers' inputs.
+        keeps_codes: whether all codes and scales are those of a quantized source.
+        from_quantized: whether any weight of the source is quantized.
+    """
+
+    gptq: bool = False
+    smoothed: bool = False
+    weighed: bool = False
+    keeps_codes: bool = False
+    from_quantized: bool = False
+
+
 class Provenance(NamedTuple):
     """How an output was made. Its journal records all but the third.
 
@@ -128,6 +146,7 @@ def _parsed(data: bytes | None, path: Path) -> dict[str, Any]:
             and isinstance(journal.get("recipe", {}), dict)
             and isinstance(journal.get("entry", {}), dict)
             and all(isinstance(pattern, str) for pattern in journal.get("copy", []))
+            and _has_facts(journal.get("weights"))
             and all(_is_ours(name) for name in journal["files"])
         )
     except (SourceError, TypeError, KeyError):
@@ -135,6 +154,12 @@ def _parsed(data: bytes | None, path: Path) -> dict[str, Any]:
     if not valid:
         raise OutputError(f"{path} is not a journal that this version of openquant wrote", _DAMAGED)
     return dict(journal)
+
+
+def facts_in(journal: Mapping[str, Any]) -> WeightFacts | None:
+    """Return what a journal records about weights; None if an earlier version wrote it, which recorded nothing."""
+    facts = journal.get("weights")
+    return None if facts is None else WeightFacts(**facts)
 
 
 def finished_files(directory: Path) -> tuple[str, set[str]]:
@@ -174,6 +199,13 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
             f"{directory} {problem}", "run the command that made it again; with --push-only nothing is left to push"
         )
     return journal["digest"], set(journal["files"])
+
+
+def _has_facts(facts: object) -> bool:
+    """Return whether a journal's "weights" are WeightFacts, or None."""
+    if not isinstance(facts, dict):
+        return facts is None
+    return facts.keys() == WeightFacts._field_defaults.keys() and all(type(fact) is bool for fact in facts.values())
 
 
 def _is_ours(name: object) -> bool:

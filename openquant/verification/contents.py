@@ -6,6 +6,7 @@ Threads read a bounded piece at a time, as a conversion does. No whole tensor is
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ..formats.kernels import Bits, from_float32, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..threads import in_threads
-from ..weights.quant_error import Comparison, ErrorSum, LayerError
+from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError
 from ..weights.reading import Reader
 from ..weights.weight import Weight
 
@@ -44,6 +45,7 @@ class TensorTask:
         scheme: the scheme, if quantizing the source again must give the same scales and codes; None if not.
         weighted_search: whether the scale search weighted errors by input statistics, which are not known here.
         gptq_rounded: whether GPTQ rounded it, or may have, so that its codes cannot be recomputed.
+        foreign: whether it is not known what rounded it: the median of all such weights decides if GPTQ may have.
         kv_cache_scale: whether it is a KV-cache scale, which belongs to no weight.
         finite_only: whether it is only checked for NaN and infinity, and not compared with the source.
         kept: whether codes and scales must be those of the quantized source.
@@ -57,10 +59,28 @@ class TensorTask:
     scheme: Scheme | None = None
     weighted_search: bool = False
     gptq_rounded: bool = False
+    foreign: bool = False
     kv_cache_scale: bool = False
     finite_only: bool = False
     kept: bool = False
     by_decoding: bool = False
+
+
+@dataclass(frozen=True)
+class _ForeignError:
+    """The error of a weight of which it is not known what rounded it.
+
+    Attributes:
+        number: number of its task.
+        times_rounding: the error relative to that of the nearest codes.
+        beyond_nearest: what is wrong if codes are the nearest; None if nothing is.
+        beyond_gptq: what is wrong if GPTQ chose them; None if nothing is.
+    """
+
+    number: int
+    times_rounding: float
+    beyond_nearest: str | None
+    beyond_gptq: str | None
 
 
 @dataclass
@@ -76,6 +96,7 @@ class TensorFindings:
             layers share.
         compared_codes: number of codes that were recomputed from the source with the stored scales.
         equal_codes: number of these that equal the stored codes.
+        compensated: whether the weights of another tool have the errors of a method such as GPTQ.
         non_finite: number of NaN and infinities in each unquantized tensor that has some, by name.
         as_in_source: names of the tensors in `non_finite` that equal the source's.
     """
@@ -87,6 +108,7 @@ class TensorFindings:
     absmax: dict[str, float] = field(default_factory=dict)
     compared_codes: int = 0
     equal_codes: int = 0
+    compensated: bool = False
     non_finite: dict[str, NonFinite] = field(default_factory=dict)
     as_in_source: set[str] = field(default_factory=set)
 
@@ -131,14 +153,28 @@ class _Reading:
         # Each with the number of its task, by which they are sorted at the end.
         self.problems: list[tuple[int, str]] = []
         self.errors: list[tuple[int, LayerError]] = []
+        self.foreign: list[_ForeignError] = []
         self.findings = TensorFindings()
 
     def run(self, workers: int) -> TensorFindings:
         """Do all tasks and return what they found. Raises the first error of a worker."""
         in_threads(self._work, workers, self.stopped)
+        self._judge_foreign()
         self.findings.problems = [message for _, message in sorted(self.problems, key=lambda entry: entry[0])]
         self.findings.errors = [error for _, error in sorted(self.errors, key=lambda entry: entry[0])]
         return self.findings
+
+    def _judge_foreign(self) -> None:
+        """Report weights of another tool that are farther from the source than its method explains."""
+        if not self.foreign:
+            return
+        # Nearest codes have no larger error than themselves, whatever the scales are.
+        median = statistics.median(error.times_rounding for error in self.foreign)
+        self.findings.compensated = median > MOVED
+        for error in self.foreign:
+            problem = error.beyond_gptq if self.findings.compensated else error.beyond_nearest
+            if problem is not None:
+                self.add_problem(error.number, problem)
 
     def _work(self) -> None:
         worker = _Worker(self)
@@ -327,7 +363,7 @@ class _Worker:
                     number,
                     f"{self.reading.place(info.name)} stands for other weights than the source's codes and scales",
                 )
-            self._report_error(number, weight, comparison, scheme is None and not task.gptq_rounded, task.gptq_rounded)
+            self._report_error(number, weight, comparison, task)
 
     def _check_decoded(self, number: int, weight: Weight, original: Weight | None) -> None:
         """Check a weight by decoding it, and sum up its error if `original` is given."""
@@ -350,7 +386,8 @@ class _Worker:
                 source_rows = np.concatenate([source_rows, to_float32(next(source_pieces), original.dtype)])
             if source_pieces is not None:
                 current = source_rows[: len(bits)]
-                errors.add(current, np.abs(bits.view(np.float32) - current))
+                error = bits.view(np.float32) - current
+                errors.add(current, error, error)
                 source_rows = source_rows[len(bits) :]
             self.reading.advance(len(bits) * weight.codes.nbytes // (weight.shape[0] * experts))
         if source_pieces is not None:
@@ -464,24 +501,35 @@ class _Worker:
             f"{right} ({int(wrong.sum())} of {wrong.size} zero points differ)",
         )
 
-    def _report_error(
-        self, number: int, weight: Weight, comparison: Comparison, check_bound: bool, gptq_rounded: bool
-    ) -> None:
+    def _report_error(self, number: int, weight: Weight, comparison: Comparison, task: TensorTask) -> None:
         """Record a layer's error, and report weights that are farther from the source than rounding explains.
 
-        The bound holds for rounding to the nearest code, not for GPTQ. Codes that were recomputed do not need it.
+        Codes that were recomputed need no bound.
         """
-        if check_bound and comparison.out_of_bound is not None:
+        place = self.reading.place(weight.codes.name)
+        beyond_nearest = beyond_gptq = None
+        if comparison.out_of_bound is not None:
             (row, col), error, bound, count = comparison.out_of_bound
-            self.reading.add_problem(
-                number,
-                f"{self.reading.place(weight.codes.name)} is off by {error:.3g} at [{row}, {col}], where rounding "
-                f"explains {bound:.3g} ({count} of {math.prod(comparison.shape)} weights are off)",
+            beyond_nearest = (
+                f"{place} is off by {error:.3g} at [{row}, {col}], where rounding explains {bound:.3g} "
+                f"({count} of {math.prod(comparison.shape)} weights are off)"
             )
+        if comparison.error.excess is not None:
+            beyond_gptq = f"{place} {comparison.error.excess}"
+
+        if task.foreign:
+            times_rounding = comparison.error.times_rounding
+            with self.reading.lock:
+                self.reading.foreign.append(_ForeignError(number, times_rounding, beyond_nearest, beyond_gptq))
+        elif task.gptq_rounded and beyond_gptq is not None:
+            self.reading.add_problem(number, beyond_gptq)
+        elif task.scheme is None and not task.gptq_rounded and beyond_nearest is not None:
+            self.reading.add_problem(number, beyond_nearest)
+
         layer_error = comparison.error.of(weight.module, comparison.shape)
         with self.reading.lock:
             self.reading.errors.append((number, layer_error))
-            if not gptq_rounded:
+            if not task.gptq_rounded:
                 codes = math.prod(comparison.shape)
                 self.reading.findings.compared_codes += codes
                 self.reading.findings.equal_codes += codes - comparison.differing

@@ -58,7 +58,7 @@ def recognize_smoothing(
         plan: the plan that makes the output of its source without smoothing.
         output: the opened output directory.
         codes: its quantized weights, by the tensor name that the weight has unquantized ("..up_proj.weight").
-        stated: whether its model card says that it is smoothed. If not, a norm that no powers of two explain means
+        stated: whether its journal says that it is smoothed. If not, a norm that no powers of two explain means
             that there is no smoothing, and is not a problem.
 
     Returns:

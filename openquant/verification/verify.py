@@ -16,18 +16,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import PlanError, SourceError, UsageError
-from ..files.cards import (
-    QUANTIZED,
-    card_of,
-    has_weighted_search,
-    is_rounded_by_gptq,
-    is_smoothed,
-    keeps_codes,
-    source_of,
-)
 from ..files.checkpoint import Checkpoint, open_checkpoint, read_config, readable
 from ..files.evaluation import find_evaluation
-from ..files.journal import read_journal
+from ..files.journal import WeightFacts, facts_in, read_journal
 from ..files.small_files import open_regular
 from ..files.tensors import TensorInfo
 from ..formats.finite import can_be_non_finite
@@ -137,13 +128,10 @@ def verify(
     if model == GENERIC:
         # The generic entry says nothing of engines.
         model = None
-    card = card_of(checkpoint)
-    card_source = source_of(card)
-    ours = journal is not None or card_source is not None
-    headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours)
-    recomputable = ours and QUANTIZED not in (card_source or "")
+    facts = None if journal is None else facts_in(journal)
+    headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
     cached = checked.repo is not None
-    verification = _Verification(headers, findings, journal_files, origin, full, recomputable, card, requested, cached)
+    verification = _Verification(headers, findings, journal_files, origin, full, facts, requested, cached)
     verification.run(workers or available_cpus(), progress)
     contents = verification.contents
     return Report(
@@ -184,8 +172,7 @@ class _Verification:
         files: set[str],
         source: Checkpoint | None,
         full: bool,
-        recomputable: bool,
-        card: str,
+        facts: WeightFacts | None,
         architecture: Architecture | None,
         cached: bool,
     ) -> None:
@@ -197,8 +184,8 @@ class _Verification:
         self.findings = findings
         # Names of the files that the run wrote; empty if not known.
         self.files = files
-        self.smoothed, self.weighted_search = is_smoothed(card), has_weighted_search(card)
-        self.gptq_rounded, self.keeps = is_rounded_by_gptq(card), keeps_codes(card)
+        # What the run did to weights; of a directory that another tool made, nothing is known.
+        self.facts = facts or WeightFacts()
         self.checkpoint = headers.checkpoint
         self.origin = source
         # The source as if its quantized weights were bfloat16, and these weights by tensor name.
@@ -208,9 +195,9 @@ class _Verification:
             self.source, self.decoded = decoded_view(source)
         self.full = full
         self.ours = findings.ours
-        self.recomputable = recomputable
+        self.recomputable = self.ours and not self.facts.from_quantized
         # Whether quantizing the source again must give the same codes and scales.
-        self.recomputes = full and recomputable and headers.scheme is not None
+        self.recomputes = full and self.recomputable and headers.scheme is not None
         self.problems, self.notes = findings.problems, findings.notes
         self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
         self.as_engines_load = headers.quantization.checked_as_engines_load
@@ -349,7 +336,7 @@ class _Verification:
             layout, headers = self._stored_layout(), self.headers
             options = PlanOptions(head=headers.head, embedding=headers.embedding, fp8_kv_cache=self.fp8_cache)
             self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
-            if self.ours:
+            if self.as_engines_load:
                 self._recognize_smoothing(self.plan)
                 options = replace(options, transforms=self.transforms)
                 self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
@@ -361,7 +348,7 @@ class _Verification:
     def _recognize_smoothing(self, plan: Plan) -> None:
         """Set `transforms` to the smoothing of the output."""
         try:
-            smoothing = recognize_smoothing(plan, self.checkpoint, self.codes, self.smoothed)
+            smoothing = recognize_smoothing(plan, self.checkpoint, self.codes, self.facts.smoothed)
         except SourceError as error:
             self.problems.append(error.message)
             return
@@ -491,14 +478,23 @@ class _Verification:
             original = original if original and original.shape == weight.source.shape else None
             scheme = self._scheme_of(weight) if self.recomputes else None
             # The source whose codes are kept, or the one that those codes were made from, by any method.
-            kept = self.keeps and original is not None and original.format is not None
-            by_gptq = weight.module in gptq_rounded or (self.keeps and not kept)
+            keeps = self.facts.keeps_codes
+            kept = keeps and original is not None and original.format is not None
+            by_gptq = weight.module in gptq_rounded or (keeps and not kept)
             # GPTQ's search is weighted by the Hessian.
-            weighted = self.weighted_search or by_gptq
+            weighted = self.facts.weighed or by_gptq
             by_decoding = not self.as_engines_load or (weight.format is not None and weight.format.columns is not None)
             tasks.append(
                 TensorTask(
-                    weight.codes, weight, original, scheme, weighted, by_gptq, kept=kept, by_decoding=by_decoding
+                    weight.codes,
+                    weight,
+                    original,
+                    scheme,
+                    weighted,
+                    by_gptq,
+                    foreign=not self.ours,
+                    kept=kept,
+                    by_decoding=by_decoding,
                 )
             )
         tasks += [TensorTask(info, kv_cache_scale=True) for info in self.cache_scales]
@@ -513,17 +509,22 @@ class _Verification:
         self.contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
         self.problems += self.contents.problems
         self._report_non_finite()
-        if self.keeps and self.full and self.decoded:
+        if self.facts.keeps_codes and self.full and self.decoded:
             self.notes.append("codes and scales were compared with those of the source, which the output keeps")
-        elif self.keeps and self.full:
+        elif self.facts.keeps_codes and self.full:
             self.notes.append(
                 "the output keeps the codes and scales of another checkpoint, and this source has none: errors were "
-                "measured, and no limit is set for them"
+                "measured, with the limits of GPTQ"
             )
         elif self.codes and self.ours and self.full and not self.recomputes:
             self.notes.append(
                 "codes and scales were not recomputed, since the source was already quantized: errors were compared "
                 "with the rounding bound"
+            )
+        if self.contents.compensated:
+            self.notes.append(
+                "most weights are farther from the source than the nearest codes are, as after GPTQ: its limits were "
+                "taken for their errors"
             )
         if self.full and gptq_rounded:
             self.notes.append(
@@ -547,7 +548,7 @@ class _Verification:
 
     def _gptq_modules(self) -> set[str]:
         """The modules that GPTQ rounded; without a plan, all quantized ones."""
-        if not self.gptq_rounded:
+        if not self.facts.gptq:
             return set()
         if self.plan is None:
             return {weight.module for weight in self.codes.values()}

@@ -14,6 +14,20 @@ from ..formats.numbers import Codes, Floats
 from ..formats.scales import choose_scales
 from ..formats.schemes import Scheme
 
+# Largest relative change from storing float32 or float16 as bfloat16.
+ROUNDED = 2.0**-8
+# GPTQ moves weights farther than rounding to nearest does, where inputs are alike by up to 5 times (the first layer of
+# SmolLM2-135M). If the median layer's error is more than MOVED times its rounding error, such a method made it. Limits
+# of a layer are then ERROR_MOVED, relative to its rounding error, and OTHER_WEIGHTS, relative to its weights.
+MOVED = 1.1
+ERROR_MOVED = 8.0
+OTHER_WEIGHTS = 0.9
+# Weights are others than the source's if they are larger or smaller by this factor, measured as <source, output> /
+# <source, source>: GPTQ made one group of 128 weights 0.55 times as large, of all of SmolLM2-135M. Of fewer weights
+# than FEW_WEIGHTS it can turn round all.
+WRONG_SCALE = 1.9
+FEW_WEIGHTS = 64
+
 
 @dataclass(frozen=True)
 class LayerError:
@@ -35,23 +49,73 @@ class LayerError:
 
 
 class ErrorSum:
-    """Sums of squares of a layer's weights (signal) and errors (noise), and its largest error, over pieces of rows."""
+    """Sums of squares of a layer's weights (signal) and errors (noise), and its largest error, over pieces of rows.
+
+    Attributes:
+        rounding: the noise that rounding to the nearest codes would have.
+        rows: number of rows so far.
+        other_rows: number of rows that are not the source's (WRONG_SCALE), where the nearest codes would be.
+        first_other: index of the first of them, and its <source, output> / <source, source>; None if there is none.
+    """
 
     def __init__(self) -> None:
         self.signal = 0.0
         self.noise = 0.0
+        self.rounding = 0.0
         self.largest = 0.0
+        self.rows = 0
+        self.other_rows = 0
+        self.first_other: tuple[int, float] | None = None
 
-    def add(self, weights: Floats, error: Floats) -> None:
+    def add(self, weights: Floats, error: Floats, nearest: Floats) -> None:
         """Add a piece of the layer.
 
         Args:
             weights: the source's weights, float32 [n, in].
-            error: the absolute error of each, float32 [n, in].
+            error: the output's weights minus these, float32 [n, in].
+            nearest: the error that the nearest codes have, float32 [n, in]; `error` itself if those are stored.
         """
+        noise = energy(error)
         self.signal += energy(weights)
-        self.noise += energy(error)
-        self.largest = max(self.largest, float(error.max()))
+        self.noise += noise
+        self.rounding += noise if nearest is error else energy(nearest)
+        self.largest = max(self.largest, float(error.max()), -float(error.min()))
+
+        if nearest is not error and weights.shape[1] >= FEW_WEIGHTS:
+            self._count_others(weights, error, nearest)
+        self.rows += len(weights)
+
+    def _count_others(self, weights: Floats, error: Floats, nearest: Floats) -> None:
+        """Count rows of other weights."""
+        signals = row_energies(weights)
+        products = signals + _row_products(weights, error)
+        others = _are_others(signals, products) & ~_are_others(signals, signals + _row_products(weights, nearest))
+        self.other_rows += int(others.sum())
+        if self.first_other is None and others.any():
+            row = int(others.argmax())
+            self.first_other = self.rows + row, float(products[row] / signals[row])
+
+    @property
+    def times_rounding(self) -> float:
+        """The error relative to that of the nearest codes."""
+        relative = relative_error(self.signal, self.noise)
+        return relative / max(relative_error(self.signal, self.rounding), ROUNDED) if relative else 1.0
+
+    @property
+    def excess(self) -> str | None:
+        """What is wrong with the weights even if a method such as GPTQ chose the codes; None if nothing is."""
+        relative = relative_error(self.signal, self.noise)
+        explained = ERROR_MOVED * max(relative_error(self.signal, self.rounding), ROUNDED)
+        limit = min(OTHER_WEIGHTS, explained)
+        if relative > limit:
+            return f"has a relative error of {relative:.3g}, where GPTQ explains {limit:.3g}"
+        if self.first_other is not None:
+            row, factor = self.first_other
+            return (
+                f"holds other weights than the source's in row {row}, {factor:.3g} times as large along it "
+                f"({self.other_rows} of {self.rows} rows are others)"
+            )
+        return None
 
     def of(self, module: str, shape: tuple[int, int]) -> LayerError:
         """Return the error of the layer, once all its pieces are added.
@@ -185,15 +249,20 @@ class Comparison:
             if self.first_difference is None:
                 row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
                 self.first_difference = (top + row, col), int(codes[row, col]), int(expected[row, col])
-        error = self.number.decode(codes)
-        if zero is not None:
-            error -= zero
-        error *= element_scale
-        error -= weight
-        np.abs(error, out=error)
-        self.error.add(weight, error)
+        error = self._decode(codes, zero, element_scale) - weight
+        nearest = error if same else self._decode(expected, zero, element_scale) - weight
+        self.error.add(weight, error, nearest)
         if not (same and fits):
+            np.abs(error, out=error)
             self._check_bound(top, weight if zero is None else weight + zero * element_scale, error, element_scale)
+
+    def _decode(self, codes: Codes, zero: Floats | None, element_scale: Floats) -> Floats:
+        """Return the weights that codes stand for, float32 [n, in]."""
+        values = self.number.decode(codes)
+        if zero is not None:
+            values -= zero
+        values *= element_scale
+        return values
 
     def _update_expected(self, rows: slice, bits: Bits, dtype: str) -> None:
         """Set the expected scales and zero points of some rows of groups, from the source's weights."""
@@ -233,6 +302,18 @@ def relative_error(signal: float, noise: float) -> float:
         sqrt(noise / signal). If all weights are zero: 1.0 with any error, else 0.0.
     """
     return math.sqrt(noise / signal) if signal else float(noise > 0)
+
+
+def _row_products(left: Floats, right: Floats) -> npt.NDArray[np.float64]:
+    """Return the inner product of each row of two arrays, float32 [n, in], as float64 [n]."""
+    products: npt.NDArray[np.float64] = np.einsum("ij,ij->i", left, right, dtype=np.float64)
+    return products
+
+
+def _are_others(signals: npt.NDArray[np.float64], products: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Return which rows are not the source's, given <source, source> and <source, output> of each."""
+    others: npt.NDArray[np.bool_] = (products > WRONG_SCALE * signals) | (products < signals / WRONG_SCALE)
+    return others
 
 
 def energy(values: Floats) -> float:

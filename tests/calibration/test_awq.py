@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import EXAMPLE
+from conftest import EXAMPLE, change_json
 from openquant import calibrate, compress, evaluate, verify
 from openquant.calibration.awq import EXPONENTS, SampledRows, sample_rows, search_scale
 from openquant.calibration.mappings import SmoothingMapping
@@ -172,9 +172,11 @@ def test_verify_accepts_only_scales_that_the_search_tries(made: Twin, tmp_path: 
     assert "at [5, 1], the source makes it" in scale
     # Where nothing says that a calibration had a part in it they are others than the source makes.
     plain = small_checkpoints.changed_copy(made.output, tmp_path / "y", lambda _: None)
-    card = (plain / "README.md").read_text().splitlines(keepends=True)
-    (plain / "README.md").write_text("".join(line for line in card if not line.startswith("| scales |")))
+    change_json(plain / ".openquant.json", lambda journal: journal["weights"].update(weighed=False))
     assert len(verify(plain, made.source, full=True).problems) > 4
+    # Nor are they known of another tool: its codes are the nearest.
+    (plain / ".openquant.json").unlink()
+    assert verify(plain, made.source, full=True).problems == ()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from conftest import EXAMPLE
+from conftest import EXAMPLE, change_json
 from openquant import Reporter, calibrate, compress, dequantize, evaluate, verify
 from openquant.calibration.smoothing import (
     apply_smoothing,
@@ -96,9 +96,11 @@ def test_verify_recognizes_scales(made: Twin, tmp_path: Path) -> None:
             "inputs of layers are smoothed: 8 norms and biases and 28 matrices were compared with the smoothed source",
         )
         assert report.equal_share == (1 if full else None)
-    # Without a word of it in the card, too.
+    # Without a word of it in the journal, too, and without one.
     plain = small_checkpoints.changed_copy(made.output, tmp_path / "plain", lambda _: None)
-    (plain / "README.md").write_text("A model\n")
+    change_json(plain / ".openquant.json", lambda journal: journal["weights"].update(smoothed=False))
+    assert verify(plain, made.source, full=True).problems == ()
+    (plain / ".openquant.json").unlink()
     assert verify(plain, made.source, full=True).problems == ()
 
 

@@ -9,10 +9,8 @@ import pytest
 from openquant import compress
 from openquant.files.cards import (
     base_models,
-    has_weighted_search,
     is_rounded_by_gptq,
     is_smoothed,
-    keeps_codes,
     published_card,
     source_of,
     source_text,
@@ -131,7 +129,7 @@ def test_the_text_of_the_source_is_not_taken_for_ours(tmp_path: Path) -> None:
     own, heading, _ = text.split("---\n", 2)[2].partition("\n## Model card of the source\n")
     assert heading and "evil" not in own and own.count("```") == 4
     assert source_of(text) == "| source | source |"
-    for question in (is_smoothed, has_weighted_search, is_rounded_by_gptq, keeps_codes):
+    for question in (is_smoothed, is_rounded_by_gptq):
         assert not question(text)
     evaluation = "## Measured against the source\n\n```\nopenquant eval ours\n```\n"
     twice = with_evaluation(with_evaluation(text, evaluation), evaluation)
@@ -141,7 +139,7 @@ def test_the_text_of_the_source_is_not_taken_for_ours(tmp_path: Path) -> None:
 
 def test_a_card_of_an_earlier_version_is_read() -> None:
     assert source_of(OLD) == "| source | [org/m](https://huggingface.co/org/m) |"
-    for question in (is_smoothed, has_weighted_search, is_rounded_by_gptq, keeps_codes):
+    for question in (is_smoothed, is_rounded_by_gptq):
         assert question(OLD)
     for numbers in ("BF16", "unchanged"):
         assert source_of(OLD.replace("FP8 and INT8", numbers)) is None
@@ -168,7 +166,7 @@ def test_an_output_that_is_a_source_keeps_the_first_source_s_text_alone(subtests
             for once in ("## How it was made", "## Use", "It was trained", "## Model card"):
                 assert again.count(once) == 1
             assert "Measured" not in again and "FP8 and INT8" not in again
-            assert source_of(again) == "| source | out, which is quantized already |" and keeps_codes(again)
+            assert source_of(again) == "| source | out, which is quantized already |"
 
 
 BASE_MODELS = [

@@ -7,15 +7,17 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from conftest import Run, tree
+from conftest import Run, change_json, tree
 from openquant import compress
 from openquant.errors import OutputError
 from openquant.files.claim import Claim, OutputContents
-from openquant.files.journal import finished_files, read_journal
+from openquant.files.journal import WeightFacts, facts_in, finished_files, read_journal
 from support import small_checkpoints
+from support.rows import for_each
 
 JOURNAL = ".openquant.json"
 
@@ -183,6 +185,32 @@ def test_a_journal_that_names_what_no_run_writes(subtests: pytest.Subtests, sour
                     use()
                 assert caught.value.message == f"{out / JOURNAL} is not a journal that this version of openquant wrote"
             assert tree(out) == before
+
+
+FACTS = [
+    [],
+    1,
+    "gptq",
+    {},
+    {"gptq": True},
+    {**WeightFacts()._asdict(), "gptq": 1},
+    {**WeightFacts()._asdict(), "x": True},
+]
+
+
+@for_each("facts", FACTS)
+def test_a_journal_that_says_of_weights_what_none_says(out: Path, facts: Any) -> None:
+    change_json(out / JOURNAL, lambda journal: journal.update(weights=facts))
+    with pytest.raises(OutputError) as caught:
+        read_journal(out)
+    assert caught.value.message == f"{out / JOURNAL} is not a journal that this version of openquant wrote"
+
+
+def test_a_journal_of_an_earlier_version_says_nothing_of_weights(out: Path) -> None:
+    change_json(out / JOURNAL, lambda journal: journal.pop("weights"))
+    journal = read_journal(out)
+    assert journal is not None
+    assert facts_in(journal) is None
 
 
 def test_a_journal_that_is_a_link_or_a_pipe_or_endless(tmp_path: Path, source: Path, out: Path) -> None:

@@ -346,7 +346,7 @@ def test_another_code_or_scale_than_the_source_s_is_reported(tmp_path: Path) -> 
 
 @for_each("scheme", ["block", "int4"])
 def test_the_unquantized_model_is_a_source_without_codes(tmp_path: Path, scheme: str) -> None:
-    """Any method may have made the codes that were kept, so errors are measured, and not judged."""
+    """Any method may have made the codes that were kept, so their errors have the limits of GPTQ."""
     original = small_checkpoints.write(tmp_path / "original")
     compress(original, tmp_path / "made", scheme)
     kept(tmp_path / "made", tmp_path / "out")
@@ -355,8 +355,13 @@ def test_the_unquantized_model_is_a_source_without_codes(tmp_path: Path, scheme:
     assert len(report.errors) == report.quantized == 14
     assert report.notes[0] == (
         "the output keeps the codes and scales of another checkpoint, and this source has none: errors were measured, "
-        "and no limit is set for them"
+        "with the limits of GPTQ"
     )
+    name = report.errors[0].module + (".weight_packed" if scheme == "int4" else ".weight")
+    change_weights(tmp_path / "out", lambda found: found[name].view(torch.uint8).zero_())
+    [problem] = verify(tmp_path / "out", original, full=True).problems
+    error, limit = {"block": (1, 0.211), "int4": (2.78, 0.776)}[scheme]
+    assert problem == f"model.safetensors: {name} has a relative error of {error}, where GPTQ explains {limit}"
 
 
 def test_an_output_of_ours_again(tmp_path: Path) -> None:

@@ -462,9 +462,8 @@ def test_other_files(tmp_path: Path) -> None:
     assert verify(out, source).problems == (gone, "merges.txt differs from the source's")
     (out / ".openquant.json").unlink()
     assert verify(out).problems == ()
-    assert verify(out, source).problems == (
-        "merges.txt differs from the source's",
-        "tokenizer.json is missing: the source has it",
+    assert_clean(
+        verify(out, source), "merges.txt differs from the source's", "tokenizer.json is missing: the source has it"
     )
 
 

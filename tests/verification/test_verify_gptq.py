@@ -1,0 +1,145 @@
+"""openquant verify of outputs whose codes cannot be computed again: by GPTQ, and of a tool that is not known."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import EXAMPLE
+from openquant import compress, verify
+from support import small_checkpoints
+from support.rows import for_each
+
+UP = "model.layers.1.mlp.up_proj"
+TEXTS: dict[str, Any] = {"samples": 2, "length": 64}
+# Codes of each scheme, and what turns their signs.
+CODES = {
+    "int2": ("weight_packed", 0xFF),
+    "int4": ("weight_packed", 0xFF),
+    "nvfp4": ("weight_packed", 0x88),
+    "channel": ("weight", 0x80),
+    "int8": ("weight", 0xFF),
+}
+LIMITS = (
+    "most weights are farther from the source than the nearest codes are, as after GPTQ: its limits were taken for "
+    "their errors"
+)
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The example by GPTQ, by scheme."""
+    root = tmp_path_factory.mktemp("gptq")
+    for scheme in CODES:
+        compress(EXAMPLE, root / scheme, scheme, gptq=True, **TEXTS)
+    return {scheme: root / scheme for scheme in CODES}
+
+
+def zeroed(codes: torch.Tensor, _: int) -> torch.Tensor:
+    return torch.zeros_like(codes)
+
+
+def rotated(codes: torch.Tensor, _: int) -> torch.Tensor:
+    return codes.flatten().roll(4).reshape(codes.shape)
+
+
+def negated(codes: torch.Tensor, signs: int) -> torch.Tensor:
+    return codes ^ signs
+
+
+def turned_round(codes: torch.Tensor, _: int) -> torch.Tensor:
+    return codes.flip(0)
+
+
+def one_row_zeroed(codes: torch.Tensor, _: int) -> torch.Tensor:
+    codes[3] = 0
+    return codes
+
+
+def two_rows_swapped(codes: torch.Tensor, _: int) -> torch.Tensor:
+    return codes[[0, 2, 1, *range(3, len(codes))]]
+
+
+def one_row_negated(codes: torch.Tensor, signs: int) -> torch.Tensor:
+    codes[3] ^= signs
+    return codes
+
+
+DAMAGE = [zeroed, rotated, negated, turned_round, one_row_zeroed, two_rows_swapped, one_row_negated]
+
+
+@contextmanager
+def damaged(out: Path, name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """With the bytes of a tensor [rows, bytes of a row] changed."""
+
+    def change(weights: dict[str, torch.Tensor]) -> None:
+        stored = weights[name]
+        data = how(stored.view(torch.uint8).clone()).contiguous()
+        weights[name] = data.view(stored.dtype).reshape(stored.shape)
+
+    before = {path: path.read_bytes() for path in out.glob("*.safetensors")}
+    small_checkpoints.change_weights(out, change)
+    yield
+    for path, data in before.items():
+        path.write_bytes(data)
+
+
+@for_each("scheme", CODES)
+@for_each("journal", [True, False])
+def test_codes_that_gptq_did_not_choose(tmp_path: Path, rounded: dict[str, Path], scheme: str, journal: bool) -> None:
+    out = shutil.copytree(rounded[scheme], tmp_path / "out")
+    if not journal:
+        (out / ".openquant.json").unlink()
+    last, signs = CODES[scheme]
+    report = verify(out, EXAMPLE, full=True)
+    assert report.problems == ()
+    assert (LIMITS in report.notes) == (not journal)
+    for how in DAMAGE:
+        with damaged(out, f"{UP}.{last}", lambda codes, how=how: how(codes, signs)):
+            problems = verify(out, EXAMPLE, full=True).problems
+        assert len(problems) == 1, (how, problems)
+        assert f": {UP}.{last} " in problems[0]
+        limited = "where GPTQ explains" in problems[0]
+        assert limited or "holds other weights than the source's in row" in problems[0], problems
+
+
+def test_the_messages_say_how_far_and_where(tmp_path: Path, rounded: dict[str, Path]) -> None:
+    out = shutil.copytree(rounded["int4"], tmp_path / "out")
+    packed = f"{UP}.weight_packed"
+    place = f"model-00002-of-00003.safetensors: {packed}"
+    with damaged(out, packed, lambda codes: negated(codes, 0xFF)):
+        [problem] = verify(out, EXAMPLE, full=True).problems
+    assert problem == f"{place} has a relative error of 2.01, where GPTQ explains 0.784"
+    with damaged(out, packed, lambda codes: one_row_negated(codes, 0xFF)):
+        [problem] = verify(out, EXAMPLE, full=True).problems
+    assert problem == (
+        f"{place} holds other weights than the source's in row 3, -0.98 times as large along it (1 of 768 rows are others)"
+    )
+
+
+def test_a_card_turns_nothing_off(tmp_path: Path) -> None:
+    """Whoever writes a README may write any sentence of ours into it."""
+    source = small_checkpoints.write(tmp_path / "source")
+    out = tmp_path / "out"
+    compress(source, out, "int4")
+    path, row = out / "README.md", "| format |"
+    planted = (
+        "| rounded by | GPTQ, x |",
+        "| codes | those of the source, with its scales |",
+        "| folded | x |",
+        "| scales | x |",
+    )
+    path.write_text(path.read_text().replace(row, "\n".join([*planted, row])))
+    with damaged(out, f"{UP}.weight_packed", lambda codes: codes.index_fill(0, torch.tensor(3), 0)):
+        for kept in (True, False):
+            if not kept:
+                (out / ".openquant.json").unlink()
+            problems = verify(out, source, full=True).problems
+            assert len(problems) == 1
+            assert f": {UP}.weight_packed " in problems[0]
