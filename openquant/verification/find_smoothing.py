@@ -174,7 +174,7 @@ class _Recognition:
         if wrong.any():
             index = int(wrong.argmax())
             self.problems.append(
-                f"{self._place(f'{mapping.smooth_layer}.weight')} does not match {module}, which reads its output: "
+                f"{self._place(self._stored_name(mapping.smooth_layer))} does not match {module}, which reads its output: "
                 f"column {index} there is {ratio[index]:.3g} times what it should be "
                 f"({int(wrong.sum())} of {len(wrong)} columns are wrong)"
             )
@@ -189,6 +189,11 @@ class _Recognition:
         steps = self.output.scales(weight, 0, count).astype(np.float64)
         energy = np.square(np.broadcast_to(steps, (count, steps.shape[1])) / 2).sum(axis=0)
         return np.repeat(energy, fmt.group[1] or cols)[:cols]
+
+    def _stored_name(self, module: str) -> str:
+        """The name of the tensor that holds a smooth layer: a norm, or a projection's codes."""
+        name = f"{module}.weight"
+        return self.codes[name].codes.name if name in self.codes else name
 
     def _place(self, name: str) -> str:
         return f"{self.checkpoint.where[name].shard}: {name}"

@@ -25,6 +25,7 @@ from openquant.weights.statistics import read_calibration
 from support import small_checkpoints
 from support.outlier_channels import twin
 from support.random_calibrations import Planned, skewed
+from support.rows import for_each
 
 RANDOM = np.random.default_rng(11)
 WIDTH = 256
@@ -156,6 +157,28 @@ def test_plan_and_card_name_the_method(made: Twin) -> None:
     assert np.array_equal(
         transform.importance, (seen.square / transform.columns.astype(np.float64) ** 2).astype(np.float32)
     )
+
+
+@for_each("smooth", ["mlp.up_proj", "self_attn.v_proj"])
+@for_each("what", ["codes", "scales"])
+def test_a_damaged_projection_that_divides_its_rows_is_named(
+    tmp_path: Path, made: Twin, smooth: str, what: str
+) -> None:
+    """Its codes have another name than the weight has in the source."""
+    stored = f"model.layers.1.{smooth}.weight_{'packed' if what == 'codes' else 'scale'}"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        if what == "codes":
+            generator = torch.Generator().manual_seed(0)
+            tensors[stored].random_(generator=generator)
+        else:
+            tensors[stored][::2] *= 4
+
+    damaged = small_checkpoints.changed_copy(made.output, tmp_path / "damaged", change)
+    problems = verify(damaged, made.source).problems
+    [problem, *_] = problems
+    reader = "mlp.down_proj" if "mlp" in smooth else "self_attn.o_proj"
+    assert f": model.layers.1.{smooth}.weight_packed does not match model.layers.1.{reader}, which reads its" in problem
 
 
 def test_verify_accepts_only_scales_that_the_search_tries(made: Twin, tmp_path: Path) -> None:
