@@ -391,6 +391,8 @@ class _Worker:
                 source_rows = source_rows[len(bits) :]
             self.reading.advance(len(bits) * weight.codes.nbytes // (weight.shape[0] * experts))
         if source_pieces is not None:
+            if errors.excess is not None:
+                self.reading.add_problem(number, f"{self.reading.place(weight.codes.name)} {errors.excess}")
             with self.reading.lock:
                 self.reading.errors.append((number, errors.of(weight.module, weight.shape)))
 
