@@ -32,6 +32,7 @@ from .machine import available_cpus, find_device
 from .options import Push, Run, files_read
 from .plan import summary
 from .plan.gptq import rounded_bytes
+from .plan.input_scales import chosen_scales
 from .plan.plan import Plan
 from .result import Place
 from .streaming.memory import MemoryStep, memory_left
@@ -406,6 +407,7 @@ def _weight_facts(plan: Plan) -> WeightFacts:
         weighed=transforms is not None and transforms.weighed > 0,
         keeps_codes=plan.decisions.keeps,
         from_quantized=summary.has_quantized_source(plan),
+        static_scales=chosen_scales(plan.decisions, plan.entry),
     )
 
 

@@ -101,7 +101,7 @@ class OutputContents:
             "done": done,
             "files": sorted(self.files),
             "sources": dict(sorted(sources.items())),
-            "weights": self.facts._asdict(),
+            "weights": {**self.facts._asdict(), "static_scales": dict(self.facts.static_scales)},
         }
         if self.provenance.recipe is not None:
             record["recipe"] = self.provenance.recipe

@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError
@@ -41,6 +42,8 @@ class WeightFacts(NamedTuple):
         weighed: whether the search for scales weights errors by the layers' inputs.
         keeps_codes: whether all codes and scales are those of a quantized source.
         from_quantized: whether any weight of the source is quantized.
+        static_scales: the scales of activations and of the KV cache that the run chose, by tensor name; of layers that
+            share one, only the first.
     """
 
     gptq: bool = False
@@ -48,6 +51,7 @@ class WeightFacts(NamedTuple):
     weighed: bool = False
     keeps_codes: bool = False
     from_quantized: bool = False
+    static_scales: Mapping[str, float] = MappingProxyType({})
 
 
 class Provenance(NamedTuple):
@@ -205,7 +209,13 @@ def _has_facts(facts: object) -> bool:
     """Return whether a journal's "weights" are WeightFacts, or None."""
     if not isinstance(facts, dict):
         return facts is None
-    return facts.keys() == WeightFacts._field_defaults.keys() and all(type(fact) is bool for fact in facts.values())
+    scales = facts.get("static_scales")
+    return (
+        facts.keys() == WeightFacts._field_defaults.keys()
+        and all(type(fact) is bool for name, fact in facts.items() if name != "static_scales")
+        and isinstance(scales, dict)
+        and all(type(scale) is float for scale in scales.values())
+    )
 
 
 def _is_ours(name: object) -> bool:

@@ -91,6 +91,16 @@ class Scheme:
         """Whether engines round activations too, as the config says."""
         return bool(self.group.get("input_activations", True))
 
+    def input_scale(self, absmax: float | None) -> float:
+        """Return the activation scale that is stored for a layer.
+
+        Args:
+            absmax: largest absolute activation that a calibration met; None without one.
+        """
+        value = self.default_input_global_scale if absmax is None else self.format.scale_inputs(absmax)
+        assert value is not None
+        return value
+
     @property
     def scale_format(self) -> str:
         """The value of --scale-format: "float" or "ue8m0"."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from ..errors import PlanError, SourceError
 from ..formats.schemes import Scheme
 from ..registry.rules import ModuleRules
 from ..weights.statistics import Calibration, placeholder_calibration
 from ..weights.weight import Weight
-from .decisions import PlanOptions
+from .decisions import Decisions, PlanOptions
 
 # How many layers a note names experts of.
 _MOST_NAMED = 4
@@ -94,15 +96,54 @@ def find_input_absmax(
     if calibration is None or not any(scheme.format.input_scale for scheme in schemes):
         return {}
     shared_absmax: dict[tuple[str, ...], float] = {}
-    keys: dict[str, tuple[str, ...]] = {}
+    keys = scale_sharing_keys(entry, layers, fused)
     for module, weight in layers.items():
-        experts, members = entry.experts(module), fused.get(module, (module,))
-        # Experts of a layer share a key: their path and the last segments of the fused projections.
-        keys[module] = (experts, *(name.rpartition(".")[2] for name in members)) if experts else members
         statistics = calibration.of(weight.source.name)
         if statistics is not None:
             shared_absmax[keys[module]] = max(statistics.largest, shared_absmax.get(keys[module], 0.0))
     return {module: shared_absmax[key] for module, key in keys.items() if key in shared_absmax}
+
+
+def scale_sharing_keys(
+    entry: ModuleRules, modules: Iterable[str], fused: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return a key for each module, the same for those whose inputs engines scale by one number.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        modules: full names of modules.
+        fused: for each module that engines fuse with others, the full names of all members, itself included.
+    """
+    keys: dict[str, tuple[str, ...]] = {}
+    for module in modules:
+        experts, members = entry.experts(module), fused.get(module, (module,))
+        # Experts of a layer share a key: their path and the last segments of the fused projections.
+        keys[module] = (experts, *(name.rpartition(".")[2] for name in members)) if experts else members
+    return keys
+
+
+def chosen_scales(decisions: Decisions, entry: ModuleRules) -> dict[str, float]:
+    """Return the static scales of activations and of the KV cache that a plan has not from its source.
+
+    Args:
+        decisions: what becomes of each tensor.
+        entry: what the registry says of each module of the architecture.
+
+    Returns:
+        Values by tensor name; of layers that share one, only the first.
+    """
+    scales = {kept.tensor.name: kept.value for kept in decisions.passthrough if isinstance(kept.value, float)}
+    keys = scale_sharing_keys(entry, decisions.layers, decisions.fused)
+    seen: set[tuple[str, ...]] = set()
+    for weight, scheme in decisions.quantized:
+        absmax, key = decisions.input_absmax.get(weight.module), keys[weight.module]
+        of_source = absmax is None and weight.input_scale_for(scheme.format) is not None
+        if scheme.format.input_scale is not None and not of_source and key not in seen:
+            seen.add(key)
+            # As it is stored.
+            value = np.float32(scheme.input_scale(absmax))
+            scales[f"{weight.module}.{scheme.format.input_scale}"] = float(value)
+    return scales
 
 
 def unrouted_note(

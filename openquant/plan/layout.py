@@ -461,9 +461,7 @@ def _jobs(
             )
         elif scheme is not None and name in targets:
             absmax = decisions.input_absmax.get(weight.module)
-            value = scheme.default_input_global_scale if absmax is None else scheme.format.scale_inputs(absmax)
-            assert value is not None
-            yield PutBytes(name, struct.pack("<f", value), targets[name])
+            yield PutBytes(name, struct.pack("<f", scheme.input_scale(absmax)), targets[name])
         for info, data in scheme.format.constant_tensors(weight.module, weight.shape) if scheme else ():
             yield PutBytes(info.name, data, targets[info.name])
 

@@ -172,10 +172,10 @@ class _Recognition:
         # With two or three bits, rounding alone may make a column of small weights half as large again.
         wrong &= np.square(actual - expected).sum(axis=0) > self._rounding_energy(output_weight, count)
         if wrong.any():
-            index = int(wrong.argmax())
+            index, name = int(wrong.argmax()), self._stored_name(mapping.smooth_layer)
             self.problems.append(
-                f"{self._place(self._stored_name(mapping.smooth_layer))} does not match {module}, which reads its output: "
-                f"column {index} there is {ratio[index]:.3g} times what it should be "
+                f"{self._place(name)} does not match {module}, which reads its output: column {index} there is "
+                f"{ratio[index]:.3g} times what it should be "
                 f"({int(wrong.sum())} of {len(wrong)} columns are wrong)"
             )
 

@@ -57,6 +57,7 @@ from .extras import extra_files, extra_weights
 from .find_smoothing import recognize_smoothing
 from .headers import Findings, Headers, described
 from .outcome import Report
+from .static_scales import check_static_scales
 
 # An unquantized tensor, and what it must equal: see TensorTask.original.
 Pair = tuple[TensorInfo, Weight | bytes | None]
@@ -232,6 +233,8 @@ class _Verification:
         if self.headers.entry is not None:
             self._check_shared_scales(self.headers.entry)
         self._check_recomputed_shared_scales(self.headers.entry)
+        cache = [info.name for info in self.cache_scales]
+        self.problems += check_static_scales(self.headers, self.contents.scales, cache, self.facts.static_scales)
 
     def _require_readable(self) -> None:
         """Report why the weights cannot be decoded, if there are no other problems."""

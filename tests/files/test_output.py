@@ -187,14 +187,13 @@ def test_a_journal_that_names_what_no_run_writes(subtests: pytest.Subtests, sour
             assert tree(out) == before
 
 
+NONE = {**WeightFacts()._asdict(), "static_scales": {}}
 FACTS = [
-    [],
-    1,
-    "gptq",
-    {},
-    {"gptq": True},
-    {**WeightFacts()._asdict(), "gptq": 1},
-    {**WeightFacts()._asdict(), "x": True},
+    *([], 1, "gptq", {}, {"gptq": True}),
+    {**NONE, "gptq": 1},
+    {**NONE, "x": True},
+    {**NONE, "static_scales": True},
+    {**NONE, "static_scales": {"a": "1"}},
 ]
 
 
