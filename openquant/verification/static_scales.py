@@ -20,7 +20,11 @@ ROOM = 2.0
 
 
 def check_static_scales(
-    headers: Headers, values: Mapping[str, float], cache: Iterable[str], chosen: Mapping[str, float]
+    headers: Headers,
+    values: Mapping[str, float],
+    cache: Iterable[str],
+    chosen: Mapping[str, float],
+    of_source: Mapping[str, float],
 ) -> list[str]:
     """Find static scales that are not those that were chosen, differ in fused layers, or fit no activations.
 
@@ -30,6 +34,7 @@ def check_static_scales(
         cache: names of the scales of the KV cache.
         chosen: the values that the run chose, by the name of the first tensor of layers that share one; empty if
             another tool made the directory.
+        of_source: the values that the run took from its source, by tensor name; empty without a source.
 
     Returns:
         One line for each problem.
@@ -40,12 +45,14 @@ def check_static_scales(
         if weight.input_scale is not None and weight.input_scale.name in values
     }
     names = [*modules.values(), *(name for name in cache if name in values)]
-    expected = {**chosen, **_shared_with(headers, modules, chosen)}
+    chosen = {**chosen, **_shared_with(headers, modules, chosen)}
+    expected = {**of_source, **chosen}
     others = {module: name for module, name in modules.items() if name not in expected}
 
     return [
         *(
-            f"{headers.place(name)} is {values[name]:g}, the run that made it chose {expected[name]:g}"
+            f"{headers.place(name)} is {values[name]:g}, "
+            f"{'the run that made it chose' if name in chosen else 'the source has'} {expected[name]:g}"
             for name in names
             if name in expected and values[name] != expected[name]
         ),

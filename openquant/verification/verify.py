@@ -47,6 +47,7 @@ from ..registry.rules import ModuleRules
 from ..version import VLLM
 from ..vllm_probe.choose import ArchitectureChoice
 from ..weights.find import decoded_view, with_tool_config
+from ..weights.reading import Reader
 from ..weights.transform import WeightTransforms
 from ..weights.weight import Weight
 from .cache_checks import cache_tensors, cached_in_fp8
@@ -234,7 +235,8 @@ class _Verification:
             self._check_shared_scales(self.headers.entry)
         self._check_recomputed_shared_scales(self.headers.entry)
         cache = [info.name for info in self.cache_scales]
-        self.problems += check_static_scales(self.headers, self.contents.scales, cache, self.facts.static_scales)
+        scales, chosen = self.contents.scales, self.facts.static_scales
+        self.problems += check_static_scales(self.headers, scales, cache, chosen, self._source_scales())
 
     def _require_readable(self) -> None:
         """Report why the weights cannot be decoded, if there are no other problems."""
@@ -538,6 +540,28 @@ class _Verification:
             skipped = sum(weight.module not in self.originals for weight in self.codes.values())
             if skipped:
                 self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
+
+    def _source_scales(self) -> dict[str, float]:
+        """The static scales that an output of ours takes from its source, by tensor name."""
+        if self.plan is None or self.source is None or not self.ours:
+            return {}
+        decisions, reader = self.plan.decisions, Reader(self.source.where, self.source.root.joinpath)
+        scales = {
+            kept.tensor.name: float(reader.read_scale(kept.value).item())
+            for kept in decisions.passthrough
+            if isinstance(kept.value, TensorInfo)
+        }
+        for weight, scheme in decisions.quantized:
+            info = weight.input_scale_for(scheme.format)
+            if info is None or weight.format is None:
+                continue
+            scale = reader.read_scale(info).reshape(())
+            dynamic = weight.format.input_global_scale
+            if dynamic is not None and not dynamic.divides:
+                with np.errstate(divide="ignore"):
+                    scale = np.float32(1) / scale
+            scales[f"{weight.module}.{scheme.format.input_scale}"] = float(scale)
+        return scales
 
     def _report_non_finite(self) -> None:
         """Report NaN as a problem, and infinity too unless the tensor may be a mask or a bound."""
