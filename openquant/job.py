@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -213,7 +214,14 @@ def open_model(
         kind = "directory" if source.gguf is None else "file"
         raise UsageError(f"{name} is a local {kind}, nothing of it can be streamed", "leave --stream out")
     with without_collector():
-        return source, source.open(copy)
+        checkpoint = source.open(copy)
+    for pattern in copy:
+        if not any(fnmatchcase(file, pattern) for file in checkpoint.files):
+            raise UsageError(
+                f"--copy {pattern} names no file of {source.place} that may be copied",
+                "it is a pattern like 'prompts/*' or 'x.py'; hidden files and weights beside the model are not copied",
+            )
+    return source, checkpoint
 
 
 def model_place(source: Source, checkpoint: Checkpoint) -> Place:

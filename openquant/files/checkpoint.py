@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, Protocol
 
-from ..errors import SourceError, UsageError
+from ..errors import SourceError
 from ..threads import in_parallel
 from .model_files import belonging
 from .names import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, left_out_part
@@ -109,7 +109,6 @@ def open_checkpoint(
 
     Raises:
         SourceError: something is missing, damaged or contradictory, or it is no safetensors checkpoint.
-        UsageError: a pattern names no file.
     """
     with readable():
         return _open(root, remote or {}, absent or {}, copy)
@@ -421,9 +420,6 @@ def _list_files(
         # The card is read into memory.
         if size is not None and (relative != CARD_FILE or size <= MAX_SMALL):
             files[relative] = size
-    for pattern in copy:
-        if not any(fnmatch.fnmatchcase(relative, pattern) for relative in files):
-            raise UsageError(f"--copy {pattern} names no file of {root}", "it is a pattern like 'prompts/*' or 'x.py'")
     return files, _left_out((names - files.keys()) | closed, files)
 
 

@@ -29,7 +29,8 @@ def belonging(names: Collection[str], read: Read, copy: Iterable[str] = ()) -> s
     Args:
         names: paths of all files but the weights that are read, relative to the model's directory.
         read: returns the contents of one of them; b"" if it cannot.
-        copy: patterns of further files, as fnmatch has them. Hidden files are never chosen so.
+        copy: patterns of further files, as fnmatch has them. Hidden files are never chosen so, nor are weights and
+            adapters that engines would load with the model.
 
     Returns:
         Those whose names engines, transformers, sentence-transformers or readers of the card look for, the code that
@@ -39,7 +40,7 @@ def belonging(names: Collection[str], read: Read, copy: Iterable[str] = ()) -> s
     known = {name for name in names if _is_known(name)}
     found = known | _code(names, known, read) | _module_weights(names, read) | _shown(names, read)
     found = {name for name in found if left_out_part(name) is None or name.endswith(_MODULE_WEIGHTS)}
-    return found | {name for name in names if not _is_hidden(name) and _matches(name, copy)}
+    return found | {name for name in names if _matches(name, copy) and _may_be_copied(name)}
 
 
 def deciding(names: Iterable[str]) -> list[str]:
@@ -61,8 +62,9 @@ def _is_known(name: str) -> bool:
     return _matches(name.rsplit("/", 1)[-1].lower(), MODEL_FILES)
 
 
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
+def _may_be_copied(name: str) -> bool:
+    is_hidden = any(part.startswith(".") for part in name.split("/"))
+    return not is_hidden and ("/" in name or left_out_part(name) is None)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -94,7 +94,6 @@ class Source:
 
         Raises:
             SourceError: something is missing, damaged or contradictory.
-            UsageError: a pattern names no file.
         """
         if self.gguf:
             return self.gguf.checkpoint

@@ -112,11 +112,13 @@ def verify(
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
     # Kept until the end, since the directory of a GGUF file goes with it.
     named = None if source is None else find_whole(os.fspath(source), begun)
-    origin = None if named is None else named.open()
+    # What --copy named belongs to both.
+    copy = () if journal is None else tuple(journal.get("copy", ()))
+    origin = None if named is None else named.open(copy)
     source_name = None if source is None else os.fspath(source)
     format_title = f"{quantization.method}, {quantization.title}"
     try:
-        checkpoint = open_checkpoint(root)
+        checkpoint = open_checkpoint(root, copy=copy)
     except SourceError as error:
         notes = ("nothing else was checked",)
         return Report(
@@ -267,9 +269,7 @@ class _Verification:
         """Report files that neither the run nor the source explains."""
         expected, where = self.files or None, "not of the run that made it" if self.files else "beside the model"
         if self.source is not None:
-            # What --copy took along is left out of both.
-            expected = {*self.source.files, *self.source.left_out, "README.md", "config.json"}
-            where = "not in the source"
+            expected, where = {*self.source.files, "README.md", "config.json"}, "not in the source"
         problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
         self.problems += [*extra_weights(self.checkpoint), *problems]
         self.notes += notes

@@ -94,13 +94,14 @@ def test_pictures_and_texts_go_along_if_the_card_names_them(source: Path) -> Non
 
 
 def test_further_files_are_copied_if_asked_for_but_no_hidden_ones(source: Path, tmp_path: Path) -> None:
-    put(source, "prompts/a.txt", "prompts/.key", ".env", "train.py")
+    put(source, "prompts/a.txt", "prompts/.key", ".env", "train.py", "lora/a.safetensors")
+    put(source, "adapter_config.json", "mtp.safetensors")
     compress(source, tmp_path / "out", copy=["prompts/*", "*.py", "*"])
     found = tree(tmp_path / "out")
-    assert {"prompts/a.txt", "train.py"} <= found.keys()
-    assert found.keys() & {"prompts/.key", ".env"} == set()
+    assert {"prompts/a.txt", "train.py", "lora/a.safetensors"} <= found.keys()
+    assert found.keys() & {"prompts/.key", ".env", "adapter_config.json", "mtp.safetensors"} == set()
     assert verify(tmp_path / "out", source).problems == ()
-    with pytest.raises(UsageError, match=f'^copy="promts/\\*" names no file of {source}$'):
+    with pytest.raises(UsageError, match=f'^copy="promts/\\*" names no file of {source} that may be copied$'):
         compress(source, tmp_path / "other", copy="promts/*")
     assert not (tmp_path / "other").exists()
 

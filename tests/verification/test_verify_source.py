@@ -459,7 +459,7 @@ def test_a_config_in_another_encoding(ours: Path, encoding: str) -> None:
     (ours / CONFIG).write_bytes((ours / CONFIG).read_text().encode(encoding))
     done = run_openquant("verify", ours)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {ours / CONFIG} is not valid JSON: ")
+    assert done.stderr.startswith(f"error: {ours / CONFIG} begins with a byte-order mark")
 
 
 # Codes and scales made again.
