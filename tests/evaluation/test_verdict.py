@@ -45,7 +45,7 @@ def test_without_any_difference_it_is_the_same() -> None:
 
 def test_the_documented_limits_are_these() -> None:
     assert (AT_FLOOR, CLOSE, SIMILAR, CHANGED) == (2, 0.01, 0.1, 0.5)
-    assert (MOVED, ERROR_MOVED, OTHER_WEIGHTS) == (1.1, 8, 0.9)
+    assert (MOVED, ERROR_MOVED, OTHER_WEIGHTS) == (1.1, 8, 0.98)
     assert (ERROR, JUMP, LEAST_JUMP, CLIPPED, ROUTED, LEAST_ROUTED) == (1.5, 8, 0.05, 0.01, 4, 0.2)
 
 
