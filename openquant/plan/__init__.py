@@ -13,7 +13,8 @@ tensor_parallel   the tensor-parallel sizes that can serve the output
 layout            a shard's header, the order and offsets of its tensors, and the jobs that write it
 kv_cache, input_scales, gptq, transforms    what a calibration adds to a plan
 serving, as_stored    memory that GPUs need to serve source and output, or a checkpoint without a plan
-notes, missing    notes for the user
+notes             notes for the user
+completeness      what the source lacks, and what does not fit config.json, by what its class has
 printed, summary, explain    the plan as lines and figures; what becomes of one module and why
 
 plan = make_plan(open_checkpoint(Path("Qwen3-8B")), find_scheme("tensor"))

@@ -1,156 +1,126 @@
-"""Compares the sizes that config.json gives with the shapes of the tensors.
-
-Engines build the model from config.json. If it is that of another model, they refuse the tensors or leave some out.
-Keys mean other things in some architectures, so only projections with usual names are compared, and a size is wrong
-only if no layer has it.
-"""
+"""What config.json says of a class's tensors: which of them are there, and how large they are."""
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from fractions import Fraction
+from typing import Any
 
-from ..errors import SourceError
 from ..files.small_files import short_repr
-from ..files.tensors import TensorInfo
-from ..patterns import compile_pattern
-from ..registry.architecture import NOT_LINEAR
-from ..registry.rules import ModuleRules, is_table
-from .sort import mtp_layer_finder
+from ..registry.class_tensors import ANY, ClassTensors
 
-_LAYERS, _HIDDEN, _VOCABULARY, _HEAD_DIM = "num_hidden_layers", "hidden_size", "vocab_size", "head_dim"
-# Projections that read or write the hidden state, with the axis of their weights [out, in] that has its size.
-_HIDDEN_AXES = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1, "o_proj": 0, "down_proj": 0}
-# Projections with the axis that has the values of all heads. Queries may come with a gate for each.
-_HEAD_AXES = {"k_proj": 0, "o_proj": 1}
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_KEY = re.compile(r"[A-Za-z_][\w.]*")
+_TIED = "tie_word_embeddings"
 
 
-class _Size(NamedTuple):
-    """One axis of a tensor, and the sizes of it that agree with config.json; `text` says what config.json gives."""
-
-    kind: str
-    text: str
-    axis: int
-    allowed: frozenset[int]
-
-
-def check_layer_count(config: Mapping[str, Any]) -> None:
-    """Refuse a number of decoder layers that is none.
+class ConfigSizes:
+    """config.json as it decides about tensors.
 
     Args:
-        config: the language model's part of config.json, as text_config returns it.
-
-    Raises:
-        SourceError: num_hidden_layers is not a whole number.
+        config: its contents.
+        text: the language model's part of it, as text_config returns it.
+        text_path: where that part is in config.json, such as "text_config"; empty for the top level.
+        known: what the class says of keys that are missing.
     """
-    count = config.get(_LAYERS)
-    if count is not None and _number(count) is None:
-        raise SourceError(
-            f"config.json gives {_LAYERS} {short_repr(count)}, which is no number of layers",
-            "correct it, or download config.json again",
+
+    def __init__(self, config: Mapping[str, Any], text: Mapping[str, Any], text_path: str, known: ClassTensors) -> None:
+        self._config, self._text, self._text_path, self._known = config, text, text_path, known
+        self._sizes: dict[str, frozenset[int] | None] = {}
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key, nested ones joined by dots; None if config.json does not say it."""
+        value = self._said(key)
+        if value is None and key in self._known.aliases:
+            value = self._said(self._known.aliases[key])
+        return value
+
+    def _said(self, key: str) -> Any:
+        value: Any = self._config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None and key.startswith(self._text_path):
+            # Older files have the language model's keys at the top level, or under other names.
+            value = self._text.get(key.removeprefix(self._text_path).removeprefix("."))
+        return value
+
+    def holds(self, conditions: Iterable[tuple[str, bool]]) -> bool:
+        """Whether conditions of a rule are met."""
+        return all(self._truth(key) == truth for key, truth in conditions)
+
+    def _truth(self, key: str) -> bool:
+        if key.endswith(_TIED):
+            said = {bool(part[_TIED]) for part in (self._config, self._text) if part.get(_TIED) is not None}
+            return any(said) if said else self._known.defaults.get(key, False)
+        value = self.value(key)
+        # JSON's null is said, and false.
+        return self._known.defaults.get(key, False) if value is None and not self._has_key(key) else bool(value)
+
+    def _has_key(self, key: str) -> bool:
+        """Whether config.json has the key, whatever its value."""
+        parent, _, last = key.rpartition(".")
+        part: Any = self._config
+        for name in parent.split(".") if parent else ():
+            part = part.get(name) if isinstance(part, Mapping) else None
+        return isinstance(part, Mapping) and last in part
+
+    def size(self, expression: str) -> frozenset[int] | None:
+        """Return the numbers that a size may be; None if config.json does not say it."""
+        if expression not in self._sizes:
+            self._sizes[expression] = self._evaluate(expression)
+        return self._sizes[expression]
+
+    def _evaluate(self, expression: str) -> frozenset[int] | None:
+        if expression.startswith(("?", ANY)):
+            return None
+        # A key may have a list with a number for each layer.
+        choices: dict[str, list[int | float]] = {}
+        for key in _KEY.findall(expression):
+            value = self.value(key)
+            if value is None and key in self._known.derived:
+                value = sorted(self.size(self._known.derived[key]) or ())
+            numbers = value if isinstance(value, list) else [value]
+            if not numbers or not all(map(_is_size, numbers)):
+                return None
+            choices[key] = list(dict.fromkeys(numbers))
+
+        sizes = (
+            _calculate(expression, dict(zip(choices, numbers, strict=True)))
+            for numbers in itertools.product(*choices.values())
+        )
+        whole = frozenset(int(size) for size in sizes if size is not None and size.denominator == 1)
+        return whole or None
+
+    def describe(self, expression: str) -> str:
+        """Say what config.json says of a size: "num_attention_heads is 16 and head_dim is 128"."""
+        keys: dict[str, None] = {}
+        for key in _KEY.findall(expression):
+            is_derived = self.value(key) is None and key in self._known.derived
+            keys |= dict.fromkeys(_KEY.findall(self._known.derived[key]) if is_derived else [key])
+        return (
+            " and ".join(f"{key} is {short_repr(self.value(key))}" for key in keys)
+            or f"it is {expression} in the class"
         )
 
 
-def size_differences(entry: ModuleRules, tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> list[str]:
-    """Find sizes of config.json that no tensor has.
-
-    Args:
-        entry: what the registry says of each module of the architecture.
-        tensors: all tensors, with quantized weights as those that they decode to.
-        config: the language model's part of config.json, as text_config returns it.
-
-    Returns:
-        A text for each: "hidden_size is 512, and model.embed_tokens.weight is [512, 256]". Empty for an entry that is
-        not the registry's own, as its names may mean other things.
-    """
-    model = entry.model
-    if model.decided is not None:
-        return []
-    in_layer, is_mtp_layer = compile_pattern(f"{model.layers}.**"), mtp_layer_finder(model, dict(config))
-    count = _number(config.get(_LAYERS))
-    beyond: set[int] = set()
-    # By name template and kind of size: the text about the first tensor, None once a tensor agrees.
-    found: dict[tuple[str, str], str | None] = {}
-    experts: dict[str, int] = {}
-    for info in tensors:
-        module, match = info.module, in_layer.fullmatch(info.module)
-        if match and is_mtp_layer(module):
-            continue
-        rule = entry.rule(module)
-        if match and count is not None and match[1].isdecimal() and len(match[1]) < 10 and int(match[1]) >= count:
-            beyond.add(int(match[1]))
-        if match and (path := entry.experts(module)) and rule.stack is None:
-            number = module[len(path) + 1 :].partition(".")[0]
-            experts[path] = max(experts.get(path, 0), int(number) + 1 if number.isdecimal() and len(number) < 10 else 0)
-            continue
-        if match and rule.stack is not None and len(info.shape) == 3:
-            experts[module] = info.shape[0]
-        if len(info.shape) != 2 or info.name != f"{module}.weight":
-            continue
-        sizes = _layer_sizes(entry, module, config) if match else _table_sizes(rule.keep, module, config)
-        for size in sizes:
-            key = (rule.name_template if match else "", size.kind)
-            if info.shape[size.axis] in size.allowed:
-                found[key] = None
-            else:
-                found.setdefault(key, f"{size.text}, and {info.name} is {list(info.shape)}")
-    # One text of each kind: a wrong size of the hidden state shows in all projections.
-    texts: dict[str, str] = {}
-    for (_, kind), text in found.items():
-        if text is not None:
-            texts.setdefault(kind, text)
-    if _HIDDEN in texts and not any(key.endswith(_HEAD_DIM) for key in config):
-        texts = {kind: text for kind, text in texts.items() if kind not in _HEAD_AXES}
-    differences = list(texts.values())
-    counts = {key: expected for key in _EXPERT_COUNTS if (expected := _number(config.get(key)))}
-    if experts and counts and not set(counts.values()) & set(experts.values()):
-        path, stored = next(iter(experts.items()))
-        differences.append(f"{_said(counts)}, and {path} has {stored}")
-    if beyond and count is not None:
-        differences.append(f"{_said({_LAYERS: count})}, and the tensors have layer {max(beyond)}")
-    return differences
+def _is_size(value: object) -> bool:
+    return (type(value) is int and value >= 0) or (type(value) is float and 0 <= value < math.inf)
 
 
-def _table_sizes(keep: str | None, module: str, config: Mapping[str, Any]) -> list[_Size]:
-    """What config.json says of an embedding or an output head."""
-    hidden, vocabulary = _number(config.get(_HIDDEN)), _number(config.get(_VOCABULARY))
-    # OPT's embeddings may be narrower than its layers.
-    hidden = _number(config.get("word_embed_proj_dim")) or hidden
-    sizes = []
-    if hidden and (keep in NOT_LINEAR or is_table(module)):
-        sizes.append(_Size(_HIDDEN, _said({_HIDDEN: hidden}), 1, frozenset({hidden})))
-    if vocabulary and is_table(module):
-        sizes.append(_Size(_VOCABULARY, _said({_VOCABULARY: vocabulary}), 0, frozenset({vocabulary})))
-    return sizes
+def _calculate(expression: str, numbers: Mapping[str, int | float]) -> Fraction | None:
+    """Calculate a sum of products; None if it divides by zero."""
+    total = Fraction(0)
+    for term in expression.split("+"):
+        above, *below = term.split("/")
+        product = math.prod(_factor(factor, numbers) for factor in above.split("*"))
+        divisor = math.prod(_factor(factor, numbers) for factor in below)
+        if not divisor:
+            return None
+        total += Fraction(product) / divisor
+    return total
 
 
-def _layer_sizes(entry: ModuleRules, module: str, config: Mapping[str, Any]) -> list[_Size]:
-    """What config.json says of a projection in a decoder layer."""
-    parent, _, last = module.rpartition(".")
-    hidden, sizes = _number(config.get(_HIDDEN)), []
-    if hidden and last in _HIDDEN_AXES:
-        sizes.append(_Size(_HIDDEN, _said({_HIDDEN: hidden}), _HIDDEN_AXES[last], frozenset({hidden})))
-    widths = {key: number for key in config if "intermediate_size" in key and (number := _number(config[key]))}
-    if widths.get("intermediate_size") and last in ("gate_proj", "up_proj") and parent.endswith(".mlp"):
-        sizes.append(_Size("intermediate_size", _said(widths), 0, frozenset(widths.values())))
-    split = entry.rule(module).split
-    heads_key = split.heads if split else None
-    heads = _number(config.get(heads_key)) if heads_key else None
-    if heads_key and heads and last in _HEAD_AXES:
-        own = {key: number for key in config if key.endswith(_HEAD_DIM) and (number := _number(config[key]))}
-        all_heads = _number(config.get("num_attention_heads"))
-        derived = {hidden // all_heads} if hidden and all_heads and not own else set()
-        said = _said({heads_key: heads, **(own or {_HIDDEN: hidden or 0})})
-        if dims := {*own.values(), *derived}:
-            sizes.append(_Size(last, said, _HEAD_AXES[last], frozenset(heads * dim for dim in dims)))
-    return sizes
-
-
-def _said(numbers: Mapping[str, int]) -> str:
-    return " and ".join(f"{key} is {short_repr(number)}" for key, number in numbers.items())
-
-
-def _number(value: object) -> int | None:
-    """A whole number of config.json that is not below zero; None for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+def _factor(factor: str, numbers: Mapping[str, int | float]) -> Fraction:
+    return Fraction(numbers[factor] if factor in numbers else int(factor))

@@ -38,7 +38,7 @@ from .assign import (
     schemes_of_output,
     schemes_of_source,
 )
-from .config_sizes import check_layer_count
+from .completeness import check_layer_count, completeness_notes
 from .decisions import Decisions, Lack, PlanOptions, StoredLayout
 from .engines import (
     refuse_embedding,
@@ -53,11 +53,11 @@ from .ignore_list import quantization_config
 from .input_scales import expect_calibration, find_input_absmax, require_widths
 from .kv_cache import add_scales, find_cached_attentions
 from .layout import Layout
-from .missing import missing_notes
 from .notes import entry_notes, output_notes, source_notes
 from .printed import PlanLine, plan_lines
 from .sort import sort_tensors
 from .tensor_parallel import ParallelSize, check_parallel_sizes, text_config
+from .token_ids import token_misfits
 from .transforms import apply_transforms
 
 
@@ -266,7 +266,8 @@ def make_plan(
         *entry_notes(model),
         *source_notes(checkpoint, model),
         *scheme_notes,
-        *missing_notes(entry, decoded.tensors.values(), layers, decisions.passthrough, fused, (decoded.config, config)),
+        *completeness_notes(entry, decoded.tensors.values(), decoded.config, config),
+        *token_misfits(checkpoint.root, entry, decoded.tensors.values()),
         *cache_notes,
         *output_notes(checkpoint, weights.values(), entry, decisions, options),
     ]

@@ -4,6 +4,7 @@ architecture    the types: an Architecture says what to quantize, fuse and divid
 parts           attention, gated, routed, wrapped...: parts of a decoder layer, with how engines fuse and divide them
 dense, fused, experts, latent, hybrid, mixed, multimodal    the entries, by kind
 smoothing       smoothing rules: norms or projections whose channels can be rescaled, and the layers that read them
+class_tensors   the tensors that each class has, with sizes in terms of config.json (written by tools/class_tensors.py)
 rules           ModuleRules: what an entry says of each module of a checkpoint
 
 A router of experts stays bfloat16 by a `Keep` with the reason ROUTER (parts.routed, or an entry's `keep`). What is in

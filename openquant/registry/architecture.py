@@ -455,6 +455,7 @@ HEAD = Keep(
     divided=True,
 )
 ROUTER = "router"
+TOWER = "vision or audio"
 MTP_LAYER = "MTP layer"
 # Engines never build these as a quantized Linear, in the ignore list or not.
 NOT_LINEAR = (EMBEDDING.why, HEAD.why)

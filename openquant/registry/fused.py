@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .architecture import CachedRows, FusedLayers, Keep, ParallelSplit, Refusal, SGLangLimits
+from .architecture import TOWER, CachedRows, FusedLayers, Keep, ParallelSplit, Refusal, SGLangLimits
 from .experts import ROUTED, SHARED_EXPERTS
 from .parts import BUILT_UNQUANTIZED, HEADS, KV_HEADS, NAMELESS_CACHE, NO_GROUPS, ONES_TAKEN, LayerPart, gated, model
 
@@ -147,7 +147,7 @@ CHATGLM = model(
     keep=(
         Keep("transformer.embedding.word_embeddings", "embedding", divided=True),
         Keep("transformer.output_layer", "output head", divided=True),
-        Keep("transformer.vision.**", "vision or audio"),
+        Keep("transformer.vision.**", TOWER),
     ),
     head_refused="it is called output_layer",
     transformers_reads_blocks=False,

@@ -10,6 +10,7 @@ from .architecture import (
     EMBEDDING,
     HEAD,
     ROUTER,
+    TOWER,
     Architecture,
     CachedRows,
     ExpertLayout,
@@ -245,7 +246,7 @@ def wrapped(text: Architecture, name: str, *towers: str, layers: str = WRAPPED, 
     Returns:
         The language model's entry with these names and fields, and with the towers kept.
     """
-    kept = tuple(Keep(f"{{{tower},model.{tower}}}.**", "vision or audio") for tower in towers)
+    kept = tuple(Keep(f"{{{tower},model.{tower}}}.**", TOWER) for tower in towers)
     more = {"text_config": "text_config", "towers": towers, **more}
     more = {"sglang": SGLangLimits(), "smoothing": (), **more}
     return replace(text, name=name, layers=layers, keep=(*text.keep, *kept), **more)

@@ -19,7 +19,6 @@ _HINTS = {
     "as the source has it": _LOOK_AT_SOURCE,
     " in the source's ": _LOOK_AT_SOURCE,
     "the shards lack ": _LOOK_AT_SOURCE,
-    ": other layers have it": _LOOK_AT_SOURCE,
     "does not fit the tensors": _LOOK_AT_SOURCE,
     " does not list ": _WRITE_ANEW,
     " lists ": _WRITE_ANEW,

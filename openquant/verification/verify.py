@@ -34,13 +34,13 @@ from ..models import GENERIC, MODELS
 from ..options import Check, documented
 from ..patterns import collapse, template
 from ..plan.architecture import find_architecture
+from ..plan.completeness import check_layer_count, compare_with_class
 from ..plan.config import ignored_layers
-from ..plan.config_sizes import check_layer_count, size_differences
 from ..plan.decisions import PlanOptions, StoredLayout
 from ..plan.gptq import gptq_weights
-from ..plan.missing import absent_layers, absent_modules, absent_parts
 from ..plan.plan import Plan, make_plan
 from ..plan.tensor_parallel import text_config
+from ..plan.token_ids import token_misfits
 from ..plan.unchanged import make_unchanged_plan
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
@@ -666,14 +666,13 @@ def model_problems(entry: ModuleRules, tensors: Collection[TensorInfo], checkpoi
         check_layer_count(config)
     except SourceError as error:
         return [error.message]
-    # Either every decoder layer has norms, or none has.
-    norms = [info.module for info in tensors if len(info.shape) < 2]
-    lacking = absent_layers(entry.model, norms, config) + absent_parts(entry, tensors, (checkpoint.config, config))
-    alone_in = absent_modules(entry.model, sorted({info.module for info in tensors}))
+    comparison = compare_with_class(entry, tensors, checkpoint.config, config)
+    if comparison is None:
+        return []
     return [
-        *(f"the shards lack {text}" for text in lacking),
-        *(f"{module} is missing: other layers have it" for module in alone_in),
-        *(f"config.json does not fit the tensors: {text}" for text in size_differences(entry, tensors, config)),
+        *(f"the shards lack {text}" for text in comparison.lost),
+        *(f"config.json does not fit the tensors: {text}" for text in comparison.misfits),
+        *token_misfits(checkpoint.root, entry, tensors),
     ]
 
 

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from openquant.files.checkpoint import Checkpoint
 from openquant.files.tensors import Location, TensorInfo
@@ -34,11 +35,14 @@ def published(name: str) -> Checkpoint:
 def described(text: str, architecture: str) -> Checkpoint:
     """A checkpoint as a names file describes it, all in one shard; nothing of it is on disk."""
     tensors: dict[str, TensorInfo] = {}
-    config: dict[str, object] = {}
+    config: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     quantization = None
     for line in text.splitlines():
         if line.startswith("# quantization_config "):
             quantization = json.loads(line.removeprefix("# quantization_config "))
+        elif line.startswith("# config "):
+            more = json.loads(line.removeprefix("# config "))
         elif line.startswith("#"):
             config |= {
                 key: int(value)
@@ -61,11 +65,18 @@ def described(text: str, architecture: str) -> Checkpoint:
     inside = MODELS[architecture].text_config if architecture in MODELS else None
     for key in reversed(inside.split(".")) if inside else ():
         config = {key: config}
+    config = _merged(config, more)
     if quantization is not None:
         config["quantization_config"] = quantization
     return Checkpoint(
         Path("nowhere"), config, architecture, {"model.safetensors": offset}, {}, tensors, where, False, {}, ()
     )
+
+
+def _merged(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """A config with more keys, also in its parts."""
+    parts = {key: _merged(config.get(key, {}), value) for key, value in more.items() if isinstance(value, dict)}
+    return {**config, **more, **parts}
 
 
 def with_few_experts(checkpoint: Checkpoint) -> Checkpoint:

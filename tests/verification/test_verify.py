@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -439,7 +440,7 @@ def test_the_config_differs_elsewhere(ours: tuple[Path, Path]) -> None:
 
     change_json(out / "config.json", change)
     assert verify(out).problems == (
-        "config.json does not fit the tensors: hidden_size is 257, and lm_head.weight is [512, 256]",
+        "config.json does not fit the tensors: hidden_size is 257, and model.embed_tokens.weight is [512, 256] (21 tensors)",
     )
     assert verify(out, source).problems == (
         "config.json: hidden_size is 257, the source has 256",
@@ -654,7 +655,11 @@ def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
     # Sizes that are no multiples of a block, with the edges' blocks smaller.
     weights["model.layers.0.mlp.down_proj.weight"] = torch.randn(200, 500).bfloat16()
     source = small_checkpoints.write(tmp_path / "source", "Qwen3MoeForCausalLM", weights=weights)
-    # No 200 rows fit it.
+    odd = "intermediate_size is 512, and model.layers.0.mlp.down_proj.weight is [200, 500]"
+
+    def without_odd(report: Report) -> Report:
+        return replace(report, problems=tuple(problem for problem in report.problems if odd not in problem))
+
     change_json(source / "config.json", lambda found: found.pop("hidden_size"))
     config = {
         "activation_scheme": "dynamic",
@@ -665,19 +670,19 @@ def test_blocks_as_qwen_and_deepseek_write_them(tmp_path: Path) -> None:
     }
     out = write_other(source, tmp_path / "out", by_blocks, "_scale_inv", config)
     assert load_file(out / ONE)["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (2, 4)
-    assert_clean(verify(out))
-    report = verify(out, source, full=True)
+    assert_clean(without_odd(verify(out)))
+    report = without_odd(verify(out, source, full=True))
     assert_clean(report, 'config.json: transformers_version is "5", the source has none')
     assert len(report.errors) == 23
     # DeepSeek lists nothing; nor need it, where the engine builds the router without quantization.
     change_json(out / "config.json", lambda found: found["quantization_config"].pop("modules_to_not_convert"))
     assert_clean(
-        verify(out),
+        without_odd(verify(out)),
         "ignored_layers does not list model.layers.1.mlp.gate, which is unquantized: right only if the engine never "
         "builds it as FP8",
     )
     change_weights(out, spoil(f"{Q}.weight_scale_inv", float("nan")))
-    assert verify(out).problems == (
+    assert without_odd(verify(out)).problems == (
         f"{ONE}: {Q}.weight_scale_inv holds nan at [1, 1]: scales are finite and above zero",
     )
 
@@ -1025,25 +1030,26 @@ def test_a_directory_that_cannot_be_opened_has_no_class(ours: tuple[Path, Path])
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "int4"])
-def test_what_one_layer_lacks_is_found_without_a_source(tmp_path: Path, scheme: str) -> None:
+def test_what_a_model_lacks_is_found_without_a_source(tmp_path: Path, scheme: str) -> None:
     """Layers that quantize other modules, and unquantized ones, are not taken for damaged."""
     source, out = four_layers(tmp_path / "source"), tmp_path / "out"
     compress(source, out, scheme, ignore=["**.layers.1.mlp.*"])
     assert verify(out).problems == ()
     sound = (out / ONE).read_bytes()
-    for lost in ("input_layernorm", "mlp.up_proj", "self_attn.q_norm"):
+    for gone, lost in (
+        (r"layers\.2\.input_layernorm", "model.layers.2.input_layernorm"),
+        (r"layers\.2\.mlp\.up_proj", "model.layers.2.mlp.up_proj"),
+        (r"layers\.2\.self_attn", "model.layers.2.self_attn (6 tensors)"),
+        (r"layers\.[12]\.mlp", "model.layers.{1..2}.mlp (6 tensors)"),
+        (r"layers\.3\.", "model.layers.3 (11 tensors)"),
+        (r"\.q_norm", "model.layers.{0..3}.self_attn.q_norm (4 tensors)"),
+        (r"lm_head", "lm_head (output head)"),
+    ):
         (out / ONE).write_bytes(sound)
-        part = f"layers.2.{lost}."
-        change_weights(out, lambda weights, part=part: [weights.pop(name) for name in [*weights] if part in name])
-        assert verify(out).problems == (f"model.layers.2.{lost} is missing: other layers have it",)
-
-
-def test_layers_that_the_config_counts_are_found_missing_without_a_source(tmp_path: Path) -> None:
-    source, out = four_layers(tmp_path / "source"), tmp_path / "out"
-    compress(source, out)
-    change_weights(out, lambda weights: [weights.pop(name) for name in [*weights] if ".layers.3." in name])
-    problem = "the shards lack decoder layers that config.json counts (num_hidden_layers 4): 3"
-    assert verify(out).problems == (problem,)
+        change_weights(
+            out, lambda weights, gone=gone: [weights.pop(name) for name in [*weights] if re.search(gone, name)]
+        )
+        assert verify(out).problems == (f"the shards lack {lost}",)
 
 
 def test_what_the_source_lacks_is_found_with_it_too(tmp_path: Path) -> None:
@@ -1054,9 +1060,9 @@ def test_what_the_source_lacks_is_found_with_it_too(tmp_path: Path) -> None:
     change_json(source / "config.json", lambda config: config.update(vocab_size=500))
     compress(source, out)
     problems = (
-        "the shards lack the final norm",
-        "model.layers.2.self_attn.q_proj is missing: other layers have it",
-        "config.json does not fit the tensors: vocab_size is 500, and lm_head.weight is [512, 256]",
+        "the shards lack model.norm",
+        "the shards lack model.layers.2.self_attn.q_proj",
+        "config.json does not fit the tensors: vocab_size is 500, and model.embed_tokens.weight is [512, 256] (2 tensors)",
     )
     assert verify(out).problems == verify(out, source).problems == problems
     change_json(out / "config.json", lambda config: config.update(num_hidden_layers="four"))
@@ -1064,7 +1070,7 @@ def test_what_the_source_lacks_is_found_with_it_too(tmp_path: Path) -> None:
 
 
 def four_layers(root: Path) -> Path:
-    """A Qwen3 of four layers; two of them cannot tell which one lacks something."""
+    """A Qwen3 of four layers."""
     weights = small_checkpoints.tensors("Qwen3ForCausalLM")
     for name in [name for name in weights if ".layers.0." in name]:
         for number in (2, 3):

@@ -1,0 +1,455 @@
+"""Compares a checkpoint with what its class builds of this config.json: names, numbers of layers and experts, shapes.
+
+    lost, misfits, _ = compare_with_class(entry, decoded.tensors.values(), decoded.config, text)
+    lost       # ["model.layers.3.mlp (3 tensors)", "vision_tower (vision or audio, 436 tensors)"]
+    misfits    # ["hidden_size is 512, and lm_head.weight is [512, 256]"]
+
+Engines do not check that in quantized models: vLLM loads one that lacks a layer, and computes noise. What the class has
+is data (registry/class_tensors.py). A size that config.json does not say must be the same in all tensors that have it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from ..errors import SourceError
+from ..files.small_files import short_repr
+from ..files.tensors import TensorInfo
+from ..patterns import collapse
+from ..registry.architecture import TOWER
+from ..registry.class_tensors import ANY, ClassTensors, LayerList, TensorRule, find_class_tensors
+from ..registry.rules import ModuleRules
+from .config_sizes import ConfigSizes
+from .stored_names import Stored, under_stored_names
+from .tensor_parallel import config_value
+
+_Value = TypeVar("_Value")
+# How many layers are named as lost, and how many experts of a layer are looked at: config.json may say any number.
+_MOST_LOST = 1_000
+_MOST_EXPERTS = 10_000
+
+
+class ClassComparison(NamedTuple):
+    """What does not fit between a checkpoint and its class.
+
+    Attributes:
+        lost: what the checkpoint lacks, a text for each loss.
+        misfits: shapes and numbers that contradict config.json or each other, a sentence for each.
+        is_whole: whether transformers builds the class. If not, some of its tensors are only known by name.
+    """
+
+    lost: list[str]
+    misfits: list[str]
+    is_whole: bool
+
+
+class Loss(NamedTuple):
+    """Tensors that a checkpoint lacks: all below a module, or one.
+
+    Attributes:
+        layers: prefix of the list of layers that it is in; empty outside of them.
+        layer: number of the layer; None outside.
+        path: name of the module or tensor, below the layer if it is in one. Empty for the whole layer.
+        tensors: how many are lost.
+    """
+
+    layers: str
+    layer: int | None
+    path: str
+    tensors: int
+
+
+class _Layers:
+    """The layers of one list as they are stored."""
+
+    def __init__(self, prefix: str, layers: LayerList, stored: Stored) -> None:
+        self.prefix = prefix
+        # For each name below a layer: in which layers it is, and how often.
+        self.present: dict[str, Counter[int]] = {}
+        names = dict.fromkeys(name for kind in layers.kinds for name in kind)
+        for name in names:
+            found = Counter(int(numbers[0]) for numbers, _ in stored.find(f"{prefix}.*.{name}"))
+            if found:
+                self.present[name] = found
+        self.numbers = {number for found in self.present.values() for number in found}
+
+    def alike(
+        self, values: Mapping[str, list[str]]
+    ) -> dict[tuple[frozenset[str], tuple[tuple[str, str], ...]], list[int]]:
+        """Return the layers that have the same names and values, by both.
+
+        Args:
+            values: what config.json says of each layer, by the child of the layer that it decides about.
+        """
+        names_of: dict[int, set[str]] = {number: set() for number in sorted(self.numbers)}
+        for name, found in self.present.items():
+            for number in found:
+                names_of[number].add(name)
+        groups: dict[tuple[frozenset[str], tuple[tuple[str, str], ...]], list[int]] = {}
+        for number, names in names_of.items():
+            said = tuple((child, of_layers[number]) for child, of_layers in values.items() if number < len(of_layers))
+            groups.setdefault((frozenset(names), said), []).append(number)
+        return groups
+
+
+class _Comparer:
+    def __init__(self, known: ClassTensors, stored: Stored, config: ConfigSizes) -> None:
+        self.known, self.stored, self.config = known, stored, config
+        self.losses: list[Loss] = []
+        self.misfits: list[str] = []
+        # What does not fit, by what config.json says.
+        self.wrong: dict[str, dict[str, None]] = {}
+
+    def run(self) -> None:
+        expected = {
+            name: 1
+            for name, rule in self.known.outside.items()
+            if "*" not in name and self.config.holds(rule.conditions)
+        }
+        lost = {name for name in expected if not any(True for _ in self.stored.find(name))}
+        for prefix, layers in self.known.lists.items():
+            tensors, is_lost = self._compare_list(prefix, layers)
+            if tensors:
+                expected[prefix] = tensors
+            if is_lost:
+                lost.add(prefix)
+        self.losses = [
+            *(Loss("", None, path, tensors) for path, tensors in _subtrees(expected, lost)),
+            *self.losses,
+        ]
+        self._compare_shapes()
+
+    def _compare_list(self, prefix: str, layers: LayerList) -> tuple[int, bool]:
+        """Compare a list of layers. Returns how many tensors it must have, and whether all are lost."""
+        stored = _Layers(prefix, layers, self.stored)
+        kinds = [
+            {name: rule for name, rule in kind.items() if self.config.holds(rule.conditions)} for kind in layers.kinds
+        ]
+        if not any(kinds):
+            return 0, False
+        length = self._length(layers.length, stored)
+        fewest = min(sum(map(self._count, kind.values())) for kind in kinds if kind)
+        if not stored.numbers:
+            return length * fewest, True
+
+        last = max(stored.numbers)
+        if last >= length:
+            self.misfits.append(f"{self.config.describe(layers.length)}, and the tensors have {prefix}.{last}")
+        if length - len(stored.numbers) > _MOST_LOST:
+            said = self.config.describe(layers.length)
+            self.misfits.append(f"{said}, and the tensors have {len(stored.numbers)} of {prefix}, the last {last}")
+        else:
+            absent = (number for number in range(length) if number not in stored.numbers)
+            self.losses += [Loss(prefix, number, "", fewest) for number in absent]
+        before = len(self.losses)
+        for (names, values), numbers in stored.alike(self._values_of(layers, length)).items():
+            kind = _closest_kind(kinds, layers, dict(values), names)
+            expected = {name: self._count(rule) for name, rule in kind.items()}
+            within = [number for number in numbers if number < length]
+            self.losses += [
+                Loss(prefix, number, path, tensors)
+                for path, tensors in _subtrees(expected, kind.keys() - names)
+                for number in within
+            ]
+            self._compare_counts(stored, kind, within)
+        if len(self.losses) == before:
+            self._compare_occurrences(prefix, layers, stored)
+        return length * fewest, False
+
+    def _values_of(self, layers: LayerList, length: int) -> dict[str, list[str]]:
+        """The values of keys that choose between kinds of layers, for each layer, by child of the layer."""
+        values: dict[str, list[str]] = {}
+        for child, (key, kinds_of) in layers.choices.items():
+            path, _, first = key.partition("@")
+            said = self.config.value(path)
+            if first and isinstance(said, list):
+                # The numbers of layers, from 0 or 1 on.
+                said = [number + int(first) in said for number in range(min(length, _MOST_LOST))]
+            if isinstance(said, (list, str)) and len(said) == length and kinds_of.keys() >= set(map(str, said)):
+                values[child] = list(map(str, said))
+        return values
+
+    def _compare_occurrences(self, prefix: str, layers: LayerList, stored: _Layers) -> None:
+        """Compare in how many layers the tensors are that not all layers have."""
+        for name, expression in layers.occurrences.items():
+            sizes, found = self.config.size(expression), len(stored.present.get(name, ()))
+            if sizes and found < min(sizes):
+                self.losses.append(Loss("", None, f"{prefix}.*.{name}", min(sizes) - found))
+
+    def _count(self, rule: TensorRule) -> int:
+        sizes = self.config.size(rule.repeats) if rule.repeats else None
+        return max(sizes) if sizes else 1
+
+    def _length(self, expression: str, stored: _Layers) -> int:
+        sizes = self.config.size(expression)
+        return max(sizes) if sizes else max(stored.numbers, default=0) + 1
+
+    def _compare_counts(self, stored: _Layers, kind: Mapping[str, TensorRule], numbers: Collection[int]) -> None:
+        """Compare how many experts layers have."""
+        counted = {
+            name: rule.repeats
+            for name, rule in kind.items()
+            if rule.repeats not in (None, ANY) and name in stored.present
+        }
+        counts: dict[str, int] = {}
+        short: set[int] = set()
+        for name, expression in counted.items():
+            found = stored.present[name]
+            allowed = self.config.size(expression) or frozenset({max(found.values())})
+            wrong = [number for number in numbers if found[number] and found[number] not in allowed]
+            most = counts[name] = max(allowed)
+            short |= {number for number in wrong if found[number] < most}
+            beyond = next((number for number in wrong if found[number] > most), None)
+            if beyond is not None:
+                experts = f"{stored.prefix}.{beyond}.{name.partition('.*')[0]}"
+                said = self.config.describe(expression)
+                self.wrong.setdefault(said, {})[f"{experts} has {found[beyond]}"] = None
+        for number in sorted(short):
+            self.losses += self._lost_experts(stored.prefix, number, counts)
+
+    def _lost_experts(self, prefix: str, number: int, counts: Mapping[str, int]) -> Iterator[Loss]:
+        """Name the experts that a layer lacks; counts: how many there must be, by their names below the layer."""
+        expected: dict[str, int] = {}
+        lost: set[str] = set()
+        for name, count in counts.items():
+            stored = {numbers[0] for numbers, _ in self.stored.find(f"{prefix}.{number}.{name}")}
+            paths = {str(expert): name.replace("*", str(expert), 1) for expert in range(min(count, _MOST_EXPERTS))}
+            expected |= dict.fromkeys(paths.values(), 1)
+            lost |= {path for expert, path in paths.items() if expert not in stored}
+        for path, tensors in _subtrees(expected, lost):
+            yield Loss(prefix, number, path, tensors)
+
+    # Shapes.
+
+    def _compare_shapes(self) -> None:
+        unsaid: dict[str, dict[int, list[TensorInfo]]] = {}
+        for pattern, rules in self._rules():
+            by_shape: dict[tuple[int, ...], list[TensorInfo]] = {}
+            for _, info in self.stored.find(pattern):
+                by_shape.setdefault(info.shape, []).append(info)
+            for shape, infos in by_shape.items():
+                misfits = [self._misfit(rule, shape) for rule in rules]
+                if None not in misfits:
+                    self.wrong.setdefault(str(misfits[0]), {}).update(dict.fromkeys(map(_shape_of, infos)))
+                elif len(rules) == 1:
+                    for size, length in zip(rules[0].shape, shape, strict=True):
+                        if size != ANY and self.config.size(size) is None:
+                            unsaid.setdefault(size, {}).setdefault(length, []).extend(infos)
+        self.misfits += [
+            f"{said}, and {next(iter(texts))}" + (f" ({len(texts)} tensors)" if len(texts) > 1 else "")
+            for said, texts in self.wrong.items()
+            if not any(set(other.split(" and ")) < set(said.split(" and ")) for other in self.wrong)
+        ]
+        for lengths in unsaid.values():
+            usual, *others = sorted(lengths.values(), key=len, reverse=True)
+            self.misfits += [f"{_shape_of(other[0])}, and {_shape_of(usual[0])}" for other in others]
+
+    def _rules(self) -> Iterator[tuple[str, list[TensorRule]]]:
+        for name, rule in self.known.outside.items():
+            yield name, [rule]
+        for prefix, layers in self.known.lists.items():
+            for name in dict.fromkeys(name for kind in layers.kinds for name in kind):
+                rules = [kind[name] for kind in layers.kinds if name in kind]
+                yield f"{prefix}.*.{name}", list(dict.fromkeys(rules))
+
+    def _misfit(self, rule: TensorRule, shape: tuple[int, ...]) -> str | None:
+        """What config.json says of the first axis that is of another length; None if all fit."""
+        if len(shape) != len(rule.shape):
+            return f"it must have {len(rule.shape)} axes"
+        for expression, length in zip(rule.shape, shape, strict=True):
+            sizes = self.config.size(expression)
+            if sizes is not None and length not in sizes:
+                return self.config.describe(expression)
+        return None
+
+
+def _shape_of(info: TensorInfo) -> str:
+    return f"{info.name} is {list(info.shape)}"
+
+
+def _closest_kind(
+    kinds: list[dict[str, TensorRule]], layers: LayerList, values: Mapping[str, str], names: frozenset[str]
+) -> dict[str, TensorRule]:
+    """Return the kind of layer that stored names are closest to.
+
+    A layer may have the attention of one kind and the MLP of another, so each child of the layer is looked at by
+    itself; which children a layer has is that of a kind.
+
+    Args:
+        kinds: the kinds of layers.
+        layers: the list of layers.
+        values: what config.json says of this layer, by the child that it decides about.
+        names: what is stored of it.
+    """
+
+    def distance(rules: Mapping[str, TensorRule], stored: Collection[str]) -> tuple[int, int]:
+        return len(rules.keys() - stored), len(set(stored) - rules.keys())
+
+    stored = {child: list(names_of) for child, names_of in _children(dict.fromkeys(names)).items()}
+    by_child = [_children(kind) for kind in kinds]
+    closest: dict[str, dict[str, TensorRule]] = {}
+    possible = set(range(len(kinds)))
+    for child in dict.fromkeys(child for kind in by_child for child in kind):
+        numbers = set(range(len(kinds)))
+        if child in values:
+            numbers = set(layers.choices[child][1][values[child]])
+            possible &= {
+                number
+                for number, kind in enumerate(by_child)
+                if any((child in kind) == (child in by_child[one]) for one in numbers)
+            }
+        choices = [by_child[number][child] for number in sorted(numbers) if child in by_child[number]]
+        if choices:
+            closest[child] = min(choices, key=lambda rules: distance(rules, stored.get(child, ())))
+    wholes = [
+        {name: rule for child in by_child[number] for name, rule in closest.get(child, {}).items()}
+        for number in sorted(possible) or range(len(kinds))
+    ]
+    return min(wholes, key=lambda rules: distance(rules, names))
+
+
+def _children(rules: Mapping[str, _Value]) -> dict[str, dict[str, _Value]]:
+    """Group what is below a layer by the first part of the name."""
+    groups: dict[str, dict[str, _Value]] = {}
+    for name, rule in rules.items():
+        groups.setdefault(name.partition(".")[0], {})[name] = rule
+    return groups
+
+
+def _subtrees(expected: Mapping[str, int], lost: Collection[str]) -> list[tuple[str, int]]:
+    """Find the highest modules of which everything is lost, each with its number of tensors."""
+    if not lost:
+        return []
+    kept = {path for name in expected if name not in lost for path in _ancestors(name)}
+    subtrees: dict[str, int] = {}
+    for name in expected:
+        if name in lost:
+            highest = next((path for path in _ancestors(name) if path not in kept), name)
+            subtrees[highest] = subtrees.get(highest, 0) + expected[name]
+    return list(subtrees.items())
+
+
+def _ancestors(name: str) -> list[str]:
+    """The modules that a tensor is in, the outermost first: "mlp", "mlp.experts", .. and its own name."""
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def compare_with_class(
+    entry: ModuleRules, tensors: Collection[TensorInfo], config: Mapping[str, Any], text: Mapping[str, Any]
+) -> ClassComparison | None:
+    """Compare tensors with those that the class has.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        tensors: all tensors, with quantized weights as those that they decode to.
+        config: config.json.
+        text: the language model's part of it, as text_config returns it.
+
+    Returns:
+        What does not fit; None if nothing is known of the class.
+    """
+    known = None if entry.model.decided is not None else find_class_tensors(entry.model.name)
+    known = known and _with_parts_of(known, entry, config)
+    if known is None:
+        return None
+    stored = Stored(entry, tensors, text)
+    known = under_stored_names(known, entry, stored)
+    comparer = _Comparer(known, stored, ConfigSizes(config, text, entry.model.text_config or "", known))
+    comparer.run()
+    return ClassComparison(_describe_losses(entry, comparer.losses), comparer.misfits, known.is_built)
+
+
+def _with_parts_of(known: ClassTensors, entry: ModuleRules, config: Mapping[str, Any]) -> ClassTensors | None:
+    """Leave out the towers if config.json has other models in their place; None if it has another language model."""
+    others = {
+        path for path, kind in known.parts.items() if config_value(config, f"{path}.model_type") not in (None, kind)
+    }
+    if entry.model.text_config in others:
+        return None
+    if not others:
+        return known
+
+    def is_tower(name: str) -> bool:
+        return entry.rule(name.rpartition(".")[0]).keep == TOWER
+
+    return known._replace(
+        outside={name: rule for name, rule in known.outside.items() if not is_tower(name)},
+        lists={prefix: layers for prefix, layers in known.lists.items() if not is_tower(f"{prefix}.0.weight")},
+    )
+
+
+def completeness_notes(
+    entry: ModuleRules, tensors: Collection[TensorInfo], config: Mapping[str, Any], text: Mapping[str, Any]
+) -> list[str]:
+    """Return notes about what a source lacks, and what of config.json does not fit it.
+
+    The arguments are those of `compare_with_class`.
+    """
+    comparison = compare_with_class(entry, tensors, config, text)
+    if comparison is None:
+        return [f"completeness not checked: nothing says which tensors {entry.model.name} has"]
+    names_only = f"completeness not checked by all sizes: transformers does not build all of {entry.model.name}"
+    return [
+        *([] if comparison.is_whole else [names_only]),
+        *(f"the source lacks {text}" for text in comparison.lost),
+        *(f"config.json does not fit the tensors: {text}" for text in comparison.misfits),
+    ]
+
+
+def check_layer_count(text: Mapping[str, Any]) -> None:
+    """Refuse a number of decoder layers that is none.
+
+    Args:
+        text: the language model's part of config.json, as text_config returns it.
+
+    Raises:
+        SourceError: num_hidden_layers is not a whole number.
+    """
+    count = text.get("num_hidden_layers")
+    if count is not None and (type(count) is not int or count < 0):
+        raise SourceError(
+            f"config.json gives num_hidden_layers {short_repr(count)}, which is no number of layers",
+            "correct it, or download config.json again",
+        )
+
+
+def _describe_losses(entry: ModuleRules, losses: Iterable[Loss]) -> list[str]:
+    """One text for each kind of loss: "model.layers.{3..5}.mlp (9 tensors)"."""
+    texts: list[str] = []
+    layers_of: dict[tuple[str, str], list[Loss]] = {}
+    for loss in losses:
+        if loss.layer is None:
+            texts.append(_describe_loss(loss.path, _reason(entry, loss.path), loss.tensors))
+        else:
+            layers_of.setdefault((loss.layers, loss.path), []).append(loss)
+
+    # What is lost in the same layers is one loss.
+    by_layers: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for (prefix, path), group in layers_of.items():
+        layers = tuple(f"{prefix}.{loss.layer}" for loss in group)
+        by_layers.setdefault(layers, []).append((path, sum(loss.tensors for loss in group)))
+    for layers, paths in by_layers.items():
+        where, tensors = collapse(layers)[0], sum(number for _, number in paths)
+        below = collapse(path for path, _ in paths)
+        whole = f"{where}.{below[0]}".removesuffix(".") if len(below) == 1 else f"{', '.join(below)} of {where}"
+        texts.append(_describe_loss(whole, None, tensors))
+    return texts
+
+
+def _describe_loss(path: str, reason: str | None, tensors: int) -> str:
+    details = [reason] if reason else []
+    if tensors > 1:
+        details.append(f"{short_repr(tensors)} tensors")
+    return f"{path} ({', '.join(details)})" if details else path
+
+
+def _reason(entry: ModuleRules, path: str) -> str | None:
+    """What the registry calls a module, such as "vision tower"; None if it has no word for it."""
+    for module in (path, path.rpartition(".")[0]):
+        reason = entry.rule(module).keep if module else None
+        if reason:
+            return reason
+    return None
