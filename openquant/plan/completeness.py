@@ -108,7 +108,7 @@ class _Comparer:
             for name, rule in self.known.outside.items()
             if "*" not in name and self.config.holds(rule.conditions)
         }
-        lost = {name for name in expected if not any(True for _ in self.stored.find(name))}
+        lost = {name for name in expected if not self.stored.find(name)}
         for prefix, layers in self.known.lists.items():
             tensors, is_lost = self._compare_list(prefix, layers)
             if tensors:

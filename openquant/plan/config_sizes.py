@@ -6,7 +6,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
-from fractions import Fraction
 from typing import Any
 
 from ..files.small_files import short_repr
@@ -90,8 +89,7 @@ class ConfigSizes:
             _calculate(expression, dict(zip(choices, numbers, strict=True)))
             for numbers in itertools.product(*choices.values())
         )
-        whole = frozenset(int(size) for size in sizes if size is not None and size.denominator == 1)
-        return whole or None
+        return frozenset(size for size in sizes if size is not None) or None
 
     def describe(self, expression: str) -> str:
         """Say what config.json says of a size: "num_attention_heads is 16 and head_dim is 128"."""
@@ -109,18 +107,18 @@ def _is_size(value: object) -> bool:
     return (type(value) is int and value >= 0) or (type(value) is float and 0 <= value < math.inf)
 
 
-def _calculate(expression: str, numbers: Mapping[str, int | float]) -> Fraction | None:
-    """Calculate a sum of products; None if it divides by zero."""
-    total = Fraction(0)
+def _calculate(expression: str, numbers: Mapping[str, int | float]) -> int | None:
+    """Calculate a sum of products; None if it is no whole number."""
+    total = 0
     for term in expression.split("+"):
         above, *below = term.split("/")
         product = math.prod(_factor(factor, numbers) for factor in above.split("*"))
         divisor = math.prod(_factor(factor, numbers) for factor in below)
-        if not divisor:
+        if not divisor or product % divisor:
             return None
-        total += Fraction(product) / divisor
+        total += int(product // divisor)
     return total
 
 
-def _factor(factor: str, numbers: Mapping[str, int | float]) -> Fraction:
-    return Fraction(numbers[factor] if factor in numbers else int(factor))
+def _factor(factor: str, numbers: Mapping[str, int | float]) -> int | float:
+    return numbers[factor] if factor in numbers else int(factor)

@@ -32,6 +32,7 @@ class Stored:
         is_mtp_layer = mtp_layer_finder(entry.model, dict(text))
         # For each name template, the tensors by the numbers in their names.
         self.by_template: dict[str, dict[tuple[str, ...], TensorInfo]] = {}
+        self._found: dict[str, list[tuple[tuple[str, ...], TensorInfo]]] = {}
         for info in tensors:
             numbers = tuple(_NUMBER.findall(info.name))
             if numbers and is_mtp_layer(info.module):
@@ -74,16 +75,20 @@ class Stored:
         """Whether there is a tensor with this name, or one below a list of layers with this prefix."""
         return template(name) in self.by_template or name in self.prefixes
 
-    def find(self, pattern: str) -> Iterator[tuple[tuple[str, ...], TensorInfo]]:
+    def find(self, pattern: str) -> list[tuple[tuple[str, ...], TensorInfo]]:
         """Find tensors by a name with `*` for some of its numbers; gives the numbers in these places."""
-        named = self.by_template.get(template(pattern))
-        if named is None:
-            return
-        places = _PLACE.findall(pattern)
-        if all(place == "*" for place in places):
+        if pattern not in self._found:
+            self._found[pattern] = list(self._find(pattern))
+        return self._found[pattern]
+
+    def _find(self, pattern: str) -> Iterator[tuple[tuple[str, ...], TensorInfo]]:
+        named = self.by_template.get(pattern)
+        if named is not None:
             yield from named.items()
             return
-        for numbers, info in named.items():
+        # Some of its places are numbers.
+        places = _PLACE.findall(pattern)
+        for numbers, info in self.by_template.get(template(pattern), {}).items():
             if all(place in ("*", number) for place, number in zip(places, numbers, strict=True)):
                 stars = (number for place, number in zip(places, numbers, strict=True) if place == "*")
                 yield tuple(stars), info

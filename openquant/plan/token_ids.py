@@ -18,6 +18,7 @@ from ..registry.rules import ModuleRules
 _OTHER_MODALITY = re.compile("image|audio|video|vision|speech", re.IGNORECASE)
 # The last token of a vocabulary, which stands before the merges.
 _LAST_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*:\s*(\d{1,9})\s*\}\s*,\s*$')
+_LONGEST_TOKEN = 500
 
 
 class Token(NamedTuple):
@@ -57,6 +58,16 @@ def token_misfits(root: Path, entry: ModuleRules, tensors: Iterable[TensorInfo])
 
 def _tokens(root: Path) -> Iterable[Token]:
     """The added tokens of a tokenizer, and the last one of its vocabulary; of a large file only these are parsed."""
+    name = "tokenizer.json"
+    if (root / name).is_file():
+        data = read_small(root / name, name, MAX_INDEX)
+        yield from _added_tokens(data, name)
+        end = max(0, data.rfind(b'"merges"'))
+        match = _LAST_TOKEN.search(data[max(0, end - _LONGEST_TOKEN) : end].decode(errors="replace"))
+        if match:
+            yield Token(int(match[2]), json.loads(match[1], strict=False), name)
+        return
+
     name = "tokenizer_config.json"
     if (root / name).is_file():
         added = parse_json(read_small(root / name, name), name)
@@ -65,22 +76,15 @@ def _tokens(root: Path) -> Iterable[Token]:
             if number.isdecimal() and len(number) < 10 and isinstance(token, dict):
                 yield Token(int(number), str(token.get("content")), name)
 
-    name = "tokenizer.json"
-    if (root / name).is_file():
-        text = read_small(root / name, name, MAX_INDEX).decode(errors="replace")
-        yield from _added_tokens(text, name)
-        match = _LAST_TOKEN.search(text, max(0, (end := text.rfind('"merges"')) - 300), max(0, end))
-        if match:
-            yield Token(int(match[2]), json.loads(match[1], strict=False), name)
 
-
-def _added_tokens(text: str, name: str) -> Iterable[Token]:
-    start = text.find('"added_tokens"')
-    opened = text.find("[", start)
+def _added_tokens(data: bytes, name: str) -> Iterable[Token]:
+    start = data.find(b'"added_tokens"')
+    opened = data.find(b"[", start)
+    end = data.find(b'"normalizer"', opened)
     if start < 0 or opened < 0:
         return
     try:
-        added, _ = json.JSONDecoder().raw_decode(text, opened)
+        added, _ = json.JSONDecoder().raw_decode(data[opened : end if end > 0 else None].decode(errors="replace"))
     except (ValueError, RecursionError):
         return
     for token in added:
