@@ -142,7 +142,7 @@ def test_a_cache_in_fp8_takes_half_but_where_a_kernel_has_a_layout_of_its_own() 
     ("Qwen3NextForCausalLM", {**DELTA, "mamba_ssm_dtype": ["float32"]}, "the size of a state"),
     ("Qwen3NextForCausalLM", {**DELTA, "linear_key_head_dim": 10**40}, "the size of a state"),
     ("KimiLinearForCausalLM", {"linear_attn_config": 3}, "the size of a state: config.json's linear_attn_config.num"),
-    ("Gemma4ForConditionalGeneration", {"sliding_window": 1024}, "keys and no values"),
+    ("Gemma4ForConditionalGeneration", {"sliding_window": 1024, "attention_k_eq_v": None}, "keys and no values"),
     ("Qwen2ForCausalLM", {"sliding_window": 4096, "use_sliding_window": True}, "which layers have a window"),
     ("MistralForCausalLM", {"sliding_window": "wide"}, "config.json's sliding_window is 'wide'"),
     ("MistralForCausalLM", {"sliding_window": -1}, "config.json's sliding_window is -1"),
