@@ -28,6 +28,8 @@ from support import small_checkpoints, small_models
 
 # A part that a toggle adds with more tensors outside of lists than this is left out.
 _MOST_ADDED = 100
+# Of classes that transformers builds by another's name: what the code beside the published weights says.
+_PUBLISHED_DEFAULTS = {("MiniCPMForCausalLM", "tie_word_embeddings"): True}
 
 
 def _below(entries: Iterable[str], child: str) -> set[str]:
@@ -369,6 +371,8 @@ def _index_sizes(data: dict[str, Any]) -> None:
 
 
 def _class_default(builds: Builds, path: str) -> Any:
+    if (builds.architecture, path) in _PUBLISHED_DEFAULTS:
+        return _PUBLISHED_DEFAULTS[builds.architecture, path]
     small = small_models.MODELS.get(builds.architecture)
     if isinstance(builds.config.get(path), dict):
         # A class has no part that config.json does not mention.
