@@ -18,12 +18,16 @@ A number in a name is `*` where config.json counts it.
 from __future__ import annotations
 
 import json
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 # A size that is not compared.
 ANY = "*"
 PATH = Path(__file__).with_suffix(".jsonl")
+# The package may lie in an archive, as on the page that plans in a browser.
+_FILE = files(__package__) / PATH.name
 
 
 class TensorRule(NamedTuple):
@@ -81,11 +85,12 @@ class ClassTensors(NamedTuple):
     is_built: bool
 
 
+@cache
 def find_class_tensors(name: str) -> ClassTensors | None:
     """Return the tensors of a class; None if the file has none of that name."""
     start = f'{{"class":"{name}",'
     # The file has all classes, and only one of its lines is parsed.
-    with PATH.open(encoding="utf-8") as file:
+    with _FILE.open(encoding="utf-8") as file:
         line = next((line for line in file if line.startswith(start)), None)
     if line is None:
         return None

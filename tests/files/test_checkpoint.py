@@ -23,6 +23,7 @@ from openquant.files import checkpoint as checkpoints
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.small_files import short_repr
 from openquant.files.tensors import TensorInfo
+from openquant.registry.class_tensors import find_class_tensors
 from support import small_checkpoints
 
 INDEX = "model.safetensors.index.json"
@@ -378,6 +379,8 @@ def nobody() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         user = os.geteuid()
+        # The package itself may lie where that user cannot read.
+        find_class_tensors("Qwen3ForCausalLM")
         if user == 0:
             os.seteuid(65534)
         try:
