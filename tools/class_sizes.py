@@ -25,6 +25,7 @@ _VARYING = {
     "DeepseekV4ForCausalLM": r"layers\.attn\.compressor\.",
     "Dots3NoteForCausalLM": r"model\.layers\.self_attn\.g_proj|vision_encoder\.blocks\.mlp\.",
     "Granite4VisionForConditionalGeneration": r"\.?model\.(layerwise|spatial)_projectors\.",
+    **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"), r"model\.layers\.self_attn\.(qkv|[qkvo])_proj"),
     "LagunaForCausalLM": r"model\.layers\.self_attn\.[goq]_proj",
     **dict.fromkeys(
         ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "UnlimitedOCRForCausalLM"), r"\.?model\.sam_model\."
