@@ -702,7 +702,8 @@ def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:
 def _refuse_strangers(path: Path, files: Collection[str]) -> None:
     """Refuse an output with files that compress() does not copy: earlier versions copied all there was."""
     journal = read_journal(path) or {}
-    belong = belonging(files, lambda name: (path / name).read_bytes(), journal.get("copy", ()))
+    with output_errors(path, "read"):
+        belong = belonging(files, lambda name: (path / name).read_bytes(), journal.get("copy", ()))
     strangers = sorted(name for name in files if name not in belong and not is_shard(name) and name != INDEX_FILE)
     if strangers:
         raise OutputError(

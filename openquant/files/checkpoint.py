@@ -424,7 +424,7 @@ def _list_files(
 
 
 def _walk(root: Path) -> tuple[set[str], set[str]]:
-    """Return paths of all files, and of directories that are not looked into, with a slash."""
+    """Return the paths of all files, and those of the directories that are skipped, which end in a slash."""
 
     def fail(error: OSError) -> None:
         raise error

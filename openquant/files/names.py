@@ -38,7 +38,7 @@ _OUTPUT_FILES = (CARD_FILE, JOURNAL_FILE, *EVALUATION_FILES)
 
 
 def is_shard(name: str) -> bool:
-    """Whether a file of an output holds its tensors; weights in its folders belong to other modules."""
+    """Whether a file of an output is a shard of it; weights in a folder are of a module of sentence-transformers."""
     return name.endswith(".safetensors") and "/" not in name
 
 
