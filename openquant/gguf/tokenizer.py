@@ -6,7 +6,7 @@ transformers builds the tokenizer. How a byte-level vocabulary splits text into 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from ..files.small_files import short_repr
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 # Those that split as GPT-2 does, which is what transformers' GPT2Tokenizer does.
 _GPT2 = ("gpt-2", "gpt2")
+# What a vocabulary has in place of a space: byte-level ones the first, those of SentencePiece the second.
+_BYTE_LEVEL_SPACE, _SPACE = "\u0120", "\u2581"
 _NO_TOKENIZER = "start from the model's Hugging Face directory"
 
 
@@ -80,8 +82,19 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
         raise SourceError(f"{file.name}: its tokenizer cannot be built: {reason}", _NO_TOKENIZER) from None
     finally:
         link.unlink()
+    _check_vocabulary(file.name, str(kind), tokenizer.get_vocab())
     if kind == "gpt2" and split in _SINGLE_DIGITS:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
         )
     tokenizer.save_pretrained(directory)
+
+
+def _check_vocabulary(name: str, kind: str, tokens: Iterable[str]) -> None:
+    """Refuse a vocabulary of another kind than the tokenizer's: it builds, and splits every text wrongly."""
+    space = _BYTE_LEVEL_SPACE if kind == "gpt2" else _SPACE
+    if not any(token.startswith(space) for token in tokens):
+        raise SourceError(
+            f"{name} has the tokenizer {kind!r}, but its vocabulary is of another kind: no token begins with {space!r}",
+            _NO_TOKENIZER,
+        )

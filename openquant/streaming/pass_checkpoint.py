@@ -15,11 +15,14 @@ The file is a safetensors file whose last 32 bytes are the SHA-256 of all bytes 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import stat
 import time
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -63,7 +66,7 @@ class PassCheckpoint:
     """A file that suspended passes are saved to, and that an earlier run may have saved passes to.
 
     Args:
-        path: the file, used by no other run. While it is written, `PATH.new` lies beside it.
+        path: the file. While it is written, `PATH.new` lies beside it, and `PATH.lock` as long as there is a run.
         about: returns what must be the same for passes to be continued, by the name that messages have for it:
             {"texts": "5f70bf.."}.
         extra: returns further bytes to save, such as observers' statistics; called whenever the file is written.
@@ -73,6 +76,7 @@ class PassCheckpoint:
 
     Raises:
         SourceError: the file is damaged, or was saved with another `about`.
+        OutputError: another process uses the file.
     """
 
     def __init__(self, path: Path, about: Callable[[], Mapping[str, str]], extra: Callable[[], bytes] = bytes) -> None:
@@ -97,8 +101,30 @@ class PassCheckpoint:
         for name in (path, self._new_path):
             if os.path.lexists(name) and not stat.S_ISREG(os.lstat(name).st_mode):
                 raise SourceError(f"{name} is not a regular file", _AGAIN)
+        self._take_lock()
         if os.path.lexists(path):
             self._read()
+
+    def _take_lock(self) -> None:
+        """Refuse a file that another process uses."""
+        path = self.path.with_name(f"{self.path.name}.lock")
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        except OSError:
+            # Nothing can be written here, so nothing is shared.
+            return
+
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(handle)
+            # Others say that this file system has no locks.
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return
+            raise OutputError(
+                f"another run is using {self.path}", "wait until it has ended, or give another place"
+            ) from None
+        weakref.finalize(self, _release, handle, path)
 
     def _read(self) -> None:
         with self.continuing(), self._open() as file:
@@ -361,6 +387,13 @@ class PassCheckpoint:
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
             self._new_path.unlink(missing_ok=True)
+
+
+def _release(handle: int, path: Path) -> None:
+    """Give a lock back and delete its file."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+    os.close(handle)
 
 
 def _has_valid_digest(file: BinaryIO, size: int) -> bool:

@@ -16,7 +16,7 @@ from gguf.constants import GGMLQuantizationType
 import openquant
 from openquant.errors import OpenQuantError, SourceError, UsageError
 from openquant.gguf.source import open_gguf
-from support.gguf_files import split_gguf, write_gguf
+from support.gguf_files import BYTE_TOKENS, split_gguf, write_gguf
 
 F32 = GGMLQuantizationType.F32
 
@@ -161,6 +161,14 @@ TOKENIZERS: list[tuple[dict[str, Any], str]] = [
     ({"pre": None}, "m.gguf: it is not known how the tokenizer None (tokenizer.ggml.pre) splits text"),
     ({"tokens": None}, "m.gguf has no vocabulary (tokenizer.ggml.tokens)"),
     ({"merges": ["h"]}, "m.gguf: its tokenizer cannot be built: "),
+    (
+        {"model": "llama", "pre": None, "merges": None, "scores": [-float(n) for n in range(len(BYTE_TOKENS))]},
+        "m.gguf has the tokenizer 'llama', but its vocabulary is of another kind: no token begins with '▁'",
+    ),
+    (
+        {"tokens": [token.replace("Ġ", "▁") for token in BYTE_TOKENS], "merges": ["h e"]},
+        "m.gguf has the tokenizer 'gpt2', but its vocabulary is of another kind: no token begins with 'Ġ'",
+    ),
     ({"unknown_token_id": 1 << 31}, "m.gguf: its tokenizer cannot be built: "),
 ]
 
