@@ -22,7 +22,7 @@ from .diagnosis.result import Diagnosis
 from .diagnosis.statistics import normal_row_error
 from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
-from .files.cards import card_of, is_smoothed, metadata_notes, source_of, split_card
+from .files.cards import metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import readable
 from .files.evaluation import evaluation_notes
 from .files.fingerprint import Fingerprint
@@ -347,7 +347,7 @@ def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
     opened = open_source(run, ranks)
     with without_collector():
         plan = make_plain_plan(opened.checkpoint, opened.source.identity)
-        if is_smoothed(card_of(opened.checkpoint)):
+        if stated_facts(opened.checkpoint).smoothed:
             plan = replace(plan, notes=(*plan.notes, FOLDED))
     return prepare(run, opened, plan, ranks)
 

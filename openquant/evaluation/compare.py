@@ -328,7 +328,7 @@ class _Comparison:
             f"{output.subject.name}: AWQ or SmoothQuant changed its weights, so they were not compared one by one; "
             "openquant verify --source --full does that"
             for output in self.outputs
-            if output.smoothed
+            if output.facts.smoothed
         ]
         evaluation = make_evaluation(self.measurements, self._answers(), notes)
         if self.tasks is not None and self.settings.tasks is not None:
@@ -399,7 +399,7 @@ class _Comparison:
         """Compare a unit's weights of the output whose first pass this is with the source's, while both are loaded."""
         output = next((output for output in self.outputs if output.first == number), None)
         # AWQ and SmoothQuant change every weight on purpose: the rounding error alone cannot be seen.
-        if output is None or (unit, number) in self.compared or output.smoothed:
+        if output is None or (unit, number) in self.compared or output.facts.smoothed:
             return
         self.compared.add((unit, number))
         models = self.model, output.served.model

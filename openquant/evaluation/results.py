@@ -162,7 +162,7 @@ def _figures(measurements: Measurements, output: OutputUnderTest, floor: Brief) 
     layers = [_layer(measurements, name, output) for name in measurements.distances.layers]
     suspects = [
         *_suspects_by_files(measurements, output),
-        *suspects_by_weights(output.changes, output.served.quantized_routers, output.by_gptq),
+        *suspects_by_weights(output.changes, output.served.quantized_routers, output.facts.gptq),
         *suspects_by_layers(layers),
     ]
     verdict = verdict_word(figures["kl"]["mean"], floor["kl"])

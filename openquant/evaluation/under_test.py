@@ -15,9 +15,10 @@ from torch import nn
 
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
-from ..files.cards import card_of, is_rounded_by_gptq, is_smoothed
+from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
+from ..files.journal import WeightFacts
 from ..hub.shards import Needs
 from ..streaming.documents import DocumentRanks
 from ..streaming.model import StreamedModel, shards_by_unit
@@ -119,14 +120,9 @@ class OutputUnderTest:
     changes: list[WeightChange] = field(default_factory=list)
 
     @cached_property
-    def smoothed(self) -> bool:
-        """Whether its model card says that AWQ or SmoothQuant moved factors between its weights."""
-        return is_smoothed(card_of(self.subject.checkpoint))
-
-    @cached_property
-    def by_gptq(self) -> bool:
-        """Whether its model card says that GPTQ rounded its weights."""
-        return is_rounded_by_gptq(card_of(self.subject.checkpoint))
+    def facts(self) -> WeightFacts:
+        """What was done to its weights, by its journal or model card."""
+        return stated_facts(self.subject.checkpoint)
 
     @property
     def needs(self) -> Needs:

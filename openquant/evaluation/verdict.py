@@ -68,7 +68,7 @@ def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str],
         changes: changes of all weights, quantized or not.
         routers: names of quantized modules that every engine expects unquantized, such as routers. Those that `changes`
             lacks do not count.
-        gptq: whether the model card says that GPTQ rounded the weights.
+        gptq: whether GPTQ rounded the weights.
 
     Returns:
         Name of each suspect module and the reason, as text: routers first, then the others by their error relative to

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from .checkpoint import Checkpoint, readable
+from .journal import WeightFacts, facts_in, read_journal
 from .names import CARD_FILE
 from .small_files import MAX_SMALL, read_small
 
@@ -114,6 +115,24 @@ def source_commit(card: str, repo: str) -> str | None:
     row = rf"^\| (?:{QUANTIZED_FROM}|{WEIGHTS_OF}) \| {link}([\w.-]+)\) at "
     found = re.search(row, _own_part(card), re.ASCII | re.MULTILINE)
     return found[1] if found else None
+
+
+def stated_facts(checkpoint: Checkpoint) -> WeightFacts:
+    """Return what was done to the weights of an output, by its journal; by its card if it has none, as on the Hub.
+
+    Args:
+        checkpoint: the opened output, or any other checkpoint.
+
+    Raises:
+        SourceError: the card cannot be read.
+        OutputError: the journal cannot be read, or is not a journal.
+    """
+    journal = read_journal(checkpoint.root, linked=True)
+    facts = None if journal is None else facts_in(journal)
+    if facts is not None:
+        return facts
+    card = card_of(checkpoint)
+    return WeightFacts(gptq=is_rounded_by_gptq(card), smoothed=is_smoothed(card))
 
 
 def is_smoothed(card: str) -> bool:
