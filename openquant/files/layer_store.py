@@ -32,7 +32,7 @@ from .tensors import TensorInfo, make_header, read_header
 
 _KIND = "openquant rounded"
 # Files of a run: layers, the pass checkpoint, and unfinished ones of both.
-_OURS = re.compile(r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.new|\.lock)?|\.openquant-[0-9a-f]{16}\.partial")
+_OURS = re.compile(r"\d{3,}(-\d+)?\.safetensors|[0-9a-f]{16}\.passes(\.new)?|\.openquant-[0-9a-f]{16}\.partial")
 # Bytes that are hashed at a time.
 _PIECE = 1 << 22
 

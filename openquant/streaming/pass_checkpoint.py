@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
 import time
 import weakref
 from collections import UserDict
@@ -66,7 +67,7 @@ class PassCheckpoint:
     """A file that suspended passes are saved to, and that an earlier run may have saved passes to.
 
     Args:
-        path: the file. While it is written, `PATH.new` lies beside it, and `PATH.lock` as long as there is a run.
+        path: the file. While it is written, `PATH.new` lies beside it.
         about: returns what must be the same for passes to be continued, by the name that messages have for it:
             {"texts": "5f70bf.."}.
         extra: returns further bytes to save, such as observers' statistics; called whenever the file is written.
@@ -107,11 +108,13 @@ class PassCheckpoint:
 
     def _take_lock(self) -> None:
         """Refuse a file that another process uses."""
-        path = self.path.with_name(f"{self.path.name}.lock")
+        # Not beside the file, where a killed run would leave it.
+        name = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()
+        path = Path(tempfile.gettempdir(), f"openquant-{name[:16]}.lock")
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except OSError:
-            # Nothing can be written here, so nothing is shared.
+            # Another user's, or nothing can be written.
             return
 
         try:
