@@ -518,6 +518,9 @@ class _Worker:
         assert weight.format is not None
         group, extent, pitch = weight.format.group, weight.extent(self.reader.where), weight.row_bytes
         height = max(group[0] or 1, scheme.format.height)
+        if weight.format.columns is not None:
+            # In AutoAWQ's order several rows share a word.
+            height = max(height, weight.format.number.run)
         step = max(1, BUFFER // (pitch * height)) * height
         global_scale = self.reader.global_scale(weight) if exact is None else exact
         if scheme.format.global_scale is not None and piece.tied_target is not None:

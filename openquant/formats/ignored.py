@@ -18,6 +18,24 @@ MAX_EXPRESSIONS, MAX_LETTERS, MAX_SECONDS, MAX_REPEATS = 1000, 1000, 5.0, 1000
 MEND = "mend quantization_config, or save the model again"
 
 
+# Beginnings of names of a language model's modules that mean the same (vLLM layers/quantization/modelopt.py:1802-1820).
+_LANGUAGE_MODELS = ("language_model.model.", "model.language_model.")
+
+
+def language_model_names(name: str) -> tuple[str, ...]:
+    """Return a module's name, and the other name that it has if it is in the language model of a multimodal one.
+
+    transformers 5 calls such modules otherwise than some checkpoints do.
+
+    Args:
+        name: full name of a module, as a config has it.
+    """
+    for first, second in (_LANGUAGE_MODELS, _LANGUAGE_MODELS[::-1]):
+        if name.startswith(first):
+            return name, second + name.removeprefix(first)
+    return (name,)
+
+
 class Expressions:
     """The regular expressions of a list ("re:" and an expression). They match a name from its start.
 

@@ -8,17 +8,17 @@ layers/quantization/modelopt.py:319-430, `mxfp4` from transformers integrations/
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeGuard
 
 from ..errors import UsageError
 from .activations import ActivationQuantization, read_activation_quantization
-from .awq_gptq import read_awq, read_gptq
+from .awq_gptq import Groups, read_auto_round_groups, read_awq, read_gptq_groups
 from .bitsandbytes import read_bitsandbytes
 from .format import INPUT_SCALE, Format, GlobalScale, Group
-from .ignored import MEND, Expressions, Ignored, IgnoredParts
+from .ignored import MEND, Expressions, Ignored, IgnoredParts, language_model_names
 from .quark import read_quark
 from .schemes import (
     ASYMMETRIC,
@@ -48,7 +48,7 @@ MAX_SIDE = 1 << 16
 # Keys of FP8 activations in compressed-tensors.
 _FP8 = {"type": "float", "num_bits": 8}
 # Methods whose codes are stored transposed.
-IN_COLUMNS = ("awq", "gptq")
+IN_COLUMNS = ("awq", "gptq", "auto-round")
 UNQUANTIZED = "start from the unquantized model"
 IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
 
@@ -363,18 +363,12 @@ def _read_mixed_precision(method: str, settings: dict[str, Any]) -> Quantization
             raise UsageError(f"config.json: quantized_layers.{name} is not a JSON object", MEND)
         fmt, activations = _modelopt_format(layer, f"config.json: quantized_layers.{name} has")
         inputs.setdefault(fmt, activations)
-        names.setdefault(fmt, []).append(name)
-        # transformers 5 calls modules otherwise than some checkpoints do, and vLLM tries both names.
-        for first, second in (_LANGUAGE_MODELS, _LANGUAGE_MODELS[::-1]):
-            if name.startswith(first) and second + name.removeprefix(first) not in layers:
-                names[fmt].append(second + name.removeprefix(first))
+        # vLLM tries both names of a module.
+        others = [other for other in language_model_names(name) if other not in layers]
+        names.setdefault(fmt, []).extend([name, *others])
     groups = tuple((tuple(targets), fmt) for fmt, targets in names.items())
     mixed = _alone(method, settings, groups[0][1], None)
     return replace(mixed, groups=groups, inputs=tuple(inputs.values()), by_parent=True)
-
-
-# Beginnings of names of a language model's modules that mean the same (vLLM layers/quantization/modelopt.py:1802-1820).
-_LANGUAGE_MODELS = ("language_model.model.", "model.language_model.")
 
 
 def _modelopt_format(settings: dict[str, Any], subject: str) -> tuple[Format, Mapping[str, Any] | None]:
@@ -418,10 +412,18 @@ def _read_awq(method: str, settings: dict[str, Any]) -> Quantization:
 
 
 def _read_quark(method: str, settings: dict[str, Any]) -> Quantization:
-    groups, inputs = read_quark(settings)
+    return _mixed(method, settings, *read_quark(settings))
+
+
+def _mixed(
+    method: str, settings: dict[str, Any], groups: Groups, inputs: Sequence[Mapping[str, Any] | None] | None = None
+) -> Quantization:
+    """Return a config with a format for each group of layers, activations as they are if `inputs` is None; the tensors
+    show what is quantized.
+    """
     expressions = Expressions(target for targets, _ in groups for target in targets)
     alone = _alone(method, settings, groups[0][1], None)
-    return replace(alone, groups=tuple(groups), inputs=tuple(inputs), expressions=expressions)
+    return replace(alone, groups=tuple(groups), inputs=tuple(inputs or [None] * len(groups)), expressions=expressions)
 
 
 def _alone(method: str, settings: dict[str, Any], fmt: Format, inputs: Mapping[str, Any] | None) -> Quantization:
@@ -444,7 +446,10 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "mxfp4": _read_mxfp4,
     "mxfp8": _read_mxfp8,
     "awq": _read_awq,
-    "gptq": lambda method, settings: _alone(method, settings, read_gptq(settings), None),
+    "gptq": lambda method, settings: _mixed(method, settings, read_gptq_groups(settings)),
+    "auto-round": lambda method, settings: _mixed(method, settings, read_auto_round_groups(settings)),
+    # As the first versions of auto-round wrote it.
+    "intel/auto-round": lambda _, settings: _mixed("auto-round", settings, read_auto_round_groups(settings)),
     "quark": _read_quark,
     "torchao": lambda method, settings: _alone(method, settings, *read_torchao(settings)),
     "bitsandbytes": lambda method, settings: _alone(method, settings, read_bitsandbytes(settings), None),

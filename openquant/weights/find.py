@@ -14,7 +14,7 @@ Layouts:
     DeepSeek V4  FP8 as above with scales X.scale; experts in MXFP4, which its config.json does not say: X.weight int8
                [out, in / 2], two codes in a byte, the first lowest, and X.scale E8M0 [out, in / 32]
     MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (per_rank.py)
-    AWQ, GPTQ  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
+    AWQ, GPTQ, auto-round  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
     torchao    FP8 as X._weight_qdata and X._weight_scale
     bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (bitsandbytes.py)
     Quark      FP8, int8, MXFP4 and NVFP4 as above with the codes X.weight; int4 as AWQ (packed_columns.py)
@@ -53,8 +53,14 @@ from .weight import Weight
 # modelopt's file beside config.json, from before config.json held the same.
 MODELOPT_FILE = "hf_quant_config.json"
 # Files beside config.json in which tools say how they quantized, and the method where the file does not say it:
-# modelopt, AutoGPTQ, AutoAWQ (vLLM, get_config_filenames in layers/quantization/auto_gptq.py and auto_awq.py).
-TOOL_CONFIG_FILES = {MODELOPT_FILE: "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+# modelopt, AutoGPTQ, AutoAWQ, auto-round (vLLM, get_config_filenames in layers/quantization/auto_gptq.py, auto_awq.py
+# and inc/inc.py).
+TOOL_CONFIG_FILES = {
+    MODELOPT_FILE: "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quantization_config.json": "auto-round",
+}
 DECODED_DTYPE = "BF16"
 # Of weights that no tool quantized, and of buffers beside them.
 _UNQUANTIZED = (*FLOATS, "F64", "I64", "BOOL")
@@ -390,7 +396,8 @@ def checked_weights(
             weights = [_four_bits(checkpoint, pair, pair.fmt)]
         elif info.name.endswith(".qweight"):
             raise SourceError(
-                f"{name_and_type(info)}, but config.json does not say that its layer is in AWQ or GPTQ", DAMAGED
+                f"{name_and_type(info)}, but config.json has its layer in none of AWQ, GPTQ and auto-round",
+                DAMAGED,
             )
         elif info.name.endswith(f".{QDATA}"):
             weights = [_unpacked(pair)]

@@ -1,9 +1,10 @@
-"""Weights whose codes are stored transposed (AutoAWQ, GPTQ, Quark): checks their tensors and reads them by rows.
+"""Weights stored transposed (AutoAWQ, GPTQ, auto-round, Quark): checks their tensors and reads them by rows.
 
 X.qweight  AutoAWQ: int32 [in, out / 8], a word holds eight outputs in AutoAWQ's own order
            Quark: the same as X.weight, in AutoAWQ's order or the first lowest; its scales are X.weight_scale, its zero
            points X.weight_zero_point
-           GPTQ: int32 [in / 8, out], a word holds eight inputs, the first in the lowest bits
+           GPTQ, auto-round: int32 [in / 8, out], a word holds eight inputs, the first in the lowest bits; with another
+           number of bits than 4, [in * bits / 32, out], codes follow one another without gaps
 X.qzeros   int32 [groups, out / 8], zero points in the order of AutoAWQ or the first lowest; GPTQ's first format stores
            each less one
 X.scales   float16 [groups, out]
@@ -27,8 +28,6 @@ from .weight import Weight
 
 # Bytes of codes that are transposed at a time. Larger strips are read in fewer and longer pieces.
 STRIP = 8 << 20
-# Most rows whose codes or zero points share a word.
-WORD_ROWS = 8
 DAMAGED = "the checkpoint is damaged or incomplete: download or save it again"
 
 
@@ -59,20 +58,20 @@ def packed_columns(
     Raises:
         SourceError: one is missing, or has another shape or dtype than it must.
     """
-    columns, per_word = fmt.columns, fmt.number.run
+    columns, number = fmt.columns, fmt.number
     assert columns is not None
     if codes.dtype != "I32" or len(codes.shape) != 2:
         raise SourceError(f"{name_and_type(codes)}, not a matrix of I32", DAMAGED)
     high, wide = codes.shape
-    shape = (wide, high * per_word) if columns.order is None else (wide * per_word, high)
+    shape = (wide, number.count(high)) if columns.order is None else (number.count(wide), high)
     for size, axis in zip(shape, ("outputs", "inputs"), strict=True):
-        if size % per_word:
-            raise SourceError(f"{codes.name} has {size} {axis}, which do not fill words of {per_word}", DAMAGED)
+        if size % number.run:
+            raise SourceError(f"{codes.name} has {size} {axis}, which do not fill words of {number.run}", DAMAGED)
     _, groups = grid_of(fmt.group, shape)
     parts = [codes]
     expected: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
         (fmt.scale.name, FLOATS, (groups, shape[0])),
-        (columns.zeros, ("I32",), (groups, shape[0] // per_word)),
+        (columns.zeros, ("I32",), (groups, number.items(shape[0]))),
     ]
     index = columns.index and find(f"{module}.{columns.index}")
     if columns.index is not None and (index or columns.act_order):
@@ -111,7 +110,7 @@ class ColumnReader:
         Args:
             source: the open shard.
             weight: the weight.
-            low: first row; with the order of AutoAWQ a multiple of WORD_ROWS, as is the number of rows.
+            low: first row; with the order of AutoAWQ a multiple of 8, as is the number of rows.
             into: uint8, filled with codes as row formats store them. Its size says how many rows.
 
         Raises:
@@ -122,7 +121,8 @@ class ColumnReader:
         count = into.size // pitch
         name, first, strip = self._strip
         if name != weight.codes.name or not first <= low <= low + count <= first + len(strip):
-            strip_rows = max(count, STRIP // pitch // WORD_ROWS * WORD_ROWS)
+            run = weight.format.number.run
+            strip_rows = max(count, STRIP // pitch // run * run)
             first, strip = low, np.empty((min(strip_rows, weight.shape[0] - low), pitch), np.uint8)
             self._transpose(source, weight, low, strip)
             self._strip = weight.codes.name, first, strip
@@ -134,10 +134,10 @@ class ColumnReader:
         assert fmt is not None
         order = fmt.columns.order if fmt.columns else None
         if order is None:
-            raw = self._read_strip(source, weight.codes, low, len(into), 1)
+            raw = self._read_strip(source, weight.codes, low, len(into))
             into[:] = np.ascontiguousarray(raw.view(np.uint32).T).view(np.uint8)
             return
-        words = self._read_strip(source, weight.codes, low, len(into), fmt.number.run).view(np.uint32)
+        words = self._read_strip(source, weight.codes, low, len(into), fmt.number).view(np.uint32)
         outputs = into.reshape(words.shape[1], len(order), -1)
         # A byte of `into` holds the codes of two inputs, which are two rows of words. Split each pair of rows into the
         # even and the odd codes of its words; then each byte of a word is such a pair, for one of eight outputs.
@@ -163,7 +163,7 @@ class ColumnReader:
         """
         info = weight.parts[1]
         with self._open(self._where(info.name).shard) as source:
-            raw = self._read_strip(source, info, low, count, 1)
+            raw = self._read_strip(source, info, low, count)
         return np.ascontiguousarray(kernels.scale_values(raw, info.dtype).T)
 
     def zero_points(self, weight: Weight, low: int, count: int) -> Floats:
@@ -178,7 +178,7 @@ class ColumnReader:
         fmt, info = weight.format, weight.parts[2]
         assert fmt is not None
         with self._open(self._where(info.name).shard) as source:
-            raw = self._read_strip(source, info, low, count, fmt.number.run)
+            raw = self._read_strip(source, info, low, count, fmt.number)
         return fmt.number.decode(np.ascontiguousarray(self._zero_codes(raw, fmt).T))
 
     def group_index(self, weight: Weight) -> npt.NDArray[np.int64] | None:
@@ -244,21 +244,27 @@ class ColumnReader:
             source.read(raw, place.offset, info.name)
         return raw
 
-    def _read_strip(self, source: SourceFile, info: TensorInfo, low: int, count: int, per_item: int) -> Bytes:
-        """Read the columns of a tensor that hold `count` outputs from `low` on, `per_item` of them in an element.
+    def _read_strip(
+        self, source: SourceFile, info: TensorInfo, low: int, count: int, packed: Number | None = None
+    ) -> Bytes:
+        """Read the columns of a tensor that hold `count` outputs from `low` on, in words of the codes of `packed` or
+        one in each element.
 
         Returns:
             uint8 [rows of the tensor, bytes].
         """
-        assert low % per_item == count % per_item == 0
+        if packed is not None:
+            assert low % packed.run == count % packed.run == 0
+            low, count = packed.items(low), packed.items(count)
+
         itemsize, offset = DTYPE_BITS[info.dtype] // 8, self._where(info.name).offset
         rows, pitch = info.shape[0], info.shape[1] * itemsize
-        width = count // per_item * itemsize
+        width = count * itemsize
         raw = np.empty((rows, width), np.uint8)
         if width == pitch:
             source.read(raw.reshape(-1), offset, info.name)
             return raw
-        offset += low // per_item * itemsize
+        offset += low * itemsize
         for row in range(rows):
             source.read(raw[row], offset + row * pitch, info.name)
         return raw

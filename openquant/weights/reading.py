@@ -19,7 +19,7 @@ from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import BITSANDBYTES, CODES, Floats
 from ..formats.schemes import Scheme
 from . import bitsandbytes
-from .packed_columns import STRIP, WORD_ROWS, ColumnReader
+from .packed_columns import STRIP, ColumnReader
 from .weight import Extent, Weight
 
 BUFFER = 4 << 20
@@ -50,7 +50,7 @@ def rows_at_once(weight: Weight, multiple: int) -> int:
         limit = TRANSPOSED_BUFFER
     if fmt is not None and fmt.columns is not None:
         # Several rows share a word of zero points, and in AutoAWQ's order a word of codes.
-        multiple = math.lcm(multiple, WORD_ROWS)
+        multiple = math.lcm(multiple, fmt.number.run)
     if fmt is not None and fmt.blocks is not None:
         multiple = math.lcm(multiple, fmt.blocks.head_rows or 1)
     return min(rows, max(1, limit // (cols * BITS_TYPE[weight.dtype].itemsize) // multiple) * multiple)

@@ -163,19 +163,19 @@ def shifted(
 
 
 def in_words(codes: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
-    """Codes [rows, cols] in words [rows, cols / codes in a word], where each column of a word lies at its place."""
-    count = 32 // bits
-    grouped, words = codes.long().unflatten(1, (-1, count)), 0
-    for column, place in enumerate(order or range(count)):
-        words = words + (grouped[:, :, column] << (bits * place))
+    """Codes [rows, cols] in words [rows, cols * bits / 32] without gaps, or each of eight columns at its place."""
+    if order is not None:
+        codes = codes.unflatten(1, (-1, len(order)))[:, :, torch.tensor(order).argsort()].flatten(1)
+    single = (codes.long()[:, :, None] >> torch.arange(bits)) & 1
+    words = (single.flatten(1).unflatten(1, (-1, 32)) << torch.arange(32)).sum(2)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int().contiguous()
 
 
-def awq(size: int | None = 32) -> Make:
+def awq(size: int | None = 32, sym: Sym = False) -> Make:
     """As AutoAWQ's GEMM: columns 0 to 7 of a word at the places 0, 4, 1, 5, 2, 6, 3, 7."""
 
     def make(weight: torch.Tensor) -> Weights:
-        codes, scale, zero = shifted(weight, 4, size, sym=False)
+        codes, scale, zero = shifted(weight, 4, size, sym)
         order = (0, 4, 1, 5, 2, 6, 3, 7)
         return {
             "qweight": in_words(codes.T, 4, order),
@@ -217,6 +217,13 @@ def gptq_config(
     return {
         "quant_method": "gptq", "bits": bits, "group_size": size or -1, "desc_act": act, "sym": bool(sym),
         "checkpoint_format": "gptq_v2" if v2 else "gptq", "damp_percent": 0.01,
+    }  # fmt: skip
+
+
+def auto_round_config(packing: str, bits: int = 4, size: int | None = 32, sym: Sym = True) -> dict[str, Any]:
+    return {
+        "quant_method": "auto-round", "bits": bits, "group_size": size or -1, "sym": bool(sym), "data_type": "int",
+        "packing_format": f"auto_round:{packing}", "block_name_to_quantize": "model.layers", "iters": 0,
     }  # fmt: skip
 
 

@@ -946,8 +946,8 @@ UNKNOWN: list[tuple[Any, str, str]] = [
     ("fp8", " has a quantization_config that is no JSON object",
      "mend quantization_config, or save the model again; or start from the unquantized model"),
     ({"quant_method": "bitnet"}, ' has the quant_method "bitnet"',
-     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, torchao, "
-     "bitsandbytes and fbgemm_fp8; or start from the unquantized model"),
+     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, auto-round, "
+     "intel/auto-round, quark, torchao, bitsandbytes and fbgemm_fp8; or start from the unquantized model"),
 ]  # fmt: skip
 
 

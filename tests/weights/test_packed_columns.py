@@ -23,6 +23,7 @@ from support.quantized_checkpoints import (
     Make,
     Weights,
     asymmetric_config,
+    auto_round_config,
     awq,
     awq_config,
     decompressed,
@@ -49,6 +50,11 @@ KINDS: dict[str, Kind] = {
     "gptq, one scale a row": (gptq(size=None), gptq_config(size=None), (4, None, True)),
     "gptq, 8 bits": (gptq(8), gptq_config(8), (8, 32, True)),
     "gptq, 8 bits, asymmetric": (gptq(8, sym=False), gptq_config(8, sym=False), (8, 32, False)),
+    "gptq, 3 bits": (gptq(3), gptq_config(3), (3, 32, True)),
+    "gptq, 2 bits, asymmetric": (gptq(2, sym=False), gptq_config(2, sym=False), (2, 32, False)),
+    "auto-round": (gptq(sym="signed"), auto_round_config("auto_gptq"), (4, 32, "signed")),
+    "auto-round, awq": (awq(sym=True), auto_round_config("auto_awq"), (4, 32, True)),
+    "auto-round, awq, asymmetric": (awq(), auto_round_config("auto_awq", sym=False), (4, 32, False)),
     "gptq, scales of both signs": (gptq(sym="signed"), gptq_config(), (4, 32, "signed")),
     "gptq, 8 bits, scales of both signs": (gptq(8, sym="signed"), gptq_config(8), (8, 32, "signed")),
     "gptq, in another order": (gptq(act=True), gptq_config(act=True), (4, 32, True)),
@@ -306,19 +312,28 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("awq", {"group_size": 12}, "config.json has the group_size 12", "known are -1 and multiples of 8"),
     ("gptq", {"group_size": 0}, "config.json has the group_size 0", "known are -1 and multiples of 8"),
     ("gptq", {"group_size": True}, "config.json has the group_size true", "known are -1 and multiples of 8"),
-    ("gptq", {"bits": 3}, "config.json has weights of 3 bits", "known are 4 or 8"),
-    ("gptq", {"bits": "4"}, 'config.json has weights of "4" bits', "known are 4 or 8"),
+    ("gptq", {"bits": 9}, "config.json has weights of 9 bits", "known are 2, 3, 4, 5, 6, 7, 8"),
+    ("gptq", {"bits": "4"}, 'config.json has weights of "4" bits', "known are 2, 3, 4, 5, 6, 7, 8"),
     ("gptq", {"checkpoint_format": "marlin"}, 'config.json has the checkpoint_format "marlin"', "known are gptq and gptq_v2"),
     ("gptq", {"checkpoint_format": None, "format": "bitblas"}, 'config.json has the format "bitblas"', "known are gptq and gptq_v2"),
     ("gptq", {"is_marlin_format": True}, "config.json has the is_marlin_format true", "known are gptq and gptq_v2"),
     ("gptq", {"pack_dtype": "int16"}, 'config.json has the pack_dtype "int16"', "known are words of 32 bits"),
     ("gptq", {"sym": 1}, "config.json has the sym 1", "it must be true or false"),
-    ("gptq", {"dynamic": {"+:.*q_proj": {"bits": 8}}}, "config.json has a dynamic, which stores some layers otherwise", "known is one way for all"),
+    ("gptq", {"dynamic": {"+:.*q_proj": 8}}, "config.json: dynamic is not an object of settings by layer", "mend quantization_config, or save the model again"),
+    ("gptq", {"dynamic": {"+:.*q_proj": {"bits": 16}}}, "config.json has weights of 16 bits", "known are 2, 3, 4, 5, 6, 7, 8"),
+    ("gptq", {"dynamic": {"+:(": {}}}, "config.json: 're:(' is no regular expression: missing ), unterminated subpattern at position 0", "mend quantization_config, or save the model again"),
+    ("auto-round", {"extra_config": ["lm_head"]}, "config.json: extra_config is not an object of settings by layer", "mend quantization_config, or save the model again"),
+    ("auto-round", {"extra_config": {"lm_head": {"data_type": "mx_fp"}}}, 'config.json has the data_type "mx_fp"', "known are integers"),
+    ("auto-round", {"data_type": "fp"}, 'config.json has the data_type "fp"', "known are integers"),
+    ("auto-round", {"act_bits": 8}, "config.json has the act_bits 8", "known are activations as they are"),
+    ("auto-round", {"rotation_config": {"hadamard_type": "hadamard"}}, 'config.json has the rotation_config {"hadamard_type": "hadamard"}', "known are weights that are not rotated"),
+    ("auto-round", {"packing_format": "auto_round:fp8"}, 'config.json has the packing_format "auto_round:fp8"',
+     "known are auto_round:auto_gptq, auto_round:gptq, auto_round:auto_awq, auto_round:awq, auto_round:gptqmodel, auto_round:exllamav2 and auto_round"),
 ]  # fmt: skip
 
 
 def test_other_layouts_are_refused(tmp_path: Path) -> None:
-    for name in ("awq", "gptq"):
+    for name in ("awq", "gptq", "auto-round"):
         store(tmp_path / name, *KINDS[name][:2])
     for name, change, message, hint in REFUSED:
         config = tmp_path / name / "config.json"
@@ -331,19 +346,78 @@ def test_other_layouts_are_refused(tmp_path: Path) -> None:
         config.write_text(text)
 
 
-def test_layers_left_out_by_dynamic_are_plain(tmp_path: Path) -> None:
-    source = store(tmp_path / "source", *KINDS["gptq"][:2])
-    change_json(source / "config.json", lambda found: found["quantization_config"].update(dynamic={"-:.*q_proj": {}}))
-    weight = small_checkpoints.tensors("Qwen3ForCausalLM")[f"{Q}.weight"]
+# By a part of a layer's name, how it is stored and what shifted() is asked for to get the same; None is unquantized.
+Stored = dict[str, tuple[Make, tuple[Any, ...]] | None]
+EIGHT_BITS = gptq(8, 64), (8, 64, True)
+THREE_BITS = gptq(3, sym=False), (3, 32, False)
+EIGHT = {"bits": 8, "group_size": 64}
+DYNAMIC = {
+    # The first rule counts, whatever it changes.
+    "-:.*\\.1\\.mlp\\.down_proj": {},
+    "+:.*\\.self_attn\\.": EIGHT,
+    r"model\.layers\.1\.mlp\.": {"bits": 3, "sym": False, "damp_percent": 0.1},
+    ".*mlp": {"desc_act": True},
+    "+:.*": {"bits": 2},
+}
+EXTRA = {
+    f"model.layers.{layer}.self_attn.{name}_proj": {**EIGHT, "sym": True} for layer in (0, 1) for name in "qkvo"
+} | {
+    "model.layers.1.mlp.down_proj": {"bits": 16, "data_type": "float"},
+    r".*layers\.1\.mlp\..*": {"bits": 3, "sym": False},
+    "lm_head": {"bits": 8, "group_size": 32},
+}
+BY_LAYER: dict[str, tuple[dict[str, Any], Stored]] = {
+    "gptq": (
+        gptq_config() | {"dynamic": DYNAMIC},
+        {"1.mlp.down_proj": None, "self_attn": EIGHT_BITS, "layers.1.mlp": THREE_BITS, "mlp": (gptq(act=True), (4, 32, True))},
+    ),
+    "auto-round": (
+        auto_round_config("auto_gptq") | {"extra_config": EXTRA},
+        {"1.mlp.down_proj": None, "self_attn": EIGHT_BITS, "layers.1.mlp": THREE_BITS, "": (gptq(), (4, 32, True))},
+    ),
+    "auto-round, in AutoAWQ's words": (
+        auto_round_config("auto_awq") | {"extra_config": {"self_attn.[qk]_proj$": {"group_size": 64, "sym": False}}},
+        {"q_proj": (awq(64), (4, 64, False)), "k_proj": (awq(64), (4, 64, False)), "": (awq(sym=True), (4, 32, True))},
+    ),
+    "auto-round, of a first version": (
+        gptq_config() | {"quant_method": "intel/auto-round", "backend": "auto_round:gptq:exllamav2"}
+        | {"extra_config": {f"model.layers.0.mlp.{name}_proj": {"bits": 16} for name in ("gate", "up", "down")}},
+        {"layers.0.mlp": None, "": (gptq(), (4, 32, True))},
+    ),
+    "auto-round, zero points as they are": (
+        auto_round_config("exllamav2", 2, sym=False) | {"extra_config": {".*o_proj": {"bits": 4}}},
+        {"o_proj": (gptq(sym=False, v2=True), (4, 32, False)), "": (gptq(2, sym=False, v2=True), (2, 32, False))},
+    ),
+}  # fmt: skip
 
-    def plain(weights: Weights) -> None:
-        for last in ("qweight", "qzeros", "scales", "g_idx"):
-            del weights[f"{Q}.{last}"]
-        weights[f"{Q}.weight"] = weight
 
-    change_weights(source, plain)
+@for_each("name", BY_LAYER)
+def test_layers_may_be_stored_otherwise(tmp_path: Path, name: str) -> None:
+    """By GPTQ's `dynamic`, and auto-round's `extra_config`: the same weights as if each layer were alone in its way."""
+    config, stored = BY_LAYER[name]
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    mixed, expected = dict(weights), dict(weights)
+    for layer in filter(is_layer, weights):
+        way = next(way for part, way in stored.items() if part in layer)
+        if way is None:
+            continue
+        make, asked = way
+        tensors = make(mixed.pop(layer))
+        mixed |= {layer.removesuffix("weight") + last: tensor for last, tensor in tensors.items()}
+        expected[layer] = meant(weights[layer], asked, tensors.get("g_idx")).bfloat16()
+
+    source = small_checkpoints.write(tmp_path / "source", weights=mixed, shards=2)
+    change_json(source / "config.json", lambda found: found.update(quantization_config=config))
+
     dequantize(source, tmp_path / "plain")
-    assert torch.equal(small_checkpoints.read(tmp_path / "plain")[f"{Q}.weight"], weight)
+    plain = small_checkpoints.read(tmp_path / "plain")
+    assert set(plain) == set(expected)
+    for layer in plain:
+        assert torch.equal(plain[layer], expected[layer]), layer
+    compress(source, tmp_path / "out", "channel")
+    assert verify(tmp_path / "out", source, full=True).problems == ()
+    fused = [problem for problem in verify(source).problems if "engines need both in one format" not in problem]
+    assert fused == []
 
 
 def test_codes_that_config_json_does_not_tell_of(tmp_path: Path) -> None:
@@ -352,7 +426,7 @@ def test_codes_that_config_json_does_not_tell_of(tmp_path: Path) -> None:
         with pytest.raises(OpenQuantError, match=r"qzeros is I32|scales is F16"):
             dequantize(source, tmp_path / "out")
     source = store(tmp_path / "source", gptq(), asymmetric_config())
-    with pytest.raises(SourceError, match="but config.json does not say that its layer is in AWQ or GPTQ"):
+    with pytest.raises(SourceError, match="but config.json has its layer in none of AWQ, GPTQ and auto-round"):
         dequantize(source, tmp_path / "out")
     told = f"model.safetensors: {Q}.qweight is I32 [32, 256], not a matrix of I32 called {Q}.weight_packed"
     assert told in verify(source).problems

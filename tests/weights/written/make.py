@@ -3,6 +3,7 @@
 pip install torch safetensors bitsandbytes==0.50.2 && python tests/weights/written/make.py bitsandbytes
 pip install torch safetensors torchao==0.18.0 && python tests/weights/written/make.py torchao
 pip install torch safetensors amd-quark==0.13 && python tests/weights/written/make.py quark
+pip install torch safetensors auto-round==0.16.1 && python tests/weights/written/make.py auto_round
 """
 
 from __future__ import annotations
@@ -105,6 +106,42 @@ def quark() -> None:
             "layer_type_quant_config": {}, "export": {"pack_method": method, "weight_format": "real_quantized"},
         }  # fmt: skip
         save(f"quark-{name}", stored, decoded.float(), whole_config)
+
+
+def auto_round() -> None:
+    from auto_round.export.export_to_autoround.export import (  # type: ignore[import-not-found,unused-ignore]
+        dynamic_import_quant_linear_for_packing,
+    )
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+
+    linear = torch.nn.Linear(128, 32, bias=False)
+    linear.weight.data = torch.cat([weight(), weight().flip(1)]).float()
+    grouped = linear.weight.data.view(32, 4, 32)
+    low, high = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+    kinds = [("auto_gptq", bits, True) for bits in (2, 3, 4, 5, 8)]
+    kinds += [("auto_gptq", 3, False), ("exllamav2", 2, False), ("auto_awq", 4, True), ("auto_awq", 4, False)]
+    for packing, bits, sym in kinds:
+        half, backend = 2 ** (bits - 1), f"auto_round:{packing}"
+        scale = (torch.maximum(-low, high) / (half - 0.5) if sym else (high - low) / (2 * half - 1)).clamp(min=1e-5)
+        scale = scale.half().float()
+        zeros = half if sym else (-low / scale).round().clamp(1, 2 * half - 1)
+        kind = dynamic_import_quant_linear_for_packing(backend, bits, 32, sym)
+        if packing == "auto_awq":
+            layer = kind.from_linear(linear, bits, 32, False, scale.T, zeros if sym else zeros.T)
+            decoded = dequantize_gemm(layer.qweight, layer.qzeros, layer.scales.float(), bits, 32).T
+        else:
+            layer = kind(bits, 32, 128, 32, False)
+            layer.device = "cpu"
+            layer.pack(linear, scale, zeros)
+            layer.scales = layer.scales.float()
+            decoded = layer(torch.eye(128)).T
+        stored = layer.state_dict()
+        stored["scales"] = stored["scales"].half()
+        config = {
+            "quant_method": "auto-round", "bits": bits, "group_size": 32, "sym": sym, "packing_format": backend,
+            "autoround_version": "0.16.1", "block_name_to_quantize": "layer",
+        }  # fmt: skip
+        save(f"auto-round-{packing}-{bits}{'' if sym else '-asymmetric'}", stored, decoded, config)
 
 
 if __name__ == "__main__":
