@@ -85,7 +85,7 @@ from .recipes import recipe_of
 from .report.cells import gigabytes
 from .reporter import Reporter
 from .request import Request, check_recipe
-from .result import Place, Preview, Result, zero_notes
+from .result import Place, Preview, Result, lost_notes, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
 from .verification.finished import require_sound
 from .vllm_probe.choose import ArchitectureChoice
@@ -442,7 +442,8 @@ def _write(
 
 def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome) -> Result:
     """Return what a run that began at time `start` has done, or would do."""
-    plan, source, published = prepared.plan, prepared.source, outcome.published
+    plan, source, published, findings = prepared.plan, prepared.source, outcome.published, outcome.findings
+    findings_notes = zero_notes(sorted(findings.zero_layers)) + lost_notes(sorted(findings.lost_layers))
     return Result(
         model=os.fspath(prepared.run.model),
         revision=source.revision,
@@ -469,9 +470,9 @@ def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome
         seconds=round(time.monotonic() - start, 3),
         peak_rss_bytes=peak_rss(),
         resumed=outcome.resumed,
-        not_finite={name: counts.text for name, counts in sorted(outcome.not_finite.items())},
+        not_finite={name: counts.text for name, counts in sorted(findings.not_finite.items())},
         unread_shards=outcome.unread_shards,
-        notes=[*plan.notes, *source.notes, *space.notes, *zero_notes(sorted(outcome.zero_layers))],
+        notes=[*plan.notes, *source.notes, *space.notes, *findings_notes],
         engines=list(summary.engines(plan)),
         fit=plan.provenance.frontier,
     )

@@ -23,6 +23,20 @@ def zero_notes(modules: Iterable[str]) -> list[str]:
     return [f"all weights are zero: {', '.join(names)}"] if names else []
 
 
+def lost_notes(modules: Iterable[str]) -> list[str]:
+    """Write a note on layers that lost many of their weights, because others that share a scale are so large.
+
+    Args:
+        modules: modules of which far more weights than usual became zero as they were quantized.
+
+    Returns:
+        A list of one note; empty if there are none.
+    """
+    names = collapse(modules)
+    lost = f"far more weights than usual became 0, beside much larger ones that share their scale: {', '.join(names)}"
+    return [f"{lost}; --ignore leaves such layers as they are"] if names else []
+
+
 @dataclass(frozen=True)
 class Result:
     """What a run did, or what it would do with --dry-run.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .calibration.gptq_run import apply_gptq, missing_bytes, rounded_layer_store
-from .convert.conversion import Progress, WeightFindings, check_copied, convert
+from .convert.conversion import Progress, WeightFindings, check_written, convert
 from .distributed import Ranks, attempt
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of
@@ -36,9 +36,10 @@ from .plan import summary
 from .plan.config import output_config
 from .plan.layout import Shard
 from .plan.plan import Plan
-from .report.card import evaluated_card, model_card
+from .report.card import evaluated_card, model_card, with_notes
 from .report.escape import terminal
 from .reporter import Reporter
+from .result import lost_notes
 from .verification.finished import check_finished, require_sound
 
 if TYPE_CHECKING:
@@ -53,16 +54,15 @@ class Outcome:
         resumed: whether it continued an earlier run.
         already_complete: whether the earlier run had left nothing to do.
         published: where the model was pushed; None if it was not.
-        not_finite: by name, the NaN and infinities in unquantized tensors; complete in the first rank only.
-        zero_layers: modules that this run quantized and whose weights are all zero; complete in the first rank only.
+        findings: what it found in the weights that this run converted, and in shards that an earlier run finished;
+            complete in the first rank only.
         unread_shards: number of shards that were not checked for those, since an earlier run moved them to the Hub.
     """
 
     resumed: bool = False
     already_complete: bool = False
     published: Published | None = None
-    not_finite: Mapping[str, NonFinite] = field(default_factory=dict)
-    zero_layers: Set[str] = frozenset()
+    findings: WeightFindings = field(default_factory=WeightFindings)
     unread_shards: int = 0
 
 
@@ -158,7 +158,7 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
     rounded = missing_bytes(prepared) if corpus is not None else 0
     claim = claim_of(prepared, generated, publisher, ranks, rounded)
     writing = _Writing(prepared, generated, claim, publisher, ranks, reporter)
-    findings = WeightFindings({}, set())
+    findings = WeightFindings()
     unread_shards = 0
     with ExitStack() as stack:
         if prepared.source.remote or publisher:
@@ -180,14 +180,11 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
                 _recheck_shards(writing, outdated, set(work.changed))
         if unfinished is not None:
             findings = _convert_shards(writing, unfinished)
-            copied, unread_shards = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished))
-            findings.not_finite.update(copied)
+            unread_shards = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished, findings))
         published = in_all_ranks(ranks, lambda: _publish(writing, work))
         if corpus is not None and ranks.first:
             rounded_layer_store(prepared.target).remove()
-    return Outcome(
-        claim.resumed, unfinished is None, published, findings.not_finite, findings.zero_layers, unread_shards
-    )
+    return Outcome(claim.resumed, unfinished is None, published, findings, unread_shards)
 
 
 def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
@@ -261,20 +258,22 @@ def _convert_shards(writing: _Writing, unfinished: list[str]) -> WeightFindings:
     """Convert this rank's share of the shards, and wait for the others.
 
     Returns:
-        The NaN and infinities in unquantized tensors, and the layers of zeros; in the first rank those of all ranks.
+        What was found in the weights; in the first rank that of all ranks.
     """
     ranks, names = writing.ranks, set(unfinished)
     mine = ranks.share([shard for shard in writing.prepared.plan.layout.shards if shard.name in names])
     findings = in_all_ranks(ranks, lambda: _convert_share(writing, mine))
-    for data in ranks.gather(json.dumps([findings.not_finite, sorted(findings.zero_layers)]).encode()):
-        not_finite, zero_layers = json.loads(data)
+    own = [findings.not_finite, sorted(findings.zero_layers), sorted(findings.lost_layers)]
+    for data in ranks.gather(json.dumps(own).encode()):
+        not_finite, zero_layers, lost_layers = json.loads(data)
         findings.not_finite.update({name: NonFinite(*counts) for name, counts in not_finite.items()})
         findings.zero_layers.update(zero_layers)
+        findings.lost_layers.update(lost_layers)
     return findings
 
 
 def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings:
-    """Fetch, convert and upload shards. Returns NaN and infinities in unquantized tensors, and layers of zeros."""
+    """Fetch, convert and upload shards. Returns what was found in their weights."""
     prepared, publisher, ranks = writing.prepared, writing.publisher, writing.ranks
     plan, source, progress = prepared.plan, prepared.source, writing.advanced
     needs = source_needs(source, plan, [shard.name for shard in shards])
@@ -297,31 +296,37 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings
     return findings
 
 
-def _finish_output(writing: _Writing, unfinished: list[str]) -> tuple[dict[str, NonFinite], int]:
+def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFindings) -> int:
     """Write all other files, check the output and mark it as finished. Only the first rank does it.
 
+    Args:
+        writing: the run.
+        unfinished: the shards that it converted.
+        findings: what was found in their weights; what shards of an earlier run show is added.
+
     Returns:
-        By name, the NaN and infinities in unquantized tensors of shards that an earlier run finished; and the number of
-        such shards that cannot be checked, since they are on the Hub.
+        The number of shards of an earlier run that cannot be checked, since they are on the Hub.
     """
     prepared, claim = writing.prepared, writing.claim
     plan, push, target = prepared.plan, prepared.run.push, prepared.target
-    not_finite: dict[str, NonFinite] = {}
     unread_shards = 0
     if not writing.ranks.first:
-        return not_finite, unread_shards
-    _write_others(writing)
+        return unread_shards
+
+    for name in {shard.name for shard in plan.layout.shards}.difference(unfinished):
+        if claim.directory.folder.is_file(name):
+            earlier = check_written(target / name, plan.layout.lay_out(name))
+            findings.not_finite.update(earlier.not_finite)
+            findings.lost_layers.update(earlier.lost_layers)
+        else:
+            unread_shards += 1
+    _write_others(writing, findings.lost_layers)
     # A run that only pushes has deleted the shards that are on the Hub.
     if not (push and push.only):
         _require_all(target, (shard.name for shard in plan.layout.shards))
         _check_finished(target, plan, claim.resumed)
-    for name in {shard.name for shard in plan.layout.shards}.difference(unfinished):
-        if claim.directory.folder.is_file(name):
-            not_finite.update(check_copied(target / name, plan.layout.lay_out(name)))
-        else:
-            unread_shards += 1
     claim.finish()
-    return not_finite, unread_shards
+    return unread_shards
 
 
 def _publish(writing: _Writing, work: _Work) -> Published | None:
@@ -504,8 +509,10 @@ def _named(root: Path, names: Sequence[str]) -> str:
     return f"one of {', '.join(names[:3])}{more} in {root}"
 
 
-def _write_others(writing: _Writing) -> None:
-    """Write all files but shards, after checking that the source did not change during the run."""
+def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:
+    """Write all files but shards, after checking that the source did not change during the run. The card names layers
+    of which many weights became zero.
+    """
     prepared, claim, generated = writing.prepared, writing.claim, writing.generated
     directory = claim.directory
     source, plan = prepared.source, prepared.plan
@@ -530,6 +537,8 @@ def _write_others(writing: _Writing) -> None:
         if name in changed or not claim.is_finished(name):
             directory.copy(source.root / name, name)
     for name, data in generated.items():
+        if name == CARD_FILE:
+            data = with_notes(data.decode(), lost_notes(sorted(lost_layers))).encode()
         if not claim.is_finished(name):
             directory.write(name, data)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +46,7 @@ from ..plan.layout import (
 )
 from ..plan.plan import Plan
 from ..threads import FirstFailure, Helpers, in_threads
+from ..weights.quant_error import LostWeights
 from ..weights.reading import (
     BUFFER,
     SMALLEST_SCALE,
@@ -120,10 +121,12 @@ class WeightFindings:
             which are written all the same; tensors without any are left out.
         zero_layers: modules that were quantized and whose weights are all zero. Those whose codes were only copied are
             not looked at.
+        lost_layers: modules of which far more weights than usual became zero as they were quantized.
     """
 
-    not_finite: dict[str, NonFinite]
-    zero_layers: set[str]
+    not_finite: dict[str, NonFinite] = field(default_factory=dict)
+    zero_layers: set[str] = field(default_factory=set)
+    lost_layers: set[str] = field(default_factory=set)
 
 
 class ShardTransfer(Protocol):
@@ -190,20 +193,21 @@ def convert(
     return _Conversion(plan, shards, transfer, output, device, progress, against, fast).run(workers)
 
 
-def check_copied(path: Path, layout: ShardLayout) -> dict[str, NonFinite]:
-    """Count NaN and infinities in the unquantized tensors of a finished shard.
+def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
+    """Look for what a conversion would have found in a finished shard, as far as the shard shows it.
 
     Args:
         path: the shard.
         layout: file name, header and tensors that the plan has for it.
 
     Returns:
-        By tensor name in the shard, the numbers of NaN and of infinite elements; tensors without any are left out.
+        The NaN and infinities in unquantized tensors, and the layers of which nearly all codes stand for zero, but for
+        those with zero points.
 
     Raises:
         SourceError: the shard cannot be read.
     """
-    non_finite: dict[str, NonFinite] = {}
+    findings = WeightFindings()
     buffer = np.empty(BUFFER, np.uint8)
     with SourceFile(path, layout.name) as file:
         for job in layout.jobs:
@@ -212,14 +216,31 @@ def check_copied(path: Path, layout: ShardLayout) -> dict[str, NonFinite]:
                     name, nbytes, dtype = job.label, job.nbytes, job.dtype
                 case Unstack() | TransformWeight():
                     name, nbytes, dtype = _name(job.weight), job.weight.nbytes, job.weight.source.dtype
+                case Encode():
+                    findings.lost_layers.update(_lost_layers(file, job))
+                    continue
                 case _:
                     continue
             for low in range(0, nbytes if can_be_non_finite(dtype) else 0, BUFFER):
                 piece = buffer[: min(BUFFER, nbytes - low)]
                 file.read(piece, job.target + low, name)
                 if count := count_non_finite(piece, dtype):
-                    non_finite[name] = non_finite.get(name, NonFinite()) + count
-    return non_finite
+                    findings.not_finite[name] = findings.not_finite.get(name, NonFinite()) + count
+    return findings
+
+
+def _lost_layers(file: SourceFile, job: Encode) -> Iterator[str]:
+    """Yield modules of which a finished shard shows that nearly all codes stand for zero."""
+    fmt = job.scheme.format
+    for piece in job.pieces if fmt.zero_point is None else ():
+        lost = LostWeights(fmt, piece.weight.shape[0])
+        pitch = fmt.number.nbytes(piece.weight.shape[1])
+        codes = np.empty((len(lost.rows), pitch), np.uint8)
+        for place, row in enumerate(lost.rows):
+            file.read(codes[place], piece.target + row * pitch, piece.weight.module)
+        lost.add(codes, None, None)
+        if lost.unusual:
+            yield piece.weight.module
 
 
 def _name(weight: Weight) -> str:
@@ -259,7 +280,7 @@ class _Conversion:
         self.failure = FirstFailure(self.stopped.set)
         # By name, the shards that were begun and are not finished.
         self.files: dict[str, Target] = {}
-        self.findings = WeightFindings({}, set())
+        self.findings = WeightFindings()
         self.tasks = self._make_tasks(shards)
 
     def _make_tasks(self, shards: Sequence[Shard]) -> Iterator[tuple[Target, Job]]:
@@ -333,6 +354,11 @@ class _Conversion:
         """Note that all values of a weight are zero."""
         with self.lock:
             self.findings.zero_layers.add(weight.module)
+
+    def add_lost_layer(self, weight: Weight) -> None:
+        """Note that far more weights of a layer than usual became zero."""
+        with self.lock:
+            self.findings.lost_layers.add(weight.module)
 
     def advance(self, nbytes: int) -> None:
         """Report source bytes as done, if there are any; raise _Stopped if the conversion was stopped."""
@@ -578,6 +604,7 @@ class _Worker:
         global_scale = None
         # Where there is a shared one, _shared_absmax has looked.
         is_zero = shared_absmax is None
+        lost = LostWeights(fmt, weight.shape[0])
         if shared_absmax is not None and piece.tied_target is not None:
             shared_scale = choose_shared_scale(fmt, shared_absmax)
             file.write(fmt.stored(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
@@ -600,11 +627,14 @@ class _Worker:
             codes = buffer.take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
             out = codes.reshape(len(bits), -1)
             self.kernels.encode(loaded, weight.dtype, scale, fmt, out, global_scale, zero_point)
+            lost.look_at(out, zero_point, bits)
             buffer.send(file, codes, target)
             target += codes.nbytes
             self.conversion.advance(row_bytes(weight, len(bits)))
         if is_zero:
             self.conversion.add_zero_layer(weight)
+        elif lost.unusual:
+            self.conversion.add_lost_layer(weight)
 
 
 def _write_zero_points(zero_point: Floats, scheme: Scheme, file: Target, target: int) -> int:

@@ -105,6 +105,20 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     return f"---\n{front}---\n\n{join_lines(lines)}" + (f"\n{SOURCE_HEADING}\n\n{text}\n" if text else "")
 
 
+def with_notes(card: str, notes: Sequence[str]) -> str:
+    """Put notes on the weights into a model card.
+
+    Args:
+        card: the text of README.md, as `model_card` returns it.
+        notes: one line each.
+
+    Returns:
+        The text of the new README.md.
+    """
+    lines = "".join(f"> Note: {markdown(note)}\n\n" for note in notes)
+    return card.replace(f"{MADE_HEADING}\n", f"{lines}{MADE_HEADING}\n", 1)
+
+
 def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture: str | None = None) -> str:
     """Put the figures of an evaluation into a model card, in place of earlier ones.
 

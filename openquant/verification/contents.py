@@ -23,7 +23,7 @@ from ..formats.kernels import Bits, from_float32, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..threads import in_threads
-from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError
+from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError, LostWeights
 from ..weights.reading import Reader
 from ..weights.weight import Weight
 
@@ -99,6 +99,8 @@ class TensorFindings:
         compensated: whether the weights of another tool have the errors of a method such as GPTQ.
         non_finite: number of NaN and infinities in each unquantized tensor that has some, by name.
         as_in_source: names of the tensors in `non_finite` that equal the source's.
+        lost_layers: modules of which far more weights than usual became zero as they were quantized.
+        zero_layers: modules of which nearly all codes stand for zero, whatever the source has.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -111,6 +113,8 @@ class TensorFindings:
     compensated: bool = False
     non_finite: dict[str, NonFinite] = field(default_factory=dict)
     as_in_source: set[str] = field(default_factory=set)
+    lost_layers: set[str] = field(default_factory=set)
+    zero_layers: set[str] = field(default_factory=set)
 
 
 def read_contents(
@@ -332,6 +336,7 @@ class _Worker:
                 task.weighted_search,
             )
         pitch = info.nbytes // math.prod(info.shape[:-1])
+        lost = LostWeights(weight.format, info.nbytes // pitch) if weight.format and decodable else None
         nan_at: int | None = None
         with self.output.open(place.shard) as file:
             for count, bits in self._pieces(info, pitch, original if comparison else None):
@@ -343,12 +348,19 @@ class _Worker:
                     nan_at = low * pitch + first
                 if comparison is not None and bits is not None and original is not None:
                     comparison.add(low, piece.reshape(count, pitch), bits, original.dtype)
+                if lost is not None:
+                    grid = None if zeros is None else zeros[low : low + count]
+                    lost.look_at(piece.reshape(count, pitch), grid, bits)
                 low += count
                 self.reading.advance(piece.size)
         if nan_at is not None:
             index = [int(axis) for axis in np.unravel_index(nan_at, info.shape)]
             self.reading.add_problem(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
             return
+        if lost is not None and lost.unusual:
+            with self.reading.lock:
+                layers = self.reading.findings.zero_layers if comparison is None else self.reading.findings.lost_layers
+                layers.add(weight.module)
         if scale is not None and decodable and weight.format is not None:
             self.output.check_values(weight, scale)
         if comparison is not None and original is not None:

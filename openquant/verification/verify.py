@@ -44,6 +44,7 @@ from ..plan.token_ids import token_misfits
 from ..plan.unchanged import make_unchanged_plan
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
+from ..result import lost_notes
 from ..version import VLLM
 from ..vllm_probe.choose import ArchitectureChoice
 from ..weights.find import decoded_view, with_tool_config
@@ -233,12 +234,20 @@ class _Verification:
             pairs = self._pair(self.source)
             self._compare_plan()
         self._read(pairs, workers, progress)
+        self._report_lost_weights()
         if self.headers.entry is not None:
             self._check_shared_scales(self.headers.entry)
         self._check_recomputed_shared_scales(self.headers.entry)
         cache = [info.name for info in self.cache_scales]
         scales, chosen = self.contents.scales, self.facts.static_scales
         self.problems += check_static_scales(self.headers, scales, cache, chosen, self._source_scales())
+
+    def _report_lost_weights(self) -> None:
+        """Report layers whose weights became zero, as far as codes or the source show it."""
+        self.notes += lost_notes(sorted(self.contents.lost_layers))
+        zero = collapse(sorted(self.contents.zero_layers))
+        if zero:
+            self.notes.append(f"nearly all weights are 0: {', '.join(zero)}")
 
     def _require_readable(self) -> None:
         """Report why the weights cannot be decoded, if there are no other problems."""

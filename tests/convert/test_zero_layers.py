@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import run_openquant
-from openquant import compress
+from openquant import compress, verify
 from openquant.files.output import OutputDirectory
 from openquant.weights import reading
 from support import small_checkpoints
@@ -94,3 +94,74 @@ def test_a_run_that_is_continued_names_those_that_it_quantizes(
     assert result.resumed and 0 < len(expected) < len(ZERO)
     assert f"all weights are zero: {', '.join(expected)}" in result.notes
     assert not any("zero" in note for note in compress(source, tmp_path / "out", "channel").notes)
+
+
+# Layers that lose their weights beside others under one scale: of their own, of a fused layer, in each row.
+OUTLIER, SMALL, COLUMN = (
+    "model.layers.1.mlp.down_proj",
+    "model.layers.0.self_attn.k_proj",
+    "model.layers.0.mlp.down_proj",
+)
+LOST = "far more weights than usual became 0, beside much larger ones that share their scale: "
+HINT = "; --ignore leaves such layers as they are"
+
+
+def enlarge(held: dict[str, torch.Tensor]) -> None:
+    held[f"{OUTLIER}.weight"][3, 4] = 60000
+    held[f"{SMALL}.weight"] *= 1e-3
+    held["model.layers.0.self_attn.q_proj.weight"] *= 1e4
+    held[f"{COLUMN}.weight"][:, 5] = 60000
+    # A row, a block and a pruned layer lose no more than they must.
+    held["model.layers.1.self_attn.o_proj.weight"][7, 8] = 1000
+    held["model.layers.1.mlp.up_proj.weight"][:, ::2] = 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_layers_that_lose_their_weights_are_named(tmp_path: Path, dtype: torch.dtype) -> None:
+    weights = {name: weight.to(dtype) for name, weight in small_checkpoints.tensors("Qwen3ForCausalLM").items()}
+    enlarge(weights)
+    source = small_checkpoints.write(tmp_path / "source", weights=weights, shards=2)
+    for scheme, modules in (
+        ("tensor", ("model.layers.{0..1}.mlp.down_proj", SMALL)),
+        ("channel", (COLUMN,)),
+        # The block of an outlier is an eighth of such a small layer.
+        ("block", ("model.layers.{0..1}.mlp.down_proj",)),
+        ("int8", (COLUMN,)),
+        ("int4", ()),
+        ("mxfp4", ()),
+    ):
+        output = tmp_path / scheme
+        result = compress(source, output, scheme, ignore=["model.layers.1.self_attn.o_proj"])
+        expected = [f"{LOST}{', '.join(modules)}{HINT}"] if modules else []
+        assert [note for note in result.notes if "became 0" in note] == expected, scheme
+        assert (output / "README.md").read_text().count("> Note: far more weights") == len(expected)
+        report = verify(output, source, full=True)
+        assert report.problems == ()
+        assert [note for note in report.notes if "became 0" in note] == expected
+        zero = [note for note in verify(output).notes if "are 0" in note]
+        assert zero == (
+            [f"nearly all weights are 0: {', '.join(modules)}"] if scheme in ("tensor", "channel", "int8") else []
+        )
+
+
+def test_a_run_that_is_continued_names_all_that_lost_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small_checkpoints.write(tmp_path / "source", shards=3)
+    small_checkpoints.change_weights(source, enlarge)
+    publish = OutputDirectory.publish
+
+    def stopping(self: OutputDirectory, name: str) -> None:
+        publish(self, name)
+        if name == "model-00001-of-00003.safetensors":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputDirectory, "publish", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            compress(source, tmp_path / "out", workers=1)
+    result = compress(source, tmp_path / "out")
+    assert result.resumed
+    note = f"{LOST}model.layers.{{0..1}}.mlp.down_proj, {SMALL}{HINT}"
+    assert note in result.notes
+    assert "model.layers.0.self&#95;attn.k&#95;proj" in (tmp_path / "out" / "README.md").read_text()

@@ -177,7 +177,8 @@ def test_extreme_weights_are_within_the_bound(tmp_path: Path) -> None:
     for scheme in SCHEMES:
         compress(source, tmp_path / scheme, scheme)
         report = verify(tmp_path / scheme, source, full=True)
-        assert_clean(report)
+        # One of two fused layers is 10^5 times as large.
+        assert [note for note in report.notes if "became 0" not in note] == list(report.problems) == []
         zero = next(error for error in report.errors if error.module == "model.layers.1.mlp.down_proj")
         assert (zero.relative, zero.sqnr_db, zero.largest) == (0, None, 0)
 
@@ -911,7 +912,7 @@ USAGE = [
      "give a quantized directory, and with --source the model that it was made from; openquant diagnose MODEL checks "
      "unquantized weights, and openquant eval A --source B compares the answers of two models"),
     ({"quantization_config": {"quant_method": "bitnet"}}, [], 'config.json has the quant_method "bitnet"',
-     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, quark, torchao, bitsandbytes and fbgemm_fp8"),
+     "known are fp8, compressed-tensors, modelopt, modelopt_mxfp8, modelopt_fp4, mxfp4, mxfp8, awq, gptq, auto-round, intel/auto-round, quark, torchao, bitsandbytes and fbgemm_fp8"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": 128}}, [],
      "config.json has the weight_block_size 128", "it must be two numbers from 1 to 65536"),
     ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {
