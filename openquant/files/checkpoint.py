@@ -56,6 +56,7 @@ class Checkpoint:
         files: size in bytes of other files of the model, by path relative to root.
         left_out: files and directories that are no part of the model: other formats, leftovers, what nobody asks for.
         quant_states: contents of the tensors in which bitsandbytes says what shape a weight has, by name.
+        unindexed: the shards of MTP layers that the index does not name.
     """
 
     root: Path
@@ -69,6 +70,7 @@ class Checkpoint:
     files: dict[str, int]
     left_out: tuple[str, ...]
     quant_states: dict[str, bytes] = field(default_factory=dict)
+    unindexed: tuple[str, ...] = ()
 
 
 class RemoteFile(Protocol):
@@ -133,6 +135,8 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
     config = read_config(root)
     architecture = _architecture(root, config)
     names, weight_map = _find_shards(root, remote)
+    unindexed = _mtp_shards(root, remote, config, names) if weight_map is not None else []
+    names = [*names, *unindexed]
     shards: dict[str, int] = {}
     headers: dict[str, str] = {}
     tensors: dict[str, TensorInfo] = {}
@@ -154,6 +158,13 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
             shards[shard], headers[shard], header = _open_shard(root / shard, shard)
         if len(tensors) + len(header) > MAX_TENSORS:
             raise SourceError(f"{root} holds more than {MAX_TENSORS:,} tensors", DAMAGED)
+        if weight_map is not None and shard in unindexed:
+            if any(info.name in where for info, _ in header):
+                # Left over: the index has these layers elsewhere.
+                del shards[shard], headers[shard]
+                unindexed.remove(shard)
+                continue
+            weight_map |= {info.name: shard for info, _ in header}
         for info, offset in header:
             if info.name in where:
                 raise SourceError(
@@ -167,7 +178,7 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
     if not tensors:
         raise SourceError(f"{root} holds no tensors", "check that the model was saved completely")
     elsewhere = {**absent, **{name: file.size for name, file in remote.items()}}
-    files, left_out = _list_files(root, set(names), elsewhere, copy)
+    files, left_out = _list_files(root, set(shards), elsewhere, copy)
     states = [info for name, info in tensors.items() if QUANT_STATE in name and info.nbytes <= MAX_QUANT_STATE]
 
     def read_state(info: TensorInfo) -> bytes:
@@ -182,7 +193,18 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
     quant_states = {info.name: data for info, data in zip(states, read, strict=True)}
     indexed = weight_map is not None
     return Checkpoint(
-        root, config, architecture, shards, headers, tensors, where, indexed, files, left_out, quant_states
+        root,
+        config,
+        architecture,
+        shards,
+        headers,
+        tensors,
+        where,
+        indexed,
+        files,
+        left_out,
+        quant_states,
+        tuple(unindexed),
     )
 
 
@@ -323,6 +345,19 @@ def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str
             )
         return [SINGLE_FILE], None
     refuse_without_weights(root, _names(root))
+
+
+def _mtp_shards(root: Path, remote: Mapping[str, RemoteFile], config: dict[str, Any], names: list[str]) -> list[str]:
+    """Return the shards of MTP layers that config.json has and the index lacks, as some tools save GLM-4.7.
+
+    SGLang loads mtp.safetensors then (model_loader/weight_utils.py, maybe_add_mtp_safetensors), and vLLM does not
+    (model_loader/weight_utils.py, filter_duplicate_safetensors_files).
+    """
+    text = config.get("text_config")
+    layers = (text if isinstance(text, dict) else config).get("num_nextn_predict_layers")
+    if type(layers) is not int or layers < 1:
+        return []
+    return sorted(fnmatch.filter({*_names(root), *remote} - {*names}, "*mtp*.safetensors"))
 
 
 def _is_plain(name: str) -> bool:

@@ -45,8 +45,12 @@ def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
     Returns:
         A sentence for each file beside the index, and one for a head of its own that config.json denies.
     """
+    added = [
+        f"{name} is taken in: {INDEX_FILE} does not name it, so vLLM does not load these MTP layers; the output's does"
+        for name in checkpoint.unindexed
+    ]
     beside = [name for name in checkpoint.left_out if fnmatchcase(name, "*.safetensors") and "/" not in name]
-    notes = [
+    notes = added + [
         f"{SINGLE_FILE} is left out: it lies beside {INDEX_FILE}, and transformers loads it in place of the shards"
         if name == SINGLE_FILE
         else f"{name} is left out: {INDEX_FILE} does not name it, so engines do not load it"

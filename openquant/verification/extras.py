@@ -32,6 +32,8 @@ def extra_weights(checkpoint: Checkpoint) -> Iterator[str]:
     Yields:
         One line for each file, for `verify` to report.
     """
+    for name in checkpoint.unindexed:
+        yield f"{name} holds weights that {INDEX_FILE} does not name"
     for name in checkpoint.left_out:
         if "/" in name or not name.endswith(".safetensors"):
             continue

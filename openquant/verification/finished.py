@@ -89,5 +89,7 @@ def _find_damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
         ]
     shards = {name for name in files if is_shard(name)}
     problems += [f"{name} holds tensors, and no run wrote it" for name in sorted(checkpoint.shards.keys() - shards)]
-    problems += [f"{INDEX_FILE} does not name {name}" for name in sorted(shards - checkpoint.shards.keys())]
+    problems += [
+        f"{INDEX_FILE} does not name {name}" for name in sorted(shards - {*checkpoint.shards} | {*checkpoint.unindexed})
+    ]
     return problems

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from conftest import EXAMPLE, change_json
-from openquant import compress
+from openquant import compress, verify
 from openquant.errors import PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.small_files import short_repr
@@ -1142,6 +1142,42 @@ def test_outputs_that_mlx_lm_misreads(
     notes = [note for note in make_plan(source, scheme, PlanOptions(**options)).notes if "mlx-lm" in note]
     why = f"mlx-lm 0.32.2 misreads {misread} of this class without an error"
     assert notes == ([f"{why}: give it what `openquant dequantize` makes of the output"] if misread else [])
+
+
+@for_each(("architecture", "name"), [
+    ("Glm4MoeForCausalLM", "mtp.safetensors"),
+    ("Glm4MoeLiteForCausalLM", "mtp.safetensors"),
+    ("DeepseekV3ForCausalLM", "model-mtp.safetensors"),
+])  # fmt: skip
+def test_mtp_layers_that_the_index_does_not_name_are_taken_in(tmp_path: Path, architecture: str, name: str) -> None:
+    """As some tools save GLM-4.7: the output is what it is of a source whose index names them."""
+    weights = small_checkpoints.tensors(architecture)
+    whole = small_checkpoints.write(tmp_path / "whole", architecture, weights=weights)
+    mtp = {key: weights.pop(key) for key in list(weights) if key.startswith("model.layers.2.")}
+    source = small_checkpoints.write(tmp_path / "source", architecture, weights=weights, shards=2)
+    save_file(mtp, source / name)
+    note = (
+        f"{name} is taken in: model.safetensors.index.json does not name it, so vLLM does not load these MTP layers; "
+        "the output's does"
+    )
+    result = compress(source, tmp_path / "out", "channel")
+    assert result.notes.count(note) == 1
+    compress(whole, tmp_path / "expected", "channel")
+    found, expected = small_checkpoints.read(tmp_path / "out"), small_checkpoints.read(tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert {index["weight_map"][key] for key in mtp if key in expected} == {name}
+    assert verify(tmp_path / "out", source, full=True).problems == ()
+    # An index without them is damaged.
+    index["weight_map"] = {key: shard for key, shard in index["weight_map"].items() if shard != name}
+    (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"{name} holds weights that model.safetensors.index.json does not name" in verify(tmp_path / "out").problems
+    # A file whose layers the index has elsewhere is left out, and so is one of layers that the model does not have.
+    twice = small_checkpoints.write(tmp_path / "twice", architecture, weights=weights | mtp, shards=2)
+    save_file(mtp, twice / name)
+    change_json(source / "config.json", lambda config: config.update(num_nextn_predict_layers=0))
+    assert open_checkpoint(twice).left_out == open_checkpoint(source).left_out == (name,)
 
 
 def test_weights_that_not_all_engines_compute_with_are_noted(tmp_path: Path) -> None:
