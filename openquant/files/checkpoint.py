@@ -443,7 +443,7 @@ def _list_files(
     for relative in elsewhere:
         if set(relative.split("/")) & {"", ".", ".."} or "\\" in relative or not relative.isprintable():
             raise SourceError(f"{relative!r} is no possible file of a repository", "choose another one")
-    names = {*here, *elsewhere} - shards - {INDEX_FILE}
+    names = {*here, *elsewhere} - shards
 
     def read(name: str) -> bytes:
         path = root / name
@@ -455,7 +455,7 @@ def _list_files(
         # The card is read into memory.
         if size is not None and (relative != CARD_FILE or size <= MAX_SMALL):
             files[relative] = size
-    return files, _left_out((names - files.keys()) | closed, files)
+    return files, _left_out((names - files.keys() - {INDEX_FILE}) | closed, files)
 
 
 def _walk(root: Path) -> tuple[set[str], set[str]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from .names import CARD_FILE, MODEL_FILES, left_out_part
+from .names import CARD_FILE, INDEX_FILE, MODEL_FILES, is_adapter, left_out_part
 
 # Where transformers looks for a model's own way of generating (generation/utils.py, load_custom_generate).
 _GENERATE = "custom_generate/generate.py"
@@ -19,6 +19,11 @@ _GENERATE = "custom_generate/generate.py"
 _SHOWN = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".md", ".pdf")
 # Weights of sentence-transformers' modules (models/Dense.py), each in a folder that modules.json names.
 _MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+# An adapter that config.json says is beside the weights (transformers, models/granite_speech, GraniteSpeechConfig). Its
+# users give vLLM the model's own directory as the adapter: --lora-modules speech=DIR.
+_HAS_ADAPTER = "has_lora_adapter"
+_ADAPTER_CONFIG = "adapter_config.json"
 
 Read = Callable[[str], bytes]
 
@@ -34,12 +39,13 @@ def belonging(names: Collection[str], read: Read, copy: Iterable[str] = ()) -> s
 
     Returns:
         Those whose names engines, transformers, sentence-transformers or readers of the card look for, the code that
-        `auto_map` names with what it imports, weights in folders that modules.json names, and pictures and texts that
-        the card names.
+        `auto_map` names with what it imports, weights in folders that modules.json names, adapters that config.json
+        names, and pictures and texts that the card names.
     """
     known = {name for name in names if _is_known(name)}
     found = known | _code(names, known, read) | _module_weights(names, read) | _shown(names, read)
     found = {name for name in found if left_out_part(name) is None or name.endswith(_MODULE_WEIGHTS)}
+    found |= _adapters(names, read)
     return found | {name for name in names if _matches(name, copy) and _may_be_copied(name)}
 
 
@@ -109,6 +115,37 @@ def _module_weights(names: Collection[str], read: Read) -> set[str]:
     modules = _parsed(read("modules.json")) if "modules.json" in names else None
     folders = [entry.get("path") for entry in modules if isinstance(entry, dict)] if isinstance(modules, list) else []
     return {f"{folder}/{weights}" for folder in folders if folder for weights in _MODULE_WEIGHTS}.intersection(names)
+
+
+def _adapters(names: Collection[str], read: Read) -> set[str]:
+    """Adapters that config.json says the model has: beside weights with an index, by which engines tell them apart, or
+    in a folder that it names, such as vision-lora for its "vision_lora" (Phi-4-multimodal).
+    """
+    configs = [name for name in names if name.rpartition("/")[2] == _ADAPTER_CONFIG]
+    config = _parsed(read("config.json")) if configs else None
+    if not isinstance(config, dict):
+        return set()
+
+    named = {text.removeprefix("./").rstrip("/").replace("-", "_") for text in _texts(config)}
+    found: set[str] = set()
+    for folder in (name[: -len(_ADAPTER_CONFIG)] for name in configs):
+        if folder and folder.rstrip("/").replace("-", "_") in named:
+            found.update(name for name in names if name.startswith(f"{folder}adapter_"))
+        elif not folder and config.get(_HAS_ADAPTER) is True and INDEX_FILE in names:
+            found.update(name for name in names if is_adapter(name))
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a parsed config, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in (*value, *value.values()):
+            yield from _texts(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
 
 
 def _shown(names: Collection[str], read: Read) -> set[str]:

@@ -39,7 +39,12 @@ _OUTPUT_FILES = (CARD_FILE, JOURNAL_FILE, *EVALUATION_FILES)
 
 def is_shard(name: str) -> bool:
     """Whether a file of an output is a shard of it; weights in a folder are of a module of sentence-transformers."""
-    return name.endswith(".safetensors") and "/" not in name
+    return name.endswith(".safetensors") and "/" not in name and not is_adapter(name)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a file is one of those that peft saves for an adapter, in the model's own directory."""
+    return name in ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

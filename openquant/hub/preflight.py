@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import SourceError
-from ..files.names import INDEX_FILE, SINGLE_FILE
+from ..files.names import INDEX_FILE, SINGLE_FILE, is_adapter
 from ..files.tensors import MAX_HEADER, TensorInfo, read_header
 from .error_mapping import CARD_HINT, WRITE_TOKEN_HINT, PushError, error_reason, status_of
 from .source import HubFile, with_retries
@@ -172,7 +172,9 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
     """
     present = _files(repository)
     weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
-    foreign = [name for name in weights if name not in {*shards, INDEX_FILE}]
+    # With an index engines tell an adapter of the model from its weights.
+    beside_index = [name for name in present if is_adapter(name)] if INDEX_FILE in present else []
+    foreign = [name for name in weights if name not in {*shards, INDEX_FILE, *beside_index}]
     if shards == [SINGLE_FILE] and INDEX_FILE in present:
         foreign.append(INDEX_FILE)
     if foreign:

@@ -121,12 +121,12 @@ class Source:
         return []
 
     def fetch_files(self, names: Iterable[str]) -> None:
-        """Download those of the named files that are `absent` into the Hub's cache.
+        """Download those of the named files that are not there into the Hub's cache.
 
         Raises:
             SourceError: they cannot be downloaded.
         """
-        repo, patterns = self.repo, [glob.escape(name) for name in names if name in self.absent]
+        repo, patterns = self.repo, [glob.escape(name) for name in names if name in self.absent or name in self.remote]
         if repo is None or not patterns:
             return
         # Importing it takes as long as converting a small model.

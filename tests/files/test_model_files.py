@@ -53,6 +53,36 @@ def test_what_is_private_stays_where_it_is_and_is_named(source: Path, tmp_path: 
     assert made.output is not None
 
 
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def test_an_adapter_that_config_json_names_goes_along(tmp_path: Path) -> None:
+    """Beside the weights (Granite Speech) and in folders (Phi-4-multimodal); of a trainer's none does."""
+    source = small_checkpoints.write(tmp_path / "source", shards=2)
+    folders = ("vision-lora/", "lora/speech/", "other-lora/", "")
+    put(source, *(f"{folder}{name}" for folder in folders for name in ADAPTER), "vision-lora/optimizer.pt")
+    compress(source, tmp_path / "none")
+    assert not any("adapter" in name for name in tree(tmp_path / "none"))
+
+    adapters = {"vision_lora": {"r": 256}, "adapters": [{"path": "./lora/speech"}], "has_lora_adapter": True}
+    change_json(source / "config.json", lambda config: config.update(adapters))
+    compress(source, tmp_path / "out", "channel")
+    expected = {f"{folder}{name}" for folder in ("vision-lora/", "lora/speech/", "") for name in ADAPTER}
+    assert {name for name in tree(tmp_path / "out") if "lora" in name or "adapter" in name} == expected
+    assert open_checkpoint(source).left_out == ("other-lora/", "vision-lora/optimizer.pt")
+    # It is an output like others.
+    assert verify(tmp_path / "out", source, full=True).problems == ()
+    assert verify(tmp_path / "out").problems == ()
+    assert compress(source, tmp_path / "out", "channel").resumed
+    compress(tmp_path / "out", tmp_path / "again", "block")
+    assert {*expected} <= tree(tmp_path / "again").keys()
+    # Without an index engines would load it with the weights.
+    single = small_checkpoints.write(tmp_path / "single")
+    put(single, *ADAPTER)
+    change_json(single / "config.json", lambda config: config.update(has_lora_adapter=True))
+    assert open_checkpoint(single).left_out == ADAPTER
+
+
 def test_code_goes_along_if_a_config_names_it_and_so_does_what_it_imports(source: Path) -> None:
     put(source, "modeling_own.py", text="from .layers import Layer\nimport torch\nfrom . import rope, masks\n")
     put(source, "layers.py", text="from .rope import rotate\nfrom .modeling_own import Model\n")
