@@ -1,9 +1,16 @@
-"""The registry: the entry of each architecture (registry/), by its class in config.json."""
+"""The registry: the entry of each architecture (registry/), by its class in config.json.
+
+find_entry("Qwen3Model", config, modules).name      # "Qwen3ForCausalLM", of which it is the base class
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+from .patterns import compile_pattern
 from .registry import dense, experts, fused, hybrid, latent, mixed, multimodal
 from .registry.architecture import Architecture, FusedLayers
 from .registry.embeddings import EMBEDDINGS
@@ -48,3 +55,93 @@ GENERIC = model(
     decided="decided from names and shapes alone: look at the plan, and at what the engine makes of it",
 )
 """For classes without an entry, if the user asks for it: projections with usual names are quantized, nothing else."""
+
+
+# What the names of a base class, and of classes for tasks, have after the body's. They are those of transformers, vLLM
+# (config/model.py:2322-2339) and SGLang (configs/model_config.py:2366-2385).
+_BASE = ("Model", "EmbeddingModel", "ForTextEncoding")
+_TASKS = (
+    *("ForSequenceClassification", "ForTokenClassification", "ForClassification", "ClassificationModel"),
+    *("RewardModel", "ForRewardModel", "ForRewardModeling", "ForProcessRewardModel"),
+    "ForSequenceClassificationWithNormal_Weights",
+)
+_ENDINGS = ("ForConditionalGeneration", "ForBlockDiffusion", "ForCausalLM")
+# Bodies that transformers names otherwise than the class.
+_IRREGULAR = {"MiniMaxM3VL": "MiniMaxM3SparseForConditionalGeneration"}
+_OTHER_CLASS = re.compile(r"(\w+?)(Text|Bidirectional)?((?:For[A-Z]|(?:Embedding|Classification|Reward)?Model$)\w*)")
+
+
+def find_entry(name: str, config: Mapping[str, Any], modules: Collection[str]) -> Architecture | None:
+    """Find the entry of a class: its own, or that of the class whose body it has, as base classes and those for tasks.
+
+    Args:
+        name: the class in config.json's `architectures`: "Qwen3ForCausalLM", "Qwen3Model".
+        config: config.json.
+        modules: the modules of all tensors. If their names lack a prefix, so do the entry's patterns.
+
+    Returns:
+        The entry; None if no entry has the body, or if it is not known which head the class has.
+    """
+    if name in MODELS:
+        return fit_prefix(MODELS[name], modules)
+    model, suffix = find_body(name, config)
+    if model is None or suffix not in (*_BASE, *_TASKS):
+        return None
+    model = replace(model, has_head=False) if suffix in _BASE else model.with_task_head()
+    return fit_prefix(model, modules)
+
+
+def find_body(name: str, config: Mapping[str, Any]) -> tuple[Architecture | None, str]:
+    """Find the entry whose body a class has, by their names: that of Qwen3ForCausalLM for "Qwen3ForMyTask".
+
+    Args:
+        name: the class in config.json's `architectures`.
+        config: config.json, which tells whether the body is a language model or a multimodal one.
+
+    Returns:
+        The entry, None if there is none; and what follows the body's name: "ForMyTask".
+    """
+    match = _OTHER_CLASS.fullmatch(name)
+    if match is None:
+        return None, ""
+    body, infix, suffix = match.groups(default="")
+    for stem in (body + infix, body):
+        names = [stem + ending for ending in _ENDINGS]
+        entries = [MODELS[name] for name in (*names, _IRREGULAR.get(stem)) if name in MODELS]
+        nested = [entry for entry in entries if entry.text_config and _has_key(config, entry.text_config)]
+        flat = [entry for entry in entries if entry.text_config is None]
+        if entries:
+            return (nested or flat or entries[-1:])[0], suffix
+    return None, suffix
+
+
+def _has_key(config: Mapping[str, Any], path: str) -> bool:
+    """Whether config.json has a key; those of nested ones are joined by dots."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value is not None
+
+
+def fit_prefix(model: Architecture, modules: Collection[str]) -> Architecture:
+    """Return an entry for the names of a checkpoint, which may lack a prefix, such as "model.", of the entry's names.
+
+    Args:
+        model: the entry.
+        modules: the modules of all tensors.
+    """
+    is_layer = compile_pattern(f"{model.layers}.**").fullmatch
+    if any(map(is_layer, modules)):
+        return model
+    for prefix in _prefixes(model.layers):
+        if any(is_layer(prefix + module) for module in modules):
+            return replace(model.without_prefix(prefix), has_head=False)
+    return model
+
+
+def _prefixes(layers: str) -> Iterator[str]:
+    """What the names of decoder layers begin with: "model.", then "model.language_model."."""
+    starts = layers[1:].partition("}")[0].split(",") if layers.startswith("{") else [re.split("[*{]", layers)[0]]
+    for start in starts:
+        parts = start.removesuffix(".").split(".")
+        yield from (".".join(parts[:length]) + "." for length in range(1, len(parts) + 1))

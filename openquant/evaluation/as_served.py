@@ -17,7 +17,8 @@ from torch import Tensor
 from ..errors import SourceError
 from ..formats.kv_cache import cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization
-from ..models import GENERIC, MODELS
+from ..models import GENERIC
+from ..plan.architecture import known_architecture
 from ..registry.architecture import ROUTER
 from ..registry.rules import ModuleRules
 from ..streaming import transformers_internals
@@ -62,7 +63,7 @@ class ServedModel:
         self.scales: dict[str, list[str]] = {}
         config = with_tool_config(checkpoint.config, checkpoint.root)
         quantization = read_quantization(config) if quantization_places(config) else None
-        rules = ModuleRules(MODELS.get(checkpoint.architecture, GENERIC))
+        rules = ModuleRules(known_architecture(checkpoint) or GENERIC)
         layers, experts = self._quantized_inputs(quantization, rules)
         self._rounding = ActivationRounding(model.model, layers, experts, self.clipped) if layers or experts else None
         # Names of the scale tensors of keys and values by layer, None for a cache in bfloat16; and scales already read.

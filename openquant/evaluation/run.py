@@ -27,8 +27,8 @@ from ..hub.shards import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..job import file_places, in_all_ranks, model_place
 from ..machine import find_device
-from ..models import MODELS
 from ..options import Evaluate, Texts, documented, files_read
+from ..plan.architecture import known_architecture
 from ..result import Place, Preview
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import (
@@ -335,7 +335,7 @@ def _pass_checkpoint(
     """
     from ..streaming.pass_checkpoint import PassCheckpoint
 
-    entry = MODELS.get(source.architecture)
+    entry = known_architecture(source)
     if entry is None or entry.repeats or not os.access(directory, os.W_OK):
         return None
     results = EVAL_FILE if options.out is None else Path(options.out).name

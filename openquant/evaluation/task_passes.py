@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..models import MODELS
+from ..plan.architecture import known_architecture
 from ..streaming.documents import DocumentRanks, documents_of_rank
 from ..streaming.interleaved import ForwardPass
 from ..streaming.matmul import products_in_float32
@@ -133,7 +133,7 @@ class TaskPasses:
     ) -> None:
         self._source, self._outputs, self._names = source, outputs, names
         requests = task_requests.requests
-        packing = packing_of(source.model, MODELS.get(source.checkpoint.architecture), task_requests.longest)
+        packing = packing_of(source.model, known_architecture(source.checkpoint), task_requests.longest)
         packs = make_packs(requests, task_requests.length, packing)
         self.packed = packing == "tree"
         self.tokens = sum(pack.ids.size for pack in packs)

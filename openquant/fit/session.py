@@ -22,8 +22,8 @@ from ..files.fingerprint import Fingerprint
 from ..hub.shards import supply_shards
 from ..hub.source import model_folder
 from ..job import Opened
-from ..models import MODELS
 from ..options import Texts, files_read
+from ..plan.architecture import known_architecture
 from ..reporter import Reporter
 from ..streaming.forecast import spoken
 from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
@@ -221,7 +221,7 @@ class Session:
         layer."""
         from ..streaming.pass_checkpoint import PassCheckpoint
 
-        if self.opened.checkpoint.architecture not in MODELS:
+        if known_architecture(self.opened.checkpoint) is None:
             return None
         units = [[unit.modules, sorted(unit.choices)] for unit in self.menu.units]
         about = {**conditions, "layers and schemes": hashlib.sha256(json.dumps(units).encode()).hexdigest()}

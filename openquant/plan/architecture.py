@@ -12,7 +12,7 @@ import difflib
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..models import GENERIC, MODELS
+from ..models import GENERIC, MODELS, find_body, find_entry, fit_prefix
 from ..registry.architecture import Architecture
 from .tensor_parallel import config_value, text_config
 
@@ -39,21 +39,43 @@ def find_architecture(checkpoint: Checkpoint, requested: str | Architecture | No
     """
     if isinstance(requested, Architecture):
         return requested
-    name = requested or checkpoint.architecture
-    if name == AUTO:
-        return with_layer_counts(MODELS.get(checkpoint.architecture, GENERIC), checkpoint)
-    if name == GENERIC.name:
+    modules = [info.module for info in checkpoint.tensors.values()]
+    if requested in MODELS:
+        return with_layer_counts(fit_prefix(MODELS[requested], modules), checkpoint)
+    known = known_architecture(checkpoint)
+    if requested == GENERIC.name or (requested == AUTO and known is None):
         return GENERIC
-    if name not in MODELS:
-        near = difflib.get_close_matches(name, MODELS)
-        nearest = f"the nearest are {', '.join(near)}" if near else "none has a name like it"
-        raise PlanError(
-            f"{name} is not a known architecture; of {len(MODELS)} that are, {nearest}",
-            "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM how it "
-            "builds the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add "
-            "an entry to openquant/registry (docs/adding-an-architecture.md)",
+    if known is None or requested not in (None, AUTO):
+        raise _unknown(requested or checkpoint.architecture, checkpoint)
+    return with_layer_counts(known, checkpoint)
+
+
+def known_architecture(checkpoint: Checkpoint) -> Architecture | None:
+    """Return the registry's entry of a checkpoint's class, or of the class whose body it has; None if there is none.
+
+    Args:
+        checkpoint: an opened checkpoint, quantized or not.
+    """
+    modules = [info.module for info in checkpoint.tensors.values()]
+    return find_entry(checkpoint.architecture, checkpoint.config, modules)
+
+
+def _unknown(name: str, checkpoint: Checkpoint) -> PlanError:
+    """The error for a class without an entry."""
+    body = find_body(name, checkpoint.config)[0]
+    if body is not None:
+        return PlanError(
+            f"{name} is not a known architecture; its body is that of {body.name}, and its head is not known",
+            f"--architecture {body.name} plans the body; leave the head as it is with --ignore",
         )
-    return with_layer_counts(MODELS[name], checkpoint)
+    near = difflib.get_close_matches(name, MODELS)
+    nearest = f"the nearest are {', '.join(near)}" if near else "none has a name like it"
+    return PlanError(
+        f"{name} is not a known architecture; of {len(MODELS)} that are, {nearest}",
+        "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM how it "
+        "builds the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add "
+        "an entry to openquant/registry (docs/adding-an-architecture.md)",
+    )
 
 
 def with_layer_counts(model: Architecture, checkpoint: Checkpoint) -> Architecture:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from ..files.checkpoint import Checkpoint
 from ..formats.format import Format
-from ..models import GENERIC, MODELS
+from ..models import GENERIC
 from ..registry.architecture import MTP_LAYER
 from ..registry.rules import ModuleRules
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
+from .architecture import known_architecture
 from .decisions import FEW_AXES, Decisions, Item, PassthroughTensor
 from .printed import plan_lines
 from .serving import Serving, estimate_serving
@@ -32,7 +33,7 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
         SourceError: its scales do not fit its codes.
     """
     decoded, weights = decoded_view(checkpoint)
-    entry = ModuleRules(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
+    entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
     config = text_config(decoded, entry.model)
     is_mtp_layer = mtp_layer_finder(entry.model, config)
     items: list[Item] = []

@@ -18,7 +18,7 @@ from ..errors import SourceError
 from ..files.small_files import short_repr
 from ..files.tensors import TensorInfo
 from ..patterns import collapse
-from ..registry.architecture import TOWER
+from ..registry.architecture import HEAD, TASK_HEAD, TOWER
 from ..registry.class_tensors import ANY, ClassTensors, LayerList, TensorRule, find_class_tensors
 from ..registry.rules import ModuleRules
 from .config_sizes import ConfigSizes
@@ -357,6 +357,8 @@ def compare_with_class(
         return None
     stored = Stored(entry, tensors, text)
     known = under_stored_names(known, entry, stored)
+    if not entry.model.has_head:
+        known = known._replace(outside=_without_head(known.outside, entry))
     comparer = _Comparer(known, stored, ConfigSizes(config, text, entry.model.text_config or "", known))
     comparer.run()
     return ClassComparison(_describe_losses(entry, comparer.losses), comparer.misfits, known.is_built)
@@ -381,6 +383,15 @@ def _with_parts_of(known: ClassTensors, entry: ModuleRules, config: Mapping[str,
     )
 
 
+def _without_head(outside: Mapping[str, TensorRule], entry: ModuleRules) -> dict[str, TensorRule]:
+    """Leave the output head out."""
+    return {
+        name: rule
+        for name, rule in outside.items()
+        if entry.rule(name.removesuffix(".weight").removesuffix(".bias")).keep != HEAD.why
+    }
+
+
 def completeness_notes(
     entry: ModuleRules, tensors: Collection[TensorInfo], config: Mapping[str, Any], text: Mapping[str, Any]
 ) -> list[str]:
@@ -389,14 +400,24 @@ def completeness_notes(
     The arguments are those of `compare_with_class`.
     """
     comparison = compare_with_class(entry, tensors, config, text)
+    lacks_head = "the source lacks the head of its task: no tensor is named score, classifier or the like"
+    task_head = [lacks_head] if _lacks_task_head(entry, tensors, config) else []
     if comparison is None:
-        return [f"completeness not checked: nothing says which tensors {entry.model.name} has"]
+        return [*task_head, f"completeness not checked: nothing says which tensors {entry.model.name} has"]
     names_only = f"completeness not checked by all sizes: transformers does not build all of {entry.model.name}"
     return [
         *([] if comparison.is_whole else [names_only]),
+        *task_head,
         *(f"the source lacks {text}" for text in comparison.lost),
         *(f"config.json does not fit the tensors: {text}" for text in comparison.misfits),
     ]
+
+
+def _lacks_task_head(entry: ModuleRules, tensors: Iterable[TensorInfo], config: Mapping[str, Any]) -> bool:
+    """Whether the head of a task is not there, and vLLM does not make it of the output head (models/adapters.py)."""
+    if TASK_HEAD not in entry.model.keep or config.get("classifier_from_token"):
+        return False
+    return all(entry.rule(info.module).keep != TASK_HEAD.why for info in tensors)
 
 
 def check_layer_count(text: Mapping[str, Any]) -> None:

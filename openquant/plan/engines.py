@@ -190,6 +190,8 @@ def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> 
     Raises:
         PlanError: it says why.
     """
+    if not model.has_head:
+        raise PlanError(f"{checkpoint.architecture} has no output head", _NO_HEAD)
     if model.head_refused is not None:
         raise PlanError(f"{model.name}: its output head stays unquantized: {model.head_refused}", _NO_HEAD)
     if is_tied(checkpoint, model):

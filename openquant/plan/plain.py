@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..models import GENERIC, MODELS
+from ..models import GENERIC
 from ..patterns import template
 from ..registry.rules import ModuleRules
 from ..weights.find import decoded_view, without_cache_scales
+from .architecture import known_architecture
 from .decisions import FEW_AXES, Decisions, Item, PassthroughTensor, PlanOptions
 from .notes import left_behind
 from .plan import Plan
@@ -45,6 +46,6 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         else:
             kept = PassthroughTensor(info, template(info.module), "" if weight else "not quantized", weight)
         items[decoded.where[info.name].shard].append(kept)
-    entry = ModuleRules(MODELS.get(checkpoint.architecture, replace(GENERIC, name=checkpoint.architecture)))
+    entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
     notes = tuple(left_behind(checkpoint, weights.values()))
     return Plan(checkpoint, decoded, entry, PlanOptions(), Decisions(None, items), {}, (), notes, identity)

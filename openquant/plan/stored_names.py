@@ -111,9 +111,10 @@ def under_stored_names(known: ClassTensors, entry: ModuleRules, stored: Stored) 
         entry: what the registry says of each module of the architecture.
         stored: the tensors of the checkpoint.
     """
+    lacked = ("model.", ""), (entry.model.lacks, "")
     pairs = [
         (prefix, other)
-        for group in (*entry.model.spellings, ("model.", ""), *_decoder_prefixes(known, entry, stored))
+        for group in (*entry.model.spellings, *lacked, *_decoder_prefixes(known, entry, stored))
         for prefix, other in itertools.permutations(group, 2)
     ]
     names: dict[str, str] = {}
@@ -144,7 +145,8 @@ def _different_starts(name: str, other: str) -> tuple[str, str]:
 def _decoder_prefixes(known: ClassTensors, entry: ModuleRules, stored: Stored) -> Iterator[tuple[str, str]]:
     """What stands before the decoder layers in the class, and what does in the checkpoint, where that is another."""
     is_decoder = compile_pattern(entry.model.layers)
-    of_class = [prefix for prefix in known.lists if is_decoder.fullmatch(f"{prefix}.0")]
+    lacks = entry.model.lacks
+    of_class = [prefix for prefix in known.lists if is_decoder.fullmatch(f"{prefix.removeprefix(lacks)}.0")]
     of_files = [prefix for prefix in stored.prefixes if is_decoder.fullmatch(f"{prefix}.0")]
     for prefix, other in zip(of_class[:1], of_files[:1], strict=False):
         yield _different_starts(prefix, other)

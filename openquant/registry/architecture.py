@@ -323,6 +323,9 @@ class Architecture:
         writes: (scheme, key, value): what an output in that scheme says in config.json outside its
             quantization_config, for engines that read it there.
         per_rank: a tensor that published files store as per-rank shards; it is read as separate projections.
+        lacks: prefix of the entry's names that the files' names do not have, such as "model." for a base class. Engines
+            look modules up with it.
+        has_head: whether the class has an output head. Base classes have none, nor do those with the head of a task.
         attends_ahead: whether tokens of a prompt also attend to later ones, so that what follows a text changes it. It
             changes no output, and so no digest of a plan.
         decided: how an entry outside the registry was made (by vLLM, or from names), as a note says it; None for the
@@ -357,6 +360,8 @@ class Architecture:
     smoothing: tuple[SmoothingRule, ...] = ()
     writes: tuple[tuple[str, str, str], ...] = ()
     per_rank: PerRankTensor | None = None
+    lacks: str = ""
+    has_head: bool = True
     attends_ahead: bool = field(default=False, repr=False)
     decided: str | None = field(default=None, repr=False, compare=False)
 
@@ -364,6 +369,14 @@ class Architecture:
     def repeats(self) -> bool:
         """Whether a token runs through the decoder layers several times."""
         return any(rows.passes for rows in self.cached)
+
+    def without_prefix(self, prefix: str) -> Architecture:
+        """Return the entry for files whose names lack a prefix of the entry's names, such as "model."."""
+        return replace(self, lacks=prefix, layers=_remove_prefix(self.layers, prefix))
+
+    def with_task_head(self) -> Architecture:
+        """Return the entry with the head of a task, which is kept, in place of the output head."""
+        return replace(self, keep=(*self.keep, TASK_HEAD), has_head=False)
 
     def with_head(self) -> Architecture:
         """Return the entry with the output head moved from `keep` to `compress`."""
@@ -394,14 +407,15 @@ class Architecture:
 
     def names_of(self, module: str) -> list[str]:
         """Return a module's name, followed by the other names that engines have for it."""
-        names = {module: None}
-        for group in self.spellings:
-            match = next(filter(None, (_match_prefix(prefix, module) for prefix in group)), None)
-            if match is not None:
-                number, rest = match
-                names |= {prefix.replace("*", number) + rest: None for prefix in group}
-        for part, engine_part in self.renames:
-            names[module.replace(part, engine_part)] = None
+        names = dict.fromkeys([module, self.lacks + module])
+        for name in list(names):
+            for group in self.spellings:
+                match = next(filter(None, (_match_prefix(prefix, name) for prefix in group)), None)
+                if match is not None:
+                    number, rest = match
+                    names |= {prefix.replace("*", number) + rest: None for prefix in group}
+            for part, engine_part in self.renames:
+                names[name.replace(part, engine_part)] = None
         return list(names)
 
     def extra_config(self, scheme: str | None, config: Mapping[str, Any]) -> dict[str, str]:
@@ -431,7 +445,7 @@ def _match_prefix(prefix: str, module: str) -> tuple[str, str] | None:
 
 
 def absolute_patterns(model: Architecture, patterns: Iterable[str]) -> list[str]:
-    """Complete patterns that are relative to a decoder layer.
+    """Complete patterns that are relative to a decoder layer, and take from others the prefix that files lack.
 
     Args:
         model: an entry, whose `layers` pattern matches one decoder layer: "model.layers.*".
@@ -440,7 +454,23 @@ def absolute_patterns(model: Architecture, patterns: Iterable[str]) -> list[str]
     Returns:
         The patterns in order, those that begin with a dot with `layers` before them: "model.layers.*.mlp.up_proj".
     """
-    return [model.layers + pattern if pattern.startswith(".") else pattern for pattern in patterns]
+    return [
+        model.layers + pattern if pattern.startswith(".") else _remove_prefix(pattern, model.lacks)
+        for pattern in patterns
+    ]
+
+
+def _remove_prefix(pattern: str, prefix: str) -> str:
+    """Take a prefix away from a pattern: "model." from "{model,llm.model}.norm" gives "{,llm.model.}norm"."""
+    if not prefix or not pattern.startswith("{"):
+        return pattern.removeprefix(prefix)
+    inside, _, rest = pattern[1:].partition("}")
+    choices = inside.split(",")
+    if prefix.removesuffix(".") in choices and rest.startswith("."):
+        choices = [f"{choice}." for choice in choices]
+        rest = rest.removeprefix(".")
+    names = dict.fromkeys(choice.removeprefix(prefix) for choice in choices)
+    return f"{{{','.join(names)}}}{rest}"
 
 
 EMBEDDING = Keep(
@@ -453,6 +483,12 @@ HEAD = Keep(
     "{lm_head,language_model.lm_head,model.language_model.lm_head,thinker.lm_head,llm.lm_head,text_model.lm_head}",
     "output head",
     divided=True,
+)
+# Of sequence and token classifiers and of reward models, as transformers, vLLM (models/adapters.py, internlm2.py),
+# SGLang (models/llama_classification.py, llama_reward.py, internlm2_reward.py) and trl name them.
+TASK_HEAD = Keep(
+    "{score,classifier,classification_head,v_head,value_head,reward_head,rm_head,regression_layer,weights}.**",
+    "task head",
 )
 ROUTER = "router"
 TOWER = "vision or audio"

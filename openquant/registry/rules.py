@@ -15,6 +15,9 @@ from typing import NamedTuple
 from ..patterns import MAX_DIGITS, compile_any, compile_pattern, template
 from .architecture import EMBEDDING, HEAD, Architecture, ExpertLayout, ParallelSplit, StackedExperts, absolute_patterns
 
+# Base classes have it without "model." or the like.
+_EMBEDDINGS = compile_any([EMBEDDING.pattern, "{embed_tokens,language_model.embed_tokens,text_model.embed_tokens}"])
+
 
 class ModuleRule(NamedTuple):
     """What an entry says of a module.
@@ -211,7 +214,7 @@ def is_embedding(module: str) -> bool:
     Args:
         module: full name of the module: "model.embed_tokens".
     """
-    return compile_pattern(EMBEDDING.pattern).fullmatch(module) is not None
+    return _EMBEDDINGS.fullmatch(module) is not None
 
 
 def is_table(module: str) -> bool:

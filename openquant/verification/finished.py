@@ -9,7 +9,8 @@ from ..errors import OutputError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint, readable
 from ..files.names import INDEX_FILE, is_shard
 from ..formats.quantization import quantization_places, read_quantization
-from ..models import GENERIC, MODELS
+from ..models import GENERIC
+from ..plan.architecture import known_architecture
 from ..plan.config import output_config
 from ..plan.plan import Plan
 from .checks import check_headers
@@ -77,7 +78,7 @@ def require_sound(root: Path, files: Set[str]) -> None:
 def _find_damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
     """One line for each problem that shows without reading tensors."""
     if quantization_places(checkpoint.config):
-        model = MODELS.get(checkpoint.architecture)
+        model = known_architecture(checkpoint)
         _, findings = check_headers(checkpoint, read_quantization(checkpoint.config), model, files, ours=True)
         problems = findings.problems
     else:

@@ -30,10 +30,10 @@ from ..formats.scales import choose_shared_scale
 from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
 from ..hub.shards import find_whole
 from ..machine import available_cpus
-from ..models import GENERIC, MODELS
+from ..models import GENERIC
 from ..options import Check, documented
 from ..patterns import collapse, template
-from ..plan.architecture import find_architecture
+from ..plan.architecture import find_architecture, known_architecture
 from ..plan.completeness import check_layer_count, compare_with_class
 from ..plan.config import ignored_layers
 from ..plan.decisions import PlanOptions, StoredLayout
@@ -129,7 +129,7 @@ def verify(
     requested = None
     if architecture is not None:
         requested = find_architecture(checkpoint, ArchitectureChoice(architecture).entry(checkpoint))
-    model = requested or MODELS.get(checkpoint.architecture)
+    model = requested or known_architecture(checkpoint)
     if model == GENERIC:
         # The generic entry says nothing of engines.
         model = None
@@ -338,7 +338,7 @@ class _Verification:
             origin: the source as it is.
         """
         entry = self.architecture
-        if entry is None and source.architecture not in MODELS:
+        if entry is None and known_architecture(source) is None:
             return
         try:
             if not self.headers.quantization.groups:

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from ..errors import OpenQuantError
 from ..files.checkpoint import Checkpoint
 from ..files.journal import read_journal
-from ..models import GENERIC, MODELS
+from ..models import GENERIC
 from ..patterns import compile_pattern
-from ..plan.architecture import AUTO
+from ..plan.architecture import AUTO, known_architecture
 from ..registry.architecture import (
     Architecture,
     CachedRows,
@@ -66,7 +66,7 @@ class ArchitectureChoice:
             PlanError: vLLM would quantize layers that must stay as they are, or builds none that could be quantized.
             SourceError: the source is quantized, and its scales do not belong to its codes.
         """
-        if self.option != AUTO or checkpoint.architecture in MODELS:
+        if self.option != AUTO or known_architecture(checkpoint) is not None:
             return self.option
         if self.chosen is None:
             directories = [directory for directory in (target, checkpoint.root) if directory is not None]

@@ -41,7 +41,7 @@ from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
 from ..formats.quantization import UNQUANTIZED, Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
 from ..formats.torchao import QDATA
-from ..models import MODELS
+from ..models import find_entry
 from ..patterns import compile_any, template
 from ..registry.architecture import absolute_patterns
 from .bitsandbytes import four_bits
@@ -381,7 +381,8 @@ def checked_weights(
         PlanError: a layout is not supported.
         SourceError: a tensor is missing, or has another shape or dtype than config.json promises.
     """
-    model = MODELS.get(checkpoint.architecture)
+    modules = [info.module for info in checkpoint.tensors.values()]
+    model = find_entry(checkpoint.architecture, checkpoint.config, modules)
     ranked = model.per_rank if model else None
     per_rank = compile_any(absolute_patterns(model, [ranked.pattern])) if model and ranked else None
     for pair in all_pairs:
