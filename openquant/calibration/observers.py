@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..data.corpus import Corpus
 from ..errors import SourceError
-from ..models import MODELS
+from ..plan.architecture import known_architecture
 from ..streaming import transformers_internals
 from ..streaming.documents import DocumentRanks, documents_of_rank
 from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, holds_experts
@@ -187,7 +187,7 @@ def observe_inputs(
         OutputError: hidden states or the pass checkpoint cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    entry = MODELS.get(model.checkpoint.architecture)
+    entry = known_architecture(model.checkpoint)
     if entry is not None and entry.repeats:
         raise SourceError(
             f"{entry.name} runs its layers several times, and a calibration observes each layer once",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
+from ..plan.architecture import known_architecture
 from . import transformers_internals
 from .expert_stacks import find_expert_stacks
 from .lazy_tensors import LazyTensors
@@ -71,9 +72,10 @@ class MetaModel:
 
     def __init__(self, checkpoint: Checkpoint, tensors: LazyTensors, dtype: torch.dtype, device: str) -> None:
         self.tensors, self.dtype, self.device = tensors, dtype, device
-        kind = transformers_internals.model_class(checkpoint.architecture, checkpoint.config.get("model_type"))
+        architecture, settings = _with_output_head(checkpoint)
+        kind = transformers_internals.model_class(architecture, settings.get("model_type"))
         _check_config_sizes(checkpoint)
-        config = transformers_internals.make_config(kind, checkpoint.config, dtype)
+        config = transformers_internals.make_config(kind, settings, dtype)
         self.model: PreTrainedModel = transformers_internals.empty_model(kind, config, dtype, device)
         self.units = find_units(self.model)
         owners = {unit.rpartition(".")[0] for unit in self.units}
@@ -94,7 +96,7 @@ class MetaModel:
             self._set(name, placeholder)
         self.targets = transformers_internals.parameter_targets(self.model, checkpoint.tensors)
         unplaced = {name: info for name, info in checkpoint.tensors.items() if name not in self.targets}
-        stacks = find_expert_stacks(checkpoint.architecture, unplaced) if unplaced else {}
+        stacks = find_expert_stacks(architecture, unplaced) if unplaced else {}
         stack_targets = transformers_internals.parameter_targets(self.model, stacks) if stacks else {}
         self.targets |= stack_targets
         tensors.stacks.update({name: stacks[name] for name in stack_targets})
@@ -272,6 +274,18 @@ def find_units(model: PreTrainedModel) -> dict[str, nn.Module]:
             units[name] = module
             unit_prefix = f"{name}."
     return units
+
+
+def _with_output_head(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
+    """The class that a checkpoint is run as, and its config.json.
+
+    A model without an output head is run with its embedding as the head, so that its outputs can be compared.
+    """
+    entry = known_architecture(checkpoint)
+    # The class with an output head attends to earlier tokens only.
+    if entry is None or entry.has_head or "Bidirectional" in checkpoint.architecture:
+        return checkpoint.architecture, checkpoint.config
+    return entry.name, {**checkpoint.config, "tie_word_embeddings": True}
 
 
 def _placeholder(parameter: nn.Parameter, device: str) -> nn.Parameter:
