@@ -617,7 +617,8 @@ class Recipe(OptionGroup):
     kv_cache: CacheScheme = option(
         "auto",
         'KV cache: fp8 adds its scales, auto (default) none. With "fp8", engines store the KV cache in FP8. Its scales '
-        "come from a calibration or a quantized source; if there are neither, they are 1.",
+        "come from a calibration or a quantized source; if there are neither, they are 1. They are for fp8_e4m3: vLLM "
+        "refuses --kv-cache-dtype fp8_e5m2 for an output that has them, and for any in the fp8 format.",
         QUANTIZATION,
         "NAME",
         choices=("fp8", "auto"),
@@ -670,7 +671,10 @@ class Recipe(OptionGroup):
         read=int,
     )
     quantize_lm_head: bool = option(
-        False, "Quantize the output head (compressed-tensors). Engines load none in the fp8 format.", QUANTIZATION
+        False,
+        "Quantize the output head (compressed-tensors). Engines load none in the fp8 format, and vLLM serves a model "
+        "that has one neither as an embedding model nor as a reranker.",
+        QUANTIZATION,
     )
     quantize_embeddings: bool = option(
         False,

@@ -178,7 +178,9 @@ def serving_notes(model: Architecture, decisions: Decisions) -> list[str]:
     """
     notes = []
     if decisions.scheme is not None and decisions.scheme.method == "fp8":
-        notes.append(f"vLLM does not take an FP8 KV cache from a config in this format: serve with {FLAG}")
+        notes.append(
+            f"vLLM does not take an FP8 KV cache from a config in this format: serve with {FLAG}; fp8_e5m2 is refused"
+        )
     if model.sglang.ignores_cache_scales and any(kept.value not in (None, 1.0) for kept in decisions.passthrough):
         notes.append(f"{SGLANG} silently uses 1 in place of these scales of the KV cache")
     return notes

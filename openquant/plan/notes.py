@@ -22,6 +22,8 @@ from .gptq import gptq_notes
 from .input_scales import unrouted_note
 from .kv_cache import serving_notes
 
+_SENTENCE_TRANSFORMERS = {"modules.json", "config_sentence_transformers.json"}
+
 
 def entry_notes(model: Architecture) -> list[str]:
     """Return a note on how an entry outside the registry was made.
@@ -126,7 +128,8 @@ def output_notes(
             "kv_cache_scheme is left out, but its scales are kept: serve with --kv-cache-dtype fp8 to use them, or "
             "give --kv-cache fp8 here so that engines do by default"
         )
-    notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions), *_head_notes(decisions, options)]
+    notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions)]
+    notes += [*_pooling_notes(checkpoint, decisions), *_head_notes(decisions, options)]
     several = len({scheme.name for scheme in decisions.schemes}) > 1
     notes += dict.fromkeys(
         f"{scheme.name}: {note}" if several else note for scheme in decisions.schemes for note in scheme.notes
@@ -154,6 +157,23 @@ def left_behind(checkpoint: Checkpoint, weights: Iterable[Weight]) -> list[str]:
     """
     names = unread_tensors(checkpoint.tensors, weights)
     return [f"left out, as engines refuse them: {', '.join(collapse(names))}"] if names else []
+
+
+def _pooling_notes(checkpoint: Checkpoint, decisions: Decisions) -> list[str]:
+    """A note on a quantized output head of an embedding model or reranker.
+
+    vLLM (models/adapters.py:125-131, 538-541) serves these without the head, or with an unquantized one.
+    """
+    files = _SENTENCE_TRANSFORMERS & checkpoint.files.keys()
+    if not (files or checkpoint.config.get("classifier_from_token")):
+        return []
+    if not any(is_head(weight.module) for weight, _ in decisions.kinds):
+        return []
+    said_by = min(files, default="config.json")
+    return [
+        f"{said_by} says that this is an embedding model or reranker, and vLLM serves none with a quantized output "
+        "head: leave --quantize-lm-head out"
+    ]
 
 
 def _head_notes(decisions: Decisions, options: PlanOptions) -> list[str]:

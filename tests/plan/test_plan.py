@@ -1199,3 +1199,78 @@ def test_weights_that_not_all_engines_compute_with_are_noted(tmp_path: Path) -> 
     with pytest.raises(PlanError) as caught:
         make_plan(open_checkpoint(tied), CHANNEL, PlanOptions(head=True))
     assert caught.value.message == "config.json ties the output head to the embedding, although the source has one"
+
+
+def as_class(root: Path, architecture: str, weights: dict[str, torch.Tensor], **config: Any) -> Path:
+    """A small Qwen3 whose config.json names another class."""
+    source = small_checkpoints.write(root, weights=weights)
+    found = json.loads((source / "config.json").read_text()) | {"architectures": [architecture], **config}
+    (source / "config.json").write_text(json.dumps(found))
+    return source
+
+
+def body() -> dict[str, torch.Tensor]:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    del weights["lm_head.weight"]
+    return weights
+
+
+def test_a_head_that_is_not_known_names_the_body(tmp_path: Path) -> None:
+    weights = {**body(), "my_head.weight": torch.zeros(2, 256, dtype=torch.bfloat16)}
+    source = as_class(tmp_path / "a", "Qwen3ForMyTask", weights)
+    with pytest.raises(PlanError) as caught:
+        plan_of(source)
+    assert caught.value.message == (
+        "Qwen3ForMyTask is not a known architecture; its body is that of Qwen3ForCausalLM, and its head is not known"
+    )
+    assert caught.value.hint == (
+        "--architecture Qwen3ForCausalLM plans the body; leave the head as it is with --ignore"
+    )
+    plan = make_plan(open_checkpoint(source), TENSOR, PlanOptions(("my_head",)), architecture="Qwen3ForCausalLM")
+    assert "my_head" in ignored_layers(plan)
+
+
+def test_a_classifier_without_its_head_has_a_note(tmp_path: Path) -> None:
+    lacks = "the source lacks the head of its task: no tensor is named score, classifier or the like"
+    score = {"score.weight": torch.zeros(1, 256, dtype=torch.bfloat16)}
+    assert plan_of(as_class(tmp_path / "a", "Qwen3ForSequenceClassification", body())).notes == (lacks,)
+    assert plan_of(as_class(tmp_path / "b", "Qwen3ForSequenceClassification", {**body(), **score})).notes == ()
+    # vLLM makes it of these rows of the output head.
+    tokens = {"classifier_from_token": ["no", "yes"]}
+    assert plan_of(as_class(tmp_path / "c", "Qwen3ForSequenceClassification", body(), **tokens)).notes == ()
+
+
+def test_draft_models_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    plain = {name.removeprefix("model."): weight for name, weight in body().items()}
+    fc = {**plain, "fc.weight": torch.zeros(256, 512, dtype=torch.bfloat16)}
+    for architecture, weights, because in (
+        ("LlamaForCausalLMEagle3", plain, ""),
+        ("EagleLlamaForCausalLM", plain, ""),
+        ("DFlashDraftModel", plain, ""),
+        ("MedusaModel", plain, ""),
+        ("Gemma4AssistantForCausalLM", plain, ""),
+        ("Qwen3NextMTP", plain, ""),
+        # EAGLE's first files name the class of a language model.
+        ("LlamaForCausalLM", fc, " (fc.weight)"),
+        ("Eagle3LlamaForCausalLM", {**plain, "d2t": torch.zeros(8)}, " (d2t)"),
+    ):
+        with subtests.test(architecture), pytest.raises(PlanError) as caught:
+            plan_of(as_class(tmp_path / architecture, architecture, weights))
+        assert caught.value.message == (
+            f"{architecture} is a draft model for speculative decoding{because}, which is not converted"
+        )
+        assert caught.value.hint == (
+            "convert its target, and serve the draft as it is beside it: vLLM takes it in --speculative-config, SGLang "
+            "as --speculative-draft-model-path"
+        )
+
+
+def test_no_quantized_head_for_what_has_none_or_is_served_without_it(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="^Qwen3Model has no output head$"):
+        with_head(as_class(tmp_path / "a", "Qwen3Model", body()), CHANNEL)
+    (source / "modules.json").write_text("[]")
+    assert with_head(source, CHANNEL).notes == (
+        "modules.json says that this is an embedding model or reranker, and vLLM serves none with a quantized output "
+        "head: leave --quantize-lm-head out",
+    )
+    assert plan_of(source, CHANNEL).notes == ()
