@@ -4,6 +4,7 @@
     engine.py text OUTPUT DIRECTORY...         of text_prompts.json, which are of examples/tiny-qwen3's tokenizer
     engine.py cached OUTPUT DIRECTORY...       of these, with an FP8 cache whatever config.json says
     engine.py FILE.json OUTPUT DIRECTORY...    of the prompts in a file like text_prompts.json
+    engine.py pooled OUTPUT DIRECTORY...       embeddings or the scores of classes, of random prompts
     engine.py layers OUTPUT DIRECTORY...
     engine.py auto|fp8 OUTPUT DIRECTORY...     what is kept of a token in a cache of that dtype
 
@@ -120,6 +121,25 @@ def logprobs(directory: Path, prompts: list[list[int]], cached: str = "auto") ->
     return np.concatenate(tables)
 
 
+def pooled(directory: Path, prompts: list[list[int]]) -> np.ndarray:
+    """The embedding of each prompt, or the score of each of its classes."""
+    engine = LLM(
+        str(directory),
+        runner="pooling",
+        dtype="bfloat16",
+        distributed_executor_backend="uni",
+        enforce_eager=True,
+        kv_cache_memory_bytes=1 << 26,
+        max_model_len=len(prompts[0]) + 16,
+        model_loader_extra_config=TRACKED,
+    )
+    HELD.append(engine)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    if json.loads((directory / "config.json").read_text())["architectures"][0].endswith("Classification"):
+        return np.array([found.outputs.probs for found in engine.classify(inputs, use_tqdm=False)])
+    return np.array([found.outputs.embedding for found in engine.embed(inputs, use_tqdm=False)])
+
+
 def keep_tensors(self: LogprobsProcessor, found: LogprobsTensors) -> None:
     """For vLLM's method: a prompt's log-probabilities as they are, whose lists in Python take longer than the model."""
     self.prompt_logprobs = found
@@ -200,9 +220,12 @@ def answer(mode: str, directory: Path, output: Path) -> None:
     try:
         # Else vLLM starts an interpreter to look at the class.
         for name in json.loads((directory / "config.json").read_text())["architectures"]:
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+            if name in ModelRegistry.models:
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
         if mode == "logprobs":
             np.save(output.with_suffix(".npy"), logprobs(directory, random_prompts(vocabulary_of(directory))))
+        elif mode == "pooled":
+            np.save(output.with_suffix(".npy"), pooled(directory, random_prompts(vocabulary_of(directory))))
         elif mode in ("text", "cached") or mode.endswith(".json"):
             prompts = json.loads((TEXT if mode in ("text", "cached") else Path(mode)).read_text())
             np.save(output.with_suffix(".npy"), logprobs(directory, prompts, "fp8" if mode == "cached" else "auto"))

@@ -82,6 +82,7 @@ class Engine:
         """Log-probabilities of the same prompts by each model, [position, token].
 
         The prompts are random ones, with "text" text, with "cached" text by an FP8 cache, with FILE.json those of a file.
+        With "pooled" they are embeddings or scores, [prompt, value].
         """
         found = self._ask(mode, list(models.values()), output)
         answers = [answer if isinstance(answer, EngineError) else np.load(answer) for answer in found]
