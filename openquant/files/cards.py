@@ -47,8 +47,10 @@ _OLD_PART = re.compile(
 _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
 # The option of each engine for the longest sequence.
 CONTEXT = {"vLLM": "--max-model-len", "SGLang": "--context-length"}
+# The option of each engine for a model without an output head.
+POOLING = {"vLLM": "--runner pooling", "SGLang": "--is-embedding"}
 # Flags that may follow a command (formats/kv_cache.py).
-_FLAGS = rf"(?: --kv-cache-dtype fp8)?(?: (?:{'|'.join(CONTEXT.values())}) \d+)?"
+_FLAGS = rf"(?: (?:{'|'.join(POOLING.values())}))?(?: --kv-cache-dtype fp8)?(?: (?:{'|'.join(CONTEXT.values())}) \d+)?"
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
 # Suffix of the source's name in a card if the source is quantized itself.
 QUANTIZED = ", which is quantized already"

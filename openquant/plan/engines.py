@@ -10,7 +10,7 @@ from ..formats.schemes import MIXED, Scheme
 from ..patterns import collapse
 from ..registry.architecture import Architecture, Refusal, SGLangLimits
 from ..registry.rules import ModuleRules, is_embedding, is_head
-from ..version import VLLM
+from ..version import SGLANG, VLLM
 from .decisions import Decisions
 from .tensor_parallel import text_config
 
@@ -18,6 +18,9 @@ from .tensor_parallel import text_config
 PACKED = "pack-quantized"
 _NO_HEAD = "leave --quantize-lm-head out"
 _NO_EMBEDDING = "leave --quantize-embeddings out"
+# Classes whose heads vLLM builds without a name (models/qwen2_rm.py:47-63), and whether SGLang has the class
+# (models/qwen2_rm.py:90).
+_NAMELESS_HEADS = {"Qwen2ForRewardModel": True, "Qwen2ForProcessRewardModel": False}
 
 
 def find_refusal(refused: Iterable[Refusal], scheme: Scheme) -> Refusal | None:
@@ -177,6 +180,26 @@ def refuse_nameless(entry: ModuleRules, decisions: Decisions) -> None:
             f"layers ({why})",
             "leave it out of --ignore and --scheme-for, or use --scheme channel, which fits any shape",
         )
+
+
+def check_task_head(architecture: str) -> list[str]:
+    """Check whether engines leave the head of a reward model unquantized.
+
+    Args:
+        architecture: the class in config.json's `architectures`.
+
+    Returns:
+        A note for a class that only SGLang loads rightly, else an empty list.
+
+    Raises:
+        PlanError: no engine does.
+    """
+    if architecture not in _NAMELESS_HEADS:
+        return []
+    why = f"{VLLM} builds the head of {architecture} without a name, and reads it as quantized"
+    if not _NAMELESS_HEADS[architecture]:
+        raise PlanError(f"{why}; {SGLANG} has no such class", "serve it as it is")
+    return [f"{why}: serve this output in SGLang"]
 
 
 def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> None:

@@ -41,6 +41,7 @@ from .assign import (
 from .completeness import check_layer_count, completeness_notes
 from .decisions import Decisions, Lack, PlanOptions, StoredLayout
 from .engines import (
+    check_task_head,
     refuse_embedding,
     refuse_embedding_schemes,
     refuse_experts,
@@ -264,6 +265,7 @@ def make_plan(
     parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
     notes = [
         *entry_notes(model),
+        *check_task_head(checkpoint.architecture),
         *source_notes(checkpoint, model),
         *scheme_notes,
         *completeness_notes(entry, decoded.tensors.values(), decoded.config, config),

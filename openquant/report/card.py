@@ -19,6 +19,7 @@ from ..files.cards import (
     EVALUATION_HEADING,
     KEPT_CODES,
     MADE_HEADING,
+    POOLING,
     QUANTIZED,
     QUANTIZED_FROM,
     ROUNDED_BY_GPTQ,
@@ -351,12 +352,14 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         installs what vLLM does not bring. After `--fit GPU`
         it has the context that there is room for, if the model allows more.
     """
-    flags = {"vLLM": f" {FLAG}"} if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8" else {}
+    flags = {engine: "" if plan.model.has_head else f" {option}" for engine, option in POOLING.items()}
+    if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8":
+        flags["vLLM"] += f" {FLAG}"
     context = _context(plan)
     return [
         *(f"pip install {package}" for package in _packages(plan)),
         *(
-            f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags.get(engine, '')}"
+            f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags[engine]}"
             + ("" if context is None else f" {CONTEXT[engine]} {context}")
             for engine in summary.engines(plan)
         ),

@@ -1240,6 +1240,19 @@ def test_a_classifier_without_its_head_has_a_note(tmp_path: Path) -> None:
     assert plan_of(as_class(tmp_path / "c", "Qwen3ForSequenceClassification", body(), **tokens)).notes == ()
 
 
+def test_reward_models_whose_head_vllm_takes_for_quantized(tmp_path: Path) -> None:
+    def source(architecture: str) -> Path:
+        return as_class(tmp_path / architecture, architecture, {**body(), "score.2.weight": torch.zeros(1, 256).half()})
+
+    why = "builds the head of {} without a name, and reads it as quantized"
+    name = "Qwen2ForRewardModel"
+    assert f"{VLLM} {why.format(name)}: serve this output in SGLang" in plan_of(source(name)).notes
+    name = "Qwen2ForProcessRewardModel"
+    with pytest.raises(PlanError, match=f"^{VLLM} {why.format(name)}; {SGLANG} has no such class$"):
+        plan_of(source(name))
+    assert plan_of(source("Qwen3ForRewardModel")).notes == ()
+
+
 def test_draft_models_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     plain = {name.removeprefix("model."): weight for name, weight in body().items()}
     fc = {**plain, "fc.weight": torch.zeros(256, 512, dtype=torch.bfloat16)}
