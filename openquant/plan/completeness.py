@@ -29,6 +29,7 @@ _Value = TypeVar("_Value")
 # How many layers are named as lost, and how many experts of a layer are looked at: config.json may say any number.
 _MOST_LOST = 1_000
 _MOST_EXPERTS = 10_000
+_TASK_HEAD = "the head of its task: no tensor is named score, classifier or the like"
 
 
 class ClassComparison(NamedTuple):
@@ -361,7 +362,8 @@ def compare_with_class(
         known = known._replace(outside=_without_head(known.outside, entry))
     comparer = _Comparer(known, stored, ConfigSizes(config, text, entry.model.text_config or "", known))
     comparer.run()
-    return ClassComparison(_describe_losses(entry, comparer.losses), comparer.misfits, known.is_built)
+    lost = [_TASK_HEAD] if _lacks_task_head(entry, tensors, config) else []
+    return ClassComparison([*lost, *_describe_losses(entry, comparer.losses)], comparer.misfits, known.is_built)
 
 
 def _with_parts_of(known: ClassTensors, entry: ModuleRules, config: Mapping[str, Any]) -> ClassTensors | None:
@@ -400,14 +402,11 @@ def completeness_notes(
     The arguments are those of `compare_with_class`.
     """
     comparison = compare_with_class(entry, tensors, config, text)
-    lacks_head = "the source lacks the head of its task: no tensor is named score, classifier or the like"
-    task_head = [lacks_head] if _lacks_task_head(entry, tensors, config) else []
     if comparison is None:
-        return [*task_head, f"completeness not checked: nothing says which tensors {entry.model.name} has"]
+        return [f"completeness not checked: nothing says which tensors {entry.model.name} has"]
     names_only = f"completeness not checked by all sizes: transformers does not build all of {entry.model.name}"
     return [
         *([] if comparison.is_whole else [names_only]),
-        *task_head,
         *(f"the source lacks {text}" for text in comparison.lost),
         *(f"config.json does not fit the tensors: {text}" for text in comparison.misfits),
     ]

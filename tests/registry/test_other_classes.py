@@ -95,6 +95,28 @@ def test_a_base_class_and_a_classifier_are_planned_like_their_class(subtests: py
             assert not [note for note in planned.notes if "head" in note and note not in notes]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "config", "name"),
+    [
+        ("LlamaBidirectionalModel", {}, "LlamaForCausalLM"),
+        ("LlamaForSequenceClassificationWithNormal_Weights", {}, "LlamaForCausalLM"),
+        ("InternLM2ForRewardModel", {}, "InternLM2ForCausalLM"),
+        ("Gemma3TextForSequenceClassification", {}, "Gemma3ForCausalLM"),
+        ("Gemma3Model", {"text_config": {}}, "Gemma3ForConditionalGeneration"),
+        ("HrmTextModel", {}, "HrmTextForCausalLM"),
+        ("Qwen3MoeForTokenClassification", {}, "Qwen3MoeForCausalLM"),
+        ("Qwen3ForMyTask", {}, None),
+        ("BertModel", {}, None),
+        ("Qwen3", {}, None),
+    ],
+)
+def test_the_body_of_a_class_is_found_by_its_name(
+    architecture: str, config: dict[str, object], name: str | None
+) -> None:
+    entry = find_entry(architecture, config, ["model.layers.0.mlp.up_proj"])
+    assert (entry and entry.name) == name
+
+
 def test_base_classes_of_transformers_have_the_entry_of_their_class(subtests: pytest.Subtests) -> None:
     assert len(BASES) > 100
     for name, base in BASES.items():
