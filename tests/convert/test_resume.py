@@ -147,6 +147,17 @@ def test_a_killed_run_of_four_bits_continues_to_the_same_bytes(tmp_path: Path, s
     assert tree(out) == tree(tmp_path / "whole")
 
 
+def test_a_killed_run_of_a_base_class_continues_to_the_same_bytes(tmp_path: Path) -> None:
+    weights = small_checkpoints.tensors("Qwen3ForCausalLM")
+    weights = {name.removeprefix("model."): weight for name, weight in weights.items() if name != "lm_head.weight"}
+    source, out = small_checkpoints.write(tmp_path / "source", weights=weights, shards=5), tmp_path / "out"
+    assert struck(source, out, "KILL", "after-rename", 3).returncode == -signal.SIGKILL
+    assert finished(out)
+    assert compress(source, out).resumed
+    compress(source, tmp_path / "whole" / "out")
+    assert tree(out) == tree(tmp_path / "whole" / "out")
+
+
 @for_each("overwrite", [False, True])
 def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
     tmp_path: Path, source: Path, overwrite: bool
