@@ -371,7 +371,6 @@ def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, repo
         OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
         PushError: in a dry run, the repository would be refused.
     """
-    in_all_ranks(ranks, lambda: reporter.opened(prepared.source, prepared.target))
     space, error = None, None
     if ranks.first and not isinstance(reporter, _PlanKeeper):
         space, error = attempt(lambda: _find_space(prepared, texts, ranks))

@@ -20,9 +20,6 @@ class Reporter:
     the second plan.
     """
 
-    def opened(self, source: Source, output: Path) -> None:
-        """Called when the source is opened and the output directory is chosen, before any weight is read."""
-
     def disk_space(self, space: DiskSpace) -> None:
         """Called with the disk space that the run needs, once, before the first `planned`.
 

@@ -270,7 +270,6 @@ CONVERSION = (
     Verbosity,
     JsonOutput,
     ProgressLines,
-    ReportPage,
 )
 COMPLETION = """examples:
   openquant completion install
@@ -371,7 +370,7 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         "Qwen/Qwen3-32B --stream",
         "Qwen3-32B --full --scheme block",
     ).add_options(
-        *(Diagnose, Verbosity, JsonOutput, ProgressLines, ReportPage),
+        *(Diagnose, Verbosity, JsonOutput, ProgressLines),
         positional=("model",),
         without=("quiet",),
         scratch="Scratch directory (default: the working directory).",
@@ -413,7 +412,7 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         "Qwen3-32B-FP8",
         "Qwen3-32B-FP8 --source Qwen3-32B --full",
         "RedHatAI/Qwen3-32B-FP8-dynamic --source Qwen/Qwen3-32B",
-    ).add_options(Check, JsonOutput, ProgressLines, ReportPage, positional=("directory",))
+    ).add_options(Check, JsonOutput, ProgressLines, positional=("directory",))
     add(
         "web",
         "Serve a page on this machine that plans, converts and publishes.",

@@ -55,7 +55,6 @@ from .interrupts import MESSAGE, hint
 if TYPE_CHECKING:
     from ..distributed import Ranks
     from ..evaluation.results import Evaluation
-    from ..hub.source import Source
     from ..result import Preview, Result
 
 EXIT_PROBLEMS = 1
@@ -162,15 +161,8 @@ def _command(given: Given) -> Command:
     return Command(**values_for(Command, given))
 
 
-def _page(
-    given: Given, models: Sequence[str | os.PathLike[str] | None], outputs: Sequence[Path] = ()
-) -> Destination | None:
-    """Return the page of `--report` after checking that it can be written; None without --report.
-
-    Args:
-        given: the given options.
-        models: models that the command reads, which the page must not overwrite; None entries are ignored.
-        outputs: other files that the command writes.
+def _page(given: Given) -> Destination | None:
+    """Return the page of `fit --search --report` after checking that it can be written; None without --report.
 
     Raises:
         UsageError: the page cannot be written, or would overwrite something.
@@ -182,8 +174,8 @@ def _page(
     from ..report.html import PAGE, require_tools
 
     require_tools("--report")
-    folders = [model_folder(model) for model in models if model is not None]
-    page = Destination(Path(name), "--report", PAGE, ProtectedPaths(folders, files_read(given), outputs))
+    protected = ProtectedPaths([model_folder(given["model"])], files_read(given))
+    page = Destination(Path(name), "--report", PAGE, protected)
     page.require()
     return page
 
@@ -305,36 +297,13 @@ def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Inter
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     ranks = _ranks(given, command)
     silent = command.quiet or not ranks.first
-    if command.report is not None:
-        from ..report.html import require_tools
-
-        require_tools("--report")
-    report: Destination | None = None
-
-    def opened(source: Source, output: Path) -> None:
-        nonlocal report
-        if ranks.first:
-            from ..calibration.gptq_run import rounded_layers_path
-            from ..calibration.prepare import calibration_path
-
-            report = _page(
-                given, [given["model"]], [output, rounded_layers_path(output), calibration_path(source, output)]
-            )
-
     lines, verbose = command.progress == "json", command.verbose and not command.json
-    reporter = Terminal(interrupts, silent or command.json, silent, verbose, lines, opened)
+    reporter = Terminal(interrupts, silent or command.json, silent, verbose, lines)
     try:
         result = work(**values_for(Run, given), push=_find_push(given), ranks=ranks, reporter=reporter)
     finally:
         reporter.close()
     require_printed(reporter.failure)
-    if report is not None:
-        from ..report.html import render_page
-        from ..report.pages import planned_page
-
-        assert reporter.plan is not None
-        report.write(render_page(planned_page(reporter.plan, result)).encode())
-        _say_written(given, report)
     if command.json and ranks.first:
         print_json(result.to_json(), interrupts)
     return 0
@@ -344,21 +313,14 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     from ..api import diagnose
 
     command = _command(given)
-    page = _page(given, [given["model"]])
     with closing(_Bar(interrupts, command, "diagnosing", "diagnosed")) as bar:
         diagnosis = diagnose(**values_for(Diagnose, given), progress=bar.advanced)
-    if page is not None:
-        from ..report.html import render_page
-        from ..report.pages import diagnosed_page
-
-        page.write(render_page(diagnosed_page(diagnosis.to_json())).encode())
     if command.json:
         print_json(diagnosis.to_json(), interrupts)
     else:
         from ..report.diagnosis import diagnosis_text
 
         require_printed(say(diagnosis_text(diagnosis, command.verbose, columns()), sys.stdout))
-    _say_written(given, page)
     return 0
 
 
@@ -399,9 +361,9 @@ def _search(given: Given, interrupts: Interrupts) -> int:
     from ..fit.search import search_mixtures
 
     command = _command(given)
-    page = _page(given, [given["model"]])
+    page = _page(given)
     silent, lines = command.quiet, command.progress == "json"
-    reporter = Terminal(interrupts, True, silent, False, lines, lambda *_: None)
+    reporter = Terminal(interrupts, True, silent, False, lines)
     try:
         found = search_mixtures(**values_for(Search, given), reporter=reporter)
     finally:
@@ -575,31 +537,17 @@ def _verify(given: Given, interrupts: Interrupts) -> int:
     from ..verification.verify import verify
 
     command = _command(given)
-    page = _page(given, [given["directory"], given.get("source")])
     with closing(_Bar(interrupts, command, "verifying", "verified")) as bar:
         report = verify(**values_for(Check, given), progress=bar.advanced, begun=bar.begun)
     if report.quantized and not report.problems and not given.get("full"):
         option = "--source MODEL --full" if report.source is None else "--full"
         report = replace(report, notes=(*report.notes, f"codes were not compared: {option} does that"))
-    if page is not None:
-        from ..hub.source import find_source
-        from ..report.html import render_page
-        from ..report.pages import verified_page
-
-        # What was a repository now lies in the Hub's cache.
-        directory, source = (
-            None if name is None else Path(name) if Path(name).exists() else find_source(name).root
-            for name in (given["directory"], given.get("source"))
-        )
-        assert directory is not None
-        page.write(render_page(verified_page(report, directory, source)).encode())
     if command.json:
         print_json(report.to_json(), interrupts)
     else:
         from ..report.text import verification_text
 
         require_printed(say(verification_text(report, columns()), sys.stdout))
-    _say_written(given, page)
     return EXIT_PROBLEMS if report.problems else 0
 
 

@@ -310,7 +310,6 @@ class Terminal(Reporter):
         silent: print no progress either.
         verbose: print details of the plan.
         lines: print progress as lines of JSON.
-        opened: called with source and output directory once they are known, before any work.
 
     Attributes:
         failure: the first error of printing on stdout; None if there was none.
@@ -323,14 +322,12 @@ class Terminal(Reporter):
         silent: bool,
         verbose: bool,
         lines: bool,
-        opened: Callable[[Source, Path], None],
     ) -> None:
         self.interrupts = interrupts
         self.quiet = quiet
         self.silent = silent
         self.verbose = verbose
         self.lines = lines
-        self._opened = opened
         self.progress: Progress | None = None
         # Names of what the next progress is, while it lasts and after it.
         self.stage = ("calibrating", "calibrated")
@@ -351,10 +348,6 @@ class Terminal(Reporter):
         if lines and self.quiet and not self.silent:
             say_lines(lines, sys.stderr)
         return lines
-
-    def opened(self, source: Source, output: Path) -> None:
-        """Call the function that the command gave."""
-        self._opened(source, output)
 
     def disk_space(self, space: DiskSpace) -> None:
         """Keep the disk space for the plan."""

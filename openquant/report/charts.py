@@ -9,9 +9,8 @@ the same bytes.
 from __future__ import annotations
 
 import io
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -252,33 +251,6 @@ def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
         axes.legend(frameon=False, fontsize=8)
 
     return draw_svg(draw, number=number)
-
-
-def shades(values: Sequence[float | None]) -> list[tuple[str, str] | None]:
-    """Choose colours for the cells of a heat map, on one logarithmic scale.
-
-    Args:
-        values: the values of all cells, such as relative errors; None for an empty cell.
-
-    Returns:
-        For each value the colours of the cell and of its text, such as ("#00204c", "#ffffff"); None for None,
-        zero and negative values.
-    """
-    positive = [value for value in values if value is not None and value > 0]
-    low, high = (math.log(min(positive)), math.log(max(positive))) if positive else (0.0, 0.0)
-    # At least a factor of two, so that similar layers look alike.
-    span = max(high - low, math.log(2))
-    scale = matplotlib.colormaps["cividis"]
-    colours: list[tuple[str, str] | None] = []
-    for value in values:
-        if value is None or value <= 0:
-            colours.append(None)
-            continue
-        red, green, blue, _ = scale((math.log(value) - low) / span)
-        dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.45
-        rgb = "".join(f"{round(255 * part):02x}" for part in (red, green, blue))
-        colours.append((f"#{rgb}", "#ffffff" if dark else "#000000"))
-    return colours
 
 
 def chart_name(text: str, most: int = _NAME_LENGTH) -> str:

@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from importlib import import_module, resources
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..diagnosis.measured import MODEL
 from ..errors import UsageError
 from ..evaluation.verdict_word import kl_text
 from ..files.destination import FileKind
 from ..files.evaluation import evaluation_digest
 from ..files.names import EVAL_PAGE, EVAL_PICTURE
-from ..patterns import collapse, template
 from ..version import __version__, install_hint
 from .cells import gigabytes, per_cent, short, shortened
 from .escape import terminal
@@ -33,8 +31,8 @@ from .words import verdict_meaning, words_on_page
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-# Most rows of a table of layers, most texts, and most characters of each text.
-MOST_LAYERS, MOST_TEXTS, MOST_LETTERS = 200, 50, 4000
+# Most texts, and most characters of each.
+MOST_TEXTS, MOST_LETTERS = 50, 4000
 # Packages of the extra `report`.
 _PACKAGES = ("jinja2", "matplotlib")
 # Marks of pages and pictures that openquant wrote, which are in their first bytes.
@@ -64,10 +62,6 @@ class PageContent:
         title: name of the model, such as "Qwen3-8B-FP8".
         about: a line below the title.
         evaluations: evaluations of outputs, each the content of an eval.json.
-        diagnosis: what `diagnose --json` prints.
-        verified: what `verify --json` prints.
-        lines: lines of a plan, with the keys names, scheme, decoded, shape, bytes_before, bytes_after and why.
-        notes: notes of the plan.
         serving: GPUs and memory to serve the model, as `compress --json` prints them.
         commands: commands that the user may type next.
         frontier: what `fit --search --json` prints.
@@ -76,10 +70,6 @@ class PageContent:
     title: str
     about: str = ""
     evaluations: Sequence[Mapping[str, Any]] = ()
-    diagnosis: Mapping[str, Any] | None = None
-    verified: Mapping[str, Any] | None = None
-    lines: Sequence[Mapping[str, Any]] = ()
-    notes: Sequence[str] = ()
     serving: Mapping[str, Any] | None = None
     commands: Sequence[str] = ()
     frontier: Mapping[str, Any] | None = None
@@ -130,7 +120,6 @@ def render_page(page: PageContent) -> str:
         "interval": lambda edges: " to ".join(map(_number, edges)) if edges else "",
         "points": lambda difference: f"{100 * difference:+.1f}",
         "share": lambda part: "-" if part is None else f"{100 * part:.1f} %",
-        "collapsed": lambda names: shortened(", ".join(collapse(names)), 400),
         "cut": lambda text: shortened(text, MOST_LETTERS),
         "compared": _mark_differences,
         "verdict_meaning": verdict_meaning,
@@ -141,7 +130,6 @@ def render_page(page: PageContent) -> str:
     evaluations = by_kl(page.evaluations)
     several = len(evaluations) > 1
     asked = [one for one in evaluations if "tasks" in one]
-    worst, heat = ([], []) if page.diagnosis is None else (_worst_layers(page.diagnosis), _heat_maps(page.diagnosis))
     return environment.from_string(_read("page.html")).render(
         title=page.title,
         about=page.about,
@@ -153,16 +141,9 @@ def render_page(page: PageContent) -> str:
         beginning=names_in_picture([one["output"]["name"] for one in evaluations])[1] if several else "",
         frontier=page.frontier,
         frontier_pictures=() if page.frontier is None else comparison(points_as_outputs(page.frontier)),
-        diagnosis=page.diagnosis,
-        measured=MODEL,
-        worst=worst,
-        heat=heat,
-        verified=page.verified,
-        lines=page.lines,
-        notes=page.notes,
         served=page.serving,
         commands=page.commands,
-        words=words_on_page(evaluations, page.diagnosis, page.verified, page.lines, page.serving, page.frontier),
+        words=words_on_page(evaluations, page.serving, page.frontier),
         charts=charts,
         identity=evaluation_digest,
         most_texts=MOST_TEXTS,
@@ -203,55 +184,3 @@ def _mark_differences(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
             for before, piece in zip(answers, pieces, strict=True)
         )
     return answers
-
-
-def _worst_layers(diagnosis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the layers by row error, the largest first; layers that the scheme cannot store come before all others."""
-
-    def error(layer: Mapping[str, Any]) -> float:
-        row_error = layer["row_errors"][diagnosis["scheme"]]
-        return float("inf") if row_error is None else float(row_error)
-
-    return sorted(diagnosis["layers"], key=lambda layer: -error(layer))[:MOST_LAYERS]
-
-
-def _heat_maps(diagnosis: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Make a heat map of errors for each scheme, with a row for each decoder layer and a column for each module."""
-    from .charts import shades
-
-    schemes = list(dict.fromkeys(scheme for layer in diagnosis["layers"] for scheme in layer["errors"]))
-    rows: dict[str, None] = {}
-    columns: dict[str, None] = {}
-    errors: dict[tuple[str, str, str], float] = {}
-    for layer in diagnosis["layers"]:
-        row, column = _row_and_column(layer["module"])
-        rows[row] = columns[column] = None
-        for scheme, error in layer["errors"].items():
-            if error is not None:
-                key = scheme, row, column
-                errors[key] = max(error, errors.get(key, 0.0))
-    colours = dict(zip(errors, shades(list(errors.values())), strict=True))
-
-    def cell(key: tuple[str, str, str]) -> dict[str, Any] | None:
-        return None if key not in errors else {"text": f"{100 * errors[key]:.2f}", "shade": colours[key]}
-
-    return [
-        {
-            "scheme": scheme,
-            "columns": list(columns),
-            "rows": [(row, [cell((scheme, row, column)) for column in columns]) for row in list(rows)[:MOST_LAYERS]],
-        }
-        for scheme in schemes
-    ]
-
-
-def _row_and_column(module: str) -> tuple[str, str]:
-    """Return row and column of a module in a heat map.
-
-    For "model.layers.3.mlp.experts.7.up_proj" these are "3" and "mlp.experts.*.up_proj".
-    """
-    parts = module.split(".")
-    at = next((number for number, part in enumerate(parts) if part.isdecimal()), None)
-    if at is None:
-        return "", module
-    return parts[at], template("." + ".".join(parts[at + 1 :]))[1:]

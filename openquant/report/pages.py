@@ -7,62 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import OpenQuantError, SourceError
+from ..errors import OpenQuantError
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination
-from ..files.evaluation import find_evaluation
 from ..fit.result import SearchResult
 from ..hub.source import local_source
-from ..plan import summary
 from ..plan.as_stored import stored_serving
-from ..plan.plan import Plan
 from ..plan.serving import serving_to_json
-from ..result import Result
-from ..verification.outcome import Report
-from .card import serve_commands
 from .html import PageContent, render_page
-from .weights import weight_lines
-
-
-def planned_page(plan: Plan, result: Result) -> PageContent:
-    """Make the page of compress: what becomes of the weights, what --fit chose from, and an earlier evaluation if any.
-
-    Args:
-        plan: the plan of the run.
-        result: what the run did.
-
-    Returns:
-        The page's content, for `render_page`.
-    """
-    return PageContent(
-        Path(result.output).name,
-        f"{plan.model.name}, {summary.description(plan)}, made of {result.model}",
-        _evaluations(None if result.dry_run else Path(result.output)),
-        lines=weight_lines(plan.lines),
-        notes=plan.notes,
-        serving=result.serving,
-        commands=serve_commands(plan, result.repository or result.output, result.pushed_revision),
-        frontier=result.fit,
-    )
-
-
-def verified_page(report: Report, directory: Path, source: Path | None) -> PageContent:
-    """Make the page of verify: the problems of a directory, and its evaluation if it has one.
-
-    Args:
-        report: the result of verify.
-        directory: the directory that was verified, or the snapshot of a repository.
-        source: likewise that of the source, or its GGUF file; None without one.
-
-    Returns:
-        The page's content, for `render_page`.
-    """
-    return PageContent(
-        Path(report.directory).resolve().name,
-        evaluations=_evaluations(directory),
-        verified=report.to_json(),
-        serving=_serving(directory, source),
-    )
 
 
 def write_evaluated(
@@ -112,18 +64,6 @@ def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Pa
     )
 
 
-def diagnosed_page(diagnosis: Mapping[str, Any]) -> PageContent:
-    """Make the page of diagnose: the error of each layer in each scheme.
-
-    Args:
-        diagnosis: what `diagnose --json` prints.
-
-    Returns:
-        The page's content, for `render_page`.
-    """
-    return PageContent(diagnosis["model"], diagnosis["architecture"], diagnosis=diagnosis)
-
-
 def searched_page(found: SearchResult) -> PageContent:
     """Make the page of `fit --search`: size against KL of mixtures and single schemes.
 
@@ -139,17 +79,6 @@ def searched_page(found: SearchResult) -> PageContent:
         frontier=found.to_json(),
         commands=[point.command for point in found.points],
     )
-
-
-def _evaluations(directory: Path | None) -> list[Mapping[str, Any]]:
-    """Return the evaluation in an output's directory, if there is one. Verify reports a damaged one in a note."""
-    if directory is None:
-        return []
-    try:
-        stored = find_evaluation(open_checkpoint(directory))
-    except SourceError:
-        return []
-    return [stored.evaluation] if stored else []
 
 
 def _serving(output: Path, source: Path | None) -> Mapping[str, Any] | None:

@@ -19,7 +19,7 @@ def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
         lines: the lines of a plan.
 
     Returns:
-        For each line the keys that `PageContent.lines` has.
+        For each line the keys names, scheme, decoded, shape, bytes_before, bytes_after and why.
     """
     small = [line for line in lines if len(line.shape) < 2 and not line.quantized and not line.decoded]
     small = [line for line in small if line.why != CACHED]

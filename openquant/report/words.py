@@ -106,22 +106,6 @@ _SUSPECTS = {"suspects": "Layers, modules or files that differ by more than thei
 _ROUTED = {
     "routed otherwise": "The share of tokens that the layer's router sends to another expert than the source's does."
 }
-_DIAGNOSED = {
-    **_DIVERGENCE,
-    "error": "The length of the difference between decoded and source weights, by the length of the source's.",
-    "error of a row": "The same of each row by itself; the root of the mean square over rows.",
-    "less": "The share of the KL with the scheme that was asked for which it does not lose.",
-    "activations": "What engines round the inputs of layers to, while the model runs.",
-    "texts run": "How many times the texts of a calibration, 128 of 512 tokens, run through the model.",
-}
-_VERIFIED = {
-    "sound": "No problem was found.",
-    "relative error": "The length of the difference between decoded and source weights, by the length of the source's.",
-}
-_WEIGHTS = {
-    "stored in": "The scheme in which a layer's weights are stored; as it is: the same bytes as in the source.",
-    "fewer than two axes": "A vector or a number, such as a norm or a bias: schemes quantize matrices.",
-}
 _SERVED = {
     "KV cache": "What an engine keeps of each token that it has read: keys and values of its layers.",
     "a sequence": "Memory that each sequence takes at once, whatever its length.",
@@ -131,9 +115,6 @@ _SERVED = {
 
 def words_on_page(
     evaluations: Sequence[Mapping[str, Any]],
-    diagnosis: Mapping[str, Any] | None,
-    verified: Mapping[str, Any] | None,
-    lines: Sequence[Mapping[str, Any]],
     served: Mapping[str, Any] | None,
     frontier: Mapping[str, Any] | None,
 ) -> dict[str, str]:
@@ -141,9 +122,6 @@ def words_on_page(
 
     Args:
         evaluations: evaluations on the page, each the content of an eval.json.
-        diagnosis: what `diagnose --json` prints, if it is on the page.
-        verified: what `verify --json` prints, if it is on the page.
-        lines: lines of a plan on the page, with the key scheme.
         served: GPUs and memory to serve the model, if they are on the page.
         frontier: what `fit --search --json` prints, if it is on the page.
 
@@ -157,11 +135,6 @@ def words_on_page(
     words |= _TASKS if any("tasks" in one for one in evaluations) else {}
     words |= _SUSPECTS if any(one["suspects"] for one in evaluations) else {}
     words |= _ROUTED if any("routed_otherwise" in layer for one in evaluations for layer in one["layers"]) else {}
-    words |= _DIAGNOSED if diagnosis else {}
-    words |= _VERIFIED if verified else {}
-    words |= _WEIGHTS if lines else {}
-    words |= _scheme_words(line["scheme"] for line in lines)
-    words |= _scheme_words(scheme for layer in (diagnosis or {}).get("layers", ()) for scheme in layer["errors"])
     words |= _scheme_words(name for point in (frontier or {}).get("points", ()) for name in point["shares"])
     return words | (_SERVED if served else {})
 

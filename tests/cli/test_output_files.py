@@ -46,16 +46,13 @@ VERBS = {
     "eval --out": ["eval", "out", "--source", "source", "--text", "mine.txt", *SMALL, "--out"],
     "eval --report": ["eval", "out", "--source", "source", "--prompts", "prompts.txt", *SMALL, "--report"],
     "eval --figure": ["eval", "out", "--source", "source", "--text", "mine.txt", *SMALL, "--figure"],
-    "diagnose --report": ["diagnose", "source", "--report"],
-    "verify --report": ["verify", "out", "--source", "source", "--report"],
-    "compress --report": ["compress", "-m", "source", "-o", "new", "--recipe", "out", "--report"],
 }
 VICTIMS = (
     "{model}/{shard}", "{model}/config.json", "{model}/tokenizer.json", "{model}/page.html",
     "{model}/../{model}/config.json", "link/config.json", "linked", "hard", "mine.txt", "out/.openquant.json",
 )  # fmt: skip
 # Of what each verb reads.
-MODEL = dict.fromkeys(VERBS, "source") | {"verify --report": "out", "eval --out": "out"}
+MODEL = dict.fromkeys(VERBS, "source") | {"eval --out": "out"}
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -81,24 +78,6 @@ def test_no_verb_writes_over_what_is_not_its_own(subtests, place, capsys):
                 assert json.loads(stdout)["error"] == stderr.splitlines()[0].removeprefix("error: ")
         for link in links:
             link.unlink()
-
-
-def test_a_page_has_no_place_in_the_output_of_its_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = tree(place)
-    for name in ("new", "new/config.json", "new/page.html", "new.rounded/000.safetensors", "."):
-        assert main([*VERBS["compress --report"], name]) == 2, name
-        assert tree(place) == before, name
-    capsys.readouterr()
-    # A default output is known before anything is written.
-    assert main(["compress", "-m", "source", "--report", "source-FP8/page.html"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: --report source-FP8/page.html lies in source-FP8, which this run writes\n"
-    )
-    assert tree(place) == before
-    # Neither is a page the calibration that its run makes.
-    words = ["compress", "-m", "source", "-o", "new", "--kv-cache", "fp8", "--calibrate", *SMALL]
-    assert main([*words, "--report", "source.calibration.safetensors"]) == 2
-    assert tree(place) == before
 
 
 def test_two_files_of_eval_have_two_names(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,17 +114,6 @@ def test_an_eval_json_that_is_none_stays(place: Path, capsys: pytest.CaptureFixt
         "error: out/eval.json exists and is not an evaluation that openquant wrote"
     )
     assert (place / "out" / "eval.json").read_text() == '{"mine": 1}'
-
-
-def test_pages_are_replaced_by_pages(place: Path) -> None:
-    for words in (
-        ["diagnose", "source"],
-        ["verify", "out"],
-        ["compress", "-m", "source", "-o", "new"],
-        ["diagnose", "source"],
-    ):
-        assert main([*words, "--report", "page.html"]) == 0
-        assert (place / "page.html").read_text().endswith("</html>\n")
 
 
 def other_model(place: Path) -> Path:
@@ -213,9 +181,6 @@ def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.
 
 
 WRITTEN = [
-    (("compress", EXAMPLE, "-o", "again", "--report", "page.html"), ["page.html"]),
-    (("diagnose", EXAMPLE, "--report", "page.html"), ["page.html"]),
-    (("verify", "FP8", "--report", "page.html"), ["page.html"]),
     (("calibrate", EXAMPLE, "-o", "c.safetensors", "--samples", "2", "--length", "16"), ["c.safetensors"]),
     (
         ("eval", "FP8", "--source", EXAMPLE, "--samples", "2", "--length", "16", "--report", "page.html"),

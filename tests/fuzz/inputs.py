@@ -555,7 +555,7 @@ def evaluation(case: Case) -> Trial:
         page = render_page(evaluated_page([values], [])) if case.rng.random() < 0.005 else ""
         return page, evaluated_card("# x\n", "a/b", values)
 
-    words = ["verify", "output", *case.rng.choice([[], ["--report", "page.html"], ["--json"]])]
+    words = ["verify", "output", *case.rng.choice([[], ["--json"]])]
     if case.rng.random() < 0.3:
         words = ["compress", "-m", str(case.sound.model), "-o", "output", "--scheme", "int4", "--group-size", "32"]
     return Trial(read, words, lambda _: None, ("page.html", "output"))
@@ -596,12 +596,7 @@ def paths(case: Case) -> Trial:
     words = rng.choice(
         [
             ["calibrate", model, "-o", name, "--text", "some.txt", *TEXTS],
-            ["verify", output, "--report", name],
-            ["verify", output, "--source", model, "--report", name],
-            ["diagnose", model, "--report", name],
             ["compress", "-m", model, "-o", name, "--scheme", "channel"],
-            ["compress", "-m", model, "-o", "out", "--scheme", "channel", "--report", name],
-            ["compress", "-m", model, "-o", name, "--scheme", "channel", "--report", other, "--overwrite"],
             ["compress", "-m", model, "-o", name, "--activation-scheme", "static", "--text", "some.txt", *TEXTS],
             ["dequantize", output, "-o", name],
             ["eval", output, "--source", model, "--text", "some.txt", *TEXTS]

@@ -17,7 +17,7 @@ from openquant.plan.serving import serving_to_json
 from openquant.report.html import PageContent, render_page
 from openquant.report.pages import evaluated_page
 from support.browser import CHROMIUM, Browser
-from support.evaluation_files import diagnosis, evaluation, hostile, several, with_tasks
+from support.evaluation_files import evaluation, hostile, several, with_tasks
 from support.published_checkpoints import published
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
@@ -34,7 +34,6 @@ def page(of: dict[str, Any]) -> PageContent:
         of["output"]["name"],
         "about",
         [of],
-        diagnosis(),
         serving=serving_to_json(*summary.serving(plan)),
         commands=["vllm serve x"],
     )

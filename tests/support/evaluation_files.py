@@ -141,38 +141,6 @@ SCHEMES = ("tensor", "channel", "block", "int8")
 MODULES = ("self_attn.q_proj", "self_attn.k_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.down_proj")
 
 
-def diagnosis() -> dict[str, Any]:
-    """What `openquant diagnose --json` prints, of a few layers."""
-    return {
-        "model": "org/tiny",
-        "architecture": "Qwen3MoeForCausalLM",
-        "scheme": "tensor",
-        "rows_read": 0.031,
-        "layers": [
-            {
-                "module": f"model.layers.{number}.{module}",
-                "shape": [256, 256],
-                "errors": {scheme: 0.026 / (1 + at) + 0.001 * number for at, scheme in enumerate(SCHEMES)},
-                "row_errors": {scheme: 0.027 + 0.001 * number if scheme != "block" else None for scheme in SCHEMES},
-            }
-            for number in range(4)
-            for module in MODULES
-        ],
-        "normal": dict.fromkeys(SCHEMES, 0.026),
-        "kl": 0.0355,
-        "choices": [
-            {
-                "options": "--scheme int8 --smooth 0.5",
-                "kl": 0.0202,
-                "gain": 0.43,
-                "readings": 1,
-                "activations": "INT8",
-                "bytes": 5_290_000,
-            }
-        ],
-    }
-
-
 EVIL = (
     "</script><script>window.pwned = 1</script><!-- <img src=http://127.0.0.1:9/x onerror='window.pwned = 1'> "
     '" onclick="window.pwned = 1" javascript:window.pwned=1 {{ 7 * 7 }} ${{1}} \x1b[31m\u202e &lt; $\\frac{1}{0}$'
