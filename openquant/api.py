@@ -218,15 +218,8 @@ def compress(
         prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks, again=fitted))
         space = _report_plan(prepared, texts, ranks, reporter)
         if run.dry_run:
-            if not isinstance(reporter, _PlanKeeper):
-                if texts.text and prepared.plan.lacks:
-                    read_texts(prepared.source, prepared.checkpoint, texts, ranks)
-                if "Hessians" in prepared.plan.lacks and not fitted and ranks.first:
-                    # Imports torch.
-                    from .fit.forecast import gptq_forecast
-
-                    said = gptq_forecast(prepared.checkpoint, prepared.device, texts.samples, texts.length)
-                    reporter.calibrating(said)
+            if not isinstance(reporter, _PlanKeeper) and texts.text and prepared.plan.lacks:
+                read_texts(prepared.source, prepared.checkpoint, texts, ranks)
             return _result(prepared, space, start, Outcome())
         corpus = None
         if prepared.plan.lacks:

@@ -49,9 +49,6 @@ class Reporter:
             unit: "tokens" or "layers".
         """
 
-    def remaining(self, seconds: float) -> None:
-        """Called with the estimated seconds that are left of the calibration, from its first layer on."""
-
     def started(self, total: int, done: int) -> None:
         """Called when the conversion begins.
 

@@ -35,7 +35,7 @@ from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
+from ..streaming.progress import Advanced, PassProgress, layer_costs
 from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
@@ -58,7 +58,6 @@ def round_layers(
     max_hessian_bytes: int,
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
-    remaining: Remaining | None = None,
     pass_checkpoint: PassCheckpoint | None = None,
     note: Callable[[str], object] = str,
 ) -> dict[str, TensorPlace]:
@@ -75,7 +74,6 @@ def round_layers(
         scratch: file for hidden states that exceed its budget of memory; None to keep all in memory.
         progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
             layers counts half.
-        remaining: called with the estimated seconds left, from the end of the first layer on.
         pass_checkpoint: file from which an interrupted pass continues; None for none.
         note: called with a line for the user if few tokens were routed to some experts.
 
@@ -149,7 +147,7 @@ def round_layers(
     costs = layer_costs(model, [unit for unit in layers[: layers.index(last) + 1] if unit not in resumed])
     # Texts run through a layer once for each part, and rounding takes about as long as one of these.
     costs = {unit: cost * (1 + len(parts.get(unit, ()))) for unit, cost in costs.items()}
-    pass_progress = PassProgress(costs, len(texts) * corpus.length, progress, remaining)
+    pass_progress = PassProgress(costs, len(texts) * corpus.length, progress)
     with limited_threads(threads_for(model, corpus.length)):
         run_interleaved(
             [[ForwardPass(model, partial(body, ids), around)] for ids in texts],

@@ -117,7 +117,6 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
             max_hessian_bytes=max_hessian_bytes,
             scratch=scratch,
             progress=report_progress,
-            remaining=reporter.remaining,
             pass_checkpoint=pass_checkpoint,
             note=reporter.calibrating,
         )

@@ -31,7 +31,7 @@ from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
+from ..streaming.progress import Advanced, PassProgress, layer_costs
 from ..streaming.text_cache import TextCache
 from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.statistics import InputStatistics
@@ -160,7 +160,6 @@ def observe_inputs(
     scratch: OffloadFile | None = None,
     ranks: DocumentRanks | None = None,
     progress: Advanced | None = None,
-    remaining: Remaining | None = None,
     pass_checkpoint: PassCheckpoint | None = None,
 ) -> tuple[tuple[InputStatistics, ...], dict[int, tuple[float, float]]]:
     """Run texts through a model, and record the inputs of its decoder layers' Linears and experts.
@@ -173,7 +172,6 @@ def observe_inputs(
             each other one only those of its own documents.
         progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
             layers counts half.
-        remaining: called with the estimated seconds left, from the end of the first layer on.
         pass_checkpoint: file from which an interrupted pass continues; None for none.
 
     Returns:
@@ -246,7 +244,7 @@ def observe_inputs(
     texts = [torch.tensor(corpus.documents[number].ids, device=model.device) for number in documents]
     resumed = frozenset() if pass_checkpoint is None else pass_checkpoint.done
     costs = layer_costs(model, [layer for layer in layers if layer not in resumed])
-    pass_progress = PassProgress(costs, len(documents) * corpus.length, progress, remaining)
+    pass_progress = PassProgress(costs, len(documents) * corpus.length, progress)
     with limited_threads(threads_for(model, corpus.length)):
         run_interleaved(
             [[ForwardPass(model, partial(body, ids), around)] for ids in texts],

@@ -29,7 +29,6 @@ from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.plan import Plan
 from ..reporter import Reporter
-from ..streaming.forecast import Forecast
 from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, memory_left
 from ..streaming.session import BUDGET, hidden_bytes
 from ..threads import in_threads
@@ -300,9 +299,6 @@ class _ScaleSearch:
             for mapping in self.mappings
         ]
         self.layer_counts = [len(weights) for weights in weights_of]
-        self.forecast = Forecast(
-            {str(number): float(sum(weight.nbytes for weight in weights)) for number, weights in enumerate(weights_of)}
-        )
         self.done = 0
         self.needs = {
             str(number): mapping_shards(mapping, prepared.plan) for number, mapping in enumerate(self.mappings)
@@ -355,7 +351,4 @@ class _ScaleSearch:
             self.supply.finished(str(number))
             with self.lock:
                 self.done += self.layer_counts[number]
-                self.forecast.done(str(number))
                 self.reporter.calibrated(self.done, sum(self.layer_counts), "layers")
-                if (seconds := self.forecast.remaining()) is not None:
-                    self.reporter.remaining(seconds)

@@ -61,7 +61,6 @@ def calibrate(
     length: int = 512,
     begun: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    remaining: Callable[[float], None] | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
     """Run texts through a model, and write its input statistics to a file for `compress(calibration=...)`.
@@ -70,7 +69,6 @@ def calibrate(
         begun: called with one line that describes the run, before it starts.
         progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
             layers counts half.
-        remaining: called with the estimated seconds left, from the end of the first layer on.
         ranks: the ranks that share the texts, from `Ranks.from_environment(os.environ)`; None for this process alone.
 
     Returns:
@@ -93,7 +91,7 @@ def calibrate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _calibrated(options, texts, ranks, begun, progress, remaining))
+        return in_all_ranks(ranks, lambda: _calibrated(options, texts, ranks, begun, progress))
 
 
 def _calibrated(
@@ -102,12 +100,11 @@ def _calibrated(
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
-    remaining: Callable[[float], None] | None,
 ) -> Path:
     """Calibrate with parsed options; the path of the file that the first rank has written."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
     opened = _checked(options, texts, ranks)
-    _run(*opened, options, ranks, begun, progress, remaining)
+    _run(*opened, options, ranks, begun, progress)
     return opened.target.path
 
 
@@ -240,7 +237,6 @@ def find_calibration(
         ranks,
         lambda description: reporter.calibrating(f"{description}; kept in {path}"),
         reporter.calibrated,
-        reporter.remaining,
     )
     ranks.agree(None)
     return read_calibration(path)
@@ -280,7 +276,6 @@ def _run(
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
-    remaining: Callable[[float], None] | None,
 ) -> None:
     """Run texts through a model; the first rank writes the statistics of all ranks."""
     # Only now is torch imported.
@@ -324,7 +319,6 @@ def _run(
             scratch=scratch,
             ranks=ranks if ranks.size > 1 else None,
             progress=report_progress,
-            remaining=remaining,
             pass_checkpoint=pass_checkpoint,
         )
     model = fingerprint.hexdigest()

@@ -395,7 +395,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
         return _print_preview(preview, given, interrupts) if ranks.first else 0
     with closing(_Bar(interrupts, command, "calibrating", "calibrated", ranks.first, "tokens")) as bar:
         values = {**options, **texts}
-        written = calibrate(**values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, ranks=ranks)
+        written = calibrate(**values, begun=bar.begun, progress=bar.advanced, ranks=ranks)
     if ranks.first and command.json:
         print_json({"calibration": str(written)}, interrupts)
     elif ranks.first:
@@ -434,9 +434,7 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
     # The files come last, so that hours of work are printed even if a disk is full.
     with closing(_Bar(interrupts, command, "evaluating", "evaluated", ranks.first, "tokens")) as bar:
         values = {**values_for(Evaluate, given), **values_for(Texts, given)}
-        evaluation = evaluate(
-            **values, begun=bar.begun, progress=bar.advanced, remaining=bar.remaining, measured=measured, ranks=ranks
-        )
+        evaluation = evaluate(**values, begun=bar.begun, progress=bar.advanced, measured=measured, ranks=ranks)
     if unprinted is not None:
         raise unprinted
     limit = math.inf if options.fail_above is None else options.fail_above
@@ -520,11 +518,6 @@ class _Bar:
             if self._progress is None:
                 self._progress = Progress(total, 0, self._doing, self._did, self._lines, self._unit)
             self._progress.advance(done - self._progress.done)
-
-    def remaining(self, seconds: float) -> None:
-        """Show the estimated seconds that are left."""
-        if self._progress is not None:
-            self._progress.expect(seconds)
 
     def close(self) -> None:
         """Remove the bar."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from ..errors import OutputError
+from ..report.cells import spoken
 from ..reporter import Reporter
-from ..streaming.forecast import spoken
 from .interrupts import INTERRUPTED, leave
 
 if TYPE_CHECKING:
@@ -396,11 +396,6 @@ class Terminal(Reporter):
             self.progress = self.progress or Progress(total, 0, *self.stage, self.lines, unit)
             self.progress.advance(done - self.progress.done)
 
-    def remaining(self, seconds: float) -> None:
-        """Show the estimated seconds that are left."""
-        if self.progress is not None:
-            self.progress.expect(seconds)
-
     def started(self, total: int, done: int) -> None:
         """Begin to show the progress of a conversion."""
         self.close()
@@ -488,8 +483,8 @@ class Progress:
         self.doing = doing
         self.lines = lines
         self.unit = unit
-        # The estimated time of the end; None without an estimate.
-        self.end: float | None = None
+        # Whether the time that is left was said: of passes, which take long, as soon as it can be estimated.
+        self.said = lines or unit == "bytes"
         self.start = time.monotonic()
         self.between = self.SECONDS_BETWEEN_OBJECTS if lines else self.SECONDS_BETWEEN_LINES
         self.next_line = self.start + self.between
@@ -498,34 +493,19 @@ class Progress:
         elif _draws(self.stream):
             from tqdm import tqdm
 
-            settings: dict[str, Any] = {"unit": "B", "unit_scale": True}
-            if unit != "bytes":
-                # Without tqdm's estimate, which takes all units to be equally long.
-                bar_format = "{l_bar}{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}{postfix}]"
-                settings = {"unit": unit, "bar_format": bar_format}
+            settings = {"unit": "B", "unit_scale": True} if unit == "bytes" else {"unit": f" {unit}"}
             self.bar = tqdm(total=total, initial=done, desc=doing, file=self.stream, leave=False, **settings)
         elif done:
             say(f"continuing: {100 * done / total:.0f} % is already {did}", self.stream)
 
-    def expect(self, seconds: float) -> None:
-        """Set the estimated seconds that are left, which the bar, later lines and later JSON show.
-
-        The first estimate is printed at once, but not as JSON.
-        """
-        if self.end is None and not self.lines:
-            text = f"{self.doing}: about {spoken(seconds)} left"
-            if self.bar is not None:
-                with suppress(OSError):
-                    self.bar.write(text, file=self.stream)
-            else:
-                say(text, self.stream)
-        self.end = time.monotonic() + seconds
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"about {spoken(seconds)} left", refresh=False)
-
     def advance(self, count: int) -> None:
         """Add to the units that are done, and draw or print now and then."""
         self.done += count
+        left = self._seconds_left()
+        if left is not None and not self.said:
+            self.said = True
+            self._say(f"{self.doing}: about {spoken(left)} left")
+
         if self.bar is not None:
             try:
                 self.bar.update(count)
@@ -536,15 +516,21 @@ class Progress:
             if self.lines:
                 self._object()
             else:
-                left = "" if self.end is None else f", about {spoken(max(0.0, self.end - time.monotonic()))} left"
-                say(f"{100 * self.done / self.total:.0f} % {self.did}{left}", self.stream)
+                said = "" if left is None else f", about {spoken(left)} left"
+                say(f"{100 * self.done / self.total:.0f} % {self.did}{said}", self.stream)
+
+    def _say(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self.bar is None:
+            say(text, self.stream)
+            return
+        with suppress(OSError):
+            self.bar.write(text, file=self.stream)
 
     def _seconds_left(self) -> float | None:
-        """Return the estimate of `expect`, or for bytes one from their speed so far; None without either."""
-        if self.end is not None:
-            return max(0.0, self.end - time.monotonic())
+        """Estimate the time that is left from the speed so far; None until a hundredth is done."""
         done = self.done - self.before
-        if self.unit != "bytes" or not done:
+        if done <= 0 or done < self.total / 100:
             return None
         return (time.monotonic() - self.start) / done * max(0, self.total - self.done)
 

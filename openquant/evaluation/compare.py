@@ -9,17 +9,13 @@ and then each output has one pass with rounded weights alone and, if engines rou
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..data.corpus import Corpus
 from ..data.prompts import Prompt
@@ -30,12 +26,12 @@ from ..streaming.interleaved import ForwardPass, run_interleaved
 from ..streaming.matmul import products_in_float32
 from ..streaming.meta_model import REST
 from ..streaming.model import StreamedModel, shards_by_unit
-from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
+from ..streaming.progress import Advanced, PassProgress, layer_costs
 from ..streaming.torch_threads import limited_threads, threads_for
 from .answers import compare_answers, prompts_to_answer
 from .as_served import ServedModel, logits
 from .gathering import pack_records, unpack_records
-from .generate import TOKENS, continue_prompts, teacher_forced
+from .generate import TOKENS, teacher_forced
 from .kl import ModelNames, compare_logits
 from .noise_floor import RoundingNoise
 from .results import Evaluation, Measurements, make_evaluation
@@ -47,11 +43,6 @@ from .task_types import counted_questions
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .weight_changes import compare_weights
 
-# Tokens of the vocabulary that a trial of the output head and of the comparison of logits computes, for the forecast.
-TRIAL_VOCABULARY = 2048
-# Tokens that a trial answer has, for the forecast.
-TRIAL_TOKENS = 8
-
 
 def compare_outputs(
     source: ModelUnderTest,
@@ -60,7 +51,6 @@ def compare_outputs(
     settings: EvaluationSettings | None = None,
     begun: Callable[[str], None] | None = None,
     progress: Advanced | None = None,
-    remaining: Remaining | None = None,
 ) -> Evaluation:
     """Compare outputs with their source over the same texts.
 
@@ -71,8 +61,7 @@ def compare_outputs(
         settings: seed, device, KV cache and so on; the defaults if None.
         begun: called once with a line that says what is to be done.
         progress: called with the number of tokens that are done, those of answers included, and of all tokens. Each
-            pass of a text counts, and a token that is through half of the layers counts half.
-        remaining: called with the estimated seconds that are left, from the end of the first layer on.
+            pass of a text counts, and a token that is through layers of half the cost counts half.
 
     Returns:
         The eval.json of each output, the figures of the noise floor, and notes for the user; the same in all processes
@@ -86,7 +75,7 @@ def compare_outputs(
         OutputError: hidden states cannot be written, or another rank has failed.
         OpenQuantError: transformers' model fails on these weights or texts.
     """
-    comparison = _Comparison(source, outputs, corpus, settings or EvaluationSettings(), progress, remaining)
+    comparison = _Comparison(source, outputs, corpus, settings or EvaluationSettings(), progress)
     if begun is not None:
         begun(comparison.description())
     return comparison.run()
@@ -102,7 +91,6 @@ class _Comparison:
         corpus: Corpus,
         settings: EvaluationSettings,
         progress: Advanced | None,
-        remaining: Remaining | None,
     ) -> None:
         self.source, self.corpus, self.settings = source, corpus, settings
         with naming(source.name):
@@ -155,7 +143,7 @@ class _Comparison:
             answer_tokens += self.generated_tokens
         resumed = frozenset() if self.checkpoint is None else self.checkpoint.done
         costs = layer_costs(self.model, [unit for unit in (*self.model.layers, *self.head) if unit not in resumed])
-        self.progress = PassProgress(costs, text_tokens, progress, remaining, answer_tokens)
+        self.progress = PassProgress(costs, text_tokens, progress, answer_tokens)
 
     @property
     def head(self) -> list[str]:
@@ -213,82 +201,12 @@ class _Comparison:
                 model.shard_provider = provider
             yield
 
-    def _forecast_tail(self) -> None:
-        """Estimate the time of the output head and of the answers, which follow the layers, from short trials."""
-        for name in self.head:
-            documents = float(len(self.local_documents))
-            if self.tasks is not None:
-                documents += self.tasks.local_rows * self.tasks.models / (self.corpus.length * self.passes)
-            self.progress.forecast.expect(name, documents * self._seconds_of_head())
-        if self.answers_prompts:
-            plain = partial(products_in_float32, self.settings.device)
-            self.progress.forecast.expect("answers 0", self._seconds_of_answers(self.model, plain))
-            for number, output in enumerate(self.outputs, 1):
-                served = output.served
-                seconds = self._seconds_of_answers(served.model, served.around, served.cache)
-                self.progress.forecast.expect(f"answers {number}", seconds)
-                # Activations of the trial do not belong to the texts.
-                served.clipped.clear()
-
-    def _seconds_of_head(self) -> float:
-        """Estimate the seconds that all models' logits of one document and their comparison take."""
-        embedding = self.model.model.get_input_embeddings().weight
-        trial = min(TRIAL_VOCABULARY, self.vocabulary)
-        hidden = torch.ones(self.corpus.length, embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
-        rows = torch.ones(trial, embedding.shape[1], dtype=embedding.dtype, device=embedding.device)
-        ids = torch.zeros(self.corpus.length, dtype=torch.int64)
-        names = ModelNames("the source", "an output")
-        seconds = []
-        with torch.inference_mode(), products_in_float32(self.settings.device):
-            # The first run is slower than later ones and does not count.
-            for _ in range(2):
-                start = time.perf_counter()
-                trial_logits = functional.linear(hidden, rows)
-                multiplied = time.perf_counter()
-                compare_logits(trial_logits, trial_logits, ids, "", "", names)
-                compared = time.perf_counter()
-                seconds.append(self.passes * (multiplied - start) + (self.passes - 1) * (compared - multiplied))
-        return seconds[-1] * self.vocabulary / trial
-
-    def _seconds_of_answers(
-        self,
-        model: StreamedModel,
-        around: Callable[[], AbstractContextManager[Any]],
-        cache: Callable[[], Any] = lambda: None,
-    ) -> float:
-        """Estimate the seconds that a model takes to be loaded as a whole and to answer all prompts.
-
-        Args:
-            model: the model.
-            around: context in which it runs, such as `ServedModel.around`.
-            cache: makes its KV cache, or returns None for transformers' own.
-        """
-        first = self.prompts[0]
-        one_token = replace(first, ids=first.ids[:1])
-        times = [time.perf_counter()]
-        continue_prompts(
-            model,
-            [one_token, one_token, first],
-            (),
-            TRIAL_TOKENS,
-            around=around,
-            cache=cache,
-            progress=lambda _: times.append(time.perf_counter()),
-        )
-        # The first prompt's time includes loading the model, the last one's reading a whole prompt.
-        with_load, decode, with_prefill = (after - before for before, after in itertools.pairwise(times))
-        prefill_per_token = max(0.0, with_prefill - decode) / len(first.ids)
-        prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts)
-        decode_all = decode * TOKENS / TRIAL_TOKENS * len(self.prompts)
-        return max(0.0, with_load - decode) + prefill_per_token * prompt_tokens + decode_all
-
     def _run(self) -> Evaluation:
         tasks = self.settings.tasks
         servers, requests = (tasks.servers, tasks.tasks.generations) if tasks is not None else ((), ())
         if servers and not self.continues:
             # First, as servers are what fails most easily.
             self.generated = generate_texts(servers, requests, self.progress.more_done)
-        self._forecast_tail()
         if self.checkpoint is not None:
             generators = list(self.generators.values())
             state = EvaluationState(self.measurements, self.compared, generators, self.generated)
@@ -356,8 +274,7 @@ class _Comparison:
         ]
 
     def _answered(self, model: int, prompt: int) -> None:
-        if prompt == len(self.prompts):
-            self.progress.forecast.done(f"answers {model}")
+        del model, prompt
         self.progress.more_done(TOKENS)
 
     def _passes_of(self, document: int) -> list[ForwardPass[Tensor]]:

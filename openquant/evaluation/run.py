@@ -76,7 +76,6 @@ def evaluate(
     length: int = 512,
     begun: Callable[[str], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    remaining: Callable[[float], None] | None = None,
     measured: Callable[[Evaluation], None] | None = None,
     ranks: Ranks | None = None,
 ) -> Evaluation:
@@ -88,7 +87,6 @@ def evaluate(
         begun: called once with a line that says what is to be done, before it starts.
         progress: called with the number of tokens that are done and of all tokens. Each pass of a text counts, and a
             token that is through half of the layers counts half.
-        remaining: called with the estimated seconds that are left, from the end of the first layer on.
         measured: called once with the figures, in the first rank only, before they are written: hours of work are not
             lost if a disk is full. `written` is still empty.
         ranks: this process among several, as `Ranks.from_environment(os.environ)` gives it; each runs its share of the
@@ -122,7 +120,7 @@ def evaluate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _evaluate(options, texts, ranks, begun, progress, remaining, measured))
+        return in_all_ranks(ranks, lambda: _evaluate(options, texts, ranks, begun, progress, measured))
 
 
 def _evaluate(
@@ -131,7 +129,6 @@ def _evaluate(
     ranks: Ranks,
     begun: Callable[[str], None] | None,
     progress: Callable[[int, int], None] | None,
-    remaining: Callable[[float], None] | None,
     measured: Callable[[Evaluation], None] | None,
 ) -> Evaluation:
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
@@ -209,7 +206,7 @@ def _evaluate(
             tasks=tasks,
             pass_checkpoint=pass_checkpoint,
         )
-        evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced, remaining)
+        evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
     if ranks.first and measured is not None:

@@ -9,7 +9,6 @@
 | `rounding` | weights as a scheme rounds them, for a model that runs |
 | `scores` | runs texts with one unit quantized at a time: the KL divergence that each choice costs |
 | `allocation` | the best choice for each size, by dynamic programming |
-| `forecast` | how long scores and checks will take on this machine |
 | `frontier` | size and KL divergence of mixtures and single schemes, for tables, pages and cards |
 | `session` | runs texts through the model, and keeps the scores |
 | `run` | `compress --fit`: choice, check on other texts, and the options that the choice stands for |

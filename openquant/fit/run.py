@@ -83,12 +83,11 @@ def choose_mixture(
     limit = _limit(budget, menu, fit, options)
     directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
     session = Session(opened, menu, texts, directory, run.stream, run.max_memory, ranks, reporter)
-    compared, rounds = (1, ROUNDS) if limit is None else (2, 1)
+    compared = 1 if limit is None else 2
     target = output_directory(run, opened.source, summary.suffix(menu.plan))
     of_texts = texts_steps(run, texts.length, opened.source, opened.checkpoint, menu.plan, target)
     # Memory of all steps, so that none is refused hours later.
     prepare(run, opened, menu.plan, ranks, [*session.steps(compared), *of_texts])
-    session.report_forecast(compared, rounds, texts if recipe.gptq else None)
     mixtures = BestMixtures(menu, session.scores(keeps_only=run.dry_run))
     choice = _Choice(session, mixtures)
     if run.dry_run:

@@ -36,7 +36,7 @@ from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.progress import Advanced, PassProgress, Remaining, layer_costs
+from ..streaming.progress import Advanced, PassProgress, layer_costs
 from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.find import decoded_view
 from ..weights.reading import Reader
@@ -215,7 +215,6 @@ def measure_mixtures(
     changes: Mapping[int, Sequence[str]] | None = None,
     scratch: OffloadFile | None = None,
     progress: Advanced | None = None,
-    remaining: Remaining | None = None,
     checkpoint: PassCheckpoint | None = None,
 ) -> Measured:
     """Run the source and mixtures of it over texts, in one pass.
@@ -232,7 +231,6 @@ def measure_mixtures(
         scratch: file for hidden states that exceed its budget of memory; None to keep all in memory. With `changes`
             all are kept.
         progress: called with the number of tokens that are done and of all tokens.
-        remaining: called with the estimated seconds left.
         checkpoint: file that an interrupted run continues from.
 
     Returns:
@@ -251,7 +249,7 @@ def measure_mixtures(
     with limited_threads(threads_for(model, corpus.length)), run.wrapped_layers():
         head = [name for name in model.units if name not in model.layers and name in run.quantizer.places]
         costs = layer_costs(model, [*model.layers, *head])
-        done = PassProgress(costs, (1 + len(mixtures)) * run.tokens, progress, remaining)
+        done = PassProgress(costs, (1 + len(mixtures)) * run.tokens, progress)
         run_interleaved(
             run.batches(), finished=run.finished, scratch=scratch, progress=done.layer_done, checkpoint=checkpoint
         )

@@ -101,7 +101,6 @@ def search_mixtures(
     fills = limit is not None and menu.smallest <= limit < menu.largest
     compared = len(menu.plans) + len(whole_and_half_bits(menu)) + fills
     memory_left(request.max_memory, session.steps(compared))
-    session.report_forecast(compared)
     best = BestMixtures(menu, session.scores())
     named = mixtures_of_sizes(menu, best)
     if limit is not None and fills:

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from importlib.metadata import version
-from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from ..job import Opened
 from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
 from ..reporter import Reporter
-from ..streaming.forecast import spoken
 from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
 from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 from ..version import __version__
@@ -123,38 +121,6 @@ class Session:
             corpus, passes = self.scored, 1 + len(self._variants[0])
             steps.insert(0, scoring_step(checkpoint, passes, len(corpus.documents), corpus.length, head))
         return steps
-
-    def report_forecast(self, mixtures: int, rounds: int = 1, gptq: Texts | None = None) -> None:
-        """Say how long it will take here, by what it computes and how fast short trials are.
-
-        Args:
-            mixtures: how many mixtures are compared with the source at once.
-            rounds: how often, at most.
-            gptq: texts of a GPTQ that follows; None for none.
-        """
-        from .forecast import Trials, count_calibration, count_work
-
-        units, plan, model = self.menu.units, self.menu.plan, self._shapes
-        parts = {}
-        if self.kept is None:
-            corpus = self.scored
-            parts["scores"] = count_work(model, units, len(corpus.documents), corpus.length, *self._variants)
-        documents = max(COMPARED[0], len(self.texts.text))
-        # The mixtures are not known yet; any others of as many schemes take as long.
-        others = [self.menu.uniform(name) for name in islice(cycle(self.menu.plans), mixtures)]
-        parts["the check"] = count_work(model, units, documents, COMPARED[1], others).times(rounds)
-        if gptq is not None:
-            parts["GPTQ"] = count_calibration(model, gptq.samples, gptq.length)
-        trials = Trials(model, units, loops(worth_compiling(plan)))
-        seconds = {name: trials.seconds(work) for name, work in parts.items()}
-        said = "; ".join(
-            f"{name} {spoken(seconds[name])} ({sum(work.products.values()):.2g} products"
-            + (f", {sum(work.rounded.values()):.2g} weights rounded)" if work.rounded else ")")
-            for name, work in parts.items()
-        )
-        self.reporter.calibrating(
-            f"--fit: about {spoken(sum(seconds.values()))}, without reading the model from disk: {said}"
-        )
 
     def scores(self, keeps_only: bool = False) -> Scores:
         """Measure the scores, or read those of an earlier run.
@@ -274,7 +240,6 @@ class Session:
                 changes=changes,
                 scratch=scratch,
                 progress=reporter.calibrated,
-                remaining=reporter.remaining,
                 checkpoint=checkpoint,
             )
         fingerprint.require_unchanged()

@@ -23,6 +23,15 @@ def gigabytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def spoken(seconds: float) -> str:
+    """Format a duration in seconds, at least one second: "5 seconds", "3 minutes", "2.5 hours"."""
+    if seconds < 1.5:
+        return "1 second"
+    if seconds < 90:
+        return f"{round(seconds)} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
 def per_cent(part: int, whole: int) -> str:
     """Format a part of a whole: "62.5 %"; "-" if the whole is 0.
 

@@ -14,7 +14,7 @@ pass_checkpoint             a file that forward passes are saved to, so that a s
 text_cache                  a KV cache for a pass over a whole text, which keeps nothing
 shard_provider, session     downloads or finds the shards that a unit needs; tokenizer, scratch space and shards of a
                             run
-memory, forecast, progress  memory that each step takes, known before; the time that is left
+memory, progress            memory that each step takes, known before; how far passes are
 documents                   documents divided among ranks
 matmul, torch_threads       products of bfloat16 on CPUs without instructions for them; how many threads torch uses
 transformers_internals      everything that is used of transformers beyond its documentation

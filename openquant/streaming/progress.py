@@ -1,6 +1,6 @@
-"""Reports the progress of forward passes through a model's layers, in tokens, and the estimated remaining time.
+"""Reports the progress of forward passes through a model's layers, in tokens, weighted by the cost of layers.
 
-progress = PassProgress(layer_costs(streamed, layers), tokens=16 * 512, advanced=advanced, remaining=remaining)
+progress = PassProgress(layer_costs(streamed, layers), tokens=16 * 512, advanced=advanced)
 run_interleaved(passes, progress=progress.layer_done, ...)
 """
 
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from .forecast import Forecast
+from torch import Tensor
+
 from .model import StreamedModel
 
-# Called with the number of tokens that are done, where a token that is through half of the layers counts half, and the
-# number of all tokens.
+# Called with the number of tokens that are done and of all tokens.
 Advanced = Callable[[int, int], None]
-# Called with the estimated remaining seconds.
-Remaining = Callable[[float], None]
 
 
 def layer_costs(model: StreamedModel, layers: Iterable[str]) -> dict[str, float]:
@@ -28,63 +26,35 @@ def layer_costs(model: StreamedModel, layers: Iterable[str]) -> dict[str, float]
     Returns:
         For each, the number of weights that a token is multiplied with.
     """
-    return {layer: sum(products(model, layer, 1).values()) for layer in layers}
-
-
-def products(model: StreamedModel, layer: str, tokens: int) -> dict[int, float]:
-    """Count the multiplications of a layer for a token.
-
-    Args:
-        model: the model.
-        layer: name of its unit.
-        tokens: tokens of a text.
-
-    Returns:
-        The number of weights that a token is multiplied with, by the number of tokens that such a weight is multiplied
-        with at once: of a text all, of an expert those that go to it on average, at least one.
-    """
     config = model.model.config.get_text_config()
     routed = next((count for name in ("num_experts_per_tok", "moe_topk") if (count := getattr(config, name, None))), 1)
     experts_per_token = routed if isinstance(routed, int) else 1
-    counts: dict[int, float] = {}
-    for weight in model.units[layer].parameters():
-        at_once, count = tokens, float(weight.numel())
+
+    def multiplied(weight: Tensor) -> float:
         # Stacked experts have three axes.
-        if weight.ndim >= 3:
-            experts = min(experts_per_token, len(weight))
-            at_once, count = max(1, tokens * experts // len(weight)), float(weight[0].numel() * experts)
-        counts[at_once] = counts.get(at_once, 0.0) + count
-    return counts
+        if weight.ndim < 3:
+            return float(weight.numel())
+        return float(weight[0].numel() * min(experts_per_token, len(weight)))
+
+    return {layer: sum(map(multiplied, model.units[layer].parameters())) for layer in layers}
 
 
 class PassProgress:
-    """Counts the tokens of forward passes and forecasts the remaining time.
+    """Counts the tokens of forward passes. A token that is through layers of half the cost counts half.
 
     Args:
         costs: relative cost of each layer, in the order they are computed.
         tokens: the number of tokens of all texts, in all models.
         advanced: called whenever a batch is through a layer; None for no call.
-        remaining: called with the remaining seconds, from the end of the first layer on; None for no call.
         more: the number of tokens that are computed before or after, such as those of answers to prompts.
-
-    Attributes:
-        forecast: estimates the remaining time; other steps can be added to it.
     """
 
-    def __init__(
-        self,
-        costs: Mapping[str, float],
-        tokens: int,
-        advanced: Advanced | None,
-        remaining: Remaining | None,
-        more: int = 0,
-    ) -> None:
-        self.forecast = Forecast(costs)
-        self._numbers = {layer: number for number, layer in enumerate(costs)}
-        # Number of the first layer that text goes through: layers of vision towers come before it.
-        self._first: int | None = None
-        self._tokens, self._more, self._done, self._more_done = tokens, more, 0, 0
-        self._advanced, self._remaining = advanced, remaining
+    def __init__(self, costs: Mapping[str, float], tokens: int, advanced: Advanced | None, more: int = 0) -> None:
+        self._left, self._tokens, self._more = dict(costs), tokens, more
+        # Cost of the layers that are done, and of all that text goes through; what is done of the others.
+        self._cost = self._total = 0.0
+        self._more_done = 0
+        self._advanced = advanced
 
     def layer_done(self, unit: str, done: int, batches: int) -> None:
         """Note that batches are through a unit; for `run_interleaved`'s `progress`.
@@ -94,28 +64,32 @@ class PassProgress:
             done: how many batches are through it; 0 if they will be computed once more.
             batches: the number of batches.
         """
-        number = self._numbers.get(unit)
-        if number is None:
-            # An embedding table, or a layer that an earlier run computed.
-            self.forecast.restart()
-        elif done:
-            if self._first is None:
-                self._first = number
-            layers = len(self._numbers) - self._first
-            self._done = int(self._tokens * (number - self._first + done / batches) / layers)
-            if done == batches:
-                self.forecast.done(unit)
-        self._report()
+        cost = self._left.get(unit, 0.0)
+        if not cost or not done:
+            # An embedding table, a layer that an earlier run computed, or one that is computed once more.
+            self._report(0.0)
+            return
+        if not self._total:
+            # Layers of vision towers come before the first one that text goes through.
+            names = list(self._left)
+            self._left = {name: self._left[name] for name in names[names.index(unit) :]}
+            self._total = sum(self._left.values())
+
+        if done == batches:
+            self._cost += self._left.pop(unit)
+            self._report(0.0)
+        else:
+            self._report(cost * done / batches)
 
     def more_done(self, tokens: int) -> None:
         """Note that so many of the tokens before or after the layers are computed."""
         self._more_done += tokens
-        self._report()
+        self._report(0.0)
 
-    def _report(self) -> None:
-        if self._advanced is not None:
-            total = self._tokens + self._more
-            self._advanced(min(self._done + self._more_done, total), total)
-        seconds = self.forecast.remaining()
-        if self._remaining is not None and seconds is not None:
-            self._remaining(seconds)
+    def _report(self, of_layer: float) -> None:
+        """Say how far the passes are; of_layer: cost of what is done of a layer that is not."""
+        if self._advanced is None:
+            return
+        share = (self._cost + of_layer) / self._total if self._total else 0.0
+        total = self._tokens + self._more
+        self._advanced(min(int(self._tokens * share) + self._more_done, total), total)

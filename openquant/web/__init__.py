@@ -4,7 +4,6 @@ view             plan, table of schemes and errors as HTML, without a server
 choices          what a visitor chose, checked, and the commands that do it
 planner          makes plans in a process of its own
 runs             the queue of runs; `running` shows one as HTML
-forecast         about how long a run takes
 page             the page, made with Gradio
 guard, server    who may ask for what; serves the page
 

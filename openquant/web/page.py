@@ -16,14 +16,12 @@ import gradio as gr
 from ..errors import OpenQuantError, SourceError, UsageError
 from ..fit.budget import read_budget
 from ..formats.names import SCHEME_NAMES
-from ..machine import available_cpus
 from ..options import FitOptions, Option, flags_of
 from .choices import ADVANCED, Chosen, Roots, is_local, push_words
-from .forecast import forecast
 from .guard import OWNER
 from .running import result_html, run_title, status_html
 from .runs import DONE, FAILED, STOPPED, PageRun, Runs, environment, without_tokens
-from .view import problem_html, text_html
+from .view import problem_html
 
 # Names that the search shows, and characters from which on it searches.
 MOST_FOUND, FEWEST_LETTERS = 8, 2
@@ -78,14 +76,14 @@ class Page:
         self.tokens.pop(owner_of(request), None)
         return "", "<p>No token of yours is used.</p>"
 
-    def plan(self, request: gr.Request, *values: Any) -> tuple[str, str]:
-        """Plan what is chosen now: the sections, and the forecast."""
+    def plan(self, request: gr.Request, *values: Any) -> str:
+        """Plan what is chosen now: the sections."""
         try:
             choice = choice_of(*values)
             found = self._planned(choice, values[GPU], self._token(request))
         except OpenQuantError as problem:
-            return problem_html(problem), ""
-        return found["html"], self._forecast(choice, found)
+            return problem_html(problem)
+        return str(found["html"])
 
     def convert(self, request: gr.Request, *values: Any) -> tuple[Any, ...]:
         """Put a run into the queue, once its plan has no error."""
@@ -200,15 +198,6 @@ class Page:
             last = without_tokens(done.stderr.strip().rpartition("\n")[2])
             raise SourceError(f"the plan failed: {last}", "this is a mistake of openquant; please report it") from None
         return found
-
-    def _forecast(self, choice: Chosen, found: Mapping[str, Any]) -> str:
-        if found["refused"]:
-            return ""
-        calibrated = choice.gptq or any(name in choice.advanced for name in ("awq", "smooth", "calibrate"))
-        size, cpus = found["source_bytes"], available_cpus()
-        scheme = "" if choice.fit else found["scheme"]
-        text = forecast(size, scheme, calibrated, choice.evaluate, cpus, not is_local(choice.model))
-        return f"<p>{text_html(text)}</p>"
 
     def _result(self, run: PageRun) -> str:
         found = self.runs.result(run, 0)
@@ -368,7 +357,6 @@ def build(page: Page) -> gr.Blocks:
                 fields = [option_field(one, option) for one, option in ADVANCED.items()]
             plan = gr.Button("Plan", elem_id="plan")
             sections = gr.HTML(elem_id="plan-sections", min_height=10)
-            time = gr.HTML(elem_id="forecast")
             convert = gr.Button("Convert", variant="primary", elem_id="convert")
             problem = gr.HTML(elem_id="problem")
         with gr.Column(elem_id="run-section"):
@@ -402,7 +390,7 @@ def build(page: Page) -> gr.Blocks:
         where.change(lambda chosen: gr.update(visible=chosen == THERE), [where], [target], **hidden)
         use.click(page.use_token, [token], [token, told], **hidden)
         chosen = matches.select(lambda found: (found, gr.update(visible=False)), [matches], [model, matches], **hidden)
-        plans = {"fn": page.plan, "inputs": form, "outputs": [sections, time]}
+        plans = {"fn": page.plan, "inputs": form, "outputs": sections}
         chosen.then(**plans, **shown)
         gr.on([model.submit, gpu.submit, context.submit, plan.click], **plans, **shown)
         refreshed = [runs, status, log, remove, proceed, result, publishing, displayed, seen]

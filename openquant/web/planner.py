@@ -3,7 +3,7 @@
 The process has the visitor's token in its environment, and ends with it. Headers are read, and no weights.
 
     stdin     {"compress": arguments of openquant.compress or null, "fit": arguments of openquant.fit_table}
-    stdout    {"html": the sections, "scheme": of the plan, "source_bytes": .., "shards": .., "refused": whether}
+    stdout    {"html": the sections, "scheme": of the plan, "shards": .., "refused": whether}
 
 Without a `scheme` in `compress`, the plan has the best that fits the GPU.
 """
@@ -47,12 +47,11 @@ def planned(request: dict[str, Any]) -> dict[str, Any]:
     from ..api import compress
     from ..fit.table import fit_table
 
-    answer: dict[str, Any] = {"html": "", "scheme": "", "source_bytes": 0, "shards": 0, "refused": False}
+    answer: dict[str, Any] = {"html": "", "scheme": "", "shards": 0, "refused": False}
     chosen, table, best = request["compress"], "", None
     try:
         found = fit_table(**request["fit"])
         table, best = fit_html(found), found.best
-        answer["source_bytes"] = next(row.bytes for row in found.schemes if row.scheme is None)
         if chosen is not None:
             chosen = {**chosen, "scheme": chosen.get("scheme") or best or "tensor"}
             reporter = _Planned(str(chosen["model"]))

@@ -7,8 +7,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
-from ..report.cells import gigabytes
-from ..streaming.forecast import spoken
+from ..report.cells import gigabytes, spoken
 from .choices import shown
 from .runs import DONE, FAILED, RUNNING, STOPPED, WAITING, PageRun, Status
 from .view import command_html, text_html

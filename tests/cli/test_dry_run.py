@@ -88,16 +88,6 @@ def test_a_calibration_is_refused_as_without_it(subtests, here, capsys):
             assert said[0] == said[1] and said[0].startswith(error)
 
 
-def test_gptq_has_a_forecast(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compress", str(EXAMPLE), "--gptq", "--scheme", "int4", *TEXTS, "--dry-run"]) == 0
-    said = capsys.readouterr().err
-    assert re.search(
-        r"^GPTQ: about .* seconds?, without reading the model from disk \(.* products\)$", said, re.MULTILINE
-    )
-    assert main(["compress", str(EXAMPLE), "--scheme", "int4", "--dry-run"]) == 0
-    assert "GPTQ" not in capsys.readouterr().err
-
-
 def test_an_evaluation_is_described(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(here)
     words = ["eval", "FP8", "--source", str(EXAMPLE), "--text", "mine.txt", *TEXTS, "--report", "page.html"]

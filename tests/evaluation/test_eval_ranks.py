@@ -183,7 +183,7 @@ def test_more_ranks_than_texts_count_experts_and_what_is_clipped(job: Job, tmp_p
 BUSY = """
 import time
 from openquant.evaluation import compare
-def busy(source, outputs, corpus, settings, begun, progress, remaining):
+def busy(source, outputs, corpus, settings, begun, progress):
     print("busy", flush=True)
     while True:
         progress(1, 2)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from openquant import OpenQuantError, calibrate, compress, evaluate
 from openquant.cli.commands import main
 from openquant.errors import OutputError, SourceError, UsageError
 from openquant.evaluation import answers
-from openquant.evaluation import compare as evaluating
 from openquant.evaluation import run as evaluation
 from openquant.evaluation.results import Evaluation
 from openquant.evaluation.run import _scratch_directory
@@ -66,14 +64,12 @@ class Measured(NamedTuple):
     written: bytes
     told: list[str]
     steps: list[tuple[int, int]]
-    left: list[float]
 
 
 @pytest.fixture(scope="module")
 def measured(made: Path) -> Measured:
     told: list[str] = []
     steps: list[tuple[int, int]] = []
-    left: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "BUILT_IN", 1)
         found = evaluate(
@@ -82,22 +78,18 @@ def measured(made: Path) -> Measured:
             **SMALL,
             begun=told.append,
             progress=lambda *step: steps.append(step),
-            remaining=left.append,
         )
     beside = find_evaluation(open_checkpoint(made))
     assert beside is not None and beside.files == ["eval.json"]
     assert read_evaluation(made) == found.outputs[0]
     written = (made / "eval.json").read_bytes()
     (made / "eval.json").unlink()
-    return Measured(found, written, told, steps, left)
+    return Measured(found, written, told, steps)
 
 
 def test_figures_lie_beside_the_output_and_are_the_same_again(measured: Measured, made: Path) -> None:
     assert json.loads(measured.written) == measured.found.outputs[0]
     assert measured.told == ["2 documents of 48 tokens: code (1), docs (1); 4 passes"]
-    # Of two texts, all but what comes before the end of the first layer; at the end nothing is left.
-    assert len(measured.steps) - len(measured.left) == 3
-    assert min(measured.left) >= 0 and measured.left[-1] == 0
     done, total = zip(*measured.steps, strict=True)
     assert list(done) == sorted(done)
     # The texts in four passes, and two answers.
@@ -107,24 +99,6 @@ def test_figures_lie_beside_the_output_and_are_the_same_again(measured: Measured
     (made / "eval.json").unlink()
     assert again == measured.written
     assert [text["source"] != "" for text in measured.found.outputs[0]["texts"]] == [True]
-
-
-def test_the_time_of_answers_is_measured_as_they_are_computed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[tuple[str, object]] = []
-
-    def recorded(part: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def recording(streamed: object, *args: Any, around: object = None, cache: object = None, **options: Any) -> Any:
-            # Methods of the output, or none.
-            served.append((part, (getattr(around, "__name__", ""), getattr(cache, "__name__", ""))))
-            return inner(streamed, *args, around=around, cache=cache or (lambda: None), **options)
-
-        return recording
-
-    for module in (answers, evaluating):
-        monkeypatch.setattr(module, "continue_prompts", recorded(module.__name__, module.continue_prompts))
-    evaluate([output], EXAMPLE, **SMALL, remaining=lambda _: None)
-    measured, answered = ([how for part, how in served if part == each.__name__] for each in (evaluating, answers))
-    assert measured[1:] == answered[1:] == [("around", "cache")]
 
 
 def run_main(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -212,8 +186,7 @@ def test_prompts_can_be_left_out(
     def answered(*_: object, **__: object) -> None:
         raise AssertionError("prompts were answered")
 
-    for module in (answers, evaluating):
-        monkeypatch.setattr(module, "continue_prompts", answered)
+    monkeypatch.setattr(answers, "continue_prompts", answered)
     without = evaluate(made, EXAMPLE, no_prompts=True, out=tmp_path / "e.json", **SMALL).outputs[0]
     assert [text["along"] for text in without["texts"]] == [True]
     assert {**without, "texts": []} == {**measured.found.outputs[0], "texts": []}

@@ -130,11 +130,6 @@ def test_a_mixture_is_smaller_than_its_budget_and_better_than_one_scheme(kept: P
     out = kept / "out"
     assert stored(out) <= LIMIT
     lines = [line for line in (kept / "said").read_text().splitlines() if line.startswith("--fit: ")]
-    assert re.fullmatch(
-        r"--fit: about \d+ seconds?, without reading the model from disk: scores \d+ seconds? \(\S+ products, \S+ weights "
-        r"rounded\); the check \d+ seconds? \(\S+ products, \S+ weights rounded\)",
-        lines.pop(0),
-    )
     assert (
         lines[0]
         == "--fit: scoring 16 units in int4, nvfp4, int8-weights with 3 documents of 96 tokens: code (2), docs (1)"
@@ -181,7 +176,6 @@ def test_kept_scores_answer_a_dry_run(
             assert [path.name for path in scored.iterdir()] == [NAME]
             assert f"--fit: scores of 16 units from {scored / NAME}" in err
             assert "--fit: this mixture follows from the scores; nothing is compared on other texts" in err
-            assert re.search(r"^--fit: about .*: the check \d", err, re.MULTILINE) and "scores 1" not in err
 
 
 def test_the_card_says_that_sizes_are_compared_before_gptq(
@@ -211,11 +205,10 @@ def test_the_commands_that_serve_have_the_context_there_is_room_for(
     assert "\n".join(["```", *(line.replace(" out", " org/name") for line in commands), "```"]) in published
 
 
-def test_a_dry_run_without_scores_says_how_long_they_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_without_scores_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "6bits", "--gptq", "--dry-run")
     assert main([str(word) for word in words]) == 2
-    first, error, hint = capsys.readouterr().err.splitlines()
-    assert re.match(r"--fit: about .*: scores \d+ .*; the check \d+ .*; GPTQ \d+ ", first)
+    error, hint = capsys.readouterr().err.splitlines()
     assert error.startswith("error: --dry-run writes nothing, and there are no scores of this model in ")
     assert hint == "hint: the mixture is not known without them: leave --dry-run out once, and the scores are kept"
 
