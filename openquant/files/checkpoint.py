@@ -354,8 +354,9 @@ def _mtp_shards(root: Path, remote: Mapping[str, RemoteFile], config: dict[str, 
     (model_loader/weight_utils.py, filter_duplicate_safetensors_files).
     """
     text = config.get("text_config")
-    layers = (text if isinstance(text, dict) else config).get("num_nextn_predict_layers")
-    if type(layers) is not int or layers < 1:
+    decoder = text if isinstance(text, dict) else config
+    counts = (decoder.get(key) for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    if not any(type(count) is int and count > 0 for count in counts):
         return []
     return sorted(fnmatch.filter({*_names(root), *remote} - {*names}, "*mtp*.safetensors"))
 

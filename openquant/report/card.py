@@ -41,6 +41,7 @@ from ..plan.engines import sglang_refusal
 from ..plan.gptq import tokens_of
 from ..plan.plan import Plan
 from ..recipes import recipe_command
+from ..registry.architecture import TASK_HEAD, Architecture
 from ..registry.rules import is_embedding
 from ..version import CITED, DISTRIBUTION, SGLANG, __version__
 from .cells import gigabytes, shortened
@@ -78,9 +79,8 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
             entries["base_model_relation"] = "quantized"
     # The library that loads it: transformers computes nonsense with per-tensor outputs.
     entries["library_name"] = "vllm" if plan.quantization_config else "transformers"
-    task = "image-text-to-text" if plan.model.text_config else "text-generation"
     pipeline_tag = metadata.get("pipeline_tag")
-    entries["pipeline_tag"] = pipeline_tag if pipeline_tag and isinstance(pipeline_tag, str) else task
+    entries["pipeline_tag"] = pipeline_tag if pipeline_tag and isinstance(pipeline_tag, str) else _task(plan.model)
     # YAML entries without a value are None.
     source_tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
     # Users search for compressed-tensors directories by that tag.
@@ -104,6 +104,15 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
     text = source_section(source_text(base or ""), 3, where, revision, plan.files)
     # join_lines escapes newlines in values.
     return f"---\n{front}---\n\n{join_lines(lines)}" + (f"\n{SOURCE_HEADING}\n\n{text}\n" if text else "")
+
+
+def _task(model: Architecture) -> str:
+    """What the Hub calls the task of a model whose card does not say it."""
+    if TASK_HEAD in model.keep:
+        return "text-classification"
+    if not model.has_head:
+        return "feature-extraction"
+    return "image-text-to-text" if model.text_config else "text-generation"
 
 
 def with_notes(card: str, notes: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from openquant.files.cards import metadata_notes, split_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.small_files import read_small
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
+from openquant.models import find_entry
 from openquant.plan.plan import Plan, make_plan
+from openquant.registry.rules import ModuleRules
 from openquant.report.card import engines_that_read, evaluated_card, model_card
 from openquant.report.evaluation import evaluation_text
 from openquant.report.source_card import source_section
@@ -294,6 +297,13 @@ def test_hostile_metadata_is_text(subtests: pytest.Subtests, monkeypatch: pytest
 def test_entries_that_are_empty_say_nothing(plan: Plan) -> None:
     found = metadata(card_of(plan, "---\nlicense: mit\ntags:\npipeline_tag: [a]\n---\n"))
     assert found == {**OURS, "license": "mit", "tags": ["fp8", "vllm", "quantized", "fp8-tensor"]}
+
+
+def test_a_model_without_an_output_head_has_another_task(plan: Plan) -> None:
+    for name, task in (("Qwen3Model", "feature-extraction"), ("Qwen3ForSequenceClassification", "text-classification")):
+        model = find_entry(name, {}, list(plan.layers))
+        assert model is not None
+        assert metadata(card_of(replace(plan, entry=ModuleRules(model)), ""))["pipeline_tag"] == task
 
 
 def test_a_card_that_is_none_is_left_out_and_the_plan_says_so(subtests, tmp_path, run):
