@@ -14,13 +14,27 @@ from .patterns import compile_pattern
 from .registry import dense, experts, fused, hybrid, latent, mixed, multimodal
 from .registry.architecture import Architecture, FusedLayers
 from .registry.embeddings import EMBEDDINGS
-from .registry.parts import ATTENTION, GATE_UP_TENSOR, IGNORED_CACHE_SCALES, MLP, LayerPart, gated, model, routed
+from .registry.parts import (
+    ATTENTION,
+    GATE_UP_TENSOR,
+    IGNORED_CACHE_SCALES,
+    MLP,
+    NO_CLASS,
+    LayerPart,
+    gated,
+    model,
+    routed,
+)
 
 MODELS: dict[str, Architecture] = {
     entry.name: replace(
         entry,
         embedding=EMBEDDINGS.get(entry.name),
-        sglang=replace(entry.sglang, ignores_cache_scales=entry.name in IGNORED_CACHE_SCALES),
+        sglang=replace(
+            entry.sglang,
+            refused=(*NO_CLASS.get(entry.name, ()), *entry.sglang.refused),
+            ignores_cache_scales=entry.name in IGNORED_CACHE_SCALES,
+        ),
     )
     for kind in (dense, fused, experts, latent, hybrid, mixed, multimodal)
     for entry in kind.ENTRIES

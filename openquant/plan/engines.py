@@ -23,12 +23,13 @@ _NO_EMBEDDING = "leave --quantize-embeddings out"
 _NAMELESS_HEADS = {"Qwen2ForRewardModel": True, "Qwen2ForProcessRewardModel": False}
 
 
-def find_refusal(refused: Iterable[Refusal], scheme: Scheme) -> Refusal | None:
+def find_refusal(refused: Iterable[Refusal], scheme: Scheme, is_expert: bool = False) -> Refusal | None:
     """Find the refusal that applies to a scheme.
 
     Args:
         refused: what an entry says engines, or SGLang alone, cannot load.
         scheme: the scheme of some layers.
+        is_expert: whether these are routed experts.
 
     Returns:
         The first that applies; None if the scheme is loaded.
@@ -42,6 +43,7 @@ def find_refusal(refused: Iterable[Refusal], scheme: Scheme) -> Refusal | None:
             if refusal.scheme in (None, scheme.name)
             and refusal.format in (None, scheme.method)
             and scales[refusal.scales]
+            and (is_expert or not refusal.experts)
         ),
         None,
     )
@@ -60,18 +62,21 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     scheme, sglang = decisions.scheme, entry.model.sglang
     if scheme is None:
         return _refuse_cache_scales(sglang, decisions)
+    if sglang.experts is not None and any(map(entry.experts, decisions.layers)):
+        return Refusal(None, None, sglang.experts, "serve it with vLLM")
     if any(is_embedding(weight.module) for weight, _ in decisions.kinds):
         return Refusal(None, None, "it loads no quantized embedding", "it loads without --quantize-embeddings")
     for _, chosen in decisions.kinds:
         if "SGLang" not in chosen.engines:
             return Refusal(None, None, f"it does not support {chosen.name}", "try another scheme")
     quantized = [(weight.module, scheme) for weight, scheme in decisions.kinds if not is_head(weight.module)]
-    for module, chosen in quantized:
+    # Experts first: what loads them loads all else.
+    for module, chosen in sorted(quantized, key=lambda layer: not entry.experts(layer[0])):
         if "SGLang" not in chosen.expert_engines and entry.experts(module):
             hint = "give them another scheme with --scheme-for, or leave them unquantized with --ignore"
             points = " with zero points" if chosen.asymmetric else ""
             return Refusal(None, None, f"it loads no experts in {chosen.name}{points}", hint)
-        refusal = find_refusal(sglang.refused, chosen)
+        refusal = find_refusal(sglang.refused, chosen, bool(entry.experts(module)))
         if refusal is not None:
             return refusal
     if any(entry.rule(module).plain for module, _ in quantized):

@@ -247,6 +247,7 @@ class Refusal:
         scales: which scales the scheme must have for this to apply: "single" is one for the whole weight, alone or
             above those of groups; "several" is more than one; "not by row" is any that have no row for each row of the
             weight, which includes other tensors beside the codes. None for any.
+        experts: whether it applies to routed experts alone.
     """
 
     scheme: str | None
@@ -254,6 +255,7 @@ class Refusal:
     why: str
     hint: str
     scales: Literal["single", "several", "not by row"] | None = None
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,7 @@ class SGLangLimits:
 
     Attributes:
         refused: schemes and formats.
+        experts: why it cannot load experts one by one, as outputs have them, quantized or not; None if it can.
         plain: patterns of modules that it builds in bfloat16 whatever is stored, or computes as if they were.
         unpacked: patterns of modules for which it does not accept packed codes (several in a byte or an int32).
         head: why it cannot load a quantized output head; None if it can.
@@ -272,6 +275,7 @@ class SGLangLimits:
     """
 
     refused: tuple[Refusal, ...] = ()
+    experts: str | None = None
     plain: tuple[str, ...] = ()
     unpacked: tuple[str, ...] = ()
     head: str | None = None

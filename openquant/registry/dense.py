@@ -184,12 +184,21 @@ DECILM = model(
     sglang=SGLangLimits((Refusal(None, "fp8", "it fails on any file in it", "--format compressed-tensors loads"),)),
 )
 
-# SGLang has no class for these.
-SGLANG_HAS_NONE = ("LLaMA", "TeleChat3", "PanguEmbedded", "Rnj1")
 # Names of classes by what SGLang cannot load.
 DENSE_NAMES = {
     SCALES_LOST: ("Llama", "Mistral", "Ministral3", "InternLM3", "IQuestCoder", "TeleFLM"),
-    SGLangLimits(): ("Qwen2", "Qwen3", "Gemma3", "Exaone4", "Cohere", "Cohere2", *SGLANG_HAS_NONE),
+    SGLangLimits(): (
+        "Qwen2",
+        "Qwen3",
+        "Gemma3",
+        "Exaone4",
+        "Cohere",
+        "Cohere2",
+        "LLaMA",
+        "TeleChat3",
+        "PanguEmbedded",
+        "Rnj1",
+    ),
     NO_SCALES: ("Gemma", "Olmo2", "Olmo3", "Granite", "GraniteSWA", "MiniCPM"),
     PLAIN_ATTENTION: ("Olmo",),
     NO_GROUPS: ("SmolLM3", "SeedOss", "Cwm", "Ernie4_5", "HyperCLOVAX", "VaultGemma"),

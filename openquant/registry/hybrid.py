@@ -233,6 +233,8 @@ GRANITE_HYBRID = model(
     transformers_reads_blocks=False,
     sglang=SGLangLimits(
         (Refusal(None, "fp8", "its loader of this architecture fails on the fp8 format", "--scheme channel loads"),),
+        # SGLang models/granitemoehybrid.py:644 passes an argument that no loader of experts takes.
+        experts="its loader of this architecture fails on experts that are not stacked",
         cache=NO_CACHE,
     ),
 )
@@ -312,6 +314,21 @@ LFM2_MOE = model(
     ),
 )
 
+# SGLang makes room for a gate in experts that have none: compressed_tensors_w8a8_fp8_moe.py:123,
+# compressed_tensors_wNa16_moe.py:119 and compressed_tensors_w4a4_nvfp4_moe.py:74, but not
+# compressed_tensors_w4a16_nvfp4_moe.py:74 (all of layers/quantization/compressed_tensors/schemes), nor fp8.py:1569.
+UNGATED = SGLangLimits(
+    tuple(
+        Refusal(
+            scheme,
+            "compressed-tensors",
+            f"in the compressed-tensors format it loads no experts without a gate in {scheme}",
+            "--scheme tensor, -w 128 in the fp8 format, and --scheme-for '**.experts.**=nvfp4' load",
+            experts=True,
+        )
+        for scheme in ("channel", "block", "int8-weights", "int4", "nvfp4-w4a4")
+    )
+)
 # Each layer is one of attention, state space, MLP, or experts without a gate projection.
 NEMOTRON_H = model(
     "NemotronHForCausalLM",
@@ -349,6 +366,7 @@ NEMOTRON_H = model(
     keep=(Keep("backbone.embeddings", "embedding"), MTP),
     # transformers 5 names it model.
     spellings=(("backbone.", "model."),),
+    sglang=UNGATED,
 )
 
 # Layers of Lightning attention (linear, with a decay for each head) and of latent attention. vLLM

@@ -107,6 +107,8 @@ KIMI_K25 = wrapped(
     "mm_projector",
     layers="language_model.model.layers.*",
     renames=(("mm_projector.proj.0", "mm_projector.linear_1"), ("mm_projector.proj.2", "mm_projector.linear_2")),
+    # SGLang models/kimi_k25.py:693
+    sglang=DEEPSEEK_V3.sglang,
 )
 
 # vLLM builds everything around the language model without quantization (models/kimi_vl.py:325-334).
@@ -118,6 +120,8 @@ KIMI_VL = wrapped(
     layers="language_model.model.layers.*",
     # transformers has no such class.
     transformers_reads_blocks=False,
+    # SGLang models/kimi_vl.py:168
+    sglang=DEEPSEEK_V3.sglang,
 )
 
 # The indexer of sparse attention is fused with q, k and v (vLLM model_executor/layers/linear.py:1352).

@@ -92,8 +92,9 @@ DIFFUSION_GEMMA = wrapped(
         ("model.decoder.", "model."),
     ),
     towers=("vision_tower", "embed_vision"),
-    # transformers loads stacked experts only.
+    # transformers loads stacked experts only, and so does SGLang (models/gemma4_diffusion.py:615).
     transformers_reads_blocks=False,
+    sglang=SGLangLimits(experts="it silently drops experts that are not stacked"),
 )
 DIFFUSION_GEMMA = replace(
     DIFFUSION_GEMMA,
@@ -455,6 +456,8 @@ NEMOTRON_OMNI = wrapped(
     layers="language_model.backbone.layers.*",
     text_config="llm_config",
     spellings=(("language_model.backbone.", "language_model.model."),),
+    # SGLang models/nano_nemotron_vl.py:86
+    sglang=NEMOTRON_H.sglang,
 )
 
 EMU3 = wrapped(LLAMA, "Emu3ForConditionalGeneration", "vqmodel", layers="text_model.model.layers.*", sglang=NO_GROUPS)

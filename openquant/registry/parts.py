@@ -192,6 +192,17 @@ ONES_TAKEN = f"{VLLM} silently uses 1 in their place"
 # Their load_weights require a parameter for every name.
 NO_CACHE = "it has no parameter for scales of the KV cache"
 NO_SCALES = SGLangLimits(cache=NO_CACHE)
+# It has no class of these names, and its Transformers backend takes none of transformers'.
+NO_CLASS = dict.fromkeys(
+    (
+        *("LLaMAForCausalLM", "TeleChat2ForCausalLM", "TeleChat3ForCausalLM", "PanguEmbeddedForCausalLM"),
+        *("Rnj1ForCausalLM", "FalconForCausalLM", "BloomForCausalLM", "ChatGLMForConditionalGeneration"),
+        *("GLM4VForCausalLM", "JambaForCausalLM", "OlmoHybridForCausalLM", "Glm5NextForCausalLM"),
+        *("Qwen4ExpForCausalLM", "Qwen2_5OmniModel", "Qwen3ASRRealtimeGeneration", "FunASRForConditionalGeneration"),
+        *("HCXVisionV2ForCausalLM", "NemotronH_Super_Omni_Reasoning_V3"),
+    ),
+    (Refusal(None, None, "it has no class of this name", "serve it with vLLM"),),
+)
 # Their attention is built without such scales (RadixAttention without quant_config), or load_weights skips them.
 IGNORED_CACHE_SCALES = (
     *("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),

@@ -128,10 +128,10 @@ def test_where_sglang_fails_on_the_scales_the_plan_says_so(shelf: Shelf, name: s
     assert (reason is None) is (name == "Qwen3ForCausalLM")
     scheme = next(each for each in (TENSOR, CHANNEL) if find_refusal(MODELS[name].sglang.refused, each) is None)
     unread = sglang_refusal(planned(shelf.source(name), scheme).entry, planned(shelf.source(name), scheme).decisions)
-    # Attention that it builds in bfloat16 is refused before.
-    assert (unread and unread.why) == (
-        reason if not MODELS[name].sglang.plain else "it builds **.self_attn.* in bfloat16"
-    )
+    # Experts, and attention that it builds in bfloat16, are refused before.
+    if MODELS[name].sglang.plain:
+        reason = "it builds **.self_attn.* in bfloat16"
+    assert (unread and unread.why) == (MODELS[name].sglang.experts or reason)
 
 
 def test_where_sglang_takes_scales_of_one_alone(shelf: Shelf) -> None:

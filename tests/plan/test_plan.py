@@ -647,6 +647,8 @@ WORDS = (
 )
 UNPACKED = "it accepts no packed codes for **.self_attn.q_a_proj; it loads with --ignore for these"
 FIRST = ("**.layers.0.**",)
+STACKED = "its loader of this architecture fails on experts that are not stacked; serve it with vLLM"
+UNGATED = "--scheme tensor, -w 128 in the fp8 format, and --scheme-for '**.experts.**=nvfp4' load"
 
 
 @for_each(("architecture", "scheme", "options", "says"), [
@@ -681,6 +683,14 @@ FIRST = ("**.layers.0.**",)
     ("DeepseekV3ForCausalLM", CHANNEL, PlanOptions(), None),
     ("AfmoeForCausalLM", TENSOR, PlanOptions(),
      "it builds **.mlp.experts.** in bfloat16; it loads with --ignore for these"),
+    ("NemotronHForCausalLM", TENSOR, PlanOptions(), None),
+    ("NemotronHForCausalLM", CHANNEL, PlanOptions(),
+     "in the compressed-tensors format it loads no experts without a gate in channel; " + UNGATED),
+    ("NemotronHForCausalLM", CHANNEL, PlanOptions(scheme_for=(("**.experts.**", NVFP4),)), None),
+    ("NemotronHForCausalLM", CHANNEL, PlanOptions(("**.experts.**",)), None),
+    ("GraniteMoeHybridForCausalLM", CHANNEL, PlanOptions(), STACKED),
+    ("GraniteMoeHybridForCausalLM", TENSOR, PlanOptions(("**.experts.**",)), STACKED),
+    ("JambaForCausalLM", CHANNEL, PlanOptions(), "it has no class of this name; serve it with vLLM"),
 ])  # fmt: skip
 def test_the_plan_says_what_sglang_does_not_load(
     tmp_path: Path, architecture: str, scheme: Scheme, options: PlanOptions, says: str | None
@@ -689,6 +699,16 @@ def test_the_plan_says_what_sglang_does_not_load(
     notes = [note for note in plan.notes if note.startswith("SGLang")]
     assert notes == ([] if says is None else [f"{SGLANG} does not load this output: {says}"])
     assert summary.engines(plan) == (("vLLM",) if says else ("vLLM", "SGLang"))
+
+
+def test_what_sglang_does_not_load_with_experts_it_loads_without(tmp_path: Path) -> None:
+    name = "GraniteMoeHybridForCausalLM"
+    tensors = small_checkpoints.tensors(name)
+    weights = {tensor: weight for tensor, weight in tensors.items() if "block_sparse_moe" not in tensor}
+    root = small_checkpoints.write(tmp_path / "a", name, weights=weights)
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps({**config, "num_local_experts": 0}))
+    assert make_plan(open_checkpoint(root), CHANNEL).notes == ()
 
 
 def test_of_weights_that_are_plain_again_sglang_loads_all(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ UNNAMED = {
         f"NemotronH_{name}": r"sound_encoder\.encoder\.layers\.\*\.conv\.\w+\.bias|.*\.video_embedder"
         for name in ("Omni_Reasoning_V3", "Nano_Omni_Reasoning_V3", "Super_Omni_Reasoning_V3", "Nano_VL_V2")
     },
+    # Its config.json has a list of how many experts each layer has.
+    "NemotronHPuzzleForCausalLM": r"backbone\.layers\.3\.mixer\.experts\.",
     **dict.fromkeys(
         ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel", "Qwen3OmniMoeForConditionalGeneration"), r"talker"
     ),

@@ -95,15 +95,16 @@ def test_every_feature_has_a_representative() -> None:
 
 def split(weights: dict[str, torch.Tensor], model: Architecture) -> dict[str, torch.Tensor]:
     """Weights with each stack of experts taken apart."""
-    stacks = {stacked.name: (experts, stacked) for experts in model.experts for stacked in experts.stacked}
+    entry = ModuleRules(model)
     found = {}
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
-        path, last = module.rsplit(".", 1) if "." in module else ("", module)
-        if weight.dim() != 3 or last not in stacks:
+        stack = entry.rule(module).stack
+        if weight.dim() != 3 or stack is None:
             found[name] = weight
             continue
-        experts, stacked = stacks[last]
+        experts, stacked = stack
+        path = module.rpartition(".")[0]
         path += "." + experts.path.rsplit(".", 1)[1] if experts.beside else ""
         for number, expert in enumerate(weight.mT if stacked.transposed else weight):
             for part, matrix in zip(stacked.parts, expert.chunk(len(stacked.parts)), strict=True):

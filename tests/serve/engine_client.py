@@ -140,14 +140,14 @@ class Loader:
 
     python: Path
 
-    def load(self, pairs: Sequence[tuple[Path, Path]], output: Path) -> list[dict[str, Any] | EngineError]:
-        """What sglang_engine.py says of each directory, given beside the same model in bfloat16."""
+    def load(self, asked: Sequence[tuple[Path, Path, Path]], output: Path) -> list[dict[str, Any] | EngineError]:
+        """What sglang_engine.py says of each directory, given beside the same model in bfloat16, and its source."""
         output.mkdir()
-        named = [f"{directory}:{plain}" for directory, plain in pairs]
+        named = [":".join(map(str, directories)) for directories in asked]
         command = [str(self.python), str(HERE / "sglang_engine.py"), str(output), *named]
         return [
             found if isinstance(found, EngineError) else json.loads(found.read_text())
-            for found in _answers(command, output, len(pairs))
+            for found in _answers(command, output, len(asked))
         ]
 
 

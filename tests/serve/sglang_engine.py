@@ -1,12 +1,13 @@
 """Asks SGLang's own loader about model directories. The engine's own interpreter runs this; openquant is not there.
 
-    sglang_engine.py OUTPUT DIRECTORY:PLAIN...
+    sglang_engine.py OUTPUT DIRECTORY:PLAIN:SOURCE...
 
-PLAIN holds the same model in bfloat16, with the weights that DIRECTORY's codes and scales stand for. SGLang builds both
-and loads both, and every parameter of one is held against the same parameter of the other: merged layers, experts and
-renamed modules are the same on both sides, so nothing here knows of names. Nothing is computed: SGLang's kernels are
-stand-ins, and it believes to have a GPU, whose kind decides what it builds.
-As in engine.py one process imports it and each pair gets a fork, as many at a time as there are CPUs.
+PLAIN holds the same model in bfloat16, with the weights that DIRECTORY's codes and scales stand for, and with experts one
+by one; SOURCE holds it as it is published. SGLang builds and loads the first two, and every parameter of one is held
+against the same parameter of the other: merged layers, experts and renamed modules are the same on both sides, so nothing
+here knows of names. Nothing is computed: SGLang's kernels are stand-ins, and it believes to have a GPU, whose kind decides
+what it builds.
+As in engine.py one process imports it and each directory gets a fork, as many at a time as there are CPUs.
 """
 
 from __future__ import annotations
@@ -151,20 +152,29 @@ def spread(scale: torch.Tensor, shape: torch.Size, widths: list[int]) -> torch.T
     return grid.repeat_interleave(wide, -1)[..., :cols]
 
 
-def compare(directory: Path, plain: Path) -> dict[str, Any]:
+def read(directory: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+    """The parameters of a model in bfloat16, and why SGLang does not load it; None if it does."""
+    try:
+        parameters = {name: parameter.data for name, parameter in load(directory).named_parameters()}
+    except Exception as error:
+        return {}, f"{type(error).__name__}: {error}"
+    missing = [name for name, value in parameters.items() if value.isnan().any()]
+    return parameters, f"in bfloat16 it leaves {missing} unfilled" if missing else None
+
+
+def compare(directory: Path, plain: Path, source: Path) -> dict[str, Any]:
     """What SGLang made of a directory, beside what it made of the same model in bfloat16.
 
-    Returns: `not_run`, why there is nothing to compare with, since it does not load the model in bfloat16 either, or
+    Returns: `not_run`, why there is nothing to compare with, since it does not load the source in bfloat16 either, or
     None; `codes`, how many codes it has room for; `unfilled` and `differing`, the parameters that the quantized
     files left alone, or that do not stand for what the other has; `cache`, the scales of keys and values.
     """
-    try:
-        reference = {name: parameter.data for name, parameter in load(plain).named_parameters()}
-    except Exception as error:
-        return {"not_run": f"{type(error).__name__}: {error}"}
-    missing = [name for name, value in reference.items() if value.isnan().any()]
-    if missing:
-        return {"not_run": f"in bfloat16 it leaves {missing} unfilled"}
+    reference, reason = read(plain)
+    if reason is not None:
+        if read(source)[1] is None:
+            raise ValueError(f"it loads the source, but not with the names that outputs have: {reason}")
+        return {"not_run": reason}
+
     model = load(directory)
     # Words stand for the weight that they are named after.
     parameters = {name.removesuffix("_packed"): parameter for name, parameter in model.named_parameters()}
@@ -185,29 +195,28 @@ def compare(directory: Path, plain: Path) -> dict[str, Any]:
     return {"not_run": None, "codes": codes, "unfilled": unfilled, "differing": differing, "cache": cache}
 
 
-def answer(directory: Path, plain: Path, output: Path) -> None:
+def answer(directory: Path, plain: Path, source: Path, output: Path) -> None:
     """Ask about one directory; write `output`.json, or `output`.error with the traceback."""
     try:
-        output.with_suffix(".json").write_text(json.dumps(compare(directory, plain)))
+        output.with_suffix(".json").write_text(json.dumps(compare(directory, plain, source)))
     except Exception:
         output.with_suffix(".error").write_text(traceback.format_exc())
     os._exit(0)
 
 
 def main() -> None:
-    output, *pairs = sys.argv[1:]
+    output, *asked = sys.argv[1:]
     # What each fork would import.
     importlib.import_module("sglang.srt.models.registry")
     importlib.import_module("configurations").register()
     gc.freeze()
     fork = multiprocessing.get_context("fork")
     running: dict[int, BaseProcess] = {}
-    for number, pair in enumerate(pairs):
+    for number, directories in enumerate(asked):
         while len(running) >= len(CPUS):
             for sentinel in wait(list(running)):
                 running.pop(sentinel).join()
-        directory, _, plain = pair.partition(":")
-        process = fork.Process(target=answer, args=(Path(directory), Path(plain), Path(output, str(number))))
+        process = fork.Process(target=answer, args=(*map(Path, directories.split(":")), Path(output, str(number))))
         process.start()
         running[process.sentinel] = process
     for process in running.values():

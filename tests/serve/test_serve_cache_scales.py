@@ -157,8 +157,8 @@ def test_sglang_loads_the_scales_of_all_layers(tmp_path: Path) -> None:
     written |= unread
     for output in written:
         dequantize(output, output.with_name(f"{output.name}-plain"))
-    pairs = [(output, output.with_name(f"{output.name}-plain")) for output in written]
-    for (output, scales), answer in zip(written.items(), find_loader().load(pairs, tmp_path / "answers"), strict=True):
+    asked = [(output, *[output.with_name(f"{output.name}-plain")] * 2) for output in written]
+    for (output, scales), answer in zip(written.items(), find_loader().load(asked, tmp_path / "answers"), strict=True):
         assert not isinstance(answer, EngineError), f"{output}: {answer}"
         assert not answer["unfilled"] and not answer["differing"]
         found = sorted(each for each in answer["cache"].values() if not isnan(each))

@@ -6,6 +6,7 @@ Nothing is computed: no kernel of SGLang's runs on a CPU. OPENQUANT_ALL=1 asks f
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,13 +62,6 @@ NOT_RUN = {
     "PaddleOCRVLForConditionalGeneration": "in bfloat16 it leaves .*packing_position_embedding.* unfilled",
     "QianfanOCRForConditionalGeneration": "No module or parameter named 'model.mlp1'",
     "Qwen2_5OmniForConditionalGeneration": "for this kind of AutoModel: AutoModel.",
-    **dict.fromkeys(
-        (
-            *("Qwen2_5OmniModel", "FunASRForConditionalGeneration", "NemotronH_Super_Omni_Reasoning_V3"),
-            *("Qwen3ASRRealtimeGeneration", "HCXVisionV2ForCausalLM"),
-        ),
-        "is not a registered model in the Transformers library",
-    ),
     **{
         f"{name}ForCausalLM": "Unsupported TP style 'colwise_gather_output' for Transformers backend"
         for name in ("Glm", "FlexOlmo")
@@ -78,7 +72,6 @@ NOT_RUN = {
         for name in ("Omni_Reasoning_V3", "Nano_VL_V2", "Nano_Omni_Reasoning_V3")
     },
     **dict.fromkeys(("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"), "KeyError: 'lm_head.weight'"),
-    "DiffusionGemmaForBlockDiffusion": "in bfloat16 it leaves ['model.layers.0.moe.experts.w13_weight'",
     # Its towers have one size.
     "UnlimitedOCRForCausalLM": "into parameter (torch.Size([768]))",
     **dict.fromkeys(
@@ -96,19 +89,10 @@ NOT_RUN = {
     "FalconH1ForCausalLM": "in bfloat16 it leaves .*q_norm.* unfilled",
     "GlmOcrForConditionalGeneration": "in bfloat16 it leaves .*visual.embeddings.* unfilled",
     "LlavaForConditionalGeneration": "'Conv2d' object has no attribute 'num_embeddings'",
-    **{
-        f"{name}ForCausalLM": "has no SGlang implementation"
-        for name in ("Falcon", "Bloom", "Qwen4Exp", "OlmoHybrid", "Jamba")
-    },
     "AXK1ForCausalLM": "No module or parameter named 'model.layers.0.post_mlp_layernorm'",
     # It counts heads of attention, which there is none of.
     "Mamba2ForCausalLM": "unsupported operand type(s) for %: 'NoneType' and 'int'",
-    **{
-        f"{name}ForCausalLM": "is not a registered model in the Transformers library"
-        for name in ("LLaMA", "TeleChat2", "TeleChat3", "PanguEmbedded", "Rnj1", "Glm5Next", "GLM4V")
-    },
     "Glm5NextForConditionalGeneration": "'Glm5NextTextConfig' object has no attribute 'index_kpool_compress'",
-    "ChatGLMForConditionalGeneration": "is not a registered model in the Transformers library",
     "Llama4ForCausalLM": "in bfloat16 it leaves .*experts.* unfilled",
     "LongcatFlashForCausalLM": "argument of type 'NoneType' is not iterable",
     "MuseGlimmerForCausalLM": "'MuseGlimmerTextConfig' object has no attribute 'output_soft_cap_temp'",
@@ -126,6 +110,8 @@ NOT_RUN = {
         "'num_attention_heads' is a per-layer attribute and may vary across layers",
     ),
 }
+# What it says of a class that it does not have.
+LACKS = r"is not a registered model in the Transformers library|has no SGlang implementation"
 # Whose experts it loads, and computes without their scales (models/afmoe.py:285, deepseek.py:215).
 WITHOUT_SCALES = ("AfmoeForCausalLM", "DeepseekForCausalLM")
 QWEN3, QWEN3_MOE, GEMMA3 = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForConditionalGeneration"
@@ -159,9 +145,7 @@ def fits(architecture: str, scheme: str) -> bool:
     model = MODELS[architecture]
     options = SCHEMES[scheme]
     refused = small_checkpoints.refused(model.name, find_scheme(options["scheme"], options.get("format")))
-    # The hybrid's small model has no experts.
-    experts = scheme == "tensor-compressed" and model.experts and architecture != "GraniteMoeHybridForCausalLM"
-    return refused is None and not (experts and architecture != "NemotronHForCausalLM")
+    return refused is None and not (scheme == "tensor-compressed" and model.experts)
 
 
 def advised(architecture: str) -> bool:
@@ -226,6 +210,12 @@ ALL_CELLS = (
         for scheme in ("int4", "int8-weights", "nvfp4")
     ),
     Cell(QWEN3_MOE, "int4", {"scheme_for": {ATTENTION: "int8-weights"}}, "all-in-words"),
+    # What is advised where no other experts are loaded.
+    Cell("NemotronHForCausalLM", "channel", {"scheme_for": {EXPERTS: "nvfp4"}}, "experts-in-nvfp4"),
+    *(
+        Cell(name, "channel", {"ignore": [EXPERTS]}, "experts-left")
+        for name in ("GraniteMoeHybridForCausalLM", "DiffusionGemmaForBlockDiffusion")
+    ),
     Cell(QWEN3, "int4", {"scheme_for": {ATTENTION: "channel"}}, "int4-beside-channel"),
     Cell(QWEN3, "channel", {"scheme_for": {ATTENTION: "block"}}, "some-in-blocks"),
     Cell(QWEN3, "block-compressed", {"tp": 2}, "two-ranks"),
@@ -308,10 +298,12 @@ def outputs(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def loaded(outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def loaded(sources: dict[str, Path], outputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """What SGLang says of each."""
-    pairs = [(output, output.with_name(f"{output.name}-plain")) for output in outputs.values()]
-    answers = find_loader().load(pairs, tmp_path_factory.mktemp("sglang") / "answers")
+    plain = {name: output.with_name(f"{output.name}-plain") for name, output in outputs.items()}
+    published = {**plain, **{str(cell): sources[cell.architecture] for cell in CELLS}}
+    asked = [(output, plain[name], published[name]) for name, output in outputs.items()]
+    answers = find_loader().load(asked, tmp_path_factory.mktemp("sglang") / "answers")
     return dict(zip(outputs, answers, strict=True))
 
 
@@ -319,6 +311,8 @@ def status(answer: dict[str, Any] | EngineError, output: Path) -> str:
     """`loaded`, `refused` or `not run`, with what is wrong."""
     if isinstance(answer, EngineError):
         return f"refused: {answer}"
+    if re.search(LACKS, answer["not_run"] or ""):
+        return f"refused: {answer['not_run']}"
     if answer["not_run"] is not None:
         return f"not run: {answer['not_run']}"
     if output.name.startswith(WITHOUT_SCALES):

@@ -35,6 +35,7 @@ ALL = [
     for name in small_checkpoints.ARCHITECTURES
     if not (name in small_models.MODELS and small_models.MODELS[name].alone)
     and MODELS[name].transformers_reads_blocks
+    and all(experts.transformers for experts in MODELS[name].experts)
     and small_checkpoints.refused(name, BLOCK) is None
 ]
 # One of each kind that stores its layers in a way of its own: joined, in stacks, with draft layers, beside a vision tower,
@@ -46,7 +47,7 @@ FOR_BLOCKS = [
     "Blip2ForConditionalGeneration",
     "DeepseekV3ForCausalLM",
     "GPTBigCodeForCausalLM",
-    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "Lfm2MoeForCausalLM",
     "MiMoForCausalLM",
     "MixtralForCausalLM",
