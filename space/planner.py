@@ -37,7 +37,6 @@ from openquant.plan.serving import serving_to_json
 from openquant.plan.tensor_parallel import text_config
 from openquant.request import check_recipe
 from openquant.version import __version__
-from openquant.web.forecast import processor_seconds
 from openquant.web.view import fit_html, plan_html, problem_html, style
 
 # Options of `compress` that the page offers: those that read no file.
@@ -54,6 +53,9 @@ OFFERED = (
 )
 # Those of them that run texts through the model, for which a job needs torch.
 _CALIBRATED = ("gptq", "awq")
+# Processor seconds for a gigabyte of the source (benchmarks/README.md): --scheme tensor or block; nvfp4 and mxfp4; int2
+# to int7. With --gptq 1.2 GB took 429 processor seconds; AWQ takes as long.
+_FLOATS, _FP4, _INTEGERS, _PASSES = 0.8, 6.2, 10.0, 360.0
 # What the page offers in place of a scheme: `--fit` with the GPU that is named.
 MIXTURE = "mixture"
 _OF_MIXTURE = "<p>Which layer gets which scheme is measured when the job runs. This is the plan of {scheme} alone.</p>"
@@ -291,7 +293,7 @@ def _conversion(
     disk = sum(largest) + sum(outputs)
     runs_model = mixture or any(name in options for name in _CALIBRATED)
     if runs_model:
-        seconds += TORCH + processor_seconds(before, "" if mixture else scheme, calibrated=True) / CPUS
+        seconds += TORCH + _processor_seconds(before, "" if mixture else scheme) / CPUS
         # Rounded layers wait on the disk until they are in the output.
         disk += after if "gptq" in options else 0
     return {
@@ -311,3 +313,13 @@ def problem(error: BaseException) -> str:
             f"the planner failed with {type(error).__name__}", "try openquant compress --dry-run, and report it"
         )
     return problem_html(error)
+
+
+def _processor_seconds(source_bytes: int, scheme: str) -> float:
+    """Estimate the processor time of a conversion that runs the model; scheme: "" for a mixture."""
+    cost = _FLOATS
+    if "fp4" in scheme:
+        cost = _FP4
+    elif not scheme or (scheme.startswith("int") and scheme[3] != "8"):
+        cost = _INTEGERS
+    return (cost + _PASSES) * source_bytes / 1e9
