@@ -99,8 +99,8 @@ def test_signatures_are_the_fields() -> None:
     assert by_name(*taken(openquant.verify)[:-2]) == by_name(*said(Check))
     assert by_name(*taken(openquant.diagnose)[:-1]) == by_name(*said(Diagnose))
     assert by_name(*taken(openquant.fit_table)) == by_name(*said(CompareSchemes))
-    assert by_name(*taken(openquant.evaluate)[:-5]) == by_name(*said(Evaluate), *said(Texts))
-    assert by_name(*taken(openquant.calibrate)[:-4]) == by_name(*said(Calibrate), *said(CalibrationTexts))
+    assert by_name(*taken(openquant.evaluate)[:-4]) == by_name(*said(Evaluate), *said(Texts))
+    assert by_name(*taken(openquant.calibrate)[:-3]) == by_name(*said(Calibrate), *said(CalibrationTexts))
 
 
 def test_every_argument_becomes_the_option_of_its_name() -> None:

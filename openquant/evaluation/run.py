@@ -86,7 +86,7 @@ def evaluate(
     Args:
         begun: called once with a line that says what is to be done, before it starts.
         progress: called with the number of tokens that are done and of all tokens. Each pass of a text counts, and a
-            token that is through half of the layers counts half.
+            token that is through layers of half the cost counts half.
         measured: called once with the figures, in the first rank only, before they are written: hours of work are not
             lost if a disk is full. `written` is still empty.
         ranks: this process among several, as `Ranks.from_environment(os.environ)` gives it; each runs its share of the
