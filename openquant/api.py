@@ -34,7 +34,6 @@ from .files.space import DiskSpace, Shortage, find_shortages
 from .fit.budget import refuse_options
 from .formats.names import (
     KEPT,
-    KEPT_SUFFIX,
     ActivationScheme,
     CacheScheme,
     FormatName,
@@ -88,7 +87,6 @@ from .request import Request, check_recipe
 from .result import Place, Preview, Result, lost_notes, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
 from .verification.finished import require_sound
-from .vllm_probe.choose import ArchitectureChoice
 from .weights.statistics import read_calibration
 
 if TYPE_CHECKING:
@@ -250,7 +248,6 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
     opened = open_source(run, ranks)
     source, checkpoint = opened.source, opened.checkpoint
     kept = recipe.scheme == KEPT
-    suffix = KEPT_SUFFIX if kept else f"{scheme.suffix if scheme else ''}{'-KV8' if options.fp8_kv_cache else ''}"
     with without_collector():
         calibration, fingerprint = options.calibration, Fingerprint(checkpoint, source.remote, source.identity)
         if calibration is not None and not fingerprint.matches(calibration.model, calibration.stamp):
@@ -258,16 +255,13 @@ def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again:
                 f"{recipe.calibration or calibration.file} is a calibration of another model than {run.model}",
                 "make one of this model: openquant calibrate MODEL -o FILE",
             )
-        entry = request.architecture.entry(checkpoint, None if run.overwrite else output_directory(run, source, suffix))
         if kept:
-            plan = make_kept_plan(checkpoint, options, source.identity, entry)
+            plan = make_kept_plan(checkpoint, options, source.identity, request.architecture)
         elif scheme is None:
-            plan = make_unchanged_plan(checkpoint, options, source.identity, entry)
+            plan = make_unchanged_plan(checkpoint, options, source.identity, request.architecture)
         else:
-            plan = make_plan(checkpoint, scheme, options, source.identity, entry)
-        plan = replace(
-            plan, provenance=Provenance(recipe_of(recipe, texts), request.architecture.kept, request.frontier)
-        )
+            plan = make_plan(checkpoint, scheme, options, source.identity, request.architecture)
+        plan = replace(plan, provenance=Provenance(recipe_of(recipe, texts), request.frontier))
     if again:
         return prepare(run, opened, plan, ranks, refuse=False)
     if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
@@ -554,9 +548,7 @@ def diagnose(
     source, checkpoint = open_model(request.model, request.revision, request.stream)
     options = PlanOptions(tuple(request.ignore))
     with without_collector():
-        plan = make_plan(
-            checkpoint, chosen, options, source.identity, ArchitectureChoice(request.architecture).entry(checkpoint)
-        )
+        plan = make_plan(checkpoint, chosen, options, source.identity, request.architecture)
     with supply_shards([(source, shards_to_read(plan))], request.stream, request.scratch) as [supply]:
         # More threads bring nothing and take long to start.
         limit = max(MOST_WORKERS, available_cpus())

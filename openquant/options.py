@@ -685,9 +685,7 @@ class Recipe(OptionGroup):
     architecture: str | None = option(
         None,
         "Registry entry to use instead of config.json's. "
-        '"auto" asks vLLM which model it builds for a class without an entry: the vLLM of the Python that '
-        "OPENQUANT_VLLM names, or the installed one. Without vLLM, names and shapes decide. "
-        '"generic" always decides by names and shapes.',
+        '"generic" decides by names and shapes, and so does "auto" for a class without an entry.',
         QUANTIZATION,
         "NAME",
         read=filled,

@@ -15,7 +15,6 @@ from .formats.names import KEPT, UNCHANGED
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
 from .options import CalibrationTexts, Recipe
 from .plan.decisions import PlanOptions
-from .vllm_probe.choose import ArchitectureChoice
 from .weights.transform import UNDECIDED
 
 
@@ -29,7 +28,7 @@ class Request:
         scheme: scheme of all layers for which no pattern names another; None to leave all weights as they are, or to
             keep the codes and scales of a quantized source.
         options: plan options, before a calibration adds to them.
-        architecture: finds the registry entry.
+        architecture: name of the registry entry; None for that of the class.
         frontier: what --fit chose from, as `fit --search --json` prints it; None without --fit.
     """
 
@@ -37,7 +36,7 @@ class Request:
     texts: CalibrationTexts
     scheme: Scheme | None
     options: PlanOptions
-    architecture: ArchitectureChoice
+    architecture: str | None
     frontier: Mapping[str, Any] | None = None
 
 
@@ -87,7 +86,7 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
         texts=expected,
         calibrate=recipe.calibrate or smoothing,
     )
-    return Request(recipe, texts, scheme, options, ArchitectureChoice(recipe.architecture))
+    return Request(recipe, texts, scheme, options, recipe.architecture)
 
 
 def _require_texts(recipe: Recipe, calibrated: bool) -> None:

@@ -72,7 +72,6 @@ WALKED_QUICKLY = re.compile(
 NIGHTLY = (
     "evaluation/test_eval_ranks.py::test_ranks_of_accelerate_launch_write_the_bytes_of_one_process",
     "fuzz/test_interrupts.py",
-    "serve/test_auto.py",
     "serve/test_serve.py::test_two_ranks_serve_what_falls_back_for_them",
     "serve/test_serve_fp4.py",
     "serve/test_serve_int4.py",

@@ -16,7 +16,7 @@ FLOORS = (
     ("options", "packed", "weights"),
     ("gguf",),
     ("data", "hub", "keywords", "plan", "recipes"),
-    ("convert", "distributed", "result", "vllm_probe"),
+    ("convert", "distributed", "result"),
     ("environment", "reporter", "request", "streaming"),
     ("diagnosis", "job"),
     ("calibration", "evaluation"),

@@ -29,10 +29,10 @@ from entry_draft import differences, draft  # noqa: E402
 from openquant.errors import OpenQuantError, UsageError  # noqa: E402
 from openquant.models import MODELS  # noqa: E402
 from openquant.registry.rules import ModuleRules  # noqa: E402
-from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine  # noqa: E402
-from openquant.vllm_probe.modules import engine_modules  # noqa: E402
 from support import small_checkpoints, small_models  # noqa: E402
 from support.small_models import Small  # noqa: E402
+from vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine  # noqa: E402
+from vllm_probe.modules import engine_modules  # noqa: E402
 
 STUB = ROOT / "tests" / "serve" / "stub"
 # What makes a configuration small, by its keys; the first that matches. What

@@ -11,8 +11,8 @@ from openquant.patterns import template
 from openquant.registry.architecture import EMBEDDING, HEAD, ROUTER, Architecture, FusedLayers, Keep, ParallelSplit
 from openquant.registry.parts import HEADS, LayerPart, attention, gated, model, plain
 from openquant.registry.rules import ModuleRules, is_head
-from openquant.vllm_probe.client import EngineAnswer
-from openquant.vllm_probe.modules import (
+from vllm_probe.client import EngineAnswer
+from vllm_probe.modules import (
     EMBEDDING_LAYER,
     HEAD_LAYER,
     UNKNOWN,

@@ -33,7 +33,7 @@ ROOMS = {
     ("hub",): "The Hub",
     ("files",): "Files: checkpoints, outputs, journals",
     ("models", "registry", "patterns"): "Architectures and patterns",
-    ("plan", "vllm_probe"): "The plan",
+    ("plan",): "The plan",
     ("formats",): "Formats and schemes",
     ("weights", "packed"): "Weights and calibration files",
     ("gguf",): "GGUF files",

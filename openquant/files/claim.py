@@ -58,7 +58,7 @@ class OutputContents:
         digest: digest of the plan.
         shards: bytes of tensors in each shard, by file name; the file also has a header.
         others: size of each other file in bytes, by path relative to the directory.
-        provenance: options and entry, for the journal.
+        provenance: options, for the journal.
         facts: what the run does to weights, for the journal.
         at_once: number of shards on disk at a time; None for all.
         scratch: bytes of temporary files.
@@ -105,8 +105,6 @@ class OutputContents:
         }
         if self.provenance.recipe is not None:
             record["recipe"] = self.provenance.recipe
-        if self.provenance.entry is not None:
-            record["entry"] = self.provenance.entry
         if self.provenance.copy:
             record["copy"] = list(self.provenance.copy)
         return (json.dumps(record, indent=1) + "\n").encode()

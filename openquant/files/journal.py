@@ -55,17 +55,15 @@ class WeightFacts(NamedTuple):
 
 
 class Provenance(NamedTuple):
-    """How an output was made. Its journal records all but the third.
+    """How an output was made. Its journal records all but the second.
 
     Attributes:
         recipe: options of the run; None if they are not recorded.
-        entry: architecture entry of the plan (`--architecture`); None for the registry's.
         frontier: sizes and KL divergences that `--fit` chose from, for the card and the page; None without it.
         copy: patterns of files that the user named (`--copy`).
     """
 
     recipe: Mapping[str, Any] | None = None
-    entry: Mapping[str, Any] | None = None
     frontier: Mapping[str, Any] | None = None
     copy: Sequence[str] = ()
 
@@ -148,7 +146,6 @@ def _parsed(data: bytes | None, path: Path) -> dict[str, Any]:
             and isinstance(journal["files"], list)
             and isinstance(journal.get("sources", {}), dict)
             and isinstance(journal.get("recipe", {}), dict)
-            and isinstance(journal.get("entry", {}), dict)
             and all(isinstance(pattern, str) for pattern in journal.get("copy", []))
             and _has_facts(journal.get("weights"))
             and all(_is_ours(name) for name in journal["files"])

@@ -24,7 +24,6 @@ from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
-from ..vllm_probe.choose import ArchitectureChoice
 from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
 from .frontier import Asked, Points, mixtures_of_sizes, sorted_points
 from .menu import BestMixtures, Menu, make_menu
@@ -49,7 +48,7 @@ def choose_mixture(
     options: PlanOptions,
     fit: FitOptions,
     texts: CalibrationTexts,
-    architecture: ArchitectureChoice,
+    architecture: str | None,
     ranks: Ranks,
     reporter: Reporter,
 ) -> tuple[Recipe, SearchResult]:
@@ -61,7 +60,7 @@ def choose_mixture(
         options: what the plan is made with besides the scheme.
         fit: the budget, the context and the engines.
         texts: options that say which texts are read.
-        architecture: finds the registry's entry.
+        architecture: name of the registry's entry; None for that of the class.
         ranks: the processes of this run.
         reporter: receives notes and progress.
 
@@ -78,8 +77,7 @@ def choose_mixture(
     budget = read_budget(fit.fit)
     refuse_ranks(ranks)
     opened = open_source(run, ranks)
-    entry = architecture.entry(opened.checkpoint, None)
-    menu = make_menu(opened, options, fit.candidates, fit.engines, budget.gpu, entry)
+    menu = make_menu(opened, options, fit.candidates, fit.engines, budget.gpu, architecture)
     limit = _limit(budget, menu, fit, options)
     directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
     session = Session(opened, menu, texts, directory, run.stream, run.max_memory, ranks, reporter)

@@ -18,7 +18,6 @@ from ..plan.decisions import PlanOptions
 from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
 from ..streaming.memory import memory_left
-from ..vllm_probe.choose import ArchitectureChoice
 from .budget import read_gpus, weights_on_gpus
 from .frontier import Asked, Points, mixtures_of_sizes, sorted_points, whole_and_half_bits
 from .menu import BestMixtures, make_menu
@@ -87,9 +86,15 @@ def search_mixtures(
     opened = open_source(run, Ranks())
     fp8 = request.kv_cache == "fp8"
     options = PlanOptions(tuple(request.ignore), head=quantize_lm_head, embedding=quantize_embeddings)
-    entry = ArchitectureChoice(request.architecture).entry(opened.checkpoint)
     wanted_engines = request.engines or "both"
-    menu = make_menu(opened, options, request.candidates, wanted_engines, None if budget is None else budget.gpu, entry)
+    menu = make_menu(
+        opened,
+        options,
+        request.candidates,
+        wanted_engines,
+        None if budget is None else budget.gpu,
+        request.architecture,
+    )
     limit = None
     # How much memory a CPU has for weights is not known.
     if budget is not None and budget.value:

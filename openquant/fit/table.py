@@ -38,7 +38,6 @@ from ..plan.serving import (
 )
 from ..plan.tensor_parallel import ParallelSize, text_config
 from ..registry.rules import is_head
-from ..vllm_probe.choose import ArchitectureChoice
 from ..weights.find import with_tool_config
 from .budget import Budget, allowed_context, read_gpus
 from .result import Calibrated, FitTable, Held, SchemeFit, Target
@@ -142,7 +141,7 @@ class _Table:
         self.targets = tuple(Target(None, nbytes, None, 1) for nbytes in COMMON)
         if budget is not None:
             self.targets = (Target(gpu.name if gpu else None, int(budget.value) or None, self.hardware, self.count),)
-        self.entry = ArchitectureChoice(request.architecture).entry(checkpoint)
+        self.entry = request.architecture
         self.refused: dict[str, str] = {}
         # By scheme, what --scheme-for says of the output head.
         self.head_schemes: dict[str, str] = {}

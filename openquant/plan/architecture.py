@@ -2,8 +2,6 @@
 
 find_architecture(checkpoint).name             # "Qwen3ForCausalLM"
 find_architecture(unknown, "auto").name        # "generic"
-
-If vLLM is asked how it builds a class without an entry (vllm_probe), the entry is passed instead of a name.
 """
 
 from __future__ import annotations
@@ -99,9 +97,8 @@ def _unknown(name: str, checkpoint: Checkpoint) -> PlanError:
     nearest = f"the nearest are {', '.join(near)}" if near else "none has a name like it"
     return PlanError(
         f"{name} is not a known architecture; of {len(MODELS)} that are, {nearest}",
-        "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM how it "
-        "builds the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add "
-        "an entry to openquant/registry (docs/adding-an-architecture.md)",
+        "if it is one of them by another name, say which with --architecture; --architecture auto goes "
+        "by names and shapes alone; or add an entry to openquant/registry (docs/adding-an-architecture.md)",
     )
 
 

@@ -46,7 +46,6 @@ from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
 from ..result import lost_notes
 from ..version import VLLM
-from ..vllm_probe.choose import ArchitectureChoice
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
 from ..weights.transform import WeightTransforms
@@ -128,7 +127,7 @@ def verify(
     journal_files = set(journal["files"]) if journal else set()
     requested = None
     if architecture is not None:
-        requested = find_architecture(checkpoint, ArchitectureChoice(architecture).entry(checkpoint))
+        requested = find_architecture(checkpoint, architecture)
     model = requested or known_architecture(checkpoint)
     if model == GENERIC:
         # The generic entry says nothing of engines.

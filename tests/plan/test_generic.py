@@ -49,18 +49,7 @@ def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
         compress(source, tmp_path / "out", architecture="Nothing")
 
 
-LOOK = "look at the plan, and at what the engine makes of it"
-NOBODY = "no vLLM is here to be asked (OPENQUANT_VLLM names a Python that has it)"
-NOTES = {
-    "generic": f"decided from names and shapes alone: {LOOK}",
-    "auto": f"decided from names and shapes alone, as {NOBODY}: {LOOK}",
-}
-
-
-@pytest.fixture(autouse=True)
-def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No engine to be asked: test_built.py has one."""
-    monkeypatch.delenv("OPENQUANT_VLLM", raising=False)
+NOTE = "decided from names and shapes alone: look at the plan, and at what the engine makes of it"
 
 
 def test_names_and_shapes_say_so_unless_told_to_be_quiet(run: Run, tmp_path: Path) -> None:
@@ -71,7 +60,7 @@ def test_names_and_shapes_say_so_unless_told_to_be_quiet(run: Run, tmp_path: Pat
         done = run("-m", source, "-o", f"out{number}", "--architecture", name, *how.split())
         assert done.returncode == 0, done.stderr
         said = {"": done.stdout, "--json": done.stderr, "-q": done.stderr}[how]
-        assert (f"note: {NOTES[name]}\n" in said) == (how != "-q")
+        assert (f"note: {NOTE}\n" in said) == (how != "-q")
         assert bool(said) == (how != "-q")
         assert (tmp_path / "here" / f"out{number}" / "model.safetensors").read_bytes() == expected
 

@@ -24,9 +24,9 @@ from openquant.plan.plan import make_plan
 from openquant.registry.architecture import Architecture, FusedLayers, ParallelSplit
 from openquant.registry.rules import ModuleRules
 from openquant.version import SGLANG
-from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
-from openquant.vllm_probe.modules import EngineModule, engine_modules
 from support import small_checkpoints
+from vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
+from vllm_probe.modules import EngineModule, engine_modules
 
 pytestmark = pytest.mark.serve
 

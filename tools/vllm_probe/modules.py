@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..patterns import compile_pattern, template
-from ..registry.architecture import EMBEDDING, HEAD, ExpertLayout, StackedExperts
-from ..registry.parts import LayerPart, routed
+from openquant.patterns import compile_pattern, template
+from openquant.registry.architecture import EMBEDDING, HEAD, ExpertLayout, StackedExperts
+from openquant.registry.parts import LayerPart, routed
+
 from .client import EngineAnswer, EngineLayer
 
 HEAD_LAYER, EMBEDDING_LAYER = "ParallelLMHead", "VocabParallelEmbedding"

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import PlanError
+from openquant.errors import PlanError
 
 PROBE = Path(__file__).parent / "probe.py"
 SECONDS = 600

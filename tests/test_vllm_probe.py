@@ -10,9 +10,9 @@ import pytest
 
 from entry_draft import differences, draft
 from openquant.models import MODELS
-from openquant.vllm_probe import client
-from openquant.vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
-from openquant.vllm_probe.modules import engine_modules
+from vllm_probe import client
+from vllm_probe.client import EngineAnswer, EngineFailed, Question, ask_engine
+from vllm_probe.modules import engine_modules
 
 SHAPES = {
     "model.embed_tokens.weight": (512, 256),
