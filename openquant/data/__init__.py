@@ -4,8 +4,8 @@ domains    where texts come from: files, datasets, the standard library of Pytho
 corpus     texts as documents of equally many tokens; those for evaluation and for calibration never overlap
 prompts    texts that a model continues
 tasks      questions of tasks: `questions` reads them from files, `lm_eval_tasks` has lm-eval make and score them
-tokenizer  a checkpoint's tokenizer, which is tried in the sandbox before it is loaded
-sandbox    runs chat templates and tokenizers that came with a checkpoint in a subprocess with limits
+tokenizer  a checkpoint's tokenizer
+sandbox    runs chat templates that came with a checkpoint in a subprocess with limits
 
 load_tokenizer(Path("Qwen3-8B")).encode("Some text")      # [8373, 1467]
 """

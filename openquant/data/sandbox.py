@@ -1,14 +1,10 @@
-"""Runs the chat template and the tokenizer that come with a model in a subprocess with limited time and memory.
+"""Runs the chat template that comes with a model in a subprocess with limited time and memory.
 
 transformers renders chat templates in jinja's sandbox, which keeps them from files and from Python, but lets them loop
-for hours and fill the memory. A tokenizer.json has rules that run on every text: replacements that may multiply it, and
-patterns that may take exponential time. The library that runs them has no limits, and does not react to signals
-meanwhile. A tokenizer that works on ordinary text and on long runs of one character may still fail on a text that was
-made for it; docs/evaluation.md says so.
+for hours and fill the memory.
 
     render("{% for m in messages %}{{ m.content }}{% endfor %}", [[{"role": "user", "content": "Hi"}]], ["a test"])
     # ["Hi"]
-    check_tokenizer(data, "Qwen3-8B", ["Some text, 1 + 1"])     # nothing, or a SourceError
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
 from pathlib import Path
@@ -30,17 +26,6 @@ from ..files.small_files import short_repr
 
 # The date that templates get. A real date would change figures from day to day.
 TODAY = date(2026, 1, 1)
-# CPU seconds and bytes of memory for trying a tokenizer. One of 262,000 tokens and 500,000 merges (41 MB) takes 2.4 s
-# and 460 MB.
-_CPU, _MEMORY = 20, 1 << 30
-# How often each character is repeated, and what follows: a pattern that backtracks fails only at the end of a run.
-_RUN, _END = 2000, "\x00"
-# Rules of most byte-level tokenizers, which need no trial. Only the last makes text longer, as it turns each byte into
-# a character, so it may occur once.
-_HARMLESS = ("Sequence", "NFC", "Split", "Digits", "ByteLevel")
-# Most tokens per byte of text. It is more than 1, because some tokenizers replace a character by several bytes.
-_MAX_TOKENS_PER_BYTE = 16
-
 Message = Mapping[str, Any]
 
 
@@ -103,7 +88,7 @@ def render(
         "characters": bounds.characters,
     }
     try:
-        answer = _run("template", task, cpu)
+        answer = _run(task, cpu)
     except _EndlessError:
         raise SourceError(
             f"the model's chat template did not end within {cpu} seconds of processor time",
@@ -128,79 +113,27 @@ def _without_nulls(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def check_tokenizer(data: bytes, where: str, texts: Sequence[str], cpu: int = _CPU, memory: int = _MEMORY) -> None:
-    """Let a tokenizer encode and decode texts within limits. Tokenizers of harmless rules only are not tried.
+def _run(task: Mapping[str, Any], cpu: int) -> Any:
+    """Render in a subprocess.
 
     Args:
-        data: contents of tokenizer.json.
-        where: the model, for messages.
-        texts: texts to encode; long runs of each of their characters are encoded too.
-        cpu: CPU seconds that it may take.
-        memory: bytes of memory that it may take.
-
-    Raises:
-        SourceError: it exceeds the limits, or makes too many tokens. A tokenizer that cannot be loaded raises nothing.
-    """
-    if _is_harmless(data):
-        return
-    task = {"json": data.decode(errors="replace"), "texts": list(texts), "cpu": cpu, "memory": memory}
-    try:
-        problem = _run("tokenizer", task, cpu)
-    except _EndlessError:
-        problem = f"did not end within {cpu} seconds of processor time"
-    except _FailedError:
-        # The library aborts the process when it gets no memory.
-        problem = f"takes more than {memory >> 20} MiB of memory"
-    if problem is not None:
-        raise SourceError(
-            f"the tokenizer of {where} {problem}",
-            "tokenizer.json is damaged, or made to do that: copy it from the model it was made from",
-        )
-
-
-def _is_harmless(data: bytes) -> bool:
-    """Whether a tokenizer has only rules that make text at most a few times longer."""
-    try:
-        tokenizer = json.loads(data)
-        rules = [tokenizer["normalizer"], tokenizer["pre_tokenizer"], tokenizer["decoder"]]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return False
-    types = [list(_rule_types(rule)) for rule in rules]
-    return all(set(names) <= {*_HARMLESS} and names.count(_HARMLESS[-1]) <= 1 for names in types)
-
-
-def _rule_types(rule: object) -> Iterator[object]:
-    """The types of a rule and of all rules in it."""
-    if isinstance(rule, dict):
-        if "type" in rule:
-            yield str(rule["type"])
-        rule = list(rule.values())
-    for inner in rule if isinstance(rule, list) else ():
-        yield from _rule_types(inner)
-
-
-def _run(program: str, task: Mapping[str, Any], cpu: int) -> Any:
-    """Run one of `_PROGRAMS` in a subprocess.
-
-    Args:
-        program: its name.
-        task: its argument, as JSON.
-        cpu: CPU seconds that the program limits itself to.
+        task: the argument of `_render`, as JSON.
+        cpu: CPU seconds that it limits itself to.
 
     Returns:
-        The program's result, as JSON.
+        Its result, as JSON.
 
     Raises:
         _EndlessError: the system ended the process.
         _FailedError: the process gave no answer.
     """
     # Python would import from the current directory, so the subprocess gets this process's path.
-    script = f"import sys; sys.path[:] = sys.argv[2:]; from {__name__} import serve; serve(sys.argv[1])"
+    script = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import serve; serve()"
     # More threads would only reserve memory.
     single_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
     try:
         process = subprocess.run(
-            [sys.executable, "-c", script, program, *map(os.path.abspath, sys.path)],
+            [sys.executable, "-c", script, *map(os.path.abspath, sys.path)],
             input=json.dumps(task).encode(),
             capture_output=True,
             env={**os.environ, **single_thread, "HF_HUB_OFFLINE": "1"},
@@ -218,12 +151,12 @@ def _run(program: str, task: Mapping[str, Any], cpu: int) -> Any:
         raise _FailedError(f"exit code {process.returncode}, {last_line}") from None
 
 
-def serve(program: str) -> None:
-    """Run a program in the subprocess: read its task from stdin and write its result to stdout, both as JSON."""
+def serve() -> None:
+    """Render in the subprocess: read the task from stdin and write the result to stdout, both as JSON."""
     # Output of libraries goes to stderr, so that it does not mix with the result.
     out = os.dup(1)
     os.dup2(2, 1)
-    answer = _PROGRAMS[program](json.load(sys.stdin))
+    answer = _render(json.load(sys.stdin))
     with os.fdopen(out, "w") as stream:
         json.dump(answer, stream)
 
@@ -280,27 +213,3 @@ def _render(task: Mapping[str, Any]) -> dict[str, Any]:
             return {"problem": f"it makes more than {task['characters']:,} characters", "at": number}
         rendered.append(text)
     return {"rendered": rendered}
-
-
-def _use_tokenizer(task: Mapping[str, Any]) -> str | None:
-    """In the subprocess: encode and decode texts. Returns what is wrong with the tokenizer, None if nothing."""
-    from tokenizers import Tokenizer
-
-    _limit(task["cpu"], task["memory"])
-    texts = task["texts"]
-    runs = [character * _RUN + _END for character in sorted(set("".join(texts)))]
-    try:
-        tokenizer = Tokenizer.from_str(task["json"])
-        for text in (*texts, *runs):
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-            if len(ids) > _MAX_TOKENS_PER_BYTE * len(text.encode()):
-                return f"makes {len(ids):,} tokens of {len(text):,} characters"
-            tokenizer.decode(ids, skip_special_tokens=False)
-    except BaseException as error:
-        # Its error will be reported when it is loaded or used. The library's panics are not Exceptions.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-    return None
-
-
-_PROGRAMS = {"template": _render, "tokenizer": _use_tokenizer}

@@ -115,13 +115,6 @@ def test_nothing_of_a_checkpoint_is_executed_or_opened_elsewhere(
     assert not (tmp_path / "planted").exists()
 
 
-def test_a_tokenizer_that_multiplies_texts_is_not_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = {"type": "Replace", "pattern": {"Regex": "."}, "content": "b" * 1000}
-    change_json(model / "tokenizer.json", lambda found: found.update(normalizer=many))
-    monkeypatch.setattr(module, "_load", None)
-    assert re.match(r"the tokenizer of DIR makes [\d,]+ tokens of [\d,]+ characters", refusal(model))
-
-
 def test_the_template_is_none_of_the_loader_s_business(model: Path) -> None:
     """It would be compiled there without bounds."""
     configure(model, chat_template="{% set x = 9 ** (9 ** 9) %}")
