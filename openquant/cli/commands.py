@@ -50,7 +50,7 @@ from .console import (
     say,
     say_lines,
 )
-from .interrupts import MESSAGE, hint
+from .interrupts import INTERRUPTED, MESSAGE, hint
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
@@ -127,11 +127,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
                 fail(cause.message, cause.hint, as_json and not interrupts.result_printed)
             return EXIT_USER
 
-    def explain() -> None:
-        if ranks.speaks:
-            fail(MESSAGE, hint(given["verb"], given.get("search", False)), as_json and not interrupts.result_printed)
-
-    with escaped_libraries(), Interrupts(explain) as interrupts:
+    with escaped_libraries(), Interrupts() as interrupts:
         try:
             interrupts.catching = True
             code = run_verb()
@@ -139,8 +135,13 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
             interrupts.finish(code)
             return code
         except KeyboardInterrupt:
-            # Nothing is left to clean up, and Python would wait for the thread pools of huggingface_hub.
-            interrupts.end()
+            try:
+                if ranks.speaks:
+                    hint_text = hint(given["verb"], given.get("search", False))
+                    fail(MESSAGE, hint_text, as_json and not interrupts.result_printed)
+            finally:
+                # Nothing is left to clean up, and Python would wait for the thread pools of huggingface_hub.
+                os._exit(INTERRUPTED)
 
 
 def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:

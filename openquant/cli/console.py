@@ -10,18 +10,17 @@ import os
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import OutputError
 from ..report.cells import spoken
 from ..reporter import Reporter
-from .interrupts import INTERRUPTED, leave
+from .interrupts import leave
 
 if TYPE_CHECKING:
     from ..files.space import DiskSpace
@@ -30,12 +29,8 @@ if TYPE_CHECKING:
     from ..result import Result
 
 
-# Seconds for which a process that must end at once waits until its message is printed.
-TIME_TO_PRINT = 2.0
-
-
 class Interrupts:
-    """Handles SIGINT and SIGTERM: the first raises KeyboardInterrupt, the second ends the process at once.
+    """Handles SIGINT and SIGTERM: the first raises KeyboardInterrupt, and at the second the kernel ends the process.
 
     Before `catching` is set the first ends the process too. After `finish` a signal ends it with the command's exit
     code.
@@ -43,28 +38,18 @@ class Interrupts:
     Python drops exceptions that a handler raises at certain moments, such as in callbacks of the import lock. So
     `requested` remembers the signal, and `check` raises again.
 
-    Python runs handlers in the main thread between bytecodes, which a matrix product or a read from a dead disk may
-    delay for minutes. So a thread counts signals too, and ends the process at the second.
-
     Attributes:
         requested: whether a signal came.
         catching: whether the caller catches KeyboardInterrupt by now.
         result_printed: whether a result was printed as JSON, after which nothing else may be on stdout.
-        explain: prints that the command was interrupted.
     """
 
-    def __init__(self, explain: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self.requested = False
         self.catching = False
         self.result_printed = False
-        self.explain = explain
         self.previous: dict[int, Any] = {}
         self._code: int | None = None
-        self._explaining = threading.RLock()
-        # The thread that prints the message; None until one does.
-        self._explainer: int | None = None
-        self._ends: tuple[int, int] | None = None
-        self._wakeup = -1
 
     def __enter__(self) -> Interrupts:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -73,14 +58,9 @@ class Interrupts:
             if self.previous[number] is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
         sys.unraisablehook = self._unraisable
-        self._start_counting()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._ends is not None:
-            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-            # The thread then reads the end of the pipe and closes the other side.
-            os.close(self._ends[1])
         for number, handler in self.previous.items():
             # If the process ends now, `_handle` stays: Python may wait long for threads of libraries.
             if handler is not leave or self._code is None:
@@ -92,52 +72,12 @@ class Interrupts:
             os._exit(self._code)
         if not self.catching:
             leave()
-        if self._explainer == threading.get_ident():
-            return  # this thread goes on printing, and then ends the process; `_count` ends it if that takes too long
-        if self.requested:
-            self.end()
+        # Handlers wait for the end of a matrix product or a read from a dead disk; the kernel does not.
+        for number, handler in self.previous.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
         self.requested = True
         raise KeyboardInterrupt
-
-    def _start_counting(self) -> None:
-        try:
-            read, write = self._ends = os.pipe()
-        except OSError:
-            return  # too many open files: only the handler is left
-        os.set_blocking(write, False)
-        thread = threading.Thread(target=self._count, args=(read,), name="openquant-signals", daemon=True)
-        # The thread needs little stack, and memory may be limited.
-        size = threading.stack_size(1 << 18)
-        try:
-            thread.start()
-        except (RuntimeError, MemoryError):
-            os.close(read)
-            os.close(write)
-            self._ends = None
-            return
-        finally:
-            threading.stack_size(size)
-        self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-
-    def _count(self, read: int) -> None:
-        count = 0
-        while numbers := os.read(read, 64):
-            if self._code is not None:
-                os._exit(self._code)
-            count += sum(number in self.previous for number in numbers)
-            if count > 1:
-                self.end()
-        os.close(read)
-
-    def end(self) -> NoReturn:
-        """Print once that the command was interrupted, and end the process."""
-        try:
-            # The lock is never released: of the two threads that may come here, the second lets the first print.
-            if self._explaining.acquire(timeout=TIME_TO_PRINT):
-                self._explainer = threading.get_ident()
-                self.explain()
-        finally:
-            os._exit(INTERRUPTED)
 
     @staticmethod
     def _unraisable(what: sys.UnraisableHookArgs) -> None:

@@ -391,41 +391,19 @@ def test_signals_at_any_moment_exit_130(subtests, tmp_path):
     weights = {"model.layers.0.mlp.down_proj.weight": torch.ones(32768, 4096, dtype=torch.bfloat16)}
     source = small_checkpoints.write(tmp_path / "source", weights=weights)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    for signals in ("INT", "TERM", "INT INT", "TERM INT TERM"):
-        with subtests.test(signals):
-            out = tmp_path / signals
+    for name in ("INT", "TERM"):
+        with subtests.test(name):
+            out = tmp_path / name
             command = [sys.executable, str(ROOT / "compress_fp8.py"), str(source), "-o", str(out), "--json", "-q"]
             started = subprocess.Popen(command, **pipes, text=True, preexec_fn=heed_ctrl_c)
             while not (out / ".openquant").exists():
                 assert started.poll() is None
                 time.sleep(0.002)
-            for name in signals.split():
-                started.send_signal(getattr(signal, f"SIG{name}"))
-                time.sleep(0.002)
+            started.send_signal(getattr(signal, f"SIG{name}"))
             stdout, stderr = started.communicate(timeout=60)
             assert started.returncode == 130, stderr
             assert json.loads(stdout) == {"error": "interrupted", "hint": "run the same command again to continue"}
             assert stderr == "error: interrupted\nhint: run the same command again to continue\n"
-
-
-def test_signals_while_the_message_is_printed_do_not_cut_it(tmp_path: Path) -> None:
-    code = (
-        "import os, signal\n"
-        "from openquant.cli.console import Interrupts\n"
-        "def explain():\n"
-        "    os.write(2, b'first half, ')\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    os.write(2, b'second half')\n"
-        "with Interrupts(explain) as interrupts:\n"
-        "    interrupts.catching = True\n"
-        "    try:\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "    except KeyboardInterrupt:\n"
-        "        interrupts.end()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, preexec_fn=heed_ctrl_c)
-    assert (done.returncode, done.stderr) == (130, "first half, second half")
 
 
 def test_a_background_job_keeps_ignoring_ctrl_c(tmp_path: Path, source: Path) -> None:
