@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..errors import SourceError
 from .names import CARD_FILE, INDEX_FILE, MODEL_FILES, is_adapter, left_out_part
 
 # Where transformers looks for a model's own way of generating (generation/utils.py, load_custom_generate).
@@ -19,6 +20,7 @@ _GENERATE = "custom_generate/generate.py"
 _SHOWN = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".md", ".pdf")
 # Weights of sentence-transformers' modules (models/Dense.py), each in a folder that modules.json names.
 _MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_WITH_WEIGHTS = ("Dense", "LayerNorm", "LSTM", "CNN", "WeightedLayerPooling")
 
 # An adapter that config.json says is beside the weights (transformers, models/granite_speech, GraniteSpeechConfig). Its
 # users give vLLM the model's own directory as the adapter: --lora-modules speech=DIR.
@@ -112,9 +114,22 @@ def _imported(code: str) -> Iterator[str]:
 
 
 def _module_weights(names: Collection[str], read: Read) -> set[str]:
+    """Weights in the folders that modules.json names."""
     modules = _parsed(read("modules.json")) if "modules.json" in names else None
-    folders = [entry.get("path") for entry in modules if isinstance(entry, dict)] if isinstance(modules, list) else []
-    return {f"{folder}/{weights}" for folder in folders if folder for weights in _MODULE_WEIGHTS}.intersection(names)
+    found: set[str] = set()
+    for module in modules if isinstance(modules, list) else ():
+        folder = module.get("path") if isinstance(module, dict) else None
+        if not folder:
+            continue
+        weights = {f"{folder}/{name}" for name in _MODULE_WEIGHTS}.intersection(names)
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind in _WITH_WEIGHTS and not weights:
+            raise SourceError(
+                f"modules.json names {folder}, a {kind} layer, whose weights are not there",
+                "download or copy the model again, with its folders",
+            )
+        found |= weights
+    return found
 
 
 def _adapters(names: Collection[str], read: Read) -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE, change_json, tree
-from openquant import OutputError, Push, UsageError, compress, dequantize, push, verify
+from openquant import OutputError, Push, SourceError, UsageError, compress, dequantize, push, verify
 from openquant.files.checkpoint import open_checkpoint
 from support import small_checkpoints
 
@@ -101,7 +101,11 @@ def test_code_goes_along_if_a_config_names_it_and_so_does_what_it_imports(source
 
 
 def test_weights_of_sentence_transformers_modules_go_along(source: Path, tmp_path: Path) -> None:
-    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
+    kinds = ("Transformer", "Pooling", "Dense")
+    modules = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for path, kind in zip(("", "1_Pooling", "2_Dense"), kinds, strict=True)
+    ]
     (source / "modules.json").write_text(json.dumps(modules))
     put(
         source, "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "3_Dense/model.safetensors"
@@ -112,6 +116,13 @@ def test_weights_of_sentence_transformers_modules_go_along(source: Path, tmp_pat
     assert "3_Dense/model.safetensors" not in found
     assert compress(source, tmp_path / "out").resumed
     assert verify(tmp_path / "out", source).problems == ()
+
+    # Embeddings without their projection are others.
+    (source / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(SourceError, match=r"^modules\.json names 2_Dense, a Dense layer, whose weights are not there$"):
+        compress(source, tmp_path / "new")
+    (tmp_path / "out" / "2_Dense" / "model.safetensors").unlink()
+    assert verify(tmp_path / "out").problems[0].startswith("modules.json names 2_Dense, a Dense layer")
 
 
 def test_pictures_and_texts_go_along_if_the_card_names_them(source: Path) -> None:
