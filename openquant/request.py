@@ -15,7 +15,7 @@ from .formats.names import KEPT, UNCHANGED
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
 from .options import CalibrationTexts, Recipe
 from .plan.decisions import PlanOptions
-from .weights.transform import UNDECIDED
+from .weights.weight import UNDECIDED
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from openquant.files.checkpoint import (
 from openquant.files.names import SINGLE_FILE
 from openquant.fit.budget import read_budget, refuse_options, weights_on_gpus
 from openquant.fit.table import table_of
-from openquant.formats.gpus import GPUS
+from openquant.formats.hardware import GPUS
 from openquant.formats.names import SCHEME_NAMES
 from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of, options_of
 from openquant.plan import summary

@@ -12,7 +12,7 @@ gptq          rounds a weight column by column, and propagates errors to later c
 gptq_pass     runs texts through a model, and rounds each layer by GPTQ; gptq_run does that in a run of compress()
 prepare       what a run of compress() calibrates before the final plan
 
-weights/transform.py applies the factors of SmoothQuant and AWQ to weights, where these are read. A pass of calibrate()
+weights/weight.py applies the factors of SmoothQuant and AWQ to weights, where these are read. A pass of calibrate()
 or of GPTQ that was interrupted continues from its pass checkpoint (streaming/pass_checkpoint.py).
 
 [mapping, *_] = usable_mappings(plan).mappings

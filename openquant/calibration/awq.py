@@ -26,8 +26,7 @@ from ..plan.plan import Plan
 from ..registry.architecture import absolute_patterns
 from ..weights.reading import Reader, memory_of
 from ..weights.statistics import Calibration
-from ..weights.transform import WeightTransform, WeightTransforms
-from ..weights.weight import Weight
+from ..weights.weight import Weight, WeightTransform, WeightTransforms
 from .mappings import SmoothingMapping
 from .smoothing import nearest_powers_of_two, statistics_of, usable_mappings, without_zero_rows
 

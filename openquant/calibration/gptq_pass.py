@@ -31,12 +31,11 @@ from ..formats.schemes import Scheme
 from ..plan.gptq import rounded_tensors
 from ..plan.plan import Plan
 from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.matmul import products_in_float32
+from ..streaming.matmul import limited_threads, products_in_float32, threads_for
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.progress import Advanced, PassProgress, layer_costs
-from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
 from .gptq import ErrorPropagation, find_error_propagation, round_columns

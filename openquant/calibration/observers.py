@@ -24,16 +24,15 @@ from ..data.corpus import Corpus
 from ..errors import SourceError
 from ..plan.architecture import known_architecture
 from ..streaming import transformers_internals
-from ..streaming.documents import DocumentRanks, documents_of_rank
 from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, holds_experts
 from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.matmul import products_in_float32
+from ..streaming.matmul import limited_threads, products_in_float32, threads_for
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.progress import Advanced, PassProgress, layer_costs
+from ..streaming.session import DocumentRanks, documents_of_rank
 from ..streaming.text_cache import TextCache
-from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.statistics import InputStatistics
 
 # Larger counts of tokens are not exact in float64.

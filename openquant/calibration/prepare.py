@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from ..distributed import Ranks, attempt
 from ..errors import PlanError
-from ..files.atomic import make_directory
 from ..files.checkpoint import Checkpoint
+from ..files.destination import make_directory
 from ..files.space import Needs, require_space
 from ..formats.numbers import Floats
 from ..hub.shards import supply_shards
@@ -34,7 +34,7 @@ from ..streaming.session import BUDGET, hidden_bytes
 from ..threads import in_threads
 from ..weights.reading import Reader
 from ..weights.statistics import SUFFIX, Calibration
-from ..weights.transform import WeightTransforms
+from ..weights.weight import WeightTransforms
 from .awq import awq_scale, search_memory, with_importance
 from .mappings import SmoothingMapping
 from .run import calibration_destination, find_calibration, read_texts

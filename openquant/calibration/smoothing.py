@@ -26,8 +26,7 @@ from ..plan.tensor_parallel import text_config
 from ..registry.architecture import absolute_patterns
 from ..weights.reading import Reader
 from ..weights.statistics import Calibration, InputStatistics
-from ..weights.transform import WeightTransform, WeightTransforms
-from ..weights.weight import Weight
+from ..weights.weight import Weight, WeightTransform, WeightTransforms
 from .mappings import SmoothingMapping, find_smoothing_mappings
 
 # Scales are 2**-MOST to 2**MOST.

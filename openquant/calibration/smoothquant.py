@@ -18,8 +18,7 @@ from ..formats.numbers import Floats
 from ..plan.plan import Plan
 from ..weights.reading import Reader
 from ..weights.statistics import Calibration, InputStatistics
-from ..weights.transform import WeightTransform
-from ..weights.weight import Weight
+from ..weights.weight import Weight, WeightTransform
 from .mappings import SmoothingMapping
 from .smoothing import nearest_powers_of_two, statistics_of, without_zero_rows
 

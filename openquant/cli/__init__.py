@@ -1,10 +1,9 @@
 """The command line: its parser, the terminal, and what each verb does with its arguments.
 
-start       the entry points, which handle signals before anything large is imported
+start       the entry points, and what SIGINT and SIGTERM do before anything large is imported
 arguments   the parsers, made from options.py
 commands    one function for each verb; `compress_main` and `main` run them
 console     printing, progress and interrupts; no other module prints
-interrupts  SIGINT and SIGTERM before a command has begun
 
 compress_main(["-m", "Qwen/Qwen3-8B", "--dry-run"])      # 0, and the plan is printed
 """

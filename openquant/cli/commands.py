@@ -50,7 +50,7 @@ from .console import (
     say,
     say_lines,
 )
-from .interrupts import INTERRUPTED, MESSAGE, hint
+from .start import INTERRUPTED, MESSAGE, hint
 
 if TYPE_CHECKING:
     from ..distributed import Ranks
@@ -371,8 +371,7 @@ def _search(given: Given, interrupts: Interrupts) -> int:
         reporter.close()
     require_printed(reporter.failure)
     if page is not None:
-        from ..report.html import render_page
-        from ..report.pages import searched_page
+        from ..report.html import render_page, searched_page
 
         page.write(render_page(searched_page(found)).encode())
     if command.json:
@@ -444,7 +443,7 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
     if not ranks.first:
         return code
     if page is not None or figure is not None:
-        from ..report.pages import write_evaluated
+        from ..report.html import write_evaluated
 
         write_evaluated(evaluation.outputs, (options.source, *options.outputs), page, figure)
     _say_written(given, *evaluation.written, page, figure)

@@ -10,7 +10,7 @@ from pathlib import Path
 import shtab
 
 from ..errors import UsageError
-from ..files.atomic import write_atomic
+from ..files.destination import write_atomic
 from ..files.journal import output_errors
 from ..files.small_files import read_small
 from .arguments import SHELLS, compress_parser, verb_parser

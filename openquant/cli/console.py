@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ..errors import OutputError
 from ..report.cells import spoken
 from ..reporter import Reporter
-from .interrupts import leave
+from .start import leave
 
 if TYPE_CHECKING:
     from ..files.space import DiskSpace

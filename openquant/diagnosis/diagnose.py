@@ -24,7 +24,7 @@ from ..formats.kernels import CHUNK, to_float32
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
 from ..plan.plan import Plan
-from ..streaming.shard_provider import ShardProvider
+from ..streaming.session import ShardProvider
 from ..threads import in_threads
 from ..weights.quant_error import row_energies
 from ..weights.reading import DAMAGED_WEIGHTS, Reader

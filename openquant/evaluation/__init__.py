@@ -12,7 +12,7 @@ counters, gathering  distances of hidden states and routes of tokens; figures of
 saved_measurements   what is measured so far, for a run that continues an interrupted one
 task_requests        multiple-choice questions as token ids; `task_passes` runs them among the texts
 task_servers         has running servers generate the answers to other tasks
-task_statistics      intervals, paired tests; `task_results` and `task_types` are what eval.json has of tasks
+task_statistics      intervals, paired tests; `task_results` makes what eval.json has of tasks
 under_test           the checkpoints that are compared, with their settings
 verdict_word         "same", "close", "similar", "changed" or "broken"; `verdict` finds the layers that stand out
 results, types       eval.json, and the types of its keys

@@ -21,13 +21,12 @@ from ..data.corpus import Corpus
 from ..data.prompts import Prompt
 from ..errors import naming
 from ..streaming import transformers_internals
-from ..streaming.documents import documents_of_rank
 from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.matmul import products_in_float32
+from ..streaming.matmul import limited_threads, products_in_float32, threads_for
 from ..streaming.meta_model import REST
 from ..streaming.model import StreamedModel, shards_by_unit
 from ..streaming.progress import Advanced, PassProgress, layer_costs
-from ..streaming.torch_threads import limited_threads, threads_for
+from ..streaming.session import documents_of_rank
 from .answers import compare_answers, prompts_to_answer
 from .as_served import ServedModel, logits
 from .gathering import pack_records, unpack_records
@@ -39,7 +38,7 @@ from .saved_measurements import EvaluationState
 from .task_passes import TaskPasses
 from .task_results import evaluate_tasks
 from .task_servers import generate_texts
-from .task_types import counted_questions
+from .types import counted_questions
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .weight_changes import compare_weights
 

@@ -40,13 +40,13 @@ from ..streaming.session import (
     scratch_for,
     vocabulary_of,
 )
-from .task_types import counted_questions
+from .types import counted_questions
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
     from ..data.tokenizer import Tokenizer
     from ..streaming.pass_checkpoint import PassCheckpoint
-    from ..streaming.shard_provider import ShardProvider
+    from ..streaming.session import ShardProvider
     from .results import Evaluation
     from .task_requests import TaskRequests
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from ..plan.architecture import known_architecture
-from ..streaming.documents import DocumentRanks, documents_of_rank
 from ..streaming.interleaved import ForwardPass
 from ..streaming.matmul import products_in_float32
 from ..streaming.model import StreamedModel
 from ..streaming.packing import Pack, make_packs, packed_logits, packing_of
+from ..streaming.session import DocumentRanks, documents_of_rank
 from .as_served import ServedModel
 from .kl import CHUNK, divergences, log_probabilities
 from .task_requests import TaskRequests

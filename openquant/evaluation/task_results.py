@@ -23,7 +23,7 @@ from .task_statistics import (
     smallest_loss,
     wilson_interval,
 )
-from .task_types import MeanMetric, TaskFigures, TaskMetric, TasksEvaluation, counted_questions
+from .types import MeanMetric, TaskFigures, TaskMetric, TasksEvaluation, counted_questions
 
 # Name of the figures over the questions of all tasks.
 ALL = "all questions"

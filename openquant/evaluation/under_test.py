@@ -20,11 +20,10 @@ from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
 from ..files.journal import WeightFacts
 from ..hub.shards import Needs
-from ..streaming.documents import DocumentRanks
 from ..streaming.model import StreamedModel, shards_by_unit
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.shard_provider import ShardProvider
+from ..streaming.session import DocumentRanks, ShardProvider
 from .as_served import ServedModel
 from .task_requests import TaskRequests
 from .types import NamedModel

@@ -10,10 +10,9 @@ claim                       one run's claim on its output directory: the lock an
 output                      the output directory, held open; gives files their final names
 journal                     `.openquant.json`, which records how an output was made
 layer_store                 layers that GPTQ has quantized, stored beside the output until the conversion copies them
-destination, atomic, space  where other files may go and what they must not replace; whole or not at all; room on disk
+destination, space          where other files may go and what they must not replace; whole or not at all; room on disk
 fingerprint                 what identifies a checkpoint: a digest of all bytes, and a stamp that is cheap to compare
 evaluation, cards           eval.json and README.md, read with distrust
-siblings                    a name like one that does not exist
 folder, small_files, names  a directory that is reached through no link; configs and indexes; names of files in a
                             model
 

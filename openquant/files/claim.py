@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError
-from .atomic import make_directory
+from .destination import make_directory
 from .folder import Folder
 from .journal import (
     ELSEWHERE,

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from ..errors import OutputError, SourceError
 from .folder import Folder, is_plain
 from .names import JOURNAL_FILE as JOURNAL
-from .siblings import similar_path
-from .small_files import parse_json, read_small
+from .small_files import parse_json, read_small, similar_path
 
 WORK = ".openquant"
 LOCK = f"{WORK}/lock"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError
-from .atomic import make_directory, write_atomic
+from .destination import make_directory, write_atomic
 from .folder import Folder
 from .journal import output_errors
 from .shardfile import Bytes

@@ -2,11 +2,14 @@
 
 Anybody may have put anything into a directory: a pipe, a link to an endless device, a gigabyte, deeply nested JSON.
 What these functions return is bounded in size and depth, and comes from a regular file.
+
+A directory whose name is like that of one that does not exist, for the hint of its error.
 """
 
 from __future__ import annotations
 
 import codecs
+import difflib
 import errno
 import hashlib
 import json
@@ -14,6 +17,7 @@ import os
 import reprlib
 import stat
 from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +179,25 @@ def short_repr(value: object) -> str:
     if not isinstance(value, str):
         return reprlib.repr(value)
     return repr(value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}...")
+
+
+# Entries of a directory that are looked at.
+_MOST = 10_000
+
+
+def similar_path(path: Path) -> Path | None:
+    """Return the path beside one that does not exist whose name is nearest: "models/Qwen3-8B" for "models/Qwen3-8b".
+
+    Args:
+        path: the path that does not exist.
+
+    Returns:
+        The other path, written as this one is; None if none is near, or the directory cannot be read.
+    """
+    try:
+        with os.scandir(path.parent) as entries:
+            names = {entry.name.lower(): entry.name for entry in islice(entries, _MOST)}
+    except (OSError, ValueError):
+        return None
+    near = difflib.get_close_matches(path.name.lower(), names, n=1, cutoff=0.8)
+    return path.with_name(names[near[0]]) if near else None

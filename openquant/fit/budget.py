@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import PlanError, UsageError
 from ..files.small_files import short_repr
-from ..formats.gpus import GPU, find_gpu, is_apple, nearest_gpus
+from ..formats.hardware import GPU, find_gpu, is_apple, nearest_gpus
 from ..options import Recipe, flags_of, nats, options_of, size
 from ..plan.plan import Plan
 from ..plan.serving import FEWEST_TOKENS, OVERHEAD, LoadedWeights, UnknownCache, find_cache, loaded_weights

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError, UsageError
-from ..formats.gpus import GPU
-from ..formats.hardware import ENGINES_FOR, schemes_on
+from ..formats.hardware import ENGINES_FOR, GPU, schemes_on
 from ..formats.schemes import Scheme, find_scheme
 from ..job import Opened
 from ..plan import summary

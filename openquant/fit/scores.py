@@ -32,12 +32,11 @@ from ..formats.schemes import Scheme
 from ..streaming import transformers_internals
 from ..streaming.hooks import DOWN, FIRST, ExpertWeights, holds_experts
 from ..streaming.interleaved import ForwardPass, hidden_state, run_interleaved
-from ..streaming.matmul import products_in_float32
+from ..streaming.matmul import limited_threads, products_in_float32, threads_for
 from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.progress import Advanced, PassProgress, layer_costs
-from ..streaming.torch_threads import limited_threads, threads_for
 from ..weights.find import decoded_view
 from ..weights.reading import Reader
 from .rounding import replaced_tensors

@@ -13,7 +13,7 @@ quantization           reads a `quantization_config`, whichever tool wrote it; `
 ignored, settings      ignore lists that are read, matched as engines match them; values in a config that nothing
                        reads
 activations            how a config quantizes activations
-hardware, gpus         on which GPUs and CPUs engines compute each scheme, and in which numbers; GPUs by name
+hardware               on which GPUs and CPUs engines compute each scheme, and in which numbers; GPUs by name
 kv_cache               how a config asks for an FP8 KV cache, and names of its scales; computes them
 finite                 NaN and infinity in the bytes of a tensor
 

@@ -8,8 +8,8 @@ Callers pass names and sizes of shards. Nothing in this room knows a plan.
     shards          shard supplies for commands that write no shards, such as `calibrate` and `eval`
     preflight       checks before a push: token, permissions, and what the repository already holds
     publish         Publisher, which uploads finished shards and commits them all at once
-    similar         repositories with a name like one that does not exist
-    error_mapping   exceptions of huggingface_hub as OpenQuantErrors with the server's reason and a hint
+    error_mapping   exceptions of huggingface_hub as OpenQuantErrors with the server's reason and a hint, such as a
+                    repository with a similar name
 
     source = find_source("Qwen/Qwen3-8B@main")
     shard = "model-00001-of-00005.safetensors"

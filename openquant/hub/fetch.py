@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
-from ..files.atomic import make_directory
+from ..files.destination import make_directory
 from ..files.journal import output_errors
 from ..files.small_files import open_regular
 from ..threads import FirstFailure

@@ -37,8 +37,7 @@ from ..files.fingerprint import Stamp, stamps_of
 from ..files.gguf import read_gguf_header
 from ..files.model_files import deciding
 from ..files.names import INDEX_FILE, SINGLE_FILE, left_out_part
-from ..files.siblings import similar_path
-from ..files.small_files import file_sha256, read_small
+from ..files.small_files import file_sha256, read_small, similar_path
 from ..formats.ggml import ggml_types
 from ..gguf.source import SUFFIX, OpenedGguf, open_gguf
 from ..threads import in_thread

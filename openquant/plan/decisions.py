@@ -12,8 +12,7 @@ from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
 from ..patterns import compile_any, template
 from ..weights.statistics import Calibration, PlaceholderCalibration
-from ..weights.transform import UNDECIDED, WeightTransforms
-from ..weights.weight import Weight
+from ..weights.weight import UNDECIDED, Weight, WeightTransforms
 
 FEW_AXES = "fewer than two axes"
 # What a calibration must still find: ranges of activations and of the KV cache; factors of SmoothQuant or AWQ; GPTQ's

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..weights.transform import WeightTransforms
-from ..weights.weight import Weight
+from ..weights.weight import Weight, WeightTransforms
 from .decisions import Item, PassthroughTensor, StackedTensor
 
 

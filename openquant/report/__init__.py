@@ -3,7 +3,7 @@
 text                 plan and summary of a run, and what verify found; `evaluation`, `diagnosis`, `explained` and `fit`
                      for those verbs
 card, source_card    README.md of an output; the text of the source's card in it
-html, pages, charts  an HTML page, what it shows for each verb, and its charts
+html, charts         an HTML page of evaluations or of a search, and its charts
 comparison           the picture of several outputs: size against KL
 recovery             the pictures of tasks: recovery of each output and each task
 words                what the words on a page mean

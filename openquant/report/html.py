@@ -5,6 +5,8 @@ Content-Security-Policy lets no script run but the page's own.
 
     page = render_page(PageContent("Qwen3-8B-FP8", evaluations=[evaluation]))
     Destination(Path("report.html"), "--report", PAGE).write(page.encode())
+
+The content of each verb's HTML report.
 """
 
 from __future__ import annotations
@@ -12,17 +14,24 @@ from __future__ import annotations
 import base64
 import difflib
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module, resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from ..errors import UsageError
+from ..errors import OpenQuantError, UsageError
 from ..evaluation.verdict_word import kl_text
-from ..files.destination import FileKind
+from ..files.checkpoint import open_checkpoint
+from ..files.destination import Destination, FileKind
 from ..files.evaluation import evaluation_digest
 from ..files.names import EVAL_PAGE, EVAL_PICTURE
+from ..fit.result import SearchResult
+from ..hub.source import local_source
+from ..plan.as_stored import stored_serving
+from ..plan.serving import serving_to_json
 from ..version import __version__, install_hint
 from .cells import gigabytes, per_cent, short, shortened
 from .escape import terminal
@@ -30,6 +39,7 @@ from .words import verdict_meaning, words_on_page
 
 if TYPE_CHECKING:
     from markupsafe import Markup
+
 
 # Most texts, and most characters of each.
 MOST_TEXTS, MOST_LETTERS = 50, 4000
@@ -184,3 +194,77 @@ def _mark_differences(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
             for before, piece in zip(answers, pieces, strict=True)
         )
     return answers
+
+
+def write_evaluated(
+    evaluations: Sequence[Mapping[str, Any]],
+    models: Sequence[str | os.PathLike[str]],
+    page: Destination | None,
+    figure: Destination | None,
+) -> None:
+    """Write the HTML page of eval, and its picture.
+
+    Args:
+        evaluations: for each output the content of its eval.json; at least one.
+        models: names or directories of the source and then of each output. For one local output of a local source, the
+            page shows what serving takes.
+        page: file of the page; None to write none.
+        figure: file of the picture; None to write none.
+
+    Raises:
+        OutputError: a file cannot be written.
+        UsageError: a file must not be written, since something else came to lie there.
+    """
+    if page is not None:
+        page.write(render_page(evaluated_page(evaluations, [Path(model) for model in models])).encode())
+    if figure is not None:
+        from .figure import draw_picture
+
+        figure.write(draw_picture(evaluations))
+
+
+def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Path]) -> PageContent:
+    """Make the page of eval.
+
+    Args:
+        evaluations: for each output the content of its eval.json; at least one.
+        models: directories of the source and then of each output; other names for those on the Hub.
+
+    Returns:
+        The page's content, for `render_page`.
+    """
+    local = len(models) == 2 and all(model.is_dir() for model in models)
+    first, source = evaluations[0], evaluations[0]["source"]["name"]
+    return PageContent(
+        first["output"]["name"] if len(evaluations) == 1 else f"{len(evaluations)} outputs of {source}",
+        f"compared with {source}, on {first['text']['positions']:,} positions of {first['text']['documents']:,} texts",
+        evaluations,
+        serving=_serving(models[1], models[0]) if local else None,
+    )
+
+
+def searched_page(found: SearchResult) -> PageContent:
+    """Make the page of `fit --search`: size against KL of mixtures and single schemes.
+
+    Args:
+        found: the result of search_mixtures().
+
+    Returns:
+        The page's content, for `render_page`.
+    """
+    return PageContent(
+        Path(found.model).name or found.model,
+        f"{found.architecture}, weights rounded to nearest, on {found.texts}",
+        frontier=found.to_json(),
+        commands=[point.command for point in found.points],
+    )
+
+
+def _serving(output: Path, source: Path | None) -> Mapping[str, Any] | None:
+    """Return what serving takes; None if one of them cannot be opened, or has a format that openquant does not read."""
+    try:
+        model = local_source(source or output)
+        checkpoints = model.open(), open_checkpoint(output)
+        return serving_to_json(*map(stored_serving, checkpoints))
+    except OpenQuantError:
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..evaluation.task_types import counted_questions
+from ..evaluation.types import counted_questions
 from .escape import markdown, terminal
 
 

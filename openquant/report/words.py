@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..evaluation.task_types import counted_questions
+from ..evaluation.types import counted_questions
 from ..formats.schemes import SCHEMES
 
 _SEVERAL = {

@@ -20,8 +20,7 @@ from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..plan.architecture import known_architecture
 from . import transformers_internals
-from .expert_stacks import find_expert_stacks
-from .lazy_tensors import LazyTensors
+from .lazy_tensors import LazyTensors, find_expert_stacks
 
 # Name of the weights outside of all units.
 REST = ""

@@ -24,7 +24,7 @@ from . import transformers_internals
 from .lazy_tensors import TORCH_DTYPES, LazyTensors
 from .memory import compute_dtype
 from .meta_model import REST, MetaModel
-from .shard_provider import LocalShards, ShardProvider
+from .session import LocalShards, ShardProvider
 
 # Bytes above which embeddings are looked up in pieces of LOOKUPS tokens, and the output head is multiplied in pieces of
 # half as many bytes.

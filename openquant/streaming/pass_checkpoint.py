@@ -36,7 +36,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import OutputError, SourceError
-from ..files.atomic import make_directory
+from ..files.destination import make_directory
 from ..files.small_files import open_regular
 from ..files.tensors import TensorInfo, read_header
 from ..machine import first_line

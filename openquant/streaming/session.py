@@ -1,14 +1,23 @@
 """What a run of a streamed model needs: its tokenizer, a file for hidden states, and its shards as they are downloaded.
 
 transformers is imported inside functions only.
+
+Divides documents among ranks.
+
+Provides source shards to code that reads them, which waits for shards it needs and says when it is done with them.
+
+provider.wait_for("model.layers.3", stopped)
+provider.path("model-00002-of-00005.safetensors")
+provider.finished("model.layers.3")
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..distributed import Ranks, attempt
 from ..errors import SourceError
@@ -20,6 +29,7 @@ from ..hub.source import Source
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
     from .offload import OffloadFile
+
 
 # Bytes of memory for hidden states of waiting passes, and for Hessians, without --max-memory.
 BUDGET = 4 << 30
@@ -152,3 +162,90 @@ class ArrivingShards:
         if what in self._remaining:
             del self._remaining[what]
             self.supply.finished(what)
+
+
+class DocumentRanks(Protocol):
+    """What is needed of ranks to share documents; distributed.Ranks has it.
+
+    Attributes:
+        rank: number of this process, from 0.
+        size: the number of processes.
+    """
+
+    rank: int
+    size: int
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Gather bytes in rank 0, which gets those of the other ranks in their order; others get an empty list.
+
+        Raises:
+            OutputError: another rank has failed.
+        """
+
+    def agree(self, error: Exception | None, value: Any = None) -> list[Any]:
+        """All-gather a small value.
+
+        Args:
+            error: what stopped this rank, or None.
+            value: anything that JSON can hold.
+
+        Returns:
+            The value of each rank, in order of the ranks.
+
+        Raises:
+            Exception: `error`, if this rank has one.
+            OutputError: another rank has failed.
+        """
+
+
+def documents_of_rank(documents: int, ranks: DocumentRanks | None) -> range:
+    """Return the numbers of this rank's documents, every `size`-th of them.
+
+    Args:
+        documents: the number of documents.
+        ranks: the processes that share them; None for a single process, which has all documents.
+    """
+    return range(documents) if ranks is None else range(ranks.rank, documents, ranks.size)
+
+
+class ShardProvider(Protocol):
+    """Provides source shards, on disk or as they are downloaded. Methods may be called from any thread."""
+
+    def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
+        """Wait until all shards that `what` needs are on disk, or `stopped()`.
+
+        Args:
+            what: name of what reads the shards, such as a unit or an output shard.
+            stopped: returns whether to give up waiting; called from time to time.
+
+        Raises:
+            SourceError: a shard cannot be downloaded.
+            OutputError: it cannot be written.
+        """
+
+    def path(self, name: str) -> Path:
+        """Return the path of a source shard that is on disk, by its file name."""
+
+    def finished(self, what: str) -> None:
+        """Note that `what` does not need its shards any more, so that they may be deleted."""
+
+
+@dataclass(frozen=True)
+class LocalShards:
+    """Shards that are all in one directory, and stay there.
+
+    Attributes:
+        root: the directory.
+    """
+
+    root: Path
+
+    def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
+        """Return at once, since all shards are on disk; `what` and `stopped` are ignored."""
+
+    def path(self, name: str) -> Path:
+        """Return the path of a shard, by its file name; whether it exists is not checked."""
+        return self.root / name
+
+    def finished(self, what: str) -> None:
+        """Do nothing, since the shards stay."""

@@ -3,7 +3,7 @@
 The room is not called `verify`, because `openquant.verify` is the function.
 
     verify          all checks in order; returns a Report (outcome)
-    checks          all checks of the headers, which read no tensor: config_checks, weight_checks, cache_checks,
+    checks          all checks of the headers, which read no tensor: config_checks, weight_checks, static_scales,
                     module_checks. Headers is what they check, and Findings what they report
     find_smoothing  recognizes the smoothing factors of an output by comparing it with its source
     contents        reads tensors: NaN, equality with the source, recomputed codes and scales, the error of each layer

@@ -16,10 +16,10 @@ from ..plan.architecture import with_layer_counts
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.find import pairs
-from .cache_checks import check_cache
 from .config_checks import check_files, check_index, check_settings
 from .headers import Findings, Headers
 from .module_checks import check_fused, check_head, check_listed, check_unlisted
+from .static_scales import check_cache
 from .weight_checks import check_strays, find_decodable_weights, find_weights
 
 

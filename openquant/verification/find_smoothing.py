@@ -30,8 +30,7 @@ from ..formats.kernels import to_float32
 from ..formats.numbers import Floats
 from ..plan.plan import Plan
 from ..weights.reading import Reader
-from ..weights.transform import WeightTransform, WeightTransforms
-from ..weights.weight import Weight
+from ..weights.weight import Weight, WeightTransform, WeightTransforms
 
 # A column counts as a multiple of the source's column if their squared cosine exceeds this.
 _EXPLAINED = 0.75

@@ -48,9 +48,7 @@ from ..result import lost_notes
 from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
-from ..weights.transform import WeightTransforms
-from ..weights.weight import Weight
-from .cache_checks import cache_tensors, cached_in_fp8
+from ..weights.weight import Weight, WeightTransforms
 from .checks import check_headers
 from .configs import config_differences, judge_config, missing_keys, without_quantization
 from .contents import Progress, TensorFindings, TensorTask, read_contents
@@ -58,7 +56,7 @@ from .extras import extra_files, extra_weights
 from .find_smoothing import recognize_smoothing
 from .headers import Findings, Headers, described
 from .outcome import Report
-from .static_scales import check_static_scales
+from .static_scales import cache_tensors, cached_in_fp8, check_static_scales
 
 # An unquantized tensor, and what it must equal: see TensorTask.original.
 Pair = tuple[TensorInfo, Weight | bytes | None]

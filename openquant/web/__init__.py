@@ -5,7 +5,7 @@ choices          what a visitor chose, checked, and the commands that do it
 planner          makes plans in a process of its own
 runs             the queue of runs; `running` shows one as HTML
 page             the page, made with Gradio
-guard, server    who may ask for what; serves the page
+server           serves the page, and says who may ask for what
 
 serve_page(find_roots(("models",)), 7860, ready=print)
 """

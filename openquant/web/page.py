@@ -18,9 +18,9 @@ from ..fit.budget import read_budget
 from ..formats.names import SCHEME_NAMES
 from ..options import FitOptions, Option, flags_of
 from .choices import ADVANCED, Chosen, Roots, is_local, push_words
-from .guard import OWNER
 from .running import result_html, run_title, status_html
 from .runs import DONE, FAILED, STOPPED, PageRun, Runs, environment, without_tokens
+from .server import OWNER
 from .view import problem_html
 
 # Names that the search shows, and characters from which on it searches.

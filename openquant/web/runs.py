@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import OutputError, UsageError
-from ..files.atomic import write_atomic
+from ..files.destination import write_atomic
 from .choices import OUTPUT, shown
 
 FOLDER = ".openquant-web"

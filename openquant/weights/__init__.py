@@ -1,15 +1,14 @@
 """The weights of a checkpoint, plain or quantized: which there are, where they lie, and how to read them by rows.
 
 weight                    a Weight is one matrix: a tensor of its own, one expert of a stack, or codes with their
-                          scales
+                          scales; what a calibration changes about it before it is quantized
 find                      which tensors are codes and which their scales; a checkpoint as if it were unquantized
 reading                   a Reader yields the rows of any Weight in pieces of bounded size, decoded where they are
                           codes
-packed_columns, per_rank  codes that lie in columns (AutoAWQ, GPTQ, Quark); several projections in one tensor, a part
+packed_columns            codes that lie in columns (AutoAWQ, GPTQ, Quark); several projections in one tensor, a part
                           for each rank
 bitsandbytes              codes of 4 bits as bitsandbytes stores them
 statistics                a calibration file: statistics of the inputs of each layer
-transform                 what a calibration changes about a weight before it is quantized, such as smoothing factors
 quant_error               quantization error of a layer, summed over pieces
 
 view, weights = decoded_view(checkpoint)     # view.tensors["model.layers.0.mlp.up_proj.weight"] is BF16

@@ -13,7 +13,7 @@ Layouts:
                (compressed-tensors); or X.weight and X.weight_scale, multiplied by X.weight_scale_2 (modelopt)
     DeepSeek V4  FP8 as above with scales X.scale; experts in MXFP4, which its config.json does not say: X.weight int8
                [out, in / 2], two codes in a byte, the first lowest, and X.scale E8M0 [out, in / 32]
-    MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (per_rank.py)
+    MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (packed_columns.py)
     AWQ, GPTQ, auto-round  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
     torchao    FP8 as X._weight_qdata and X._weight_scale
     bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (bitsandbytes.py)
@@ -46,8 +46,7 @@ from ..patterns import compile_any, template
 from ..registry.architecture import absolute_patterns
 from .bitsandbytes import four_bits
 from .gguf import GgufCheckpoint
-from .packed_columns import DAMAGED, name_and_type, packed_columns
-from .per_rank import per_rank_projections
+from .packed_columns import DAMAGED, name_and_type, packed_columns, per_rank_projections
 from .weight import Weight
 
 # modelopt's file beside config.json, from before config.json held the same.

@@ -34,7 +34,7 @@ from openquant.reporter import Reporter
 from openquant.run import carry_out
 from openquant.streaming.matmul import products_in_float32
 from openquant.streaming.model import StreamedModel
-from openquant.weights.transform import WeightTransform, WeightTransforms
+from openquant.weights.weight import WeightTransform, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.paper_gptq import by_hand

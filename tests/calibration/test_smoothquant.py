@@ -34,8 +34,7 @@ from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from openquant.weights.reading import Reader
 from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
-from openquant.weights.transform import WeightTransforms
-from openquant.weights.weight import Weight
+from openquant.weights.weight import Weight, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.outlier_channels import twin

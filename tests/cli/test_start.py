@@ -41,7 +41,7 @@ AT_EACH_LINE = """
 import atexit, json, os, runpy, signal, sys
 import numpy, argparse
 
-OURS = ("compress_fp8.py", *(f"openquant/{name}.py" for name in ("cli/start", "cli/interrupts", "options", "cli/arguments", "cli/console", "cli/commands")))
+OURS = ("compress_fp8.py", *(f"openquant/{name}.py" for name in ("cli/start", "options", "cli/arguments", "cli/console", "cli/commands")))
 script, folder, source = sys.argv[1:]
 
 def command(moment):
@@ -230,7 +230,7 @@ def test_a_job_in_the_background_keeps_ignoring_ctrl_c(tmp_path: Path) -> None:
 # A verb whose cleanup never ends: in Python, or in a C library that starts its wait again after each signal.
 STUCK = """
 import ctypes, sys, time
-from openquant.cli.interrupts import listen
+from openquant.cli.start import listen
 listen()
 from openquant.cli import commands
 
@@ -270,7 +270,7 @@ def test_a_second_signal_ends_a_command_that_is_stuck_in_its_cleanup(subtests: p
 def test_a_signal_after_the_result_ends_a_command_that_python_waits_for() -> None:
     code = (
         "import sys, threading, time\n"
-        "from openquant.cli.interrupts import listen\n"
+        "from openquant.cli.start import listen\n"
         "listen()\n"
         "from openquant.cli import commands\n"
         "commands.VERBS['verify'] = lambda *_: 1\n"

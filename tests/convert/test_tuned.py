@@ -18,7 +18,7 @@ from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from openquant.reporter import Reporter
 from openquant.run import carry_out
-from openquant.weights.transform import WeightTransform, WeightTransforms
+from openquant.weights.weight import WeightTransform, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.rows import for_each

@@ -29,7 +29,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import EVALUATION, find_evaluation, read_evaluation
 from openquant.hub.source import Source
 from openquant.options import Evaluate
-from openquant.report import pages
+from openquant.report import html
 from openquant.report.evaluation import evaluation_text
 from openquant.streaming import offload
 from openquant.streaming.offload import OffloadFile
@@ -225,7 +225,7 @@ def test_what_was_found_is_told_even_if_the_page_cannot_be_written(
     def full(*_: object) -> None:
         raise OutputError("the disk is full", "free some space")
 
-    monkeypatch.setattr(pages, "write_evaluated", full)
+    monkeypatch.setattr(html, "write_evaluated", full)
     words = ("eval", output, "--source", EXAMPLE, *QUICK, "--json", "--report", tmp_path / "a.html")
     code, stdout, stderr = run_main(capsys, *words)
     assert (code, stderr.splitlines()[-2:]) == (2, ["error: the disk is full", "hint: free some space"])

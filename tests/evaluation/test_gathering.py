@@ -17,7 +17,7 @@ from openquant.evaluation.kl import DocumentRecord
 from openquant.evaluation.results import Evaluation
 from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming.documents import documents_of_rank
+from openquant.streaming.session import documents_of_rank
 from support import small_checkpoints
 
 DOCUMENTS = tuple(Document(f"domain {at}", f"text {at}", (3 * at, 7 * at, 5)) for at in range(5))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openquant.errors import OutputError, UsageError
-from openquant.files.atomic import require_place, write_atomic
+from openquant.files.destination import require_place, write_atomic
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

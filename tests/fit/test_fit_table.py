@@ -21,7 +21,7 @@ from openquant.diagnosis.measured import MEASURED, measured_kl
 from openquant.errors import OpenQuantError, PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit.budget import allowed_context, read_budget, weights_on_gpus
-from openquant.formats.gpus import GPUS, find_gpu
+from openquant.formats.hardware import GPUS, find_gpu
 from openquant.formats.schemes import SCHEMES, find_scheme
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from openquant.formats.gpus import GPUS, LONGEST, find_gpu, is_apple, nearest_gpus
-from openquant.formats.hardware import ENGINES_FOR, HARDWARE
+from openquant.formats.hardware import ENGINES_FOR, GPUS, HARDWARE, LONGEST, find_gpu, is_apple, nearest_gpus
 
 
 def test_a_name_is_found_however_it_is_written() -> None:

@@ -537,8 +537,7 @@ def evaluation(case: Case) -> Trial:
     from openquant.files.evaluation import EVALUATION as KIND
     from openquant.files.evaluation import read_evaluation
     from openquant.report.card import evaluated_card
-    from openquant.report.html import render_page
-    from openquant.report.pages import evaluated_page
+    from openquant.report.html import evaluated_page, render_page
 
     data = damaged_json(case.rng, json.dumps(case.sound.evaluation))
     data = raw(case.rng, data) if case.rng.random() < 0.1 else data

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import tree
 from openquant import compress
-from openquant.hub.similar import similar_repositories
+from openquant.hub.error_mapping import similar_repositories
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import COMMANDS
 from support.hub_site import Site

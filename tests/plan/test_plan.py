@@ -51,7 +51,7 @@ from openquant.plan.plain import make_plain_plan
 from openquant.plan.plan import Plan, make_plan
 from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
-from openquant.weights.transform import UNDECIDED, WeightTransforms
+from openquant.weights.weight import UNDECIDED, WeightTransforms
 from support import small_checkpoints
 from support.rows import for_each
 

@@ -27,8 +27,7 @@ from openquant.files.destination import Destination
 from openquant.files.evaluation import evaluation_digest, find_evaluation
 from openquant.report.charts import by_depth, by_domain, distribution, draw_distribution
 from openquant.report.figure import draw_picture
-from openquant.report.html import PICTURE, PageContent, render_page
-from openquant.report.pages import evaluated_page, write_evaluated
+from openquant.report.html import PICTURE, PageContent, evaluated_page, render_page, write_evaluated
 from support.evaluation_files import EVIL, evaluation, hostile, several, with_tasks
 
 ALLOWED = {

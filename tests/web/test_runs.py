@@ -8,7 +8,7 @@ import time
 import pytest
 
 from openquant.errors import OutputError, UsageError
-from openquant.files.atomic import write_atomic
+from openquant.files.destination import write_atomic
 from openquant.web.runs import DONE, FAILED, RUNNING, STOPPED, Runs, without_tokens
 
 

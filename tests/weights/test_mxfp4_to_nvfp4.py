@@ -12,8 +12,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.files.tensors import TensorInfo
 from openquant.formats.schemes import MXFP4, NVFP4
 from openquant.plan.plan import make_plan
-from openquant.weights.transform import WeightTransform
-from openquant.weights.weight import Weight
+from openquant.weights.weight import Weight, WeightTransform
 from support import small_checkpoints
 from support.quantized_checkpoints import Make, Weights, by_rows, group, is_layer, store
 from support.rows import for_each
