@@ -125,9 +125,8 @@ def test_unknown_architecture_names_the_nearest(source: Path) -> None:
     with pytest.raises(PlanError, match="; of [0-9]+ that are, none has a name like it$"):
         find_architecture(open_checkpoint(source), "xyz")
     assert caught.value.hint == (
-        "if it is one of them by another name, say which with --architecture; --architecture auto asks vLLM how it "
-        "builds the class (OPENQUANT_VLLM names a Python that has it), or goes by names and shapes alone; or add an "
-        "entry to openquant/registry (docs/adding-an-architecture.md)"
+        "if it is one of them by another name, say which with --architecture; --architecture auto goes by "
+        "names and shapes alone; or add an entry to openquant/registry (docs/adding-an-architecture.md)"
     )
 
 
