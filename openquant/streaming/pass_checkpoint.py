@@ -102,12 +102,12 @@ class PassCheckpoint:
         for name in (path, self._new_path):
             if os.path.lexists(name) and not stat.S_ISREG(os.lstat(name).st_mode):
                 raise SourceError(f"{name} is not a regular file", _AGAIN)
-        self._take_lock()
+        self._release_lock = self._take_lock()
         if os.path.lexists(path):
             self._read()
 
-    def _take_lock(self) -> None:
-        """Refuse a file that another process uses."""
+    def _take_lock(self) -> Callable[[], object]:
+        """Refuse a file that another process uses. Returns what gives it free, as the end of this object does."""
         # Not beside the file, where a killed run would leave it.
         name = hashlib.sha256(os.fsencode(self.path.absolute())).hexdigest()
         path = Path(tempfile.gettempdir(), f"openquant-{name[:16]}.lock")
@@ -115,7 +115,7 @@ class PassCheckpoint:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except OSError:
             # Another user's, or nothing can be written.
-            return
+            return lambda: None
 
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,11 +123,11 @@ class PassCheckpoint:
             os.close(handle)
             # Others say that this file system has no locks.
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                return
+                return lambda: None
             raise OutputError(
                 f"another run is using {self.path}", "wait until it has ended, or give another place"
             ) from None
-        weakref.finalize(self, _release, handle, path)
+        return weakref.finalize(self, _release, handle, path)
 
     def _read(self) -> None:
         with self.continuing(), self._open() as file:
@@ -390,6 +390,7 @@ class PassCheckpoint:
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
             self._new_path.unlink(missing_ok=True)
+        self._release_lock()
 
 
 def _release(handle: int, path: Path) -> None:

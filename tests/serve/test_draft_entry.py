@@ -30,8 +30,9 @@ from vllm_probe.modules import EngineModule, engine_modules
 
 pytestmark = pytest.mark.serve
 
-# Refused in both schemes that entries are asked in, and what no engine reads the configuration of by itself.
-UNASKED = ("DeepseekV4ForCausalLM", "DeciLMForCausalLM")
+# Refused in both schemes that entries are asked in, and what no engine reads the configuration of by itself; experts
+# without a gate, which the CPU build refuses (layers/fused_moe/config.py:1403).
+UNASKED = ("DeepseekV4ForCausalLM", "DeciLMForCausalLM", "NemotronHForCausalLM", "NemotronHPuzzleForCausalLM")
 BUILT = tuple(name for name in small_checkpoints.ARCHITECTURES if name not in (*UNBUILT, *UNASKED))
 HELD = tuple(name for name in BUILT if name in CHOSEN)
 # What an entry says otherwise than the engine, and why that is right.
