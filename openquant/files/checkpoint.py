@@ -57,6 +57,7 @@ class Checkpoint:
         left_out: files and directories that are no part of the model: other formats, leftovers, what nobody asks for.
         quant_states: contents of the tensors in which bitsandbytes says what shape a weight has, by name.
         unindexed: the shards of MTP layers that the index does not name.
+        beside: number of tensors, and size in bytes, of each further file of weights that is left out.
     """
 
     root: Path
@@ -71,6 +72,15 @@ class Checkpoint:
     left_out: tuple[str, ...]
     quant_states: dict[str, bytes] = field(default_factory=dict)
     unindexed: tuple[str, ...] = ()
+    beside: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def with_cost(self, name: str) -> str:
+        """Return the name of a file with what is in it: "mtp.safetensors (12 tensors, 34,100,224 bytes)"."""
+        if name not in self.beside:
+            return name
+        count, size = self.beside[name]
+        tensors = "1 tensor" if count == 1 else f"{count} tensors"
+        return f"{name} ({tensors}, {size:,} bytes)"
 
 
 class RemoteFile(Protocol):
@@ -192,6 +202,11 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
     read = in_parallel(read_state, states, HEADERS_AT_ONCE)
     quant_states = {info.name: data for info, data in zip(states, read, strict=True)}
     indexed = weight_map is not None
+    beside = {
+        name: cost
+        for name in left_out
+        if name.endswith(".safetensors") and "/" not in name and (cost := _cost(root, remote.get(name), name))
+    }
     return Checkpoint(
         root,
         config,
@@ -205,7 +220,20 @@ def _open(root: Path, remote: Mapping[str, RemoteFile], absent: Mapping[str, int
         left_out,
         quant_states,
         tuple(unindexed),
+        beside,
     )
+
+
+def _cost(root: Path, remote: RemoteFile | None, name: str) -> tuple[int, int] | None:
+    """Return the number of tensors in a file of weights, and its size in bytes; None if it is damaged."""
+    try:
+        if remote is not None:
+            _, header = _read_remote(remote, name)
+            return len(header), remote.size
+        size, _, header = _open_shard(root / name, name)
+    except (OSError, SourceError):
+        return None
+    return len(header), size
 
 
 def _read_remote(file: RemoteFile, name: str) -> tuple[str, list[tuple[TensorInfo, int]]]:

@@ -137,17 +137,24 @@ def _adapters(names: Collection[str], read: Read) -> set[str]:
     in a folder that it names, such as vision-lora for its "vision_lora" (Phi-4-multimodal).
     """
     configs = [name for name in names if name.rpartition("/")[2] == _ADAPTER_CONFIG]
-    config = _parsed(read("config.json")) if configs else None
+    config = _parsed(read("config.json"))
     if not isinstance(config, dict):
         return set()
+    beside = {name for name in names if is_adapter(name)}
+    is_whole = _ADAPTER_CONFIG in beside and len(beside) > 1 and INDEX_FILE in names
+    if config.get(_HAS_ADAPTER) is True and not is_whole:
+        raise SourceError(
+            f"config.json says that the model has an adapter ({_HAS_ADAPTER}), and none lies beside {INDEX_FILE}",
+            f"download the model again whole, or set {_HAS_ADAPTER} to false in config.json",
+        )
 
     named = {text.removeprefix("./").rstrip("/").replace("-", "_") for text in _texts(config)}
     found: set[str] = set()
     for folder in (name[: -len(_ADAPTER_CONFIG)] for name in configs):
         if folder and folder.rstrip("/").replace("-", "_") in named:
             found.update(name for name in names if name.startswith(f"{folder}adapter_"))
-        elif not folder and config.get(_HAS_ADAPTER) is True and INDEX_FILE in names:
-            found.update(name for name in names if is_adapter(name))
+        elif not folder and config.get(_HAS_ADAPTER) is True:
+            found |= beside
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -76,11 +77,22 @@ def test_an_adapter_that_config_json_names_goes_along(tmp_path: Path) -> None:
     assert compress(source, tmp_path / "out", "channel").resumed
     compress(tmp_path / "out", tmp_path / "again", "block")
     assert {*expected} <= tree(tmp_path / "again").keys()
-    # Without an index engines would load it with the weights.
-    single = small_checkpoints.write(tmp_path / "single")
-    put(single, *ADAPTER)
-    change_json(single / "config.json", lambda config: config.update(has_lora_adapter=True))
-    assert open_checkpoint(single).left_out == ADAPTER
+
+
+def test_an_adapter_that_config_json_names_and_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """Without an index engines would load it with the weights."""
+    refused = "config.json says that the model has an adapter (has_lora_adapter), and none lies beside model.safetensors"
+    for shards, files in ((2, ()), (2, ADAPTER[:1]), (2, ADAPTER[1:]), (1, ADAPTER)):
+        source = small_checkpoints.write(tmp_path / f"{shards}-{len(files)}-{files[:1]}", shards=shards)
+        put(source, *files)
+        compress(source, tmp_path / "out")
+        assert verify(tmp_path / "out").problems == ()
+        for root in (source, tmp_path / "out"):
+            change_json(root / "config.json", lambda config: config.update(has_lora_adapter=True))
+        with pytest.raises(SourceError, match=re.escape(refused)):
+            compress(source, tmp_path / "other")
+        assert verify(tmp_path / "out").problems[0].startswith(refused)
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_code_goes_along_if_a_config_names_it_and_so_does_what_it_imports(source: Path) -> None:
