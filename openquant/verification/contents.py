@@ -528,8 +528,8 @@ class _Worker:
                 f"{place} is off by {error:.3g} at [{row}, {col}], where rounding explains {bound:.3g} "
                 f"({count} of {math.prod(comparison.shape)} weights are off)"
             )
-        if comparison.error.excess is not None:
-            beyond_gptq = f"{place} {comparison.error.excess}"
+        if comparison.excess is not None:
+            beyond_gptq = f"{place} {comparison.excess}"
 
         if task.foreign:
             times_rounding = comparison.error.times_rounding

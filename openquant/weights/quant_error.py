@@ -173,6 +173,9 @@ class Comparison:
         first_difference: (row, column), stored code and expected code of the first of them; None if none differs.
         out_of_bound: (row, column), error and largest possible rounding error of the first weight whose error rounding
             cannot explain, and the number of such weights; None if there is none.
+        first_run: (row, column) of the first of FEW_WEIGHTS codes that are all the same, and most of them not the
+            nearest ones; None if there is none. A page of a file that was lost looks so.
+        runs: how many of them there are.
     """
 
     def __init__(
@@ -208,6 +211,19 @@ class Comparison:
         self.differing = 0
         self.first_difference: tuple[tuple[int, int], int, int] | None = None
         self.out_of_bound: tuple[tuple[int, int], float, float, int] | None = None
+        self.first_run: tuple[int, int] | None = None
+        self.runs = 0
+
+    @property
+    def excess(self) -> str | None:
+        """What is wrong with the codes even if a method such as GPTQ chose them; None if nothing is."""
+        if self.error.excess is not None or self.first_run is None:
+            return self.error.excess
+        row, column = self.first_run
+        return (
+            f"has one code in all of columns {column} to {column + FEW_WEIGHTS - 1} of row {row}, where the source's "
+            f"weights differ ({self.runs} such runs)"
+        )
 
     def add(self, low: int, stored: Codes, bits: Bits, dtype: str) -> None:
         """Compare some rows.
@@ -263,12 +279,25 @@ class Comparison:
             if self.first_difference is None:
                 row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
                 self.first_difference = (top + row, col), int(codes[row, col]), int(expected[row, col])
+        if not same:
+            self._count_runs(top, codes, expected)
         error = self._decode(codes, zero, element_scale) - weight
         nearest = error if same else self._decode(expected, zero, element_scale) - weight
         self.error.add(weight, error, nearest)
         if not (same and fits):
             np.abs(error, out=error)
             self._check_bound(top, weight if zero is None else weight + zero * element_scale, error, element_scale)
+
+    def _count_runs(self, top: int, codes: Codes, expected: Codes) -> None:
+        """Count runs of one code that are mostly not the nearest ones."""
+        stored = _runs(codes)
+        is_constant = (stored == stored[:, :, :1]).all(axis=2)
+        differing = (stored != _runs(expected)).sum(axis=2)
+        found = is_constant & (differing > FEW_WEIGHTS // 2)
+        self.runs += int(found.sum())
+        if self.first_run is None and found.any():
+            row, run = (int(axis) for axis in np.unravel_index(int(found.argmax()), found.shape))
+            self.first_run = top + row, run * FEW_WEIGHTS
 
     def _decode(self, codes: Codes, zero: Floats | None, element_scale: Floats) -> Floats:
         """Return the weights that codes stand for, float32 [n, in]."""
@@ -328,6 +357,12 @@ def _are_others(signals: npt.NDArray[np.float64], products: npt.NDArray[np.float
     """Return which rows are not the source's, given <source, source> and <source, output> of each."""
     others: npt.NDArray[np.bool_] = (products > WRONG_ROW * signals) | (products < signals / WRONG_ROW)
     return others
+
+
+def _runs(codes: Codes) -> Codes:
+    """Divide each row into runs of FEW_WEIGHTS codes, [n, runs, FEW_WEIGHTS], without what is left at its end."""
+    count = codes.shape[1] // FEW_WEIGHTS
+    return codes[:, : count * FEW_WEIGHTS].reshape(len(codes), count, FEW_WEIGHTS)
 
 
 def energy(values: Floats) -> float:

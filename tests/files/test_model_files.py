@@ -81,7 +81,9 @@ def test_an_adapter_that_config_json_names_goes_along(tmp_path: Path) -> None:
 
 def test_an_adapter_that_config_json_names_and_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """Without an index engines would load it with the weights."""
-    refused = "config.json says that the model has an adapter (has_lora_adapter), and none lies beside model.safetensors"
+    refused = (
+        "config.json says that the model has an adapter (has_lora_adapter), and none lies beside model.safetensors"
+    )
     for shards, files in ((2, ()), (2, ADAPTER[:1]), (2, ADAPTER[1:]), (1, ADAPTER)):
         source = small_checkpoints.write(tmp_path / f"{shards}-{len(files)}-{files[:1]}", shards=shards)
         put(source, *files)
