@@ -106,6 +106,8 @@ class Builds:
         self.config = small_checkpoints.config(architecture)
         # Other names of keys: num_local_experts for num_experts.
         self.aliases: dict[str, str] = {}
+        # Keys that the small model's config.json says.
+        self.said = {path for path, _ in _flatten(self.config)}
         self.defaults = self._defaults()
         self._shapes: dict[Changes, dict[str, Shape] | None] = {}
         self._structures: dict[Changes, Structure | None] = {}
@@ -154,6 +156,18 @@ class Builds:
             except Exception:
                 self._shapes[changes] = None
         return self._shapes[changes]
+
+    def taken(self, path: str, value: Any) -> Any:
+        """Return what a class makes of a key's value: the last layer of some has full attention whatever it says."""
+        small = small_models.MODELS.get(self.architecture)
+        if small and (small.known_as or small.inside or small.alone):
+            return value
+        config = copy.deepcopy(self.config)
+        _set(config, path, copy.deepcopy(_thawed(value)), self.defaults)
+        model_type = (small and small.made_as and small.made_as[1]) or config["model_type"]
+        config.pop("model_type")
+        made = dict(_flatten(transformers.AutoConfig.for_model(model_type, **config).to_dict()))
+        return made.get(path, value)
 
     def structure(self, changes: Changes) -> Structure | None:
         """Return a build's tensors by name template."""

@@ -94,6 +94,8 @@ class Sizes:
             candidates += [value + 1, value // 2, value + 2] if isinstance(value, int) else []
             if re.search("shared_layers|replace", last):
                 candidates = [value - 1, value + 1]
+            if "frequency" in last:
+                candidates = [value // 2, 2 * value]
             works = (other for other in candidates if other and self._builds(path, other))
             self.numbers[path] = list(itertools.islice(works, 2))
             if not self.numbers[path]:

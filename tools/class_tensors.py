@@ -10,6 +10,7 @@ decides whether a tensor is there. openquant/registry/class_tensors.py says what
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -28,6 +29,14 @@ from support import small_checkpoints, small_models
 
 # A part that a toggle adds with more tensors outside of lists than this is left out.
 _MOST_ADDED = 100
+# Parts that small models do not have whole, with what config.json says where there is one.
+_SOME = {
+    **dict.fromkeys(
+        ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel", "Qwen3OmniMoeForConditionalGeneration"),
+        {"talker": [["talker_config", True], ["enable_audio_output", True]]},
+    ),
+    "Gemma3nForConditionalGeneration": {"model.vision_tower": [["vision_config", True]]},
+}
 # Of classes that transformers builds by another's name: what the code beside the published weights says.
 _PUBLISHED_DEFAULTS = {("MiniCPMForCausalLM", "tie_word_embeddings"): True}
 
@@ -37,13 +46,25 @@ def _below(entries: Iterable[str], child: str) -> set[str]:
 
 
 def _by_layer(path: str, values: Any, length: int) -> Iterator[tuple[str, Callable[[Any], list[str]]]]:
-    """How a key may say something of each layer: by a value for each, or by the numbers of some, from 0 or 1 on."""
+    """How a key may say something of each layer: by a value for each, by the numbers of some, from 0 or 1 on, by how
+    many the first ones are, or by the distance between some.
+    """
     if isinstance(values, (list, str)) and len(values) == length and not any(isinstance(one, dict) for one in values):
         yield path, lambda of_layers: list(map(str, of_layers))
     if isinstance(values, list) and values and all(type(number) is int and 0 <= number <= length for number in values):
         for first in (0, 1):
             if all(first <= number < length + first for number in values):
                 yield f"{path}@{first}", partial(_has_numbers, range(first, length + first))
+    if type(values) is int and values > 0:
+        yield f"{path}<", lambda count: [str(layer < count) for layer in range(length)]
+        yield f"{path}%", lambda count: [str(layer % max(count, 1) == 0) for layer in range(length)]
+
+
+def _divides(kinds: Mapping[str, set[int]], having: set[int]) -> bool:
+    """Whether the kinds of a value all have a child of a layer, or all lack it, and those of another do not."""
+    return len({value <= having for value in kinds.values()}) > 1 and all(
+        value <= having or not value & having for value in kinds.values()
+    )
 
 
 def _has_numbers(layers: range, numbers: Any) -> list[str]:
@@ -67,6 +88,18 @@ class Draft:
         _index_sizes(data)
         keys = {key for size in data["sizes"] for key in re.findall(r"[a-zA-Z_][\w.]*", size)} | data["defaults"].keys()
         keys |= {key for size in data["derived"].values() for key in size.split("/")}
+        # The numbers that count or choose layers, where config.json need not say them.
+        deciding = [data["sizes"][length] for length, *_ in data["lists"].values()]
+        deciding += [key for _, _, choices, _ in data["lists"].values() for key, _ in choices.values()]
+        for key in sorted(
+            {key for text in deciding for key in re.findall(r"[a-zA-Z_][\w.]*", text)} - self.builds.said
+        ):
+            default = self._default(key)
+            if type(default) is int and default > 0:
+                data["derived"].setdefault(key, str(default))
+        data["some"] = _SOME.get(self.architecture, {})
+        for path, _ in itertools.chain(*data["some"].values()):
+            data["defaults"].setdefault(path, self._default(path) is True)
         data["aliases"] = {path: other for path, other in sorted(self.builds.aliases.items()) if path in keys}
         return data
 
@@ -145,14 +178,14 @@ class Draft:
                 count = self._layer_count(prefix) or f"?{prefix}"
             unique = [kind for number, kind in enumerate(kinds) if kind not in kinds[:number]]
             places = [unique.index(kind) for kind in kinds]
-            data["lists"][prefix] = [count, unique, self._choices(prefix, places), self._occurrences(prefix)]
+            data["lists"][prefix] = [count, unique, self._choices(prefix, unique, places), self._occurrences(prefix)]
         data["outside"] = outside
         data["parts"] = parts_of(self.builds.config)
         data["derived"] = derived_sizes(self.builds)
         data["built"] = all(".experts." in name for name in self.builds.extra)
         return data
 
-    def _choices(self, prefix: str, places: list[int]) -> dict[str, Any]:
+    def _choices(self, prefix: str, unique: list[dict[str, Any]], places: list[int]) -> dict[str, Any]:
         """Find the keys with a value for each layer that say which kind a child of it is of.
 
         Returns, for each child, the key and the kinds that each value of it goes with.
@@ -161,15 +194,20 @@ class Draft:
         base = self.builds.structure(BASE)
         assert base is not None
         elements = base.lists.get(prefix, {})
-        for path, base_values in self.builds.defaults.items():
+        # Keys that config.json says come first, where it may say the same by two.
+        for path, base_values in sorted(self.builds.defaults.items(), key=lambda item: item[0] not in self.builds.said):
             changed = [other for other_path, other in self.sizes.others if other_path == path]
+            changed += self.sizes.numbers.get(path, [])
             for key, of_layers in _by_layer(path, base_values, len(elements)):
                 builds = [(of_layers(base_values), base)]
                 for other in changed:
                     structure = self.builds.structure(frozenset({(path, other)}))
                     assert structure is not None
-                    builds.append((of_layers(other), structure))
-                self._add_choices(choices, key, builds, prefix, places)
+                    taken = self.builds.taken(path, other)
+                    builds.append((of_layers(taken if type(taken) is type(base_values) else other), structure))
+                # A number must be seen to move the layers that it decides about.
+                if isinstance(base_values, (list, str)) or len({tuple(of_layers) for of_layers, _ in builds}) > 1:
+                    self._add_choices(choices, key, builds, prefix, unique, places)
         return choices
 
     def _add_choices(
@@ -178,6 +216,7 @@ class Draft:
         key: str,
         builds: list[tuple[list[str], Structure]],
         prefix: str,
+        unique: list[dict[str, Any]],
         places: list[int],
     ) -> None:
         """Add the children of layers that a key decides about; values of the key by layer stand with each build."""
@@ -196,9 +235,16 @@ class Draft:
                     {frozenset(_below(names, child)) for names in self._names_of(prefix, numbers, places)}
                     for numbers in kinds.values()
                 ]
-                causes = causes and not self._causes(prefix, child) - {key.partition("@")[0]}
+                having = {number for number, kind in enumerate(unique) if _below(kind, child)}
+                if causes and child not in choices and _divides(kinds, having):
+                    lacking = set(range(len(unique))) - having
+                    choices[child] = [
+                        key,
+                        {value: sorted(having if numbers & having else lacking) for value, numbers in kinds.items()},
+                    ]
+                causes = causes and not self._causes(prefix, child) - {re.split("[@<%]", key)[0]}
                 disjoint = not set.intersection(*variants) if len(variants) > 1 else False
-                if causes and child not in choices and (disjoint or "@" not in key):
+                if causes and child not in choices and (disjoint or not set(key) & {*"@<%"}):
                     choices[child] = [key, {value: sorted(numbers) for value, numbers in kinds.items()}]
 
     def _causes(self, prefix: str, child: str) -> set[str]:

@@ -18,10 +18,11 @@ from ..errors import SourceError
 from ..files.small_files import short_repr
 from ..files.tensors import TensorInfo
 from ..patterns import collapse
-from ..registry.architecture import HEAD, TASK_HEAD, TOWER
+from ..registry.architecture import HEAD, MTP_LAYER, TASK_HEAD, TOWER
 from ..registry.class_tensors import ANY, ClassTensors, LayerList, TensorRule, find_class_tensors
 from ..registry.rules import ModuleRules
 from .config_sizes import ConfigSizes
+from .sort import mtp_layer_finder
 from .stored_names import Stored, under_stored_names
 from .tensor_parallel import config_value
 
@@ -29,6 +30,7 @@ _Value = TypeVar("_Value")
 # How many layers are named as lost, and how many experts of a layer are looked at: config.json may say any number.
 _MOST_LOST = 1_000
 _MOST_EXPERTS = 10_000
+_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _TASK_HEAD = "the head of its task: no tensor is named score, classifier or the like"
 
 
@@ -117,10 +119,16 @@ class _Comparer:
             if is_lost:
                 lost.add(prefix)
         self.losses = [
+            *(Loss("", None, prefix, 1) for prefix in self._lost_parts()),
             *(Loss("", None, path, tensors) for path, tensors in _subtrees(expected, lost)),
             *self.losses,
         ]
         self._compare_shapes()
+
+    def _lost_parts(self) -> Iterator[str]:
+        for prefix, conditions in self.known.some.items():
+            if self.config.holds(conditions) and not self.stored.has_below(prefix):
+                yield prefix
 
     def _compare_list(self, prefix: str, layers: LayerList) -> tuple[int, bool]:
         """Compare a list of layers. Returns how many tensors it must have, and whether all are lost."""
@@ -162,14 +170,10 @@ class _Comparer:
     def _values_of(self, layers: LayerList, length: int) -> dict[str, list[str]]:
         """The values of keys that choose between kinds of layers, for each layer, by child of the layer."""
         values: dict[str, list[str]] = {}
-        for child, (key, kinds_of) in layers.choices.items():
-            path, _, first = key.partition("@")
-            said = self.config.value(path)
-            if first and isinstance(said, list):
-                # The numbers of layers, from 0 or 1 on.
-                said = [number + int(first) in said for number in range(min(length, _MOST_LOST))]
-            if isinstance(said, (list, str)) and len(said) == length and kinds_of.keys() >= set(map(str, said)):
-                values[child] = list(map(str, said))
+        for child, (key, _) in layers.choices.items():
+            said = self.config.by_layer(key, min(length, _MOST_LOST))
+            if said is not None:
+                values[child] = said
         return values
 
     def _compare_occurrences(self, prefix: str, layers: LayerList, stored: _Layers) -> None:
@@ -294,8 +298,9 @@ def _closest_kind(
     possible = set(range(len(kinds)))
     for child in dict.fromkeys(child for kind in by_child for child in kind):
         numbers = set(range(len(kinds)))
-        if child in values:
-            numbers = set(layers.choices[child][1][values[child]])
+        chosen = layers.choices[child][1].get(values[child]) if child in values else None
+        if chosen is not None:
+            numbers = set(chosen)
             possible &= {
                 number
                 for number, kind in enumerate(by_child)
@@ -363,6 +368,7 @@ def compare_with_class(
     comparer = _Comparer(known, stored, ConfigSizes(config, text, entry.model.text_config or "", known))
     comparer.run()
     lost = [_TASK_HEAD] if _lacks_task_head(entry, tensors, config) else []
+    lost += _lost_mtp_layers(entry, tensors, text)
     return ClassComparison([*lost, *_describe_losses(entry, comparer.losses)], comparer.misfits, known.is_built)
 
 
@@ -417,6 +423,17 @@ def _lacks_task_head(entry: ModuleRules, tensors: Iterable[TensorInfo], config: 
     if TASK_HEAD not in entry.model.keep or config.get("classifier_from_token"):
         return False
     return all(entry.rule(info.module).keep != TASK_HEAD.why for info in tensors)
+
+
+def _lost_mtp_layers(entry: ModuleRules, tensors: Iterable[TensorInfo], text: Mapping[str, Any]) -> Iterator[str]:
+    """The MTP layers that config.json counts, if none of them is there."""
+    counts = [key for key in _MTP_COUNTS if type(text.get(key)) is int and text[key] > 0]
+    has_mtp = entry.model.draft_layers is not None or MTP_LAYER in (keep.why for keep in entry.model.keep)
+    if not counts or not has_mtp:
+        return
+    is_mtp_layer = mtp_layer_finder(entry.model, dict(text))
+    if not any(is_mtp_layer(info.module) or entry.rule(info.module).keep == MTP_LAYER for info in tensors):
+        yield f"its MTP layers, and {counts[0]} is {short_repr(text[counts[0]])}"
 
 
 def check_layer_count(text: Mapping[str, Any]) -> None:

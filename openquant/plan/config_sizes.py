@@ -12,6 +12,7 @@ from ..files.small_files import short_repr
 from ..registry.class_tensors import ANY, ClassTensors
 
 _KEY = re.compile(r"[A-Za-z_][\w.]*")
+_BY_LAYER = re.compile(r"(.*?)([@<%]?)(\d?)")
 _TIED = "tie_word_embeddings"
 
 
@@ -64,6 +65,19 @@ class ConfigSizes:
         for name in parent.split(".") if parent else ():
             part = part.get(name) if isinstance(part, Mapping) else None
         return isinstance(part, Mapping) and last in part
+
+    def by_layer(self, key: str, length: int) -> list[str] | None:
+        """Return what a key says of each layer, as LayerList.choices has keys; None if config.json does not say it."""
+        path, kind, first = _BY_LAYER.fullmatch(key).groups()  # type: ignore[union-attr]
+        said = self.value(path)
+        if kind == "@" and isinstance(said, list):
+            return [str(number + int(first) in said) for number in range(length)]
+        if not kind and isinstance(said, (list, str)) and len(said) >= length:
+            return list(map(str, said[:length]))
+        count = max(self.size(path) or (0,)) if kind in ("<", "%") else 0
+        if not count:
+            return None
+        return [str(number < count if kind == "<" else number % count == 0) for number in range(length)]
 
     def size(self, expression: str) -> frozenset[int] | None:
         """Return the numbers that a size may be; None if config.json does not say it."""

@@ -53,7 +53,8 @@ def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
     ]
     beside = [name for name in checkpoint.left_out if fnmatchcase(name, "*.safetensors") and "/" not in name]
     notes = added + [
-        f"{checkpoint.with_cost(SINGLE_FILE)} is left out: it lies beside {INDEX_FILE}, and transformers loads it in place of the shards"
+        f"{checkpoint.with_cost(SINGLE_FILE)} is left out: it lies beside {INDEX_FILE}, and transformers loads it in "
+        "place of the shards"
         if name == SINGLE_FILE
         else f"{checkpoint.with_cost(name)} is left out: {INDEX_FILE} does not name it, so engines do not load it"
         for name in beside

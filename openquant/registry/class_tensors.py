@@ -5,6 +5,7 @@ tools/class_tensors.py writes that file from transformers' own classes. A line h
     "sizes":    ["num_hidden_layers", "num_attention_heads*head_dim", "hidden_size", ..]: the others say places in it
     "outside":  {"lm_head.weight": [[4, 2], null, [["tie_word_embeddings", false]]], ..}: a TensorRule for each name
     "lists":    {"model.layers": [0, [{"self_attn.q_proj.weight": [[1, 2], null, []], ..}, ..], {}, {}]}: a LayerList
+    "some":     {"talker": [["enable_audio_output", true]]}: parts of which a tensor must be there, and on what conditions
     "defaults": {"tie_word_embeddings": false}: the truth of keys that config.json need not say
     "parts":    {"vision_config": "siglip_vision_model"}: the model types of parts that may be other models
     "derived":  {"head_dim": "hidden_size/num_attention_heads"}: sizes of keys that config.json need not say
@@ -50,8 +51,9 @@ class LayerList(NamedTuple):
     Attributes:
         length: the size that counts its layers.
         kinds: for each kind of layer, its tensors by their names below the layer.
-        choices: for children of a layer, such as "mlp", a key with a value for each layer, and the places in `kinds` of
-            those that each value goes with.
+        choices: for children of a layer, such as "mlp", a key that says something of each layer, and the places in
+            `kinds` of those that each value goes with. "layer_types" has a list with a value for each; "moe_layers@1" has
+            the numbers of some, from 1 on; "first_dense<" says how many come first; "every%" says each how manieth.
         occurrences: for tensors that not all layers have, the size that counts the layers that do.
     """
 
@@ -68,6 +70,7 @@ class ClassTensors(NamedTuple):
         name: the class.
         outside: tensors outside of all lists, by name.
         lists: lists of layers, by the prefix of their names: "model.layers".
+        some: prefixes below which there must be tensors that are not known by name, each with its conditions.
         defaults: the truth of keys that config.json need not say.
         parts: the model types of the parts of config.json, which may be other models, by the part's key.
         derived: sizes of keys that config.json need not say.
@@ -78,6 +81,7 @@ class ClassTensors(NamedTuple):
     name: str
     outside: dict[str, TensorRule]
     lists: dict[str, LayerList]
+    some: dict[str, tuple[tuple[str, bool], ...]]
     defaults: dict[str, bool]
     parts: dict[str, str]
     derived: dict[str, str]
@@ -117,6 +121,7 @@ def find_class_tensors(name: str) -> ClassTensors | None:
         name,
         rules(data["outside"]),
         lists,
+        some={prefix: tuple(map(tuple, conditions)) for prefix, conditions in data["some"].items()},
         defaults=data["defaults"],
         parts=data["parts"],
         derived=data["derived"],

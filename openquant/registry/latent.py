@@ -204,10 +204,10 @@ MINICPM3 = model(
 
 ENTRIES = (
     LONGCAT,
-    replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM"),
+    replace(DEEPSEEK_V3, name="DeepseekV2ForCausalLM", draft_layers=None),
     DEEPSEEK_V3,
     # It has one more norm, after the experts.
-    replace(DEEPSEEK_V3, name="AXK1ForCausalLM"),
+    replace(DEEPSEEK_V3, name="AXK1ForCausalLM", draft_layers=None),
     MINICPM3,
     replace(
         DEEPSEEK_V3,

@@ -528,7 +528,8 @@ ENTRIES = (
     replace(IDEFICS3, name="SmolVLMForConditionalGeneration"),
     GLM4V,
     replace(GLM4V, name="GlmOcrForConditionalGeneration"),
-    wrapped(GLM4_MOE, "Glm4vMoeForConditionalGeneration", "visual", sglang=GLM4_MOE.sglang),
+    # Published ones have no MTP layers.
+    wrapped(replace(GLM4_MOE, draft_layers=None), "Glm4vMoeForConditionalGeneration", "visual", sglang=GLM4_MOE.sglang),
     wrapped(
         replace(LLAMA, windows=WINDOWS["Exaone4"], keep=(*LLAMA.keep, MTP)),
         "Exaone4_5_ForConditionalGeneration",
