@@ -42,8 +42,8 @@ from .formats.names import (
     SchemeName,
 )
 from .formats.schemes import SCHEMES, find_scheme
+from .hub.fetch import supply_shards
 from .hub.publish import Publisher
-from .hub.shards import supply_shards
 from .hub.source import silent
 from .job import (
     MOST_WORKERS,
@@ -458,7 +458,7 @@ def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome
         resumed=outcome.resumed,
         not_finite={name: counts.text for name, counts in sorted(findings.not_finite.items())},
         unread_shards=outcome.unread_shards,
-        notes=[*plan.notes, *source.notes, *space.notes, *findings_notes],
+        notes=[*plan.notes, *space.notes, *findings_notes],
         engines=list(summary.engines(plan)),
         fit=plan.provenance.frontier,
     )

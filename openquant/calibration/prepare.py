@@ -19,7 +19,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.destination import make_directory
 from ..files.space import Needs, require_space
 from ..formats.numbers import Floats
-from ..hub.shards import supply_shards
+from ..hub.fetch import supply_shards
 from ..hub.source import Source
 from ..job import Prepared, calibration_needs, in_all_ranks
 from ..machine import resident
