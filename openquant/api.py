@@ -411,7 +411,6 @@ def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
         return
     source.fetch_files([CARD_FILE])
     with silent():
-        publisher.recall()
         publisher.prepare(generate_files(prepared)[CARD_FILE], source.downloaded_commit(), creates=False)
 
 

@@ -199,8 +199,6 @@ def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
     def find() -> _Work | None:
         if not ranks.first:
             return None
-        if writing.publisher is not None:
-            writing.publisher.recall()
         return _unfinished_work(writing, stack.enter_context(writing.claim))
 
     work, error = attempt(find)

@@ -107,9 +107,11 @@ class Source:
         Raises:
             SourceError: they cannot be downloaded.
         """
-        repo, patterns = self.repo, [glob.escape(name) for name in names if name in self.absent or name in self.remote]
+        repo = self.repo
+        patterns = [glob.escape(name) for name in names if name in self.absent or name in self.remote]
         if repo is None or not patterns:
             return
+
         # Importing it takes as long as converting a small model.
         from huggingface_hub import snapshot_download
 
@@ -145,8 +147,11 @@ class Source:
 
         If the working directory is the source or lies in it, the path is beside the source.
         """
-        working_directory, root = Path.cwd().resolve(), self.root.resolve()
-        return root.parent / name if root in (working_directory, *working_directory.parents) else Path(name)
+        working_directory = Path.cwd().resolve()
+        root = self.root.resolve()
+        if root in (working_directory, *working_directory.parents):
+            return root.parent / name
+        return Path(name)
 
     @property
     def identity(self) -> str:
@@ -190,11 +195,10 @@ class Source:
         Raises:
             SourceError: a file cannot be read.
         """
-        return {} if self.revision is not None else {name: self._digest(name) for name in checkpoint.files}
-
-    def _digest(self, name: str) -> str:
+        if self.revision is not None:
+            return {}
         with readable():
-            return file_sha256(self.root / name, name)
+            return {name: file_sha256(self.root / name, name) for name in checkpoint.files}
 
     def downloaded_commit(self) -> str | None:
         """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
@@ -249,18 +253,21 @@ def find_source(model: str, revision: str | None = None) -> Source:
     path = Path(model)
     if not model:
         raise UsageError("-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B")
+
     with readable():
         exists = _exists(path)
+    if exists and revision is not None:
+        kind = "directory" if path.is_dir() else "file"
+        raise UsageError(f"{model} is a local {kind}, which has no revision {revision}", "leave --revision out")
     if exists:
-        if revision is not None:
-            kind = "directory" if path.is_dir() else "file"
-            raise UsageError(f"{model} is a local {kind}, which has no revision {revision}", "leave --revision out")
         return local_source(path)
+
     repo, at_sign, pinned = model.partition("@")
     if at_sign and revision is not None and revision != pinned:
         raise UsageError(f"{model} and --revision {revision} name two revisions", "give one of them")
     if at_sign and not pinned:
         raise UsageError(f"{model} names no revision after the @", "write org/name@revision")
+
     try:
         return repository_source(repo, pinned or revision)
     except NotFound as error:
@@ -292,11 +299,13 @@ def local_source(path: Path) -> Source:
         opened = open_gguf(path)
         name = os.fsencode(path.stem).decode("utf-8", "replace")
         return Source(opened.checkpoint.root, name, None, None, gguf=opened)
+
     root = path.resolve()
     snapshot = _SNAPSHOT.match("/".join(root.parts[-3:]))
     if snapshot:
         repo = snapshot["repo"].replace("--", "/", 1)
         return Source(path, repo.rsplit("/", 1)[-1], repo, snapshot["commit"])
+
     # The model card is UTF-8, so the name must be.
     return Source(path, os.fsencode(root.name).decode("utf-8", "replace"), None, None)
 
@@ -350,6 +359,7 @@ def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]
     def is_cached(name: str) -> bool:
         return (root / name).exists()
 
+    # The list that the client has cached tells whether anything is missing.
     all_shards = all(map(is_cached, _indexed_shards(root)))
     try:
         sizes = {entry.path: entry.size for entry in get_cached_repo_tree(repo, revision=root.name)}
@@ -358,7 +368,8 @@ def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]
     missing_sizes = {name: size for name, size in sizes.items() if not is_cached(name)}
     if all_shards and sizes and all(map(left_out_part, missing_sizes)):
         return {}, missing_sizes
-    # The cached list has no digests, so the Hub's is needed.
+
+    # It has no digests, so the Hub's list is needed.
     try:
         tree = HfApi().list_repo_tree(repo, recursive=True, revision=root.name)
         entries = [entry for entry in tree if isinstance(entry, RepoFile)]
@@ -367,14 +378,22 @@ def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]
             # Another program filled the cache, and it has all shards.
             return {}, {}
         raise
+
     names = {entry.path for entry in entries}
     if not {INDEX_FILE, SINGLE_FILE} & names and "config.json" in names:
         refuse_without_weights(repo, [name for name in names if "/" not in name])
-    missing = [entry for entry in entries if not is_cached(entry.path)]
-    shards = [entry for entry in missing if re.fullmatch(r"[^/]+\.safetensors", entry.path)]
-    digests = {entry.path: entry.lfs.sha256 if entry.lfs else entry.blob_id for entry in shards}
-    remote = {entry.path: HubFile(repo, root.name, entry.path, entry.size, digests[entry.path]) for entry in shards}
-    return remote, {entry.path: entry.size for entry in missing if entry.path not in remote}
+
+    remote: dict[str, HubFile] = {}
+    absent: dict[str, int] = {}
+    for entry in entries:
+        if is_cached(entry.path):
+            continue
+        if re.fullmatch(r"[^/]+\.safetensors", entry.path):
+            digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
+            remote[entry.path] = HubFile(repo, root.name, entry.path, entry.size, digest)
+        else:
+            absent[entry.path] = entry.size
+    return remote, absent
 
 
 def _indexed_shards(root: Path) -> set[str]:
@@ -441,8 +460,11 @@ class HubFile:
                 data += piece[max(0, offset - at) :]
                 at += len(piece)
                 if len(data) >= length:
-                    return bytes(data[:length])
-        raise Unreachable(f"{self.name} ended at byte {at:,} of {self.size:,}", "run the same command again")
+                    break
+
+        if len(data) < length:
+            raise Unreachable(f"{self.name} ended at byte {at:,} of {self.size:,}", "run the same command again")
+        return bytes(data[:length])
 
 
 Result = TypeVar("Result")
