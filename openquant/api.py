@@ -585,12 +585,12 @@ def push(directory: str | os.PathLike[str], target: Push | str) -> str:
     path, target = Path(directory), push_target(target)
     if _is_evaluation(path, target):
         with evaluation_publisher(path, target) as (publisher, names), publisher:
-            return publisher.finish(names, "Evaluation by openquant").address
+            return publisher.commit(names, "Evaluation by openquant").address
     publisher, others = _publisher(path, target)
     with silent():
         publisher.prepare(_published_card(path))
         with publisher:
-            return publisher.finish(others, publisher.repo.rpartition("/")[2]).address
+            return publisher.commit(others, publisher.repo.rpartition("/")[2]).address
 
 
 def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:

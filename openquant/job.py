@@ -401,7 +401,7 @@ def claim_of(
         prepared.target,
         contents,
         run.overwrite,
-        elsewhere=publisher.elsewhere if publisher else frozenset,
+        elsewhere=publisher.uploaded_shards if publisher else frozenset,
         sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
     )
 

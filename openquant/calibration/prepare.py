@@ -348,7 +348,7 @@ class _ScaleSearch:
             mapping = self.mappings[number]
             scale = self.choose(mapping, reader)
             self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
-            self.supply.finished(str(number))
+            self.supply.release(str(number))
             with self.lock:
                 self.done += self.layer_counts[number]
                 self.reporter.calibrated(self.done, sum(self.layer_counts), "layers")

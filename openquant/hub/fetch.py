@@ -188,8 +188,8 @@ class ShardSupply:
                 self._failure.check()
                 self._changed.wait(0.2)
 
-    def finished(self, output: str) -> None:
-        """Mark an output shard as complete or not to be made. Call it once for each.
+    def release(self, output: str) -> None:
+        """Release the source shards of an output shard that is complete or not to be made. Call it once for each.
 
         Streamed source shards that no other output needs are removed, or not downloaded at all.
 
@@ -412,9 +412,9 @@ class _HintedSupply(ShardSupply):
         with _scratch_hint():
             super().wait_for(output, stopped)
 
-    def finished(self, output: str) -> None:
+    def release(self, output: str) -> None:
         with _scratch_hint():
-            super().finished(output)
+            super().release(output)
 
 
 @contextmanager

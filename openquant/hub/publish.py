@@ -216,13 +216,13 @@ class Publisher:
         # After a failure or Ctrl-C, do not wait for the current upload. The next run repeats it.
         self._thread.join(None if exception[0] is None else 0.1)
 
-    def elsewhere(self) -> set[str]:
+    def uploaded_shards(self) -> set[str]:
         """Return the shards that are uploaded and need not be on disk; none without --push-only."""
         if not self.push.only:
             return set()
         return {name for name in self.shards if self._record(name) is not None}
 
-    def finished(self, name: str) -> None:
+    def begin_upload(self, name: str) -> None:
         """Upload a shard in the background. It must be complete and have its final name, unless it is uploaded already.
 
         Args:
@@ -252,7 +252,7 @@ class Publisher:
                     return
                 self._changed.wait(0.2)
 
-    def drain(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Wait until all uploads are done.
 
         Raises:
@@ -263,7 +263,7 @@ class Publisher:
                 self._changed.wait(0.2)
             self._failure.check()
 
-    def finish(self, others: Iterable[str], title: str) -> Published:
+    def commit(self, others: Iterable[str], title: str) -> Published:
         """Upload the remaining shards and commit all files. Call it inside the context, after `prepare`.
 
         Args:
@@ -277,8 +277,8 @@ class Publisher:
             OutputError: an upload or the commit failed (PushError), or a file cannot be read.
         """
         for name in self.shards:
-            self.finished(name)
-        self.drain()
+            self.begin_upload(name)
+        self.wait_for_uploads()
 
         title = self.push.message or title
         names = list(others)
@@ -308,7 +308,7 @@ class Publisher:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
         from huggingface_hub.errors import BadRequestError
 
-        def commit() -> str:
+        def try_commit() -> str:
             # If only the response to the first try was lost, the second leaves out the shards that it committed.
             missing = self._missing_shards(revision)
             earlier, figures = self._earlier_evaluation(others, revision)
@@ -321,12 +321,12 @@ class Publisher:
             return str(HfApi().create_commit(self.repo, operations, commit_message=title, revision=revision).commit_url)
 
         try:
-            return interruptible(lambda: with_retries(commit, is_retryable=_is_retryable))
+            return interruptible(lambda: with_retries(try_commit, is_retryable=_is_retryable))
         except BadRequestError as error:
             # After a while the Hub drops uploads that no commit uses.
             if not self.shards or not _LOST.search(error.server_message or ""):
                 raise
-            self.forget()
+            self.forget_uploads()
             raise PushError(
                 f"{self.repo} no longer has all uploads: {error_reason(error)}",
                 "run the same command again: what the Hub lost is made and uploaded again",
@@ -532,7 +532,7 @@ class Publisher:
             partial.write_text(json.dumps(record))
             partial.replace(path)
 
-    def forget(self) -> None:
+    def forget_uploads(self) -> None:
         """Remove all records of uploads, so that every shard that is not on disk counts as not made."""
         if self.records.exists():
             with output_errors(self.records, "removed"):

@@ -32,7 +32,7 @@ from support import forked_ranks, small_checkpoints
 from support.evaluation_files import evaluate
 from support.forked_ranks import COMMANDS, Rank, finish
 from support.hub_site import TOKEN, Site
-from support.loopback_hub import Fault, LoopbackHub
+from support.loopback_hub import Fault
 
 SHARDS = 5
 INDEX = "model.safetensors.index.json"
@@ -565,7 +565,7 @@ def test_push_only_keeps_few_shards_on_disk(site: Site, tmp_path: Path) -> None:
 
 
 def test_a_killed_push_continues_without_repeating_anything(new_site, expected, subtests):
-    for (mode, only), moment in itertools.product(ONLY.items(), (0, 2, 4, "commit")):
+    for (mode, only), moment in itertools.product(ONLY.items(), (2, "commit")):
         with subtests.test(mode=mode, moment=moment), new_site(mode, moment) as site:
             processes: list[Rank] = []
             ready = threading.Event()
@@ -590,28 +590,14 @@ def test_a_killed_push_continues_without_repeating_anything(new_site, expected, 
             assert after == ({} if only else {**after, **before})
 
 
-CHANGED_SINCE = "A commit has happened since. Please refresh and try again."
 ONCE = {
     "500": Fault(r"", "PUT", after=1, status=500),
-    "429": Fault(r"", "PUT", after=1, status=429, headers={"Retry-After": "0"}),
     "cut": Fault(r"", "PUT", after=1, cut_upload=1000),
-    "reset": Fault(r"", "PUT", after=1, cut_upload=1000, reset=True),
-    "batch": Fault(r"/objects/batch", "POST", after=1, status=503),
-    "preupload": Fault(r"/preupload/", "POST", after=1, status=502),
     "commit": Fault(r"/commit/", "POST", status=503),
     "409": Fault(r"/commit/", "POST", times=2, status=409),
-    "412": Fault(r"/commit/", "POST", status=412, message=CHANGED_SINCE),
-    "commit lost": Fault(r"/commit/", "POST", cut_upload=0),
     "answer lost": Fault(r"/commit/", "POST", cut=0),
-    "create": Fault(r"/repos/create", "POST", status=500),
     # An outage longer than the client's patience.
     "outage": Fault(r"/preupload/", "POST", times=7, status=503),
-}
-ONCE_IN_A_REQUEST = {
-    "refused": Fault(r"/discussions$", "POST", status=500),
-    "answer lost": Fault(r"/discussions$", "POST", cut=0),
-    "opened": Fault(r"/discussions/1$", "GET", status=500),
-    "looked for": Fault(r"/discussions$", "GET", status=500),
 }
 
 
@@ -627,25 +613,12 @@ def test_what_goes_wrong_once_does_not_show(new_site, expected, in_request, subt
             assert site.hub.faults[0].seen > fault.after
             assert site.held() == expected
             assert len(site.hub.commits("user/name")) == 2
-    for name, fault in ONCE_IN_A_REQUEST.items():
-        with subtests.test(request=name), new_site("request", name) as site:
-            site.hub.faults.append(replace(fault))
-            site.works(*site.push("--create-pr"))
-            assert site.hub.faults[0].seen
-            assert len(site.hub.stored["user/name"]["requests"]) == 1
-            assert site.held(revision="refs/pr/1") == in_request
-
-
-def test_a_restarted_server_does_not_show(site: Site, expected: dict[str, bytes], tmp_path: Path) -> None:
-    reached = threading.Event()
-    with LoopbackHub(tmp_path / "hub", token=TOKEN) as site.hub:
-        site.hub.faults.append(Fault(r"", "PUT", after=2, call=reached.set, cut_upload=10))
-        process = site.begin(*site.push())
-        assert reached.wait(60)
-    with LoopbackHub(tmp_path / "hub", site.hub.port, token=TOKEN) as site.hub:
-        done = finish(process)
-        assert done.returncode == 0, done.stderr
-        assert site.held() == expected
+    with new_site("request") as site:
+        site.hub.faults.append(Fault(r"/discussions$", "POST", cut=0))
+        site.works(*site.push("--create-pr"))
+        assert site.hub.faults[0].seen
+        assert len(site.hub.stored["user/name"]["requests"]) == 1
+        assert site.held(revision="refs/pr/1") == in_request
 
 
 def test_refusals_are_explained_and_nothing_is_lost(new_site, expected, subtests):
@@ -993,18 +966,9 @@ def test_what_another_plan_uploaded_counts_for_nothing(site: Site) -> None:
     digest = json.loads((site.out / ".openquant.json").read_text())["digest"]
     shards = [f"model-0000{number}-of-00005.safetensors" for number in range(1, 6)]
     only = Push("user/name", only=True)
-    assert Publisher(only, site.out, digest, shards).elsewhere() == set(shards)
-    assert Publisher(only, site.out, digest[::-1], shards).elsewhere() == set()
-    assert Publisher(replace(only, name="user/other"), site.out, digest, shards).elsewhere() == set()
-    # A run of another plan that finds those records (of a directory copied together, say) uploads its own shards.
-    block = site.root / "block"
-    site.hub.faults.append(Fault(r"", "PUT", status=403))
-    command = ["compress", "-m", site.source, "-w", "128", "-o", block, "--push-to-hub", "user/name", "--push-only"]
-    site.refused(*command)
-    shutil.copytree(site.out / ".openquant" / "pushed", block / ".openquant" / "pushed", dirs_exist_ok=True)
-    site.works(*command)
-    compress(site.source, site.root / "again", "block")
-    assert without_card(site.held()) == without_card(tree(site.root / "again"))
+    assert Publisher(only, site.out, digest, shards).uploaded_shards() == set(shards)
+    assert Publisher(only, site.out, digest[::-1], shards).uploaded_shards() == set()
+    assert Publisher(replace(only, name="user/other"), site.out, digest, shards).uploaded_shards() == set()
 
 
 def test_the_title_of_a_commit_is_readable_whatever_a_directory_s_name_has(site: Site) -> None:

@@ -140,7 +140,7 @@ def test_what_is_passed_over_does_not_stay(new_source: NewSource, tmp_path: Path
             time.sleep(0.01)
         # The last first: it must not begin in the meantime.
         for name in "dabc":
-            supply.finished(f"unit {name}")
+            supply.release(f"unit {name}")
         shards["c"].may.set()
         supply.wait_for("unit e", lambda: False)
         assert supply.scratch is not None
@@ -185,9 +185,9 @@ def test_units_of_a_tower_are_passed_over_and_none_comes_twice(new_source: NewSo
         for name in ("rest", "embedding", "layer 0"):
             traffic.wait_for(name, lambda: False)
             assert traffic.path(name).read_bytes() == name.encode()
-            traffic.finished(name)
+            traffic.release(name)
             # As at the end, when all is given back once more.
-            traffic.finished(name)
+            traffic.release(name)
         for name in ("embedding", "tower 0", "layer 0"):
             with pytest.raises(SourceError) as caught:
                 traffic.wait_for(name, lambda: False)

@@ -184,24 +184,15 @@ def test_a_streamed_model_needs_a_few_shards_of_disk(site: Here, tmp_path: Path)
 
 ONCE = {
     "cut": Fault(SHARD, "GET", after=1, cut=1000),
-    "reset": Fault(SHARD, "GET", after=1, cut=1000, reset=True),
-    "429": Fault(SHARD, "GET", after=1, status=429, headers={"Retry-After": "0"}),
     "503": Fault(SHARD, "GET", after=1, status=503),
-    "500 twice": Fault(SHARD, "GET", after=1, status=500, times=2),
     "short": Fault(SHARD, "GET", after=1, short=1000),
     "flipped": Fault(SHARD, "GET", after=1, flip=5000),
-}
-FIRST_REQUESTS = {
     "info": Fault(r"^/api/models/org/name", "GET", status=503),
-    "info cut": Fault(r"^/api/models/org/name", "GET", cut_upload=0),
-    "config": Fault(r"resolve/.*/config\.json$", "GET", status=503),
-    "tree": Fault(r"/tree/", "GET", status=503),
 }
 
 
 def test_what_goes_wrong_once_does_not_show(new_site, local, subtests):
-    both = [*itertools.product(MODES, ONCE.items()), *(("cached", item) for item in FIRST_REQUESTS.items())]
-    for mode, (name, fault) in both:
+    for mode, (name, fault) in itertools.product(MODES, ONCE.items()):
         with subtests.test(mode=mode, fault=name), new_site(mode, name) as site:
             site.hub.faults.append(replace(fault))
             site.works(*site.run(*MODES[mode]))

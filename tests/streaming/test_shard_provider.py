@@ -54,7 +54,7 @@ class Passing:
     def path(self, name: str) -> Path:
         return self.place / name
 
-    def finished(self, what: str) -> None:
+    def release(self, what: str) -> None:
         assert what == self.now
         self.now = None
         # What is mapped still takes its room on disk when it has no name any more.
