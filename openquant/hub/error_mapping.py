@@ -3,7 +3,7 @@
 The client's messages have several lines, of which only the last are the server's, and some say only that something
 failed. Downloads and uploads both use these functions.
 
-Repositories with a name like one that does not exist, for the hint of its error.
+If a repository does not exist, the hint names those with a similar name.
 """
 
 from __future__ import annotations
@@ -318,6 +318,7 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     status = status_of(cause)
     reason = error_reason(cause)
     kept = "run the same command again: what is converted and uploaded is kept"
+
     if isinstance(cause, RepositoryNotFoundError) or status in (401, 402, 403):
         return PushError(f"the Hub does not let you write to {repo}: {reason}", advice(cause, _LOG_IN_HINT))
     if status == 400:
@@ -327,8 +328,10 @@ def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
     return None
 
 
-# At most so many names, and seconds for each of two requests.
-MOST, PATIENCE = 3, 3.0
+# The most names in a hint.
+MOST = 3
+# Seconds for each of two requests.
+PATIENCE = 3.0
 # Repositories that a request lists at most; those of one owner that begin alike may be many.
 _LISTED = 200
 _REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
@@ -344,15 +347,19 @@ def similar_repositories(repo: str) -> list[str]:
         At most three names, the nearest first; none if there are none, or if the Hub does not answer soon.
     """
     owner, _, name = repo.rpartition("/")
-    begin = re.split(r"[-_.]", name)[0]
-    found = _list_models(author=owner, search=begin) if owner else []
-    near = _nearest(repo, found)
-    return near or _nearest(name, _list_models(search=name), by_name=True)
+    near: list[str] = []
+    if owner:
+        begin = re.split(r"[-_.]", name)[0]
+        near = _nearest(repo, {found: found for found in _list_models(author=owner, search=begin)})
+    if not near:
+        near = _nearest(name, {found: found.rpartition("/")[2] for found in _list_models(search=name)})
+    return near
 
 
-def _nearest(wanted: str, names: list[str], by_name: bool = False) -> list[str]:
-    known = {(name.rpartition("/")[2] if by_name else name).lower(): name for name in reversed(names)}
-    return [known[key] for key in difflib.get_close_matches(wanted.lower(), known, MOST)]
+def _nearest(wanted: str, names: dict[str, str]) -> list[str]:
+    """The keys of those names that are most like the wanted one; of equal names the first."""
+    keys = {name.lower(): key for key, name in reversed(names.items())}
+    return [keys[name] for name in difflib.get_close_matches(wanted.lower(), keys, MOST)]
 
 
 def _list_models(**query: str) -> list[str]:
@@ -365,8 +372,9 @@ def _list_models(**query: str) -> list[str]:
         answer = get_session().get(
             f"{constants.ENDPOINT}/api/models", params=settings, headers=build_hf_headers(), timeout=PATIENCE
         )
-        names = [str(entry["id"]) for entry in answer.json()] if answer.status_code == 200 else []
-    # The error that is being reported is another one.
+        names = [str(entry["id"]) for entry in answer.json() if answer.status_code == 200]
     except Exception:
+        # The error that is being reported is another one.
         return []
+
     return [name for name in names[:_LISTED] if _REPOSITORY.fullmatch(name)]

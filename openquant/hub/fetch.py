@@ -146,13 +146,13 @@ class ShardSupply:
             self._closed = True
             self._changed.notify_all()
 
-        interrupted = exception[0] is not None
+        failed = exception[0] is not None
         end = time.monotonic() + 0.1
         for thread in self._threads:
             # After Ctrl-C, do not wait until an open request times out.
-            thread.join(max(0, end - time.monotonic()) if interrupted else None)
+            thread.join(max(0, end - time.monotonic()) if failed else None)
 
-        if self.scratch is not None and not interrupted:
+        if self.scratch is not None and not failed:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def path(self, name: str) -> Path:

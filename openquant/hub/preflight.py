@@ -153,8 +153,8 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
         )
 
 
-def refuse_source(repository: ModelInfo, names: Iterable[str], downloaded: str | None) -> None:
-    """Refuse a repository that is the source of the model.
+def protect_source(repository: ModelInfo, names: Iterable[str], downloaded: str | None) -> None:
+    """Refuse a push that would replace the source of the model.
 
     Args:
         repository: the Hub's information on the repository to push to.
@@ -197,8 +197,8 @@ def _present_name(name: str) -> str:
     return (repository.id if repository else name).lower()
 
 
-def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str], bool]) -> None:
-    """Refuse a repository in which the push would replace an unquantized model.
+def protect_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str], bool]) -> None:
+    """Refuse a push that would replace an unquantized model.
 
     Args:
         repository: the Hub's information on the repository to push to.
@@ -207,7 +207,7 @@ def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Ca
             the shard to push.
 
     Raises:
-        PushError: under these names the repository holds unquantized weights only, and a file that is not to be pushed.
+        PushError: the repository's shards of these names hold unquantized weights only, and not those to push.
     """
     present = {file.rfilename: file for file in repository.siblings or ()}
     unquantized: list[RepoSibling] = []

@@ -32,9 +32,9 @@ from ..version import __version__
 from .error_mapping import PushError, error_reason, is_transient, push_errors, status_of
 from .preflight import (
     find_repository,
+    protect_source,
+    protect_unquantized,
     refuse_foreign_weights,
-    refuse_source,
-    refuse_unquantized,
     require_namespace,
     require_permission,
     require_valid_card,
@@ -152,8 +152,8 @@ class Publisher:
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
-                    refuse_source(repository, base_models(text), downloaded)
-                    refuse_unquantized(repository, self.shards, self._is_ours)
+                    protect_source(repository, base_models(text), downloaded)
+                    protect_unquantized(repository, self.shards, self._is_ours)
         return repository is not None
 
     def require_writable(self) -> None:
