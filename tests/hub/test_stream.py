@@ -326,20 +326,25 @@ def test_shards_of_another_repository_are_not_taken_for_this_one_s(site: Here, l
     assert site.same(local)
 
 
-def test_a_damaged_scratch_file_is_fetched_again(new_site, local, subtests):
-    for damage in ("empty", "zeros"):
-        with subtests.test(damage), new_site(damage) as site:
+def test_a_whole_shard_of_an_earlier_run_is_used_again(new_site, local, subtests):
+    for state in ("whole", "empty", "zeros"):
+        with subtests.test(state), new_site(state) as site:
+            whole = (site.source / THIRD).read_bytes()
             scratch = site.out / ".openquant" / "source-0"
-            (scratch / ".cache" / "huggingface" / "download").mkdir(parents=True)
-            (scratch / ".cache" / "huggingface" / "download" / "x.incomplete").write_bytes(b"x" * 1000)
-            size = (site.source / THIRD).stat().st_size
-            (scratch / THIRD).write_bytes(b"" if damage == "empty" else bytes(size))
+            unfinished = scratch / ".cache" / "huggingface" / "download" / "x.incomplete"
+            unfinished.parent.mkdir(parents=True)
+            unfinished.write_bytes(b"x" * 1000)
             (scratch / "another.safetensors").write_bytes(b"x")
+            (scratch / THIRD).write_bytes({"whole": whole, "empty": b"", "zeros": bytes(len(whole))}[state])
             journal = {"format": 1, "digest": "", "done": False, "files": []}
             (site.out / ".openquant.json").write_text(json.dumps(journal))
+
             site.works(*site.run("--stream"))
             assert site.same(local)
             assert not (site.out / ".openquant").exists()
+            # The first request is for the header.
+            requests = site.hub.requests[f"GET /org/name/resolve/{COMMIT}/{THIRD}"]
+            assert requests == (1 if state == "whole" else 2)
 
 
 def test_the_plan_tells_the_download(site: Here) -> None:
