@@ -42,8 +42,8 @@ from .formats.names import (
     SchemeName,
 )
 from .formats.schemes import SCHEMES, find_scheme
+from .hub.fetch import supply_shards
 from .hub.publish import Publisher
-from .hub.shards import supply_shards
 from .hub.source import silent
 from .job import (
     MOST_WORKERS,
@@ -411,7 +411,6 @@ def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
         return
     source.fetch_files([CARD_FILE])
     with silent():
-        publisher.recall()
         publisher.prepare(generate_files(prepared)[CARD_FILE], source.downloaded_commit(), creates=False)
 
 
@@ -458,7 +457,7 @@ def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome
         resumed=outcome.resumed,
         not_finite={name: counts.text for name, counts in sorted(findings.not_finite.items())},
         unread_shards=outcome.unread_shards,
-        notes=[*plan.notes, *source.notes, *space.notes, *findings_notes],
+        notes=[*plan.notes, *space.notes, *findings_notes],
         engines=list(summary.engines(plan)),
         fit=plan.provenance.frontier,
     )
@@ -586,12 +585,12 @@ def push(directory: str | os.PathLike[str], target: Push | str) -> str:
     path, target = Path(directory), push_target(target)
     if _is_evaluation(path, target):
         with evaluation_publisher(path, target) as (publisher, names), publisher:
-            return publisher.finish(names, "Evaluation by openquant").address
+            return publisher.commit(names, "Evaluation by openquant").address
     publisher, others = _publisher(path, target)
     with silent():
         publisher.prepare(_published_card(path))
         with publisher:
-            return publisher.finish(others, publisher.repo.rpartition("/")[2]).address
+            return publisher.commit(others, publisher.repo.rpartition("/")[2]).address
 
 
 def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:

@@ -291,7 +291,7 @@ def prepare(
     fast = worth_compiling(plan)
     if run.max_memory is not None:
         per_worker = worker_memory(plan, device)
-        nbytes = memory_needed(source, run.stream) + per_worker
+        nbytes = memory_needed(source) + per_worker
         converting = MemoryStep("converting with a single worker", nbytes, models=bool(before))
         memory_left(run.max_memory, [converting, *before], refuse)
         for_workers = run.max_memory - converting.needed + per_worker
@@ -401,7 +401,7 @@ def claim_of(
         prepared.target,
         contents,
         run.overwrite,
-        elsewhere=publisher.elsewhere if publisher else frozenset,
+        elsewhere=publisher.uploaded_shards if publisher else frozenset,
         sources=lambda: {**prepared.stamps, **source.digests(prepared.checkpoint)},
     )
 

@@ -124,10 +124,10 @@ class _Transfer:
             self.publisher.wait_for_room(output, ended)
         self.supply.wait_for(output, ended)
 
-    def finished(self, output: str) -> None:
-        self.supply.finished(output)
+    def release(self, output: str) -> None:
+        self.supply.release(output)
         if self.publisher is not None:
-            self.publisher.finished(output)
+            self.publisher.begin_upload(output)
 
 
 def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corpus | None = None) -> Outcome:
@@ -199,8 +199,6 @@ def _find_work(writing: _Writing, stack: ExitStack) -> _Work:
     def find() -> _Work | None:
         if not ranks.first:
             return None
-        if writing.publisher is not None:
-            writing.publisher.recall()
         return _unfinished_work(writing, stack.enter_context(writing.claim))
 
     work, error = attempt(find)
@@ -219,7 +217,7 @@ def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
         raise SourceError(f"{prepared.source.root / gone[0]} changed since {prepared.target} was made", REPLACE)
     if publisher:
         if claim.changed_sources:
-            publisher.forget()
+            publisher.forget_uploads()
         publisher.prepare(writing.generated[CARD_FILE], prepared.source.downloaded_commit())
     unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""
@@ -292,7 +290,7 @@ def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings
             _find_moved(prepared)
             raise
     if publisher:
-        publisher.drain()
+        publisher.wait_for_uploads()
     return findings
 
 
@@ -339,7 +337,7 @@ def _publish(writing: _Writing, work: _Work) -> Published | None:
         evaluation = take_evaluation(publisher)
     writing.reporter.publishing(publisher.repo)
     title = terminal(f"{prepared.source.name} in {summary.numbers(prepared.plan)} ({summary.title(prepared.plan)})")
-    return publisher.finish(sorted([*prepared.plan.files.keys() | writing.generated.keys(), *evaluation]), title)
+    return publisher.commit(sorted([*prepared.plan.files.keys() | writing.generated.keys(), *evaluation]), title)
 
 
 def take_evaluation(publisher: Publisher) -> list[str]:

@@ -206,7 +206,7 @@ function warn() {
   byId("expires").hidden = !short && canSignIn();
   if (short) {
     byId("expires").textContent =
-      `Your sign-in ends at ${new Date(ends).toLocaleString()}, before the job would. The job then stops; sign in again and start it once more, and it continues where it was.`;
+      `Your sign-in ends at ${new Date(ends).toLocaleString()}, before the job would. The job then stops; sign in again, and start it once more.`;
   } else if (!canSignIn()) {
     byId("expires").textContent = "There is no sign-in here: run the command, or open this page as a Space.";
   }
@@ -397,7 +397,7 @@ async function end(mine, job, lines, signal) {
     link.rel = "noopener";
     byId("done").replaceChildren("The model is in ", link, ".");
   } else {
-    byId("done").textContent = "Nothing of it is on the main branch. If you continue it, what was uploaded is not made again.";
+    byId("done").textContent = "Nothing of it is on the main branch. Started again, it begins anew, but uploads nothing that the Hub still has.";
   }
 }
 

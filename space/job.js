@@ -10,7 +10,7 @@ const LABEL = ["openquant", "convert"];
 // The Hub stops a job after 30 minutes if it is told nothing. A forecast may be wrong by much.
 const SHORTEST = 1800;
 const MARGIN = 3;
-// Runs of a job, the first one included. A later one continues from the target repository.
+// Runs of a job, the first one included.
 const ATTEMPTS = 2;
 // What a job costs if the Hub does not tell (huggingface.co/docs/hub/jobs-pricing).
 const BASIC = { name: "cpu-basic", prettyName: "CPU Basic", cpu: "2 vCPU", ram: "16 GB", ephemeralStorage: "20 GB", unitCostUSD: 0.01 / 60, unitLabel: "minute" };

@@ -19,7 +19,7 @@ from ..convert.devices import loops
 from ..distributed import Ranks
 from ..files.fingerprint import Fingerprint
 from ..files.layer_store import LayerStore, TensorPlace
-from ..hub.shards import supply_shards
+from ..hub.fetch import supply_shards
 from ..job import Prepared, in_all_ranks
 from ..plan.gptq import rounded_bytes
 from ..plan.plan import Plan

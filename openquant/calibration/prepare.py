@@ -19,7 +19,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.destination import make_directory
 from ..files.space import Needs, require_space
 from ..formats.numbers import Floats
-from ..hub.shards import supply_shards
+from ..hub.fetch import supply_shards
 from ..hub.source import Source
 from ..job import Prepared, calibration_needs, in_all_ranks
 from ..machine import resident
@@ -348,7 +348,7 @@ class _ScaleSearch:
             mapping = self.mappings[number]
             scale = self.choose(mapping, reader)
             self.outcomes[number] = scale if isinstance(scale, str) else apply_smoothing(mapping, scale, plan, reader)
-            self.supply.finished(str(number))
+            self.supply.release(str(number))
             with self.lock:
                 self.done += self.layer_counts[number]
                 self.reporter.calibrated(self.done, sum(self.layer_counts), "layers")

@@ -20,7 +20,7 @@ from ..errors import UsageError
 from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, ProtectedPaths
 from ..files.fingerprint import Fingerprint
-from ..hub.shards import supply_shards
+from ..hub.fetch import supply_shards
 from ..hub.source import Source, model_folder
 from ..job import file_places, in_all_ranks, model_place, open_model
 from ..machine import find_device

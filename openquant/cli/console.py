@@ -297,7 +297,7 @@ class Terminal(Reporter):
         """Print the plan on stdout; if `quiet`, only the notes, on stderr. Of a second plan, print what is new."""
         self.close()
         self.plan = plan
-        others = [*source.notes, *(self.space.notes if self.space else ())]
+        others = self.space.notes if self.space else ()
         self._new_notes([*plan.notes, *others])
         if self.quiet:
             return

@@ -149,8 +149,8 @@ class ShardTransfer(Protocol):
             name: file name of the source shard, such as "model-00001-of-00005.safetensors".
         """
 
-    def finished(self, output: str) -> None:
-        """Note that the output shard of this name is whole and final, or was compared and found to be right."""
+    def release(self, output: str) -> None:
+        """Release the source shards of an output shard, which is whole and final, or was compared and is right."""
 
 
 def convert(
@@ -303,7 +303,7 @@ class _Conversion:
 
     def _finish(self, shard: str) -> None:
         del self.files[shard]
-        self.transfer.finished(shard)
+        self.transfer.release(shard)
 
     def run(self, workers: int) -> WeightFindings:
         try:

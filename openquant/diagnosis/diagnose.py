@@ -195,7 +195,7 @@ class _DiagnosisRun:
                 self.tasks_left[shard] -= 1
                 shard_done = not self.tasks_left[shard]
             if shard_done:
-                self.provider.finished(shard)
+                self.provider.release(shard)
 
     def _check_finite(self, info: TensorInfo, reader: Reader) -> None:
         """Count NaN and infinities in a tensor that stays unquantized."""

@@ -23,7 +23,7 @@ from ..files.evaluation import EVALUATION
 from ..files.fingerprint import Fingerprint
 from ..files.names import EVAL_FILE, JOURNAL_FILE
 from ..formats.names import CacheScheme
-from ..hub.shards import Needs, supply_shards
+from ..hub.fetch import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..job import file_places, in_all_ranks, model_place
 from ..machine import find_device

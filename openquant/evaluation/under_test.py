@@ -19,7 +19,7 @@ from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
 from ..files.journal import WeightFacts
-from ..hub.shards import Needs
+from ..hub.fetch import Needs
 from ..streaming.model import StreamedModel, shards_by_unit
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint

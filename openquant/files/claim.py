@@ -17,6 +17,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -238,7 +239,7 @@ class Claim:
         with output_errors(self._path / WORK, "removed"):
             for name in folder.names(WORK):
                 if name.startswith(SOURCE):
-                    folder.remove_folder(f"{WORK}/{name}")
+                    shutil.rmtree(self._path / WORK / name)
         self._write_journal(done=True)
 
     def renew(self) -> None:

@@ -254,10 +254,11 @@ def is_sound_work(name: str, mode: int) -> bool:
     _, *inner = name.split("/")
     if not inner:
         return stat.S_ISDIR(mode)
-    is_folder = inner[0] == PUSHED or inner[0].startswith(SOURCE)
-    if len(inner) == 1 and is_folder:
+    is_source = inner[0].startswith(SOURCE)
+    if len(inner) == 1 and (is_source or inner[0] == PUSHED):
         return stat.S_ISDIR(mode)
-    return len(inner) <= 1 + is_folder and stat.S_ISREG(mode)
+    # huggingface_hub keeps files of its own beside the shards that it downloads.
+    return stat.S_ISREG(mode) or (is_source and stat.S_ISDIR(mode))
 
 
 def _is_early(name: str, mode: int) -> bool:

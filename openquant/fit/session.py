@@ -24,7 +24,7 @@ from ..evaluation.kl import DocumentRecord
 from ..files.destination import Destination, FileKind, ProtectedPaths
 from ..files.fingerprint import Fingerprint
 from ..files.small_files import parse_json, read_small
-from ..hub.shards import supply_shards
+from ..hub.fetch import supply_shards
 from ..hub.source import model_folder
 from ..job import Opened
 from ..options import Texts, files_read

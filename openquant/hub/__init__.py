@@ -3,10 +3,9 @@
 Callers pass names and sizes of shards. Nothing in this room knows a plan.
 
     source          Source, a local directory or a repository on the Hub, and HubFile, one file of a repository
-    fetch           ShardSupply, which downloads source shards into the Hub's cache or a scratch directory, and resumes
-                    downloads that were interrupted
-    shards          shard supplies for commands that write no shards, such as `calibrate` and `eval`
-    preflight       checks before a push: token, permissions, and what the repository already holds
+    fetch           ShardSupply, which downloads source shards into the Hub's cache or a scratch directory, and
+                    supply_shards, which starts supplies for commands that write no shards
+    preflight       checks before a push: token, permissions, and what the push would replace
     publish         Publisher, which uploads finished shards and commits them all at once
     error_mapping   exceptions of huggingface_hub as OpenQuantErrors with the server's reason and a hint, such as a
                     repository with a similar name

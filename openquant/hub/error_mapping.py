@@ -3,7 +3,7 @@
 The client's messages have several lines, of which only the last are the server's, and some say only that something
 failed. Downloads and uploads both use these functions.
 
-Repositories with a name like one that does not exist, for the hint of its error.
+If a repository does not exist, the hint names those with a similar name.
 """
 
 from __future__ import annotations
@@ -200,66 +200,77 @@ def source_errors(repo: str, revision: str | None) -> Iterator[None]:
         SourceError: all other failures.
         OpenQuantError: one that is raised in the block stays as it is.
     """
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    name = f"{repo}@{revision}" if revision else repo
     try:
         yield
     except OpenQuantError:
         raise
-    except HFValidationError:
-        raise NotFound(f"{repo} does not exist, and is no Hub repository id either", "check the path") from None
-    except GatedRepoError:
-        raise SourceError(
+    except Exception as error:
+        raise _missing(error, repo, revision) or _source_error(error, repo, revision) from None
+
+
+def _missing(error: Exception, repo: str, revision: str | None) -> SourceError | None:
+    """What to raise if the client knows that there is no such repository or revision, or no access; else None."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, HFValidationError):
+        return NotFound(f"{repo} does not exist, and is no Hub repository id either", "check the path")
+
+    if isinstance(root_cause(error), GatedRepoError):
+        return SourceError(
             f"{repo} is gated", f"accept its licence at https://huggingface.co/{repo}, then run: hf auth login"
-        ) from None
-    except RevisionNotFoundError:
-        raise SourceError(f"{repo} has no revision {revision}", "check the branch, tag or commit") from None
-    except RepositoryNotFoundError:
+        )
+
+    if isinstance(error, RevisionNotFoundError):
+        return SourceError(f"{repo} has no revision {revision}", "check the branch, tag or commit")
+
+    if isinstance(error, RepositoryNotFoundError):
         near = similar_repositories(repo)
         similar = f"similar repositories: {', '.join(near)}; " if near else ""
-        raise NotFound(
+        return NotFound(
             f"{repo} is neither a local directory nor a repository on the Hub",
             f"{similar}check the name; for a private repository run: hf auth login",
-        ) from None
-    except Exception as error:
-        cause = root_cause(error)
-        status = status_of(cause)
-        if isinstance(cause, GatedRepoError) or status in (401, 403):
-            raise SourceError(
-                f"the Hub refuses access to {name}: {error_reason(cause)}",
-                "log in with a token that may read it: hf auth login",
-            ) from None
-        if isinstance(error, OfflineModeIsEnabled) or (isinstance(error, LocalEntryNotFoundError) and status is None):
-            kind = Unreachable if is_transient(error) else SourceError
-            raise kind(
-                f"{name} is not a local directory, and the Hub cannot be reached for it",
-                "check the path and the network; HF_HUB_OFFLINE=1 uses only what is in the cache",
-            ) from None
-        if is_transient(cause):
-            raise Unreachable(
-                f"{name} could not be downloaded: {error_reason(cause)}", "run the same command again: it continues"
-            ) from None
-        if status is not None:
-            raise SourceError(
-                f"{name} could not be downloaded: {error_reason(cause)}",
-                advice(cause, "check HF_ENDPOINT, if it is set, and whether the repository is sound"),
-            ) from None
-        if isinstance(cause, OSError):
-            raise SourceError(
-                f"{name} could not be downloaded: {error_reason(cause)}", "run the same command again: it continues"
-            ) from None
-        raise SourceError(
-            f"{name} could not be downloaded: {type(cause).__name__}: {error_reason(cause)}",
-            "check HF_ENDPOINT, if it is set, and whether the repository is sound",
-        ) from None
+        )
+    return None
+
+
+def _source_error(error: Exception, repo: str, revision: str | None) -> SourceError:
+    """What to raise if a download failed in another way."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    name = f"{repo}@{revision}" if revision else repo
+    cause = root_cause(error)
+    status = status_of(cause)
+    if status in (401, 403):
+        return SourceError(
+            f"the Hub refuses access to {name}: {error_reason(cause)}",
+            "log in with a token that may read it: hf auth login",
+        )
+
+    unreachable = isinstance(error, LocalEntryNotFoundError) and status is None
+    if unreachable or isinstance(error, OfflineModeIsEnabled):
+        raised = Unreachable if is_transient(error) else SourceError
+        return raised(
+            f"{name} is not a local directory, and the Hub cannot be reached for it",
+            "check the path and the network; HF_HUB_OFFLINE=1 uses only what is in the cache",
+        )
+
+    reason = error_reason(cause)
+    if is_transient(cause):
+        return Unreachable(f"{name} could not be downloaded: {reason}", "run the same command again: it continues")
+
+    if status is None and isinstance(cause, OSError):
+        return SourceError(f"{name} could not be downloaded: {reason}", "run the same command again: it continues")
+
+    kind = "" if status is not None else f"{type(cause).__name__}: "
+    return SourceError(
+        f"{name} could not be downloaded: {kind}{reason}",
+        advice(cause, "check HF_ENDPOINT, if it is set, and whether the repository is sound"),
+    )
 
 
 @contextmanager
@@ -274,6 +285,20 @@ def push_errors(repo: str) -> Iterator[None]:
         UsageError: the repository's name is not valid.
         OpenQuantError: one that is raised in the block stays as it is.
     """
+    try:
+        yield
+    except OpenQuantError:
+        raise
+    except Exception as error:
+        # Any other exception is a bug of ours, and keeps its traceback.
+        explained = _push_error(error, repo)
+        if explained is None:
+            raise
+        raise explained from None
+
+
+def _push_error(error: Exception, repo: str) -> OpenQuantError | None:
+    """What to raise if a push failed; None if the exception is none of the client's."""
     from huggingface_hub.errors import (
         HFValidationError,
         LocalTokenNotFoundError,
@@ -281,38 +306,32 @@ def push_errors(repo: str) -> Iterator[None]:
         RepositoryNotFoundError,
     )
 
-    kept = "run the same command again: what is converted and uploaded is kept"
-    try:
-        yield
-    except OpenQuantError:
-        raise
-    except HFValidationError as error:
+    if isinstance(error, HFValidationError):
         continues = " with --create-pr: the same push continues its pull request" if "@refs/pr/" in repo else ""
-        raise UsageError(f"{repo} is no repository id: {error_reason(error)}", f"write org/name{continues}") from None
-    except LocalTokenNotFoundError:
-        raise PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT) from None
-    except OfflineModeIsEnabled:
-        raise PushError(f"{repo} cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE") from None
-    except Exception as error:
-        cause = root_cause(error)
-        status = status_of(cause)
-        if isinstance(cause, RepositoryNotFoundError) or status in (401, 402, 403):
-            raise PushError(
-                f"the Hub does not let you write to {repo}: {error_reason(cause)}",
-                advice(cause, _LOG_IN_HINT),
-            ) from None
-        if status == 400:
-            raise PushError(
-                f"{repo} refuses what is sent: {error_reason(cause)}",
-                advice(cause, f"see what the Hub says, then {kept}"),
-            ) from None
-        if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
-            raise PushError(f"{repo} could not be pushed to: {error_reason(cause)}", advice(cause, kept)) from None
-        raise
+        return UsageError(f"{repo} is no repository id: {error_reason(error)}", f"write org/name{continues}")
+    if isinstance(error, LocalTokenNotFoundError):
+        return PushError(f"the Hub does not let you write to {repo}: no token was found", _LOG_IN_HINT)
+    if isinstance(error, OfflineModeIsEnabled):
+        return PushError(f"{repo} cannot be reached: HF_HUB_OFFLINE is set", "unset HF_HUB_OFFLINE")
+
+    cause = root_cause(error)
+    status = status_of(cause)
+    reason = error_reason(cause)
+    kept = "run the same command again: what is converted and uploaded is kept"
+
+    if isinstance(cause, RepositoryNotFoundError) or status in (401, 402, 403):
+        return PushError(f"the Hub does not let you write to {repo}: {reason}", advice(cause, _LOG_IN_HINT))
+    if status == 400:
+        return PushError(f"{repo} refuses what is sent: {reason}", advice(cause, f"see what the Hub says, then {kept}"))
+    if is_transient(cause) or isinstance(cause, (OSError, ValueError, KeyError, TypeError, RuntimeError)):
+        return PushError(f"{repo} could not be pushed to: {reason}", advice(cause, kept))
+    return None
 
 
-# At most so many names, and seconds for each of two requests.
-MOST, PATIENCE = 3, 3.0
+# The most names in a hint.
+MOST = 3
+# Seconds for each of two requests.
+PATIENCE = 3.0
 # Repositories that a request lists at most; those of one owner that begin alike may be many.
 _LISTED = 200
 _REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
@@ -328,15 +347,19 @@ def similar_repositories(repo: str) -> list[str]:
         At most three names, the nearest first; none if there are none, or if the Hub does not answer soon.
     """
     owner, _, name = repo.rpartition("/")
-    begin = re.split(r"[-_.]", name)[0]
-    found = _list_models(author=owner, search=begin) if owner else []
-    near = _nearest(repo, found)
-    return near or _nearest(name, _list_models(search=name), by_name=True)
+    near: list[str] = []
+    if owner:
+        begin = re.split(r"[-_.]", name)[0]
+        near = _nearest(repo, {found: found for found in _list_models(author=owner, search=begin)})
+    if not near:
+        near = _nearest(name, {found: found.rpartition("/")[2] for found in _list_models(search=name)})
+    return near
 
 
-def _nearest(wanted: str, names: list[str], by_name: bool = False) -> list[str]:
-    known = {(name.rpartition("/")[2] if by_name else name).lower(): name for name in reversed(names)}
-    return [known[key] for key in difflib.get_close_matches(wanted.lower(), known, MOST)]
+def _nearest(wanted: str, names: dict[str, str]) -> list[str]:
+    """The keys of those names that are most like the wanted one; of equal names the first."""
+    keys = {name.lower(): key for key, name in reversed(names.items())}
+    return [keys[name] for name in difflib.get_close_matches(wanted.lower(), keys, MOST)]
 
 
 def _list_models(**query: str) -> list[str]:
@@ -349,8 +372,9 @@ def _list_models(**query: str) -> list[str]:
         answer = get_session().get(
             f"{constants.ENDPOINT}/api/models", params=settings, headers=build_hf_headers(), timeout=PATIENCE
         )
-        names = [str(entry["id"]) for entry in answer.json()] if answer.status_code == 200 else []
-    # The error that is being reported is another one.
+        names = [str(entry["id"]) for entry in answer.json() if answer.status_code == 200]
     except Exception:
+        # The error that is being reported is another one.
         return []
+
     return [name for name in names[:_LISTED] if _REPOSITORY.fullmatch(name)]

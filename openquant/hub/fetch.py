@@ -1,50 +1,52 @@
 """Downloads source shards in the order they are needed, into the Hub's cache or a scratch directory.
 
-Downloads use several connections at once. Into the cache, huggingface_hub downloads one shard over each connection.
-Into the scratch directory, all connections download parts of the next shards, so that the first is complete soon.
-An interrupted download is resumed: in the scratch directory from the units that a .partial file records, in the cache
-by huggingface_hub. Every shard's size and digest are compared with those that the Hub states before it is used.
+Several shards are downloaded at a time, each by huggingface_hub. A scratch directory (`--stream`) has only those that
+are read or come next; each is removed after its last use. A shard is used once its size and digest are those that the
+Hub states. One whose download was interrupted starts anew.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
+import shutil
+import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import SourceError
+from ..errors import OutputError, SourceError, UsageError
 from ..files.destination import make_directory
 from ..files.journal import output_errors
+from ..files.names import EVAL_FILE, JOURNAL_FILE, left_out_part
 from ..files.small_files import open_regular
 from ..threads import FirstFailure
-from .error_mapping import Unreachable, is_transient, source_errors
-from .source import HubFile, Source, is_expired_address, with_retries
+from .error_mapping import source_errors
+from .source import HubFile, Source, find_source, silent, with_retries
 
-# The number of parallel downloads, as in huggingface_hub.
+# The source shards that each step needs, by the name of the step, in order.
+Needs = Mapping[str, Sequence[str]]
+
+# Number of shards that are downloaded at a time, as in huggingface_hub.
 CONNECTIONS = 8
 # Number of shards that streaming downloads before they are requested.
 AHEAD = 2
 # Number of output shards that are made at a time when their sources are streamed.
 AT_ONCE = 3
-# Bytes of a streamed shard whose arrival is recorded together.
-UNIT = 1 << 20
-# Units in a request. Large requests lose less time to round trips; smaller ones at the end let all connections finish
-# together.
-MOST_UNITS, FEWEST_UNITS = 64, 4
-# Bytes of memory that streaming needs: a unit for each shard that is hashed, a response buffer for each connection.
-STREAM_MEMORY = (AHEAD + AT_ONCE) * UNIT + CONNECTIONS * UNIT
-# The client collects pieces of 10 MiB and joins them (huggingface_hub 2.4, file_download.py: http_get).
-CACHED_PIECE, COPIES = 10 << 20, 4
-
-_AGAIN_HINT = "run the same command again"
+# Bytes of a file that the client reads at once, and how many copies of them it has in memory at a time
+# (huggingface_hub 2.4, file_download.py: http_get).
+PIECE, COPIES = 10 << 20, 4
+# Where huggingface_hub keeps unfinished downloads and its records, in a directory that it downloads to.
+_CLIENT_FOLDER = ".cache"
+# Files that only outputs have, which are no part of a source.
+_OF_OUTPUTS = (JOURNAL_FILE, EVAL_FILE)
+# A shell command that removes a directory when the process at the other end of its stdin has ended.
+_REMOVE_AT_END = 'read -r _; rm -rf -- "$1"'
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,10 @@ class Download:
     file_bytes: int
 
 
-def memory_needed(source: Source, stream: bool) -> int:
-    """Return the most bytes of memory that downloading a source's shards needs.
-
-    Args:
-        source: the source.
-        stream: whether its shards are streamed, not kept in the Hub's cache.
-
-    Returns:
-        Bytes; 0 if all shards are on disk.
-    """
-    if stream and source.remote:
-        return STREAM_MEMORY
+def memory_needed(source: Source) -> int:
+    """Return the most bytes of memory that downloading a source's shards needs; 0 if all shards are on disk."""
     largest = sorted((file.size for file in source.remote.values()), reverse=True)[:CONNECTIONS]
-    return sum(COPIES * min(CACHED_PIECE, size) for size in largest)
+    return sum(COPIES * min(PIECE, size) for size in largest)
 
 
 def scratch_bytes(source: Source, needs: Mapping[str, Iterable[str]]) -> int:
@@ -98,11 +90,11 @@ def scratch_bytes(source: Source, needs: Mapping[str, Iterable[str]]) -> int:
             if name in source.remote:
                 first.setdefault(name, number)
                 last[name] = number
-    order = list(first)
+
     most = 0
     for number in range(len(needs)):
-        in_use = [name for name in order if first[name] <= number < last[name] + AT_ONCE]
-        ahead = [name for name in order if first[name] > number][:AHEAD]
+        in_use = [name for name in first if first[name] <= number < last[name] + AT_ONCE]
+        ahead = [name for name in first if first[name] > number][:AHEAD]
         most = max(most, sum(source.remote[name].size for name in (*in_use, *ahead)))
     return most
 
@@ -114,66 +106,54 @@ class ShardSupply:
         source: the source. Shards that it has on disk are used where they are.
         needs: for each output shard, or other step that reads shards, in order, the source shards that it is made from.
         scratch: the directory that keeps downloaded shards until their last use; None to keep them in the Hub's cache.
-            It is made if it is missing and removed at the end if it is empty. Files in it that are none of these
-            shards, whole or unfinished, are deleted.
+            It is made if it is missing. What another run left there is removed, but for whole shards of these names.
+            At the end it is removed, unless an error or an interrupt ends the context: then the next run uses its
+            shards.
     """
 
     def __init__(self, source: Source, needs: Mapping[str, Iterable[str]], scratch: Path | None) -> None:
         self.source = source
         self.needs = {output: list(names) for output, names in needs.items()}
         self.scratch = scratch
-        self._order = [
-            name for name in dict.fromkeys(n for names in self.needs.values() for n in names) if name in source.remote
-        ]
-        self._uses = Counter(name for names in self.needs.values() for name in names)
-        self._paths: dict[str, Path] = {}
-        # Streamed shards that take disk space, and those that an output shard waits for or has waited for.
-        self._on_disk: set[str] = set()
-        self._requested: set[str] = set()
-        # The output shards that are not complete, with their numbers, in order.
+        uses = [name for names in self.needs.values() for name in names]
+        self._uses = Counter(uses)
+        # Shards whose download has not started, in the order they are needed.
+        self._queue = deque(name for name in dict.fromkeys(uses) if name in source.remote)
+        # Output shards that are not complete, with their numbers, in order.
         self._unfinished = {output: number for number, output in enumerate(self.needs)}
-        # Shards whose download has not started, and those whose download has, in the order they are needed.
-        self._queue = deque(self._order)
-        self._downloading: list[_PartialShard] = []
+        # Source shards that an output shard waits for or has waited for.
+        self._requested: set[str] = set()
+        # Source shards whose download has begun and that are not removed, and where those lie that are complete.
+        self._begun: set[str] = set()
+        self._paths: dict[str, Path] = {}
         self._closed = False
         self._changed = threading.Condition()
         self._failure = FirstFailure(self._wake)
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> ShardSupply:
-        if self.scratch is not None and self._order:
-            # Not in a thread, which could make it again after it was removed.
-            with output_errors(self.scratch):
-                make_directory(self.scratch)
-        if self.scratch is not None and self.scratch.exists():
-            # Remove shards that an earlier run no longer needed when it was killed.
-            needed = {name for shard in self._order for name in (shard, self._partial_path(shard).name)}
-            for path in self.scratch.iterdir():
-                if path.name not in needed:
-                    with output_errors(path, "removed"):
-                        path.unlink()
-        if self._order and self.scratch is None:
-            for _ in range(min(CONNECTIONS, len(self._order))):
-                self._start(self._fill_cache)
-        elif self._order:
-            self._start(self._admit)
-            for _ in range(CONNECTIONS):
-                self._start(self._receive)
+        if self.scratch is not None:
+            self._prepare_scratch(self.scratch)
+
+        for _ in range(min(CONNECTIONS, len(self._queue))):
+            thread = threading.Thread(target=self._download_all, name="openquant-fetch", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            threads = list(self._threads)
+
+        failed = exception[0] is not None
         end = time.monotonic() + 0.1
-        for thread in threads:
+        for thread in self._threads:
             # After Ctrl-C, do not wait until an open request times out.
-            thread.join(None if exception[0] is None else max(0, end - time.monotonic()))
-        if self.scratch is not None:
-            # It is not empty if another run can continue its downloads.
-            with suppress(OSError):
-                self.scratch.rmdir()
+            thread.join(max(0, end - time.monotonic()) if failed else None)
+
+        if self.scratch is not None and not failed:
+            shutil.rmtree(self.scratch, ignore_errors=True)
 
     def path(self, name: str) -> Path:
         """Return the path of a source shard, which is on disk once `wait_for` has returned for an output made from it.
@@ -195,20 +175,21 @@ class ShardSupply:
             OutputError: the scratch directory cannot be written.
         """
         missing = {name for name in self.needs.get(output, ()) if name in self.source.remote}
+        if not missing:
+            return
+
         with self._changed:
-            while missing and self.scratch is not None and not stopped():
-                # More outputs than AT_ONCE behind a slow one would need more disk space than scratch_bytes counts.
-                if self._unfinished[output] < next(iter(self._unfinished.values())) + AT_ONCE:
-                    break
+            while not self._is_next(output) and not stopped():
                 self._changed.wait(0.2)
+
             self._requested |= missing
             self._changed.notify_all()
             while not missing <= self._paths.keys() and not stopped():
                 self._failure.check()
                 self._changed.wait(0.2)
 
-    def finished(self, output: str) -> None:
-        """Mark an output shard as complete or not to be made. Call it once for each.
+    def release(self, output: str) -> None:
+        """Release the source shards of an output shard that is complete or not to be made. Call it once for each.
 
         Streamed source shards that no other output needs are removed, or not downloaded at all.
 
@@ -219,30 +200,38 @@ class ShardSupply:
             self._unfinished.pop(output, None)
             for name in self.needs.get(output, ()):
                 self._uses[name] -= 1
-                if self._uses[name] == 0 and self.scratch is not None:
-                    if name in self._queue:
-                        self._queue.remove(name)
-                    self._remove(name)
+                self._remove_if_unused(name)
             self._changed.notify_all()
 
-    def _remove(self, name: str) -> None:
-        """Remove a shard that is on disk. One that is being downloaded is removed when it is complete."""
-        if name in self._on_disk and name in self._paths:
-            self._on_disk.discard(name)
+    def _is_next(self, output: str) -> bool:
+        """Whether an output shard may be made: more than AT_ONCE would need more disk space than `scratch_bytes`."""
+        if self.scratch is None:
+            return True
+        first = next(iter(self._unfinished.values()))
+        return self._unfinished[output] < first + AT_ONCE
+
+    def _remove_if_unused(self, name: str) -> None:
+        """Remove a streamed shard after its last use. One that is being downloaded is removed when it is complete."""
+        if self.scratch is None or self._uses[name] > 0:
+            return
+
+        if name in self._queue:
+            self._queue.remove(name)
+        if name in self._begun and name in self._paths:
+            self._begun.remove(name)
             with output_errors(self._paths[name], "removed"):
                 self._paths[name].unlink(missing_ok=True)
 
-    def _start(self, work: Callable[[], None]) -> None:
-        """Call `work` in a thread. If it fails, all threads end."""
+    def _prepare_scratch(self, scratch: Path) -> None:
+        """Make the scratch directory, and remove what an earlier run left there but shards that this one needs."""
+        with output_errors(scratch):
+            make_directory(scratch)
 
-        def run() -> None:
-            with self._failure.kept():
-                work()
-
-        thread = threading.Thread(target=run, name="openquant-fetch", daemon=True)
-        with self._changed:
-            self._threads.append(thread)
-        thread.start()
+        shutil.rmtree(scratch / _CLIENT_FOLDER, ignore_errors=True)
+        for path in scratch.iterdir():
+            if path.name not in self._queue:
+                with output_errors(path, "removed"):
+                    path.unlink()
 
     def _is_stopped(self) -> bool:
         return self._closed or bool(self._failure)
@@ -251,50 +240,68 @@ class ShardSupply:
         with self._changed:
             self._changed.notify_all()
 
-    def _arrived(self, name: str, path: Path) -> None:
+    def _sleep(self, seconds: float) -> None:
+        """Sleep between two tries of a download, until the supply is closed."""
         with self._changed:
-            self._paths[name] = path
-            if self.scratch is not None and self._uses[name] == 0:
-                self._remove(name)
-            self._changed.notify_all()
+            if self._changed.wait_for(self._is_stopped, seconds):
+                raise _SupplyClosed
 
-    # Into the Hub's cache.
+    def _download_all(self) -> None:
+        """Download one shard after the other, until all are there; the work of a thread."""
+        with self._failure.kept():
+            while (name := self._next_download()) is not None:
+                path = self._download(name)
+                with self._changed:
+                    self._paths[name] = path
+                    self._remove_if_unused(name)
+                    self._changed.notify_all()
 
-    def _fill_cache(self) -> None:
-        while True:
-            with self._changed:
-                if self._is_stopped() or not self._queue:
-                    return
-                name = self._queue.popleft()
-            self._arrived(name, self._from_cache(name))
+    def _next_download(self) -> str | None:
+        """Wait until the next shard may be downloaded, and return its name; None if there is none."""
+        with self._changed:
+            while self._queue and not self._is_stopped():
+                name = self._queue[0]
+                ahead = len(self._begun - self._requested)
+                if self.scratch is None or name in self._requested or ahead < AHEAD:
+                    self._begun.add(name)
+                    return self._queue.popleft()
+                self._changed.wait()
+            return None
 
-    def _from_cache(self, name: str) -> Path:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError
-
-        repo, revision = self.source.repo, self.source.revision
-        assert repo is not None
-
-        def download() -> Path:
-            with source_errors(repo, revision):
-                try:
-                    return Path(hf_hub_download(repo, name, revision=revision, tqdm_class=self._watch()))
-                except HfHubHTTPError as error:
-                    if not is_expired_address(error):
-                        raise
-                    # The next try gets a new address from the Hub.
-                    raise Unreachable(f"{name}: the address that the Hub gave for it expired", _AGAIN_HINT) from None
-
+    def _download(self, name: str) -> Path:
+        """Download a shard, and once more if it is not what the Hub states."""
         for _ in range(2):
-            path = with_retries(download, sleep=self._sleep)
+            path = with_retries(lambda: self._download_once(name), sleep=self._sleep)
             if _is_sound(path, self.source.remote[name]):
                 return path
             # Otherwise the client would return the damaged file again.
             path.resolve().unlink()
             path.unlink(missing_ok=True)
-        raise self._mismatch(name)
+        raise SourceError(
+            f"{name} did not arrive as {self.source.repo}@{self.source.revision} has it: its size or digest differs",
+            "run the same command again; if that does not help, the repository or something on the way is broken",
+        )
 
-    def _watch(self) -> type[Any]:
+    def _download_once(self, name: str) -> Path:
+        """Have the client download a shard, or find it on disk."""
+        from huggingface_hub import hf_hub_download
+
+        repo, revision = self.source.repo, self.source.revision
+        assert repo is not None
+        with source_errors(repo, revision):
+            try:
+                path = hf_hub_download(
+                    repo, name, revision=revision, local_dir=self.scratch, tqdm_class=self._progress_class()
+                )
+            except OSError as error:
+                # The client's own errors are OSErrors too, without a number.
+                if self.scratch is None or error.errno is None:
+                    raise
+                with output_errors(self.scratch / name):
+                    raise
+        return Path(path)
+
+    def _progress_class(self) -> type[Any]:
         """A progress bar class that shows nothing, and ends a download once the supply is closed."""
         from tqdm import tqdm
 
@@ -312,213 +319,128 @@ class ShardSupply:
 
         return Watch
 
-    # Into the scratch directory.
 
-    def _partial_path(self, name: str) -> Path:
-        """The path of an incomplete shard. It is a hash, since the shard's name may be too long for a suffix."""
-        assert self.scratch is not None
-        key = f"{name}\0{self.source.remote[name].digest}"
-        return self.scratch / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}.partial"
-
-    def _admit(self) -> None:
-        """Start downloads in order, each when it is requested or fewer than AHEAD unrequested shards are on disk."""
-        while True:
-            with self._changed:
-                while (
-                    self._queue
-                    and not self._is_stopped()
-                    and self._queue[0] not in self._requested
-                    and len(self._on_disk - self._requested) >= AHEAD
-                ):
-                    self._changed.wait()
-                if self._is_stopped() or not self._queue:
-                    return
-                name = self._queue.popleft()
-                self._on_disk.add(name)
-            self._start(partial(self._to_scratch, name))
-
-    def _to_scratch(self, name: str) -> None:
-        """Start the download of a shard, hash it as it arrives, and give it its name once it is complete."""
-        assert self.scratch is not None
-        target, file = self.scratch / name, self.source.remote[name]
-        with output_errors(target):
-            if target.exists():
-                # An earlier run left it. It may be of another repository, or damaged by a loss of power.
-                if _is_sound(target, file):
-                    self._arrived(name, target)
-                    return
-                target.unlink()
-        for _ in range(2):
-            with closing(_PartialShard(self._order.index(name), file, self._partial_path(name))) as shard:
-                with self._changed:
-                    self._downloading = sorted([*self._downloading, shard], key=lambda other: other.number)
-                    self._changed.notify_all()
-                sound = shard.is_sound(self._is_stopped)
-                with self._changed:
-                    self._downloading.remove(shard)
-                if sound:
-                    shard.finish(target)
-                    self._arrived(name, target)
-                    return
-                shard.path.unlink()
-        raise self._mismatch(name)
-
-    def _receive(self) -> None:
-        """Download parts of shards over one connection, until all shards are complete."""
-        while True:
-            with self._changed:
-                while (part := self._next_part()) is None:
-                    if self._is_stopped() or not (self._queue or self._on_disk - self._paths.keys()):
-                        return
-                    self._changed.wait()
-            self._fetch(*part)
-
-    def _next_part(self) -> tuple[_PartialShard, int, int] | None:
-        """The next bytes to request, as (shard, start, end), of the first shard with unassigned units; else None."""
-        queued_bytes = sum(self.source.remote[name].size for name in self._queue)
-        units = queued_bytes // UNIT + sum(shard.unassigned_units for shard in self._downloading)
-        for shard in self._downloading:
-            # At most half a shard, so that small shards keep several connections busy.
-            most = max(FEWEST_UNITS, min(MOST_UNITS, units // CONNECTIONS, shard.file.size // 2 // UNIT + 1))
-            if shard.unassigned_units:
-                return shard, *shard.take(most)
-        return None
-
-    def _fetch(self, shard: _PartialShard, at: int, end: int) -> None:
-        """Download the bytes from `at` to `end`."""
-
-        def attempt() -> None:
-            nonlocal at
-            start = at
-            try:
-                with closing(shard.file.stream(at, end)) as pieces:
-                    for piece in pieces:
-                        if self._is_stopped():
-                            raise _SupplyClosed
-                        shard.write(at, piece)
-                        at += len(piece)
-            except Exception as error:
-                # An interruption after some progress does not count as a failed try.
-                if at < end and (at - start < UNIT or not is_transient(error)):
-                    raise
-
-        while at < end:
-            with_retries(attempt, sleep=self._sleep)
-
-    def _mismatch(self, name: str) -> SourceError:
-        return SourceError(
-            f"{name} did not arrive as {self.source.repo}@{self.source.revision} has it: its size or digest differs",
-            "run the same command again; if that does not help, the repository or something on the way is broken",
-        )
-
-    def _sleep(self, seconds: float) -> None:
-        with self._changed:
-            end = time.monotonic() + seconds
-            while not self._is_stopped() and time.monotonic() < end:
-                self._changed.wait(end - time.monotonic())
-            if self._is_stopped():
-                raise _SupplyClosed
-
-
-class _PartialShard:
-    """A shard that is being downloaded: a file with its bytes, followed by one byte for each UNIT, 1 if it has arrived.
-
-    So another run can continue a download that was killed, whichever units had arrived.
-
-    Attributes:
-        number: its position in the order of downloads.
-        file: the shard on the Hub.
-        path: the path of the incomplete file.
-    """
-
-    def __init__(self, number: int, file: HubFile, path: Path) -> None:
-        self.number = number
-        self.file = file
-        self.path = path
-        self._changed = threading.Condition()
-        units = -(-file.size // UNIT)
-        with output_errors(path):
-            self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            if os.fstat(self._handle).st_size != file.size + units:
-                os.ftruncate(self._handle, 0)
-                os.ftruncate(self._handle, file.size + units)
-            self._done = bytearray(os.pread(self._handle, units, file.size))
-        # Units that no connection downloads yet.
-        self._unassigned = deque(unit for unit in range(units) if not self._done[unit])
-
-    def close(self) -> None:
-        """Close the file. Bytes that still arrive are dropped."""
-        with self._changed:
-            os.close(self._handle)
-            self._handle = -1
-
-    @property
-    def unassigned_units(self) -> int:
-        """Number of units that no connection downloads yet."""
-        return len(self._unassigned)
-
-    def take(self, most: int) -> tuple[int, int]:
-        """Assign the next adjacent units, at most `most`, and return their bytes as (start, end)."""
-        first = last = self._unassigned.popleft()
-        if self.file.ignores_range:
-            # A request for a part costs as much as one for the whole file.
-            last = self._unassigned[-1] if self._unassigned else first
-            self._unassigned.clear()
-        while self._unassigned and self._unassigned[0] == last + 1 and self._unassigned[0] < first + most:
-            last = self._unassigned.popleft()
-        return first * UNIT, min((last + 1) * UNIT, self.file.size)
-
-    def write(self, offset: int, data: bytes) -> None:
-        """Write bytes at an offset. A unit counts as arrived once its last byte is written."""
-        with self._changed, output_errors(self.path):
-            if self._handle < 0:
-                raise _SupplyClosed
-            end = offset + len(data)
-            while data:
-                written = os.pwrite(self._handle, data, end - len(data))
-                data = data[written:]
-            last = -(-end // UNIT) if end == self.file.size else end // UNIT
-            for unit in range(offset // UNIT, last):
-                os.pwrite(self._handle, b"\1", self.file.size + unit)
-                self._done[unit] = 1
-            self._changed.notify_all()
-
-    def is_sound(self, stopped: Callable[[], bool]) -> bool:
-        """Hash the shard as it arrives, wait for its end, and return whether its digest is the Hub's."""
-        digest = self.file.hasher()
-        buffer = memoryview(bytearray(UNIT))
-        for unit in range(len(self._done)):
-            with self._changed:
-                while not self._done[unit]:
-                    if stopped():
-                        raise _SupplyClosed
-                    self._changed.wait(0.2)
-            with output_errors(self.path, "read"):
-                _update(digest, self._handle, unit * UNIT, min((unit + 1) * UNIT, self.file.size), buffer)
-        return digest.hexdigest() == self.file.digest
-
-    def finish(self, target: Path) -> None:
-        """Cut off the record of units and give the file its final name."""
-        with output_errors(target):
-            os.ftruncate(self._handle, self.file.size)
-            self.path.replace(target)
+class _SupplyClosed(Exception):
+    """Raised in a download thread once the supply is closed."""
 
 
 def _is_sound(path: Path, file: HubFile) -> bool:
     """Whether a file has the size and digest that the Hub states."""
     digest = file.hasher()
     with output_errors(path, "read"), open_regular(path, str(path), "remove it") as local:
-        # A large buffer, because each read waits for the interpreter lock, which downloads keep busy.
-        _update(digest, local.fileno(), 0, file.size, memoryview(bytearray(4 * UNIT)))
+        # Large pieces, because each read waits for the interpreter lock, which downloads keep busy.
+        while piece := local.read(4 << 20):
+            digest.update(piece)
         return os.fstat(local.fileno()).st_size == file.size and digest.hexdigest() == file.digest
 
 
-def _update(digest: hashlib._Hash, handle: int, start: int, end: int, buffer: memoryview) -> None:
-    """Update a digest with the bytes of a file from `start` to `end`, or to its end if it is shorter."""
-    while start < end and (count := os.preadv(handle, [buffer[: end - start]], start)):
-        digest.update(buffer[:count])
-        start += count
+@contextmanager
+def supply_shards(
+    sources: Sequence[tuple[Source, Needs]],
+    stream: bool,
+    scratch: str | os.PathLike[str] | None,
+    more: int = 0,
+    times: int = 1,
+) -> Iterator[list[ShardSupply]]:
+    """Start supplies for a command that writes no shards, such as `calibrate` and `eval`.
+
+    Args:
+        sources: each source with file names of the shards that its steps need, by the name of the step, in order.
+        stream: whether to keep downloaded shards below `scratch` until their last use, not in the Hub's cache.
+        scratch: the directory in which to make a temporary directory; None for the working directory. The temporary
+            directory is removed at the end, even if the process is killed.
+        more: bytes that the caller will write to the same disk.
+        times: number of processes that use the same disk, each with the same supplies.
+
+    Returns:
+        A context manager that gives one supply for each source, in the same order.
+
+    Raises:
+        SourceError: the disk of the Hub's cache has too little space.
+        UsageError: the disk of `scratch` has too little space.
+        OutputError: `scratch` cannot be written.
+    """
+    with ExitStack() as stack:
+        directory = None
+        if any(source.remote for source, _ in sources):
+            stack.enter_context(silent())
+            if stream:
+                needed = times * (more + sum(scratch_bytes(source, needs) for source, needs in sources))
+                directory = stack.enter_context(_temporary_directory(Path(scratch or "."), needed))
+
+        supplies = []
+        for number, (source, needs) in enumerate(sources):
+            if source.remote and directory is None:
+                source.require_cache_space(needs)
+            folder = None if directory is None else directory / str(number)
+            supplies.append(stack.enter_context(_HintedSupply(source, needs if source.remote else {}, folder)))
+        yield supplies
 
 
-class _SupplyClosed(Exception):
-    """Raised in a download thread once the supply is closed."""
+def find_whole(model: str, begun: Callable[[str], None] | None = None) -> Source:
+    """Find a local directory or GGUF file, or else download a whole repository into the Hub's cache.
+
+    Args:
+        model: a directory, a GGUF file, "org/name" or "org/name@revision".
+        begun: called with a line that says what is downloaded, if anything is.
+
+    Returns:
+        Where all of its files lie.
+
+    Raises:
+        SourceError: there is no such directory or repository, or it cannot be downloaded.
+        UsageError: see find_source.
+    """
+    source = find_source(model)
+    shards = list(source.remote)
+    files = [name for name in source.absent if left_out_part(name) is None or name in _OF_OUTPUTS]
+
+    nbytes = source.remote_bytes([*shards, *files])
+    if begun is not None and nbytes > 0:
+        begun(f"downloading {nbytes:,} bytes of {source.identity} to the Hub's cache")
+
+    source.fetch_files(files)
+    with supply_shards([(source, {"all": shards})], False, None) as (supply,):
+        supply.wait_for("all", lambda: False)
+    return source
+
+
+class _HintedSupply(ShardSupply):
+    """A supply whose errors about the scratch directory name --scratch in the hint."""
+
+    def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
+        with _scratch_hint():
+            super().wait_for(output, stopped)
+
+    def release(self, output: str) -> None:
+        with _scratch_hint():
+            super().release(output)
+
+
+@contextmanager
+def _scratch_hint() -> Iterator[None]:
+    """Have errors about the scratch directory name --scratch in the hint."""
+    try:
+        yield
+    except OutputError as error:
+        raise OutputError(error.message, "name a directory on another disk with --scratch") from error
+
+
+@contextmanager
+def _temporary_directory(parent: Path, needed: int) -> Iterator[Path]:
+    """A directory in `parent` that is removed at the end, if `needed` bytes are free on its disk."""
+    with _scratch_hint(), output_errors(parent):
+        free = shutil.disk_usage(parent).free
+        if needed > free:
+            raise UsageError(
+                f"{parent} needs {needed:,} bytes for shards that come and go, its disk has {free:,} free",
+                "name a directory on a larger one with --scratch",
+            )
+        directory = tempfile.TemporaryDirectory(prefix=".openquant-", dir=parent, ignore_cleanup_errors=True)
+        # SIGKILL cannot be handled, so a shell waits for the end of this process. A session of its own keeps signals of
+        # the terminal from it.
+        command = ["/bin/sh", "-c", _REMOVE_AT_END, "sh", str(Path(directory.name).absolute())]
+        shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    with directory as path, shell:
+        yield Path(path)

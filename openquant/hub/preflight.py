@@ -1,9 +1,9 @@
 """Preflight checks of a push: the user's token and permissions, the repository's name, and what it already holds.
 
-Each may end a push, so they run before anything is converted. Only `make_repository` changes anything on the Hub.
+Each may end a push, so they run before anything is converted. None changes anything on the Hub.
 
-All that ask the Hub try again after an error that may pass (`with_retries`), and raise other exceptions as
-huggingface_hub does. Callers convert those with `push_errors`.
+All that ask the Hub try again after an error that may pass (`with_retries`). Besides the errors that are named, they
+raise those of huggingface_hub, which callers convert with `push_errors`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import SourceError
 from ..files.names import INDEX_FILE, SINGLE_FILE, is_adapter
-from ..files.tensors import MAX_HEADER, TensorInfo, read_header
 from .error_mapping import CARD_HINT, WRITE_TOKEN_HINT, PushError, error_reason, status_of
-from .source import HubFile, with_retries
+from .source import with_retries
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
+    from huggingface_hub.hf_api import RepoSibling
 
 # Dtypes of unquantized matrices; I64 and BOOL are those of positions and masks.
-UNQUANTIZED = ("F64", "F32", "F16", "BF16", "I64", "BOOL")
+UNQUANTIZED = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
 OTHER_REPOSITORY_HINT = (
     "push to another repository, open a pull request with --create-pr, or insist with --replace-weights"
 )
@@ -30,12 +29,8 @@ OTHER_REPOSITORY_HINT = (
 def user_name(repo: str) -> str:
     """Return the name of the user who is logged in to the Hub.
 
-    Args:
-        repo: the repository to push to, for the error message.
-
     Raises:
-        PushError: the token is read-only.
-        Exception: no token was found, the Hub refuses it, or cannot be reached; as huggingface_hub raises it.
+        PushError: the token is read-only; the message names the repository to push to.
     """
     from huggingface_hub import HfApi
 
@@ -51,23 +46,22 @@ def require_namespace(repo: str) -> None:
 
     What a fine-grained token may do is known only when it is used.
 
-    Args:
-        repo: "org/name".
-
     Raises:
         PushError: the user is neither.
-        Exception: the Hub cannot be reached, or refuses; as huggingface_hub raises it.
     """
     from huggingface_hub import HfApi
 
-    user, owner = with_retries(HfApi().whoami), repo.partition("/")[0]
-    if ((user.get("auth") or {}).get("accessToken") or {}).get("role") == "fineGrained":
+    user = with_retries(HfApi().whoami)
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    if token.get("role") == "fineGrained":
         return
+
+    owner, _, name = repo.partition("/")
     owners = [user["name"], *(organization["name"] for organization in user.get("orgs") or ())]
     if owner.lower() not in map(str.lower, owners):
         raise PushError(
             f"{repo} cannot be created: {user['name']} is no member of {owner}",
-            f"push to {user['name']}/{repo.partition('/')[2]}, or log in as somebody who may",
+            f"push to {user['name']}/{name}, or log in as somebody who may",
         )
 
 
@@ -84,7 +78,6 @@ def find_repository(name: str) -> ModelInfo | None:
     Raises:
         HFValidationError: it is no possible name.
         GatedRepoError: the repository is gated, and the user has no access to it.
-        Exception: the Hub cannot be reached, or refuses; as huggingface_hub raises it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -97,34 +90,11 @@ def find_repository(name: str) -> ModelInfo | None:
         return None
 
 
-def make_repository(name: str, private: bool) -> str:
-    """Create a repository if there is none. One that exists is not changed.
-
-    Args:
-        name: "org/name".
-        private: whether it is private; if not, the organization's default applies.
-
-    Returns:
-        The name that the Hub gives it: "org/name".
-
-    Raises:
-        Exception: the user may not create it, or the Hub cannot be reached; as huggingface_hub raises it.
-    """
-    from huggingface_hub import HfApi
-
-    return with_retries(lambda: HfApi().create_repo(name, private=private or None, exist_ok=True).repo_id)
-
-
 def require_permission(repo: str, write: bool) -> None:
-    """Check that the user may read a repository, or write to it.
-
-    Args:
-        repo: the repository, such as "org/name".
-        write: whether the user must be allowed to write to it, not only to read it.
+    """Check that the user may read a repository, or also write to it.
 
     Raises:
         HfHubHTTPError: the user may not.
-        Exception: the Hub cannot be reached; as huggingface_hub raises it.
     """
     from huggingface_hub import HfApi
 
@@ -140,7 +110,6 @@ def require_valid_card(repo: str, card: str) -> None:
 
     Raises:
         PushError: the Hub refuses the card (status 400); the message names the fields.
-        Exception: the Hub gives another error or cannot be reached, also after retries; as huggingface_hub raises it.
     """
     from huggingface_hub import constants, get_session, hf_raise_for_status
     from huggingface_hub.errors import BadRequestError
@@ -170,7 +139,7 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
     Raises:
         PushError: such files exist.
     """
-    present = _files(repository)
+    present = [file.rfilename for file in repository.siblings or ()]
     weights = (name for name in present if "/" not in name and name.endswith((".safetensors", ".index.json")))
     # With an index engines tell an adapter of the model from its weights.
     beside_index = [name for name in present if is_adapter(name)] if INDEX_FILE in present else []
@@ -184,8 +153,8 @@ def refuse_foreign_weights(repository: ModelInfo, shards: Sequence[str]) -> None
         )
 
 
-def refuse_source(repository: ModelInfo, names: Iterable[str], downloaded: str | None) -> None:
-    """Refuse a repository that is the source of the model.
+def protect_source(repository: ModelInfo, names: Iterable[str], downloaded: str | None) -> None:
+    """Refuse a push that would replace the source of the model.
 
     Args:
         repository: the Hub's information on the repository to push to.
@@ -194,7 +163,6 @@ def refuse_source(repository: ModelInfo, names: Iterable[str], downloaded: str |
 
     Raises:
         PushError: the repository is the source.
-        Exception: the Hub cannot be asked; as huggingface_hub raises it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -229,8 +197,8 @@ def _present_name(name: str) -> str:
     return (repository.id if repository else name).lower()
 
 
-def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str], bool]) -> None:
-    """Refuse a repository in which the push would replace an unquantized model.
+def protect_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Callable[[str, str], bool]) -> None:
+    """Refuse a push that would replace an unquantized model.
 
     Args:
         repository: the Hub's information on the repository to push to.
@@ -239,46 +207,35 @@ def refuse_unquantized(repository: ModelInfo, shards: Iterable[str], is_ours: Ca
             the shard to push.
 
     Raises:
-        PushError: under these names the repository holds unquantized weights only, and a file that is not to be pushed.
-        SourceError: its shards cannot be read.
+        PushError: the repository's shards of these names hold unquantized weights only, and not those to push.
     """
-    present = _files(repository)
-    unquantized: list[HubFile] = []
+    present = {file.rfilename: file for file in repository.siblings or ()}
+    unquantized: list[RepoSibling] = []
     for file in (present[name] for name in shards if name in present):
-        tensors = _tensors(file)
-        if any(info.dtype not in UNQUANTIZED for info in tensors if len(info.shape) > 1):
+        dtypes = _matrix_dtypes(repository, file)
+        if dtypes - UNQUANTIZED:
             return
-        if tensors:
+        if dtypes:
             unquantized.append(file)
+
     for file in unquantized:
-        if not is_ours(file.name, file.digest):
+        if not is_ours(file.rfilename, file.lfs.sha256 if file.lfs else ""):
             raise PushError(
-                f"{repository.id} holds unquantized weights ({file.name}), which this model would replace",
+                f"{repository.id} holds unquantized weights ({file.rfilename}), which this model would replace",
                 OTHER_REPOSITORY_HINT,
             )
 
 
-def _tensors(file: HubFile) -> list[TensorInfo]:
-    """The tensors in a file's safetensors header; none if the header is not valid, as nobody can load the file then."""
-    if file.size < 8:
-        return []
-    length = int.from_bytes(file.read(0, 8), "little")
-    start = file.read(0, min(file.size, 8 + min(length, MAX_HEADER)))
+def _matrix_dtypes(repository: ModelInfo, file: RepoSibling) -> set[str]:
+    """The dtypes of a shard's matrices; none if nobody can load the file."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import SafetensorsParsingError
+
+    def read() -> set[str]:
+        metadata = HfApi().parse_safetensors_file_metadata(repository.id, file.rfilename, revision=repository.sha)
+        return {tensor.dtype for tensor in metadata.tensors.values() if len(tensor.shape) > 1}
+
     try:
-        return [info for info, _ in read_header(lambda at, count: start[at : at + count], file.size, file.name)[1]]
-    except SourceError:
-        return []
-
-
-def _files(repository: ModelInfo) -> dict[str, HubFile]:
-    """The files on the main branch, by name."""
-    return {
-        file.rfilename: HubFile(
-            repository.id,
-            repository.sha or "main",
-            file.rfilename,
-            file.size or 0,
-            file.lfs.sha256 if file.lfs else file.blob_id or "",
-        )
-        for file in repository.siblings or ()
-    }
+        return with_retries(read) if file.size else set()
+    except SafetensorsParsingError:
+        return set()

@@ -1,27 +1,24 @@
 """Publishes an output on the Hub: uploads shards as they are finished, and commits all files at the end.
 
-Until that commit the repository shows none of them, so it never holds half a model. Each upload is recorded in a file
-in the output's work directory, so a push that was killed continues without uploading, hashing or converting anything
-again. With --push-only the records lie in a branch of the repository too (`_save`), so that it continues on another
-machine.
+Until that commit the repository shows none of them, so it never holds half a model. A push that is run again uploads
+only what the Hub does not have. With --push-only an uploaded shard is deleted, and a record of its upload in the
+output's work directory takes its place, so that it need not be made again for the commit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import queue
 import re
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
@@ -35,10 +32,9 @@ from ..version import __version__
 from .error_mapping import PushError, error_reason, is_transient, push_errors, status_of
 from .preflight import (
     find_repository,
-    make_repository,
+    protect_source,
+    protect_unquantized,
     refuse_foreign_weights,
-    refuse_source,
-    refuse_unquantized,
     require_namespace,
     require_permission,
     require_valid_card,
@@ -47,17 +43,13 @@ from .preflight import (
 from .source import interruptible, with_retries
 
 if TYPE_CHECKING:
-    from huggingface_hub import Discussion, ModelInfo
+    from huggingface_hub import CommitOperationAdd, Discussion, ModelInfo
+    from huggingface_hub.lfs import UploadInfo
 
 # With --push-only, the number of output shards that are on disk at a time, being made or uploaded.
 AT_ONCE = 3
-# Seconds between commits to the branch that keeps the progress. The Hub limits how many there may be in an hour.
-SAVE_EVERY = 60.0
-# The file there with the record of each uploaded shard, and the most bytes that are read of it.
-PROGRESS, MAX_PROGRESS = "openquant-progress.json", 64 << 20
 # The most bytes that are read of a card in a repository.
 MAX_CARD = 16 << 20
-_SHA256 = re.compile("[0-9a-f]{64}")
 # "Your push was rejected because an LFS pointer pointed to a file that does not exist. Offending file: - NAME"
 _LOST = re.compile(r"\b(LFS|object)\b.*\b(not exist|missing|not found)\b", re.IGNORECASE | re.DOTALL)
 # Characters that the title of a pull request may have.
@@ -109,14 +101,13 @@ class Publisher:
         self._user = ""
         self.records = directory / WORK / PUSHED
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        # With --push-only, the shards that are being made or uploaded. Shards that wait for their upload or are in it.
         self._in_progress: set[str] = set()
         self._pending: set[str] = set()
+        # Size and digest of each shard that is uploaded, without those that the Hub wants as part of the commit.
+        self._uploaded: dict[str, UploadInfo] = {}
         self._changed = threading.Condition()
         self._failure = FirstFailure(self._wake)
-        # Records of uploads that another machine made, and the shards of those in the branch.
-        self._earlier: dict[str, dict[str, Any]] = {}
-        self._saved: set[str] = set()
-        self._next_save = time.monotonic() + SAVE_EVERY
         self._thread = threading.Thread(target=self._upload_all, name="openquant-upload", daemon=True)
 
     def prepare(self, card: bytes, downloaded: str | None = None, creates: bool = True) -> bool:
@@ -145,10 +136,11 @@ class Publisher:
                     f"{self.repo} exists and is public, so what --private asks for is not the case",
                     "make it private in its settings on the Hub, or leave --private out",
                 )
+            if repository is None and not creates:
+                return False
             if repository is None:
-                if not creates:
-                    return False
-                self.repo = make_repository(self.repo, self.push.private)
+                self._create()
+
             # A pull request also takes commits of its author.
             is_request = self.push.create_pr or (self.revision or "").startswith("refs/pr/")
             require_permission(self.repo, write=not is_request)
@@ -156,11 +148,12 @@ class Publisher:
                 # This fails if discussions, and so pull requests, are disabled.
                 request = with_retries(self._find_request)
                 self.open_request = None if request is None or request.status == "merged" else request.num
+
             if repository is not None and self.shards:
                 refuse_foreign_weights(repository, self.shards)
                 if not (self.push.create_pr or self.push.replace_weights):
-                    refuse_source(repository, base_models(text), downloaded)
-                    refuse_unquantized(repository, self.shards, self._is_ours)
+                    protect_source(repository, base_models(text), downloaded)
+                    protect_unquantized(repository, self.shards, self._is_ours)
         return repository is not None
 
     def require_writable(self) -> None:
@@ -198,15 +191,21 @@ class Publisher:
         self.repo = name if repository is None else repository.id
         return repository
 
+    def _create(self) -> None:
+        """Create the repository, which has the organization's default of privacy without --private."""
+        from huggingface_hub import HfApi
+
+        private = self.push.private or None
+        self.repo = with_retries(lambda: HfApi().create_repo(self.repo, private=private, exist_ok=True).repo_id)
+
     def _is_ours(self, name: str, sha256: str) -> bool:
         """Whether a shard on the Hub with this digest is the one to push."""
-        record, path = self._record(name), self.directory / name
-        if record is not None:
-            return bool(record["sha256"] == sha256)
-        if not path.is_file():
-            return False
-        with output_errors(path, "read"):
-            return file_sha256(path, name) == sha256
+        path = self.directory / name
+        if path.is_file():
+            with output_errors(path, "read"):
+                return file_sha256(path, name) == sha256
+        record = self._record(name)
+        return record is not None and record.sha256.hex() == sha256
 
     def __enter__(self) -> Publisher:
         self._thread.start()
@@ -217,23 +216,13 @@ class Publisher:
         # After a failure or Ctrl-C, do not wait for the current upload. The next run repeats it.
         self._thread.join(None if exception[0] is None else 0.1)
 
-    def elsewhere(self) -> set[str]:
+    def uploaded_shards(self) -> set[str]:
         """Return the shards that are uploaded and need not be on disk; none without --push-only."""
-        return {name for name in self.shards if self._record(name)} if self.push.only else set()
+        if not self.push.only:
+            return set()
+        return {name for name in self.shards if self._record(name) is not None}
 
-    def recall(self) -> None:
-        """Find out what another machine uploaded of this plan; those shards are then `elsewhere`.
-
-        Raises:
-            PushError: the Hub cannot be reached, or refuses.
-            UsageError: the repository's name is not valid.
-        """
-        if self._branch is not None:
-            with push_errors(self.repo):
-                self._earlier = self._find_earlier()
-            self._saved = set(self._earlier)
-
-    def finished(self, name: str) -> None:
+    def begin_upload(self, name: str) -> None:
         """Upload a shard in the background. It must be complete and have its final name, unless it is uploaded already.
 
         Args:
@@ -263,7 +252,7 @@ class Publisher:
                     return
                 self._changed.wait(0.2)
 
-    def drain(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Wait until all uploads are done.
 
         Raises:
@@ -274,7 +263,7 @@ class Publisher:
                 self._changed.wait(0.2)
             self._failure.check()
 
-    def finish(self, others: Iterable[str], title: str) -> Published:
+    def commit(self, others: Iterable[str], title: str) -> Published:
         """Upload the remaining shards and commit all files. Call it inside the context, after `prepare`.
 
         Args:
@@ -287,63 +276,59 @@ class Publisher:
         Raises:
             OutputError: an upload or the commit failed (PushError), or a file cannot be read.
         """
-        from huggingface_hub import constants
-
         for name in self.shards:
-            self.finished(name)
-        self.drain()
-        title, names = self.push.message or title, list(others)
+            self.begin_upload(name)
+        self.wait_for_uploads()
+
+        title = self.push.message or title
+        names = list(others)
         with push_errors(self.repo):
             if self.push.create_pr:
-                request = with_retries(lambda: self._open_request(title))
-                # The model of a merged pull request is on main.
-                revision = None if request.status == "merged" else f"refs/pr/{request.num}"
-                address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
-                if revision is not None:
-                    self._commit(names, title, revision)
-                    self._open_draft(request)
-                published = Published(self.repo, address, revision)
-            else:
-                published = Published(self.repo, self._commit(names, title, self.revision), self.revision)
-        if not self.push.only:
-            self.forget()
-        elif self._saved:
-            self._remove_branch()
-        return published
+                return self._commit_to_request(names, title)
+            address = self._commit(names, title, self.revision)
+        return Published(self.repo, address, self.revision)
+
+    def _commit_to_request(self, others: list[str], title: str) -> Published:
+        """Commit all files to a pull request of this model."""
+        from huggingface_hub import constants
+
+        request = with_retries(lambda: self._open_request(title))
+        address = f"{constants.ENDPOINT}/{self.repo}/discussions/{request.num}"
+        if request.status == "merged":
+            # The model is on main.
+            return Published(self.repo, address, None)
+
+        revision = f"refs/pr/{request.num}"
+        self._commit(others, title, revision)
+        self._open_draft(request)
+        return Published(self.repo, address, revision)
 
     def _commit(self, others: list[str], title: str, revision: str | None) -> str:
         """Commit all files, except shards that the revision already has, and return the commit's URL."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
         from huggingface_hub.errors import BadRequestError
 
-        def commit() -> str:
+        def try_commit() -> str:
             # If only the response to the first try was lost, the second leaves out the shards that it committed.
             missing = self._missing_shards(revision)
             earlier, figures = self._earlier_evaluation(others, revision)
             is_stale = bool(missing) or EVAL_FILE in others
             kept = None if is_stale else figures
+
             operations: list[Any] = [CommitOperationAdd(name, self._content(name, revision, kept)) for name in others]
             operations += [CommitOperationDelete(name) for name in earlier] if is_stale else []
-            for name in missing:
-                record = self._record(name)
-                path = str(self.directory / name)
-                operations.append(
-                    CommitOperationAdd(name, path) if record is None else _uploaded_operation(name, record)
-                )
+            operations += [self._shard_operation(name) for name in missing]
             return str(HfApi().create_commit(self.repo, operations, commit_message=title, revision=revision).commit_url)
 
         try:
-            return interruptible(lambda: with_retries(commit, is_retryable=_is_retryable))
+            return interruptible(lambda: with_retries(try_commit, is_retryable=_is_retryable))
         except BadRequestError as error:
-            lost = self._lost_shards(error.server_message or "")
-            if not lost:
+            # After a while the Hub drops uploads that no commit uses.
+            if not self.shards or not _LOST.search(error.server_message or ""):
                 raise
-            for name in lost:
-                self._record_path(name).unlink(missing_ok=True)
-            if self._saved:
-                self._remove_branch()
+            self.forget_uploads()
             raise PushError(
-                f"{self.repo} no longer has the upload of {lost[0]}: {error_reason(error)}",
+                f"{self.repo} no longer has all uploads: {error_reason(error)}",
                 "run the same command again: what the Hub lost is made and uploaded again",
             ) from None
 
@@ -353,73 +338,88 @@ class Publisher:
         With other weights they are deleted: they would stand beside a model that they do not measure. With the same
         weights the card keeps its figures.
         """
+        from huggingface_hub import HfApi
+
         if not self.shards:
             return [], None
-        from huggingface_hub import HfApi
 
         names = [CARD_FILE, *(name for name in EVALUATION_FILES if name not in others)]
         present = {entry.path for entry in HfApi().get_paths_info(self.repo, names, revision=revision)}
         earlier = sorted(present - {CARD_FILE})
         if not earlier or CARD_FILE not in present:
             return [], None
-        try:
-            card = self._download(self.repo, CARD_FILE, revision, MAX_CARD)
-        except SourceError:
-            return [], None
-        # Files of these names in a repository without our figures are somebody else's.
-        figures = evaluation_in(card.decode("utf-8", "replace"))
-        return (earlier, figures) if figures else ([], None)
 
-    @staticmethod
-    def _download(repo: str, name: str, revision: str | None, most: int) -> bytes:
-        """Read a small file of a repository; `most` is the largest number of bytes that is read."""
+        # Files of these names in a repository without our figures are somebody else's.
+        figures = evaluation_in(self._published_card(revision))
+        if not figures:
+            return [], None
+        return earlier, figures
+
+    def _published_card(self, revision: str | None) -> str:
+        """The card that a revision has; "" if it is too large for one."""
         from huggingface_hub import hf_hub_download
 
         def read() -> bytes:
             with tempfile.TemporaryDirectory() as folder:
-                return read_small(Path(hf_hub_download(repo, name, revision=revision, local_dir=folder)), name, most)
+                path = hf_hub_download(self.repo, CARD_FILE, revision=revision, local_dir=folder)
+                return read_small(Path(path), CARD_FILE, MAX_CARD)
 
-        return with_retries(read)
+        try:
+            return with_retries(read).decode("utf-8", "replace")
+        except SourceError:
+            return ""
 
     def _content(self, name: str, revision: str | None, figures: str | None) -> str | bytes:
         """The path of a file to commit, or the contents of the model card with figures that it had before."""
         path = self.directory / name
         if name != CARD_FILE:
             return str(path)
+
         with output_errors(path, "read"):
             card = read_small(path, name)
         try:
-            text = published_card(card.decode(), self.repo, revision) if self.shards else card.decode()
-            # Figures alone in a pull request of their own are of the model on main.
-            branch = revision if self.shards else self.revision
-            named = f"{self.repo}@{branch}" if branch else self.repo
-            text = with_evaluation(text, with_repository(figures, named)) if figures else text
-            return (self.complete(text, named) if self.complete else text).encode()
+            text = card.decode()
         except UnicodeDecodeError:
             return card
 
+        # Figures alone in a pull request of their own are of the model on main.
+        branch = revision if self.shards else self.revision
+        named = f"{self.repo}@{branch}" if branch else self.repo
+        if self.shards:
+            text = published_card(text, self.repo, revision)
+        if figures:
+            text = with_evaluation(text, with_repository(figures, named))
+        if self.complete:
+            text = self.complete(text, named)
+        return text.encode()
+
     def _missing_shards(self, revision: str | None) -> list[str]:
         """The shards that a revision lacks, or has with other contents."""
-        if not self.shards:
-            return []
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
+        if not self.shards:
+            return []
+
         entries = HfApi().get_paths_info(self.repo, self.shards, revision=revision)
         present = {entry.path: entry.lfs.sha256 for entry in entries if isinstance(entry, RepoFile) and entry.lfs}
-        records = {name: self._record(name) for name in self.shards}
-        return [name for name, record in records.items() if record is None or present.get(name) != record["sha256"]]
+        uploaded = {name: info.sha256.hex() for name, info in self._uploaded.items()}
+        return [name for name in self.shards if name not in uploaded or present.get(name) != uploaded[name]]
 
-    def _lost_shards(self, reason: str) -> list[str]:
-        """The uploaded shards that the Hub no longer has, by its reason for refusing a commit.
+    def _shard_operation(self, name: str) -> CommitOperationAdd:
+        """The operation that commits a shard. An uploaded one need not be on disk."""
+        from huggingface_hub import CommitOperationAdd
 
-        After a while the Hub drops uploads that no commit uses. Only then must shards be uploaded again.
-        """
-        if not _LOST.search(reason):
-            return []
-        records = {name: record for name in self.shards if (record := self._record(name))}
-        named = [name for name, record in records.items() if name in reason or record["sha256"] in reason]
-        return named or list(records)
+        info = self._uploaded.get(name)
+        if info is None:
+            return CommitOperationAdd(name, str(self.directory / name))
+
+        # The fields that preupload_lfs_files sets (huggingface_hub 2.4, hf_api.py:5415). There is no public way.
+        operation = CommitOperationAdd(name, b"")
+        operation.upload_info = info
+        operation._upload_mode = "lfs"
+        operation._is_uploaded = True
+        return operation
 
     def _open_request(self, title: str) -> Discussion:
         """The pull request for this model, opened if there is none."""
@@ -451,23 +451,19 @@ class Publisher:
         """
         from huggingface_hub import HfApi
         from huggingface_hub.community import DiscussionComment
-        from huggingface_hub.errors import HfHubHTTPError
 
-        api, merged = HfApi(), None
-        for discussion in api.get_repo_discussions(self.repo, author=self._user, discussion_type="pull_request"):
-            if discussion.status == "closed":
+        api = HfApi()
+        merged = None
+        for request in api.get_repo_discussions(self.repo, author=self._user, discussion_type="pull_request"):
+            if request.status == "closed":
                 continue
-            try:
-                details = api.get_discussion_details(self.repo, discussion.num)
-            except HfHubHTTPError as error:
-                if status_of(error) != 404:
-                    raise
+            details = api.get_discussion_details(self.repo, request.num)
+            comments = [event.content for event in details.events if isinstance(event, DiscussionComment)]
+            if not comments or self._marker not in comments[0]:
                 continue
-            first = next((event for event in details.events if isinstance(event, DiscussionComment)), None)
-            if first is not None and self._marker in first.content:
-                if details.status != "merged":
-                    return details
-                merged = details
+            if details.status != "merged":
+                return details
+            merged = details
         return merged
 
     @property
@@ -489,101 +485,55 @@ class Publisher:
             self._changed.notify_all()
 
     def _upload(self, name: str) -> None:
+        """Upload a shard; with --push-only, write a record of that and delete the shard."""
         from huggingface_hub import CommitOperationAdd, HfApi
 
+        if name in self._uploaded:
+            return
         path = self.directory / name
-        if self._record(name) is None:
-            stamp = _stamp(path)
-            with push_errors(self.repo):
-                operation = CommitOperationAdd(name, str(path))
-                with_retries(lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
-                if not operation._is_uploaded:
-                    return  # The Hub wants a small file to be part of the commit.
-            info = operation.upload_info
-            uploaded = {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()}
-            self._write_record(name, {**uploaded, "stamp": stamp})
-            self._save()
+        record = self._record(name)
+        if record is not None and not path.exists():
+            self._uploaded[name] = record
+            return
+
+        with push_errors(self.repo):
+            operation = CommitOperationAdd(name, str(path))
+            with_retries(lambda: HfApi().preupload_lfs_files(self.repo, [operation], create_pr=self.push.create_pr))
+        if not operation._is_uploaded:
+            # The Hub wants a small file to be part of the commit.
+            return
+
+        self._uploaded[name] = operation.upload_info
         if self.push.only:
+            self._write_record(name, operation.upload_info)
             with output_errors(path, "removed"):
                 path.unlink(missing_ok=True)
 
     def _record_path(self, name: str) -> Path:
         return self.records / hashlib.sha256(f"{self.digest} {self.push.name} {name}".encode()).hexdigest()[:24]
 
-    def _record(self, name: str) -> dict[str, Any] | None:
-        """The record of a shard's upload, with size, sha256 and sample; None if it has none, or has changed since."""
+    def _record(self, name: str) -> UploadInfo | None:
+        """The record of the upload of a shard; None if there is none, or it is damaged."""
+        from huggingface_hub.lfs import UploadInfo
+
         try:
             record = parse_json(read_small(self._record_path(name), name), name)
-        except (FileNotFoundError, SourceError):
-            return self._earlier.get(name)
-        unchanged = _is_record(record) and _stamp(self.directory / name) in (record.get("stamp"), None)
-        return record if unchanged else None
+            sha256, sample = bytes.fromhex(record["sha256"]), bytes.fromhex(record["sample"])
+            return UploadInfo(sha256=sha256, size=record["size"], sample=sample)
+        except (FileNotFoundError, SourceError, KeyError, TypeError, ValueError):
+            return None
 
-    def _write_record(self, name: str, record: dict[str, Any]) -> None:
+    def _write_record(self, name: str, info: UploadInfo) -> None:
+        record = {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()}
         path = self._record_path(name)
         with output_errors(path):
             make_directory(self.records)
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(record))
-            os.replace(partial, path)
+            partial.replace(path)
 
-    @property
-    def _branch(self) -> str | None:
-        """The branch that keeps the progress; None if there is none: a pull request needs no right to write.
-
-        The plan's digest is in its name, so that nothing of another source, version or choice of options is taken.
-        """
-        return f"openquant-{self.digest[:32]}" if self.push.only and not self.push.create_pr else None
-
-    def _save(self) -> None:
-        """Commit the uploaded shards and their records to the branch, at most once in SAVE_EVERY seconds.
-
-        The Hub then keeps the uploads, and another machine can continue. If the Hub refuses that, the push goes on.
-        """
-        from huggingface_hub import CommitOperationAdd, HfApi
-        from huggingface_hub.errors import HfHubHTTPError
-
-        branch, api = self._branch, HfApi()
-        if branch is None or time.monotonic() < self._next_save:
-            return
-        records = {name: record for name in self.shards if (record := self._record(name))}
-        operations = [_uploaded_operation(name, record) for name, record in records.items() if name not in self._saved]
-        operations.append(CommitOperationAdd(PROGRESS, json.dumps(records).encode()))
-
-        def commit() -> None:
-            if not self._saved:
-                api.create_branch(self.repo, branch=branch, exist_ok=True)
-            api.create_commit(self.repo, operations, commit_message="Shards so far", revision=branch)
-
-        with suppress(HfHubHTTPError):
-            with_retries(commit, is_retryable=_is_retryable)
-            self._saved = set(records)
-        self._next_save = time.monotonic() + SAVE_EVERY
-
-    def _find_earlier(self) -> dict[str, dict[str, Any]]:
-        """The records of uploads in the branch; none if there is no such branch."""
-        from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
-
-        name = self.repo if "/" in self.repo else f"{user_name(self.repo)}/{self.repo}"
-        try:
-            records = parse_json(self._download(name, PROGRESS, self._branch, MAX_PROGRESS), PROGRESS)
-        except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError, SourceError):
-            return {}
-        known = records if isinstance(records, dict) else {}
-        return {name: record for name in self.shards if _is_record(record := known.get(name))}
-
-    def _remove_branch(self) -> None:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
-
-        # If it stays, the next run of this plan finds all shards there.
-        with suppress(HfHubHTTPError):
-            HfApi().delete_branch(self.repo, branch=str(self._branch))
-        self._saved, self._earlier = set(), {}
-
-    def forget(self) -> None:
-        """Remove all records of uploads, so that every shard counts as not uploaded."""
-        self._earlier = {}
+    def forget_uploads(self) -> None:
+        """Remove all records of uploads, so that every shard that is not on disk counts as not made."""
         if self.records.exists():
             with output_errors(self.records, "removed"):
                 shutil.rmtree(self.records)
@@ -592,44 +542,6 @@ class Publisher:
                 self.records.parent.rmdir()
 
 
-def _is_record(record: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a record of the branch, which others may have written, can be that of an upload."""
-    return (
-        isinstance(record, dict)
-        and isinstance(record.get("size"), int)
-        and isinstance(record.get("sha256"), str)
-        and _SHA256.fullmatch(record["sha256"]) is not None
-        and isinstance(record.get("sample"), str)
-        and len(record["sample"]) <= 1024
-        and re.fullmatch("([0-9a-f]{2})*", record["sample"]) is not None
-    )
-
-
 def _is_retryable(error: BaseException) -> bool:
     """Whether a refused commit may succeed on a retry: another commit was in progress, or came before it."""
     return status_of(error) in (409, 412) or is_transient(error)
-
-
-def _stamp(path: Path) -> list[int] | None:
-    """What changes with a file; None if it is not there, since its upload has taken its place."""
-    with suppress(FileNotFoundError):
-        status = path.stat()
-        return [status.st_size, status.st_mtime_ns, status.st_ino]
-    return None
-
-
-def _uploaded_operation(name: str, record: dict[str, Any]) -> Any:
-    """The operation that commits an uploaded shard, which need not be on disk.
-
-    Its fields are those that preupload_lfs_files sets (huggingface_hub 2.4, hf_api.py:5415). There is no public way.
-    """
-    from huggingface_hub import CommitOperationAdd
-    from huggingface_hub.lfs import UploadInfo
-
-    operation = CommitOperationAdd(name, b"")
-    operation.upload_info = UploadInfo(
-        size=record["size"], sample=bytes.fromhex(record["sample"]), sha256=bytes.fromhex(record["sha256"])
-    )
-    operation._upload_mode = "lfs"
-    operation._is_uploaded = True
-    return operation

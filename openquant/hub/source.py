@@ -14,14 +14,12 @@ import logging
 import os
 import re
 import shutil
-import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
+from typing import TypeVar
 
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import (
@@ -44,10 +42,6 @@ from ..threads import in_thread
 from ..weights.find import TOOL_CONFIG_FILES
 from .error_mapping import NotFound, Unreachable, is_offline, is_transient, source_errors, without_queries
 
-if TYPE_CHECKING:
-    from httpx2 import Response
-    from huggingface_hub.errors import HfHubHTTPError
-
 # A snapshot in the Hub's cache: models--ORG--NAME/snapshots/COMMIT.
 _SNAPSHOT = re.compile(r"^models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -56,8 +50,6 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 # may not exist.
 WAITS = (1, 2, 4, 8, 16)
 FIRST_WAITS = (1, 2)
-# HTTP status of an address whose signature has expired.
-_EXPIRED = (400, 401, 403, 410)
 
 
 @dataclass(frozen=True)
@@ -109,25 +101,17 @@ class Source:
         sizes = {**self.absent, **{name: file.size for name, file in self.remote.items()}}
         return sum(sizes.get(name, 0) for name in names)
 
-    @property
-    def notes(self) -> list[str]:
-        """Messages for the user on the download: that a proxy ignores ranges."""
-        if any(file.ignores_range for file in self.remote.values()):
-            return [
-                "the Hub, or a proxy before it, ignores Range and sends files from their beginning: each shard is "
-                "downloaded over one connection, and starts again from its beginning if the connection breaks"
-            ]
-        return []
-
     def fetch_files(self, names: Iterable[str]) -> None:
         """Download those of the named files that are not there into the Hub's cache.
 
         Raises:
             SourceError: they cannot be downloaded.
         """
-        repo, patterns = self.repo, [glob.escape(name) for name in names if name in self.absent or name in self.remote]
+        repo = self.repo
+        patterns = [glob.escape(name) for name in names if name in self.absent or name in self.remote]
         if repo is None or not patterns:
             return
+
         # Importing it takes as long as converting a small model.
         from huggingface_hub import snapshot_download
 
@@ -163,8 +147,11 @@ class Source:
 
         If the working directory is the source or lies in it, the path is beside the source.
         """
-        working_directory, root = Path.cwd().resolve(), self.root.resolve()
-        return root.parent / name if root in (working_directory, *working_directory.parents) else Path(name)
+        working_directory = Path.cwd().resolve()
+        root = self.root.resolve()
+        if root in (working_directory, *working_directory.parents):
+            return root.parent / name
+        return Path(name)
 
     @property
     def identity(self) -> str:
@@ -208,11 +195,10 @@ class Source:
         Raises:
             SourceError: a file cannot be read.
         """
-        return {} if self.revision is not None else {name: self._digest(name) for name in checkpoint.files}
-
-    def _digest(self, name: str) -> str:
+        if self.revision is not None:
+            return {}
         with readable():
-            return file_sha256(self.root / name, name)
+            return {name: file_sha256(self.root / name, name) for name in checkpoint.files}
 
     def downloaded_commit(self) -> str | None:
         """Return the commit that `hf download --local-dir` recorded in a local directory; None if there is no record.
@@ -267,18 +253,21 @@ def find_source(model: str, revision: str | None = None) -> Source:
     path = Path(model)
     if not model:
         raise UsageError("-m is empty", "give a directory or a Hub repository such as Qwen/Qwen3-0.6B")
+
     with readable():
         exists = _exists(path)
+    if exists and revision is not None:
+        kind = "directory" if path.is_dir() else "file"
+        raise UsageError(f"{model} is a local {kind}, which has no revision {revision}", "leave --revision out")
     if exists:
-        if revision is not None:
-            kind = "directory" if path.is_dir() else "file"
-            raise UsageError(f"{model} is a local {kind}, which has no revision {revision}", "leave --revision out")
         return local_source(path)
+
     repo, at_sign, pinned = model.partition("@")
     if at_sign and revision is not None and revision != pinned:
         raise UsageError(f"{model} and --revision {revision} name two revisions", "give one of them")
     if at_sign and not pinned:
         raise UsageError(f"{model} names no revision after the @", "write org/name@revision")
+
     try:
         return repository_source(repo, pinned or revision)
     except NotFound as error:
@@ -310,11 +299,13 @@ def local_source(path: Path) -> Source:
         opened = open_gguf(path)
         name = os.fsencode(path.stem).decode("utf-8", "replace")
         return Source(opened.checkpoint.root, name, None, None, gguf=opened)
+
     root = path.resolve()
     snapshot = _SNAPSHOT.match("/".join(root.parts[-3:]))
     if snapshot:
         repo = snapshot["repo"].replace("--", "/", 1)
         return Source(path, repo.rsplit("/", 1)[-1], repo, snapshot["commit"])
+
     # The model card is UTF-8, so the name must be.
     return Source(path, os.fsencode(root.name).decode("utf-8", "replace"), None, None)
 
@@ -368,6 +359,7 @@ def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]
     def is_cached(name: str) -> bool:
         return (root / name).exists()
 
+    # The list that the client has cached tells whether anything is missing.
     all_shards = all(map(is_cached, _indexed_shards(root)))
     try:
         sizes = {entry.path: entry.size for entry in get_cached_repo_tree(repo, revision=root.name)}
@@ -376,7 +368,8 @@ def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]
     missing_sizes = {name: size for name, size in sizes.items() if not is_cached(name)}
     if all_shards and sizes and all(map(left_out_part, missing_sizes)):
         return {}, missing_sizes
-    # The cached list has no digests, so the Hub's is needed.
+
+    # It has no digests, so the Hub's list is needed.
     try:
         tree = HfApi().list_repo_tree(repo, recursive=True, revision=root.name)
         entries = [entry for entry in tree if isinstance(entry, RepoFile)]
@@ -385,14 +378,22 @@ def _missing(repo: str, root: Path) -> tuple[dict[str, HubFile], dict[str, int]]
             # Another program filled the cache, and it has all shards.
             return {}, {}
         raise
+
     names = {entry.path for entry in entries}
     if not {INDEX_FILE, SINGLE_FILE} & names and "config.json" in names:
         refuse_without_weights(repo, [name for name in names if "/" not in name])
-    missing = [entry for entry in entries if not is_cached(entry.path)]
-    shards = [entry for entry in missing if re.fullmatch(r"[^/]+\.safetensors", entry.path)]
-    digests = {entry.path: entry.lfs.sha256 if entry.lfs else entry.blob_id for entry in shards}
-    remote = {entry.path: HubFile(repo, root.name, entry.path, entry.size, digests[entry.path]) for entry in shards}
-    return remote, {entry.path: entry.size for entry in missing if entry.path not in remote}
+
+    remote: dict[str, HubFile] = {}
+    absent: dict[str, int] = {}
+    for entry in entries:
+        if is_cached(entry.path):
+            continue
+        if re.fullmatch(r"[^/]+\.safetensors", entry.path):
+            digest = entry.lfs.sha256 if entry.lfs else entry.blob_id
+            remote[entry.path] = HubFile(repo, root.name, entry.path, entry.size, digest)
+        else:
+            absent[entry.path] = entry.size
+    return remote, absent
 
 
 def _indexed_shards(root: Path) -> set[str]:
@@ -403,10 +404,9 @@ def _indexed_shards(root: Path) -> set[str]:
         return {SINGLE_FILE}
 
 
+@dataclass
 class HubFile:
-    """A file of a repository, read over HTTP with the client's session. Methods may be called from any thread.
-
-    The Hub redirects to an address that is signed for a while. It is requested once, and again when it expires.
+    """A file of a repository. Methods may be called from any thread.
 
     Attributes:
         repo: the repository.
@@ -414,18 +414,13 @@ class HubFile:
         name: the file's name in the repository.
         size: size in bytes.
         digest: digest of its contents in hexadecimal: SHA-256 of an LFS file, else the git object id.
-        ignores_range: whether a server sent the whole file when a part was requested.
     """
 
-    def __init__(self, repo: str, revision: str, name: str, size: int, digest: str) -> None:
-        self.repo = repo
-        self.revision = revision
-        self.name = name
-        self.size = size
-        self.digest = digest
-        self.ignores_range = False
-        self._address: str | None = None
-        self._resolving = threading.Lock()
+    repo: str
+    revision: str
+    name: str
+    size: int
+    digest: str
 
     def hasher(self) -> hashlib._Hash:
         """Return a hash object that gives `digest` after an update with the contents."""
@@ -437,90 +432,39 @@ class HubFile:
         Raises:
             SourceError: they cannot be downloaded.
         """
-        return with_retries(lambda: b"".join(self.stream(offset, offset + length)))
+        return with_retries(lambda: self._read(offset, length))
 
-    def stream(self, start: int, end: int) -> Generator[bytes, None, None]:
-        """Yield the bytes from `start` to `end` as they arrive. Close the generator if not all are read.
-
-        Raises:
-            Unreachable: the download failed, and a retry may help.
-            SourceError: the download failed.
-        """
-        with source_errors(self.repo, self.revision), self._request(start, end) as response:
-            self.ignores_range |= response.status_code == 200 and end - start < self.size
-            at = 0 if response.status_code == 200 else start
-            for data in response.iter_bytes():
-                part = data[max(0, start - at) : max(0, end - at)]
-                at += len(data)
-                if part:
-                    yield part
-                # A response that is read to its end leaves the connection open, but the rest of a shard is too much.
-                if at > end or (at == end and response.status_code == 200 and end < self.size):
-                    return
-            if at < end:
-                raise Unreachable(f"{self.name} ended at byte {at:,} of {self.size:,}", "run the same command again")
-
-    @contextmanager
-    def _request(self, start: int, end: int) -> Iterator[Response]:
-        """Request the bytes from `start` to `end`; gives the response."""
-        from huggingface_hub import constants
+    def _read(self, offset: int, length: int) -> bytes:
+        """Request a range of bytes. Not more than that is read, even if the server ignores the range."""
+        from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-        for attempt in range(3):
-            address, trusted = self._resolve()
-            # The token is only for the Hub. An address elsewhere is signed instead.
-            headers = build_hf_headers() if trusted else {}
-            headers |= {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-            with http_stream_backoff(
-                "GET", address, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-                retry_on_exceptions=(), retry_on_status_codes=(408, 429),
-            ) as response:  # fmt: skip
-                if response.status_code in _EXPIRED and not trusted and attempt < 2:
-                    self._forget(address)
-                    continue
-                hf_raise_for_status(response)
-                content_range = response.headers.get("Content-Range", "")
-                if response.status_code != 200 and not content_range.startswith(f"bytes {start}-"):
-                    raise SourceError(
-                        f"{self.name}: bytes from {start:,} on were requested, "
-                        f"the response has {content_range or 'no Content-Range'}",
-                        "the server or a proxy is broken: check HF_ENDPOINT and proxies",
-                    )
-                yield response
-                return
-
-    def _resolve(self) -> tuple[str, bool]:
-        """The file's address, and whether it is on the Hub itself."""
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-
+        # The client follows redirects to an address elsewhere, and does not send the token there.
         url = hf_hub_url(self.repo, self.name, revision=self.revision)
-        with self._resolving:
-            if self._address is None:
-                self._address = get_hf_file_metadata(url).location
-            return self._address, _origin(self._address) == _origin(url)
+        headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+        request = http_stream_backoff(
+            "GET",
+            url,
+            headers=build_hf_headers() | headers,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            retry_on_exceptions=(),
+            retry_on_status_codes=(408, 429),
+        )
 
-    def _forget(self, address: str) -> None:
-        with self._resolving:
-            if self._address == address:
-                self._address = None
+        data = bytearray()
+        with source_errors(self.repo, self.revision), request as response:
+            hf_raise_for_status(response)
+            # With status 200 the file comes from its beginning.
+            at = 0 if response.status_code == 200 else offset
+            for piece in response.iter_bytes():
+                data += piece[max(0, offset - at) :]
+                at += len(piece)
+                if len(data) >= length:
+                    break
 
-
-def is_expired_address(error: HfHubHTTPError) -> bool:
-    """Return whether an error means that a signed address has expired: another server than the Hub refused it.
-
-    Args:
-        error: an HTTP error of huggingface_hub, with its response.
-    """
-    from huggingface_hub import constants
-
-    response = error.response
-    elsewhere = _origin(str(response.request.url)) != _origin(constants.ENDPOINT)
-    return elsewhere and response.status_code in _EXPIRED and not response.headers.get("X-Error-Code")
-
-
-def _origin(url: str) -> tuple[str, str | None, int | None]:
-    parts = urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port
+        if len(data) < length:
+            raise Unreachable(f"{self.name} ended at byte {at:,} of {self.size:,}", "run the same command again")
+        return bytes(data[:length])
 
 
 Result = TypeVar("Result")

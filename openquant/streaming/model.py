@@ -116,7 +116,7 @@ class StreamedModel:
         with torch.inference_mode():
             self._meta.load(unit)
         if unit == REST:
-            self.shard_provider.finished(unit)
+            self.shard_provider.release(unit)
 
     def load_with(self, unit: str, replaced: Mapping[str, Callable[[], torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Make the parameters of a loaded unit from other tensors, and leave the unit as it is.
@@ -142,7 +142,7 @@ class StreamedModel:
         """Replace the weights of a unit, or of REST, by placeholders. Streamed shards of it may then be deleted."""
         self._meta.free(unit)
         if unit != REST:
-            self.shard_provider.finished(unit)
+            self.shard_provider.release(unit)
 
     def shards(self, unit: str, more: Iterable[str] = ()) -> set[str]:
         """Return file names of the shards that a unit is loaded from, and of those that have further tensors.

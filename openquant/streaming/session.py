@@ -8,7 +8,7 @@ Provides source shards to code that reads them, which waits for shards it needs 
 
 provider.wait_for("model.layers.3", stopped)
 provider.path("model-00002-of-00005.safetensors")
-provider.finished("model.layers.3")
+provider.release("model.layers.3")
 """
 
 from __future__ import annotations
@@ -131,20 +131,20 @@ class ArrivingShards:
         self.supply, self.needs, self.name, self.ranks = supply, needs, name, ranks
         self.fingerprint, self.hashes = fingerprint, hashes
         self.path = supply.path
-        # Units that are not finished, in the order of `supply.needs`.
+        # Units that are not released, in the order of `supply.needs`.
         self._remaining = dict.fromkeys(supply.needs)
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
-        """Wait until a unit's shards are on disk, or `stopped()`. Units before it were skipped, and are finished.
+        """Wait until a unit's shards are on disk, or `stopped()`. Units before it were skipped, and are released.
 
         Raises:
             SourceError: they cannot be downloaded, were deleted already, or changed since the run began.
             OutputError: they cannot be written, or another rank has failed.
         """
         if what in self._remaining:
-            # Skipped units are finished last first, so that finishing one does not start the download of another.
+            # Skipped units are released last first, so that releasing one does not start the download of another.
             for unit in reversed(list(itertools.takewhile(lambda unit: unit != what, self._remaining))):
-                self.finished(unit)
+                self.release(unit)
         elif self.supply.scratch is not None and what in self.supply.needs:
             raise SourceError(
                 f"{self.name} computes {what} twice or out of order, and its shards were deleted",
@@ -157,11 +157,11 @@ class ArrivingShards:
         for shard in shards if self.hashes else ():
             self.fingerprint.add(shard, self.path(shard))
 
-    def finished(self, what: str) -> None:
-        """Note that a unit does not need its shards any more, so that they may be deleted."""
+    def release(self, what: str) -> None:
+        """Release the shards of a unit, so that they may be deleted."""
         if what in self._remaining:
             del self._remaining[what]
-            self.supply.finished(what)
+            self.supply.release(what)
 
 
 class DocumentRanks(Protocol):
@@ -226,8 +226,8 @@ class ShardProvider(Protocol):
     def path(self, name: str) -> Path:
         """Return the path of a source shard that is on disk, by its file name."""
 
-    def finished(self, what: str) -> None:
-        """Note that `what` does not need its shards any more, so that they may be deleted."""
+    def release(self, what: str) -> None:
+        """Release the shards of `what`, so that they may be deleted."""
 
 
 @dataclass(frozen=True)
@@ -247,5 +247,5 @@ class LocalShards:
         """Return the path of a shard, by its file name; whether it exists is not checked."""
         return self.root / name
 
-    def finished(self, what: str) -> None:
+    def release(self, what: str) -> None:
         """Do nothing, since the shards stay."""

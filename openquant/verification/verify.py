@@ -28,7 +28,7 @@ from ..formats.kv_cache import cache_scales
 from ..formats.quantization import quantization_places, read_quantization
 from ..formats.scales import choose_shared_scale
 from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
-from ..hub.shards import find_whole
+from ..hub.fetch import find_whole
 from ..machine import available_cpus
 from ..models import GENERIC
 from ..options import Check, documented

@@ -32,7 +32,7 @@ class _Planned(Reporter):
 
     def planned(self, plan: Plan, source: Source, output: Path) -> None:  # noqa: ARG002
         """Keep the plan."""
-        self.html = plan_html(plan, self.model, source.notes)
+        self.html = plan_html(plan, self.model)
 
 
 def planned(request: dict[str, Any]) -> dict[str, Any]:

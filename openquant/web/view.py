@@ -66,13 +66,12 @@ def command_html(command: str) -> str:
     return f'<pre class="oq-command"><code>{text_html(command)}</code></pre>'
 
 
-def plan_html(plan: Plan, model: str, notes: Iterable[str] = ()) -> str:
+def plan_html(plan: Plan, model: str) -> str:
     """Show a plan: architecture, sizes, engines, what becomes of the weights, and the GPUs before and after.
 
     Args:
         plan: the plan.
         model: the source as the user named it.
-        notes: notes on the source, such as `Source.notes`; those of the plan follow them.
 
     Returns:
         A `section` with headings of the third level.
@@ -94,7 +93,7 @@ def plan_html(plan: Plan, model: str, notes: Iterable[str] = ()) -> str:
         "<dl>",
         *(f"<div><dt>{name}</dt><dd>{text_html(value)}</dd></div>" for name, value in facts),
         "</dl>",
-        _notes([*notes, *plan.notes]),
+        _notes(plan.notes),
         *([_serving_table(*serving)] if serving else []),
         "<details><summary>What becomes of the weights</summary>",
         _weights_table(plan),

@@ -131,8 +131,12 @@ def cached() -> list[str]:
 
 
 def held(place: Path) -> list[int]:
-    """How many shards each model has below a directory that may be changing."""
-    return [len(list(folder.iterdir())) for root in place.iterdir() for folder in sorted(root.iterdir())]
+    """How many shards, whole or not, each model has below a directory that may be changing."""
+    folders = [folder for root in place.iterdir() for folder in root.iterdir()]
+    shards = [
+        [path for path in folder.rglob("*") if path.suffix in (".safetensors", ".incomplete")] for folder in folders
+    ]
+    return list(map(len, shards))
 
 
 def named(found: object, source: str, output: str) -> Any:

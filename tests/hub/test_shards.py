@@ -7,12 +7,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from openquant import diagnose
@@ -20,8 +21,7 @@ from openquant.distributed import Ranks
 from openquant.errors import OutputError, SourceError, UsageError
 from openquant.files.checkpoint import Checkpoint
 from openquant.files.fingerprint import Fingerprint
-from openquant.hub.fetch import ShardSupply
-from openquant.hub.shards import supply_shards
+from openquant.hub.fetch import ShardSupply, supply_shards
 from openquant.hub.source import Source
 from openquant.streaming.session import ArrivingShards
 from support import forked_ranks, small_checkpoints
@@ -66,7 +66,7 @@ def test_an_interrupt_leaves_nothing(site: Site, tmp_path: Path) -> None:
     site.hub.rate = 300_000
     process = site.begin("diagnose", "org/name", "--stream", "--scratch", there)
     end = time.monotonic() + 60
-    while not list(there.rglob("*.partial")) and time.monotonic() < end:
+    while not list(there.rglob("*.incomplete")) and time.monotonic() < end:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     done = finish(process)
@@ -95,9 +95,7 @@ def test_no_space_for_shards(tmp_path: Path) -> None:
 
 
 class Shard:
-    """A shard that comes once it may."""
-
-    ignores_range = False
+    """A shard that the client downloads once it may."""
 
     def __init__(self, data: bytes, held: bool = False) -> None:
         self.data, self.size, self.digest = data, len(data), sha256(data).hexdigest()
@@ -108,16 +106,32 @@ class Shard:
     def hasher(self) -> Any:
         return sha256()
 
-    def stream(self, start: int, end: int) -> Iterator[bytes]:
-        self.asked.set()
-        assert self.may.wait(30)
-        yield self.data[start:end]
+
+NewSource = Callable[[dict[str, Shard]], Source]
 
 
-def test_what_is_passed_over_does_not_stay(tmp_path: Path) -> None:
+@pytest.fixture
+def new_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NewSource:
+    """Makes a repository of shards."""
+
+    def make(shards: dict[str, Shard]) -> Source:
+        def download(_: str, name: str, *, local_dir: Path, **__: object) -> str:
+            shard = shards[name]
+            shard.asked.set()
+            assert shard.may.wait(30)
+            (local_dir / name).write_bytes(shard.data)
+            return str(local_dir / name)
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        return Source(tmp_path, "name", "org/name", COMMIT, shards)  # type: ignore[arg-type]
+
+    return make
+
+
+def test_what_is_passed_over_does_not_stay(new_source: NewSource, tmp_path: Path) -> None:
     """As the shards of a tower that no text goes through: one is here by then, one on its way, one has not begun."""
     shards = {name: Shard(name.encode() * 1000, held=name == "c") for name in "abcde"}
-    source = Source(tmp_path, "name", "org/name", COMMIT, shards)  # type: ignore[arg-type]
+    source = new_source(shards)
     needs = {f"unit {name}": [name] for name in shards}
     with supply_shards([(source, needs)], True, tmp_path) as [supply]:
         supply.wait_for("unit a", lambda: False)
@@ -126,7 +140,7 @@ def test_what_is_passed_over_does_not_stay(tmp_path: Path) -> None:
             time.sleep(0.01)
         # The last first: it must not begin in the meantime.
         for name in "dabc":
-            supply.finished(f"unit {name}")
+            supply.release(f"unit {name}")
         shards["c"].may.set()
         supply.wait_for("unit e", lambda: False)
         assert supply.scratch is not None
@@ -162,18 +176,18 @@ def arriving(supply: ShardSupply, ranks: Ranks | None = None) -> ArrivingShards:
     return ArrivingShards(supply, supply.needs, "org/name", fingerprint, ranks or Ranks(), hashes=False)
 
 
-def test_units_of_a_tower_are_passed_over_and_none_comes_twice(tmp_path: Path) -> None:
+def test_units_of_a_tower_are_passed_over_and_none_comes_twice(new_source: NewSource, tmp_path: Path) -> None:
     names = ["rest", "embedding", *(f"tower {number}" for number in range(6)), "layer 0", "layer 1"]
     shards = {name: Shard(name.encode()) for name in names}
-    source = Source(tmp_path, "name", "org/name", COMMIT, shards)  # type: ignore[arg-type]
+    source = new_source(shards)
     with supply_shards([(source, {name: [name] for name in names})], True, tmp_path) as [supply]:
         traffic = arriving(supply)
         for name in ("rest", "embedding", "layer 0"):
             traffic.wait_for(name, lambda: False)
             assert traffic.path(name).read_bytes() == name.encode()
-            traffic.finished(name)
+            traffic.release(name)
             # As at the end, when all is given back once more.
-            traffic.finished(name)
+            traffic.release(name)
         for name in ("embedding", "tower 0", "layer 0"):
             with pytest.raises(SourceError) as caught:
                 traffic.wait_for(name, lambda: False)
@@ -183,9 +197,9 @@ def test_units_of_a_tower_are_passed_over_and_none_comes_twice(tmp_path: Path) -
     assert not any(shards[f"tower {number}"].asked.is_set() for number in range(2, 6))
 
 
-def test_who_waits_for_a_shard_hears_of_other_ranks(tmp_path: Path) -> None:
+def test_who_waits_for_a_shard_hears_of_other_ranks(new_source: NewSource, tmp_path: Path) -> None:
     shard = Shard(b"a", held=True)
-    source = Source(tmp_path, "name", "org/name", COMMIT, {"a": shard})  # type: ignore[dict-item]
+    source = new_source({"a": shard})
     with supply_shards([(source, {"a": ["a"]})], True, tmp_path) as [supply]:
         with pytest.raises(OutputError) as caught:
             arriving(supply, Broken()).wait_for("a", lambda: False)

@@ -10,7 +10,6 @@ import pytest
 
 from conftest import tree
 from openquant import compress
-from openquant.hub.error_mapping import similar_repositories
 from support import forked_ranks, small_checkpoints
 from support.forked_ranks import COMMANDS
 from support.hub_site import Site
@@ -111,29 +110,6 @@ def test_what_the_hub_refuses(subtests, site, hub, repository):
                 continue
             named = hint.removeprefix("hint: similar repositories: ").partition(";")[0].split(", ")
             assert {*similar} <= {*named} and len(named) <= 3 and named[0] == similar[0]
-
-
-@pytest.mark.parametrize("answer", ["error", "text", "object", "silence"])
-def test_similar_repositories_are_not_named_if_the_hub_does_not_list_them(hub, monkeypatch, answer):
-    class Answer:
-        status_code = 503 if answer == "error" else 200
-
-        def json(self) -> object:
-            if answer == "text":
-                raise ValueError("no JSON")
-            return {"id": "Qwen/Qwen3-8B"} if answer == "object" else [{"id": "Qwen/Qwen3-8B"}]
-
-    class Session:
-        def get(self, *_: object, timeout: float, **__: object) -> Answer:
-            assert timeout <= 3
-            if answer == "silence":
-                raise TimeoutError
-            return Answer()
-
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "get_session", Session)
-    assert similar_repositories("Qwen/Qwen3-8b") == []
 
 
 def test_a_directory_beside_the_one_that_is_missing_is_named(site: Site, tmp_path: Path) -> None:

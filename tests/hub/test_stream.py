@@ -169,39 +169,30 @@ def test_a_streamed_model_needs_a_few_shards_of_disk(site: Here, tmp_path: Path)
         """Files in that directory may be changing."""
         total = 0
         with suppress(FileNotFoundError):
-            for path in (site.out / ".openquant" / "source-0").iterdir():
+            for path in (site.out / ".openquant" / "source-0").rglob("*"):
                 with suppress(FileNotFoundError):
-                    total += path.stat().st_size
+                    total += path.stat().st_size if path.is_file() else 0
         marks.append(total)
 
     site.hub.faults.append(Fault(r"\.safetensors$", "GET", times=None, call=measure))
     site.works(*site.run("--stream"))
-    # On its way each is longer by what says which parts are there.
-    assert 2 * largest < max(marks) <= 6 * (largest + 1)
+    # Beside them lie small records of the client.
+    assert 2 * largest < max(marks) <= 6 * largest + 10_000
     assert len(marks) >= 24
     assert not (site.out / ".openquant").exists()
 
 
 ONCE = {
     "cut": Fault(SHARD, "GET", after=1, cut=1000),
-    "reset": Fault(SHARD, "GET", after=1, cut=1000, reset=True),
-    "429": Fault(SHARD, "GET", after=1, status=429, headers={"Retry-After": "0"}),
     "503": Fault(SHARD, "GET", after=1, status=503),
-    "500 twice": Fault(SHARD, "GET", after=1, status=500, times=2),
     "short": Fault(SHARD, "GET", after=1, short=1000),
     "flipped": Fault(SHARD, "GET", after=1, flip=5000),
-}
-FIRST_REQUESTS = {
     "info": Fault(r"^/api/models/org/name", "GET", status=503),
-    "info cut": Fault(r"^/api/models/org/name", "GET", cut_upload=0),
-    "config": Fault(r"resolve/.*/config\.json$", "GET", status=503),
-    "tree": Fault(r"/tree/", "GET", status=503),
 }
 
 
 def test_what_goes_wrong_once_does_not_show(new_site, local, subtests):
-    both = [*itertools.product(MODES, ONCE.items()), *(("cached", item) for item in FIRST_REQUESTS.items())]
-    for mode, (name, fault) in both:
+    for mode, (name, fault) in itertools.product(MODES, ONCE.items()):
         with subtests.test(mode=mode, fault=name), new_site(mode, name) as site:
             site.hub.faults.append(replace(fault))
             site.works(*site.run(*MODES[mode]))
@@ -286,41 +277,6 @@ def test_a_killed_run_continues(new_site: NewSite, local: dict[str, bytes], subt
             assert not (site.out / ".openquant").exists()
 
 
-def squares(root: Path, layers: int) -> Path:
-    """A model of one file with two matrices of four mebibytes a layer."""
-    names = itertools.product(range(layers), ("up", "gate"))
-    weights = {f"model.layers.{n}.mlp.{part}_proj.weight": torch.ones(1024, 1024) for n, part in names}
-    return small_checkpoints.write(root, "Qwen3ForCausalLM", weights=weights)
-
-
-def test_a_streamed_file_continues_where_it_stopped(site: Here, tmp_path: Path) -> None:
-    """Not at its beginning, unlike a download to the cache; whichever of its parts had arrived."""
-    root = site.hub.repositories["org/name"] = squares(tmp_path / "repository", layers=2)
-    size = (root / "model.safetensors").stat().st_size
-    release = threading.Event()
-    # After the header it comes in parts of four mebibytes at most, of which one hangs.
-    site.hub.faults.append(Fault(r"model\.safetensors$", "GET", after=2, cut=0, call=lambda: release.wait(60)))
-    process = site.begin(*site.run("--stream"), HF_HUB_DOWNLOAD_TIMEOUT="120")
-    scratch = site.out / ".openquant" / "source-0"
-    while process.poll() is None:
-        here = next(iter(scratch.glob("*.partial")), None)
-        # What is behind its contents says which units of a mebibyte are there.
-        if here is not None and here.read_bytes()[size:].count(1) >= 13:
-            break
-        time.sleep(0.05)
-    process.kill()
-    finish(process)
-    release.set()
-    (left,) = scratch.glob("*.partial")
-    lacking = left.read_bytes()[size:].count(0)
-    assert 0 < lacking <= 4
-    site.hub.faults.clear()
-    site.hub.sent = 0
-    site.works(*site.run("--stream"))
-    assert site.same(compressed(root, tmp_path / "local"))
-    assert site.hub.sent < (lacking << 20) + 150_000
-
-
 def interrupted(site: Here, fault: Fault, *words: str) -> None:
     """A run that Ctrl-C ends while a request is being answered."""
     reached, release = threading.Event(), threading.Event()
@@ -370,21 +326,25 @@ def test_shards_of_another_repository_are_not_taken_for_this_one_s(site: Here, l
     assert site.same(local)
 
 
-def test_a_damaged_scratch_file_is_fetched_again(new_site, local, subtests):
-    name = "model-00001-of-00006.safetensors"
-    for damage in ("empty", "zeros", "partial"):
-        with subtests.test(damage), new_site(damage) as site:
+def test_a_whole_shard_of_an_earlier_run_is_used_again(new_site, local, subtests):
+    for state in ("whole", "empty", "zeros"):
+        with subtests.test(state), new_site(state) as site:
+            whole = (site.source / THIRD).read_bytes()
             scratch = site.out / ".openquant" / "source-0"
-            scratch.mkdir(parents=True)
-            if damage == "partial":
-                (scratch / f"{name}.partial").write_bytes(b"x" * 1000)
-            else:
-                size = (site.source / name).stat().st_size
-                (scratch / name).write_bytes(b"" if damage == "empty" else bytes(size))
+            unfinished = scratch / ".cache" / "huggingface" / "download" / "x.incomplete"
+            unfinished.parent.mkdir(parents=True)
+            unfinished.write_bytes(b"x" * 1000)
+            (scratch / "another.safetensors").write_bytes(b"x")
+            (scratch / THIRD).write_bytes({"whole": whole, "empty": b"", "zeros": bytes(len(whole))}[state])
             journal = {"format": 1, "digest": "", "done": False, "files": []}
             (site.out / ".openquant.json").write_text(json.dumps(journal))
+
             site.works(*site.run("--stream"))
             assert site.same(local)
+            assert not (site.out / ".openquant").exists()
+            # The first request is for the header.
+            requests = site.hub.requests[f"GET /org/name/resolve/{COMMIT}/{THIRD}"]
+            assert requests == (1 if state == "whole" else 2)
 
 
 def test_the_plan_tells_the_download(site: Here) -> None:
@@ -413,14 +373,6 @@ def test_what_cannot_be_read_is_told(site: Here, subtests: pytest.Subtests) -> N
         assert "Traceback" not in done.stderr
         _, hint = site.refused(*site.run(), HF_ENDPOINT="localhost:1")
         assert hint == "hint: check HF_ENDPOINT, if it is set, and whether the repository is sound"
-    site.hub.faults.clear()
-
-    with subtests.test("other bytes than were asked for"):
-        site.hub.faults.append(Fault(SHARD, "GET", times=None, status=206, headers={"Content-Range": "bytes 5-9/10"}))
-        assert site.refused(*site.run("--dry-run")) == [
-            f"error: {THIRD}: bytes from 0 on were requested, the response has bytes 5-9/10",
-            "hint: the server or a proxy is broken: check HF_ENDPOINT and proxies",
-        ]
     site.hub.faults.clear()
 
     with subtests.test("names that leave the directory"):
@@ -458,34 +410,24 @@ def test_what_cannot_be_read_is_told(site: Here, subtests: pytest.Subtests) -> N
         ]
 
 
-def test_addresses_elsewhere_get_no_token_and_serve_until_they_expire(new_site, local, subtests):
+def test_addresses_elsewhere_get_no_token(
+    new_site: NewSite, local: dict[str, bytes], subtests: pytest.Subtests
+) -> None:
     for mode, words in MODES.items():
         with subtests.test(mode), new_site(mode) as site:
-            hub = site.hub
-            hub.storage = f"http://localhost:{hub.port}"
-            # After all headers.
-            expire = Fault("^/storage/", "GET", after=SHARDS, call=lambda hub=hub: setattr(hub, "signature", "second"))
-            hub.faults.append(expire)
+            site.hub.storage = f"http://localhost:{site.hub.port}"
             done = site.works(*site.run(*words), HF_TOKEN=TOKEN)
             assert site.same(local)
-            assert hub.signature == "second"
-            assert not hub.leaked
+            assert not site.hub.leaked
             assert "Signature" not in done.stdout + done.stderr
 
-
-def test_a_streamed_shard_takes_three_requests(site: Here) -> None:
-    """Where it lies, its header, and all of it."""
-    site.hub.storage = f"http://localhost:{site.hub.port}"
-    site.works(*site.run("--stream"))
-    for path in site.source.glob("*.safetensors"):
-        assert site.hub.requests[f"HEAD /org/name/resolve/{COMMIT}/{path.name}"] == 1
-        assert site.hub.requests[f"GET /storage/org/name/{COMMIT}/{path.name}"] == 2
-    # An address that is refused for good.
-    site.hub.faults.append(Fault("^/storage/", "GET", after=SHARDS, times=None, status=403))
-    done = site.ask(*site.run("--stream", "-o", site.root / "other"))
-    assert done.returncode == 2
-    assert f"error: the Hub refuses access to org/name@{COMMIT}: " in done.stderr
-    assert "Signature" not in done.stderr
+            # A server there refuses.
+            site.hub.faults.append(Fault("^/storage/", "GET", after=SHARDS, times=None, status=403))
+            home = str(site.root / "other")
+            done = site.ask(*site.run("-o", site.root / "again", *words), HF_HOME=home)
+            assert done.returncode == 2
+            assert f"error: the Hub refuses access to org/name@{COMMIT}: " in done.stderr
+            assert "Signature" not in done.stderr
 
 
 def test_several_shards_come_at_once(new_site: NewSite, local: dict[str, bytes], subtests: pytest.Subtests) -> None:
@@ -503,20 +445,9 @@ def test_a_server_that_ignores_ranges(new_site: NewSite, local: dict[str, bytes]
     for mode, words in MODES.items():
         with subtests.test(mode), new_site(mode) as site:
             site.hub.ignores_range = True
-            done = site.works(*site.run(*words))
-            assert done.stderr == ""
-            assert (
-                "\nnote: the Hub, or a proxy before it, ignores Range and sends files from their beginning: each shard "
-                "is downloaded over one connection, and starts again from its beginning if the connection breaks\n"
-            ) in done.stdout
+            site.hub.faults.append(Fault(SHARD, "GET", after=1, cut=1000))
+            site.works(*site.run(*words))
             assert site.same(local)
-
-    with subtests.test("a file that broke"), new_site("broken") as site:
-        root = site.hub.repositories["org/name"] = squares(site.root / "repository", layers=1)
-        site.hub.ignores_range = True
-        site.hub.faults.append(Fault(r"model\.safetensors$", "GET", after=1, cut=5_000_000))
-        site.works(*site.run("--stream"))
-        assert site.same(compressed(root, site.root / "local"))
 
 
 def test_no_more_is_read_than_was_asked_for(site: Here, tmp_path: Path) -> None:
@@ -531,28 +462,12 @@ def test_no_more_is_read_than_was_asked_for(site: Here, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["peak_rss_bytes"] < 200e6
 
 
-def test_long_names(site: Here) -> None:
-    """As long as a file system takes them, so that nothing can be added."""
-    index = site.source / INDEX
-    for path in list(site.source.glob("*.safetensors")):
-        name = f"{path.stem}-{'x' * (240 - len(path.stem))}x.safetensors"
-        assert len(name) > 252
-        path.rename(site.source / name)
-        index.write_text(index.read_text().replace(path.name, name))
-    local = compressed(site.source, site.root / "local")
-    for mode, words in MODES.items():
-        site.out = site.root / mode
-        site.works(*site.run(*words), HF_HOME=str(site.root / f"hf-{mode}"))
-        assert site.same(local), mode
-
-
 def test_what_downloads_hold_counts_for_the_memory(tmp_path: Path) -> None:
     def source(*sizes: int) -> Source:
         files = {str(size): HubFile("org/name", COMMIT, str(size), size, "0" * 64) for size in sizes}
         return Source(tmp_path, "name", "org/name", COMMIT, files)
 
-    assert [memory_needed(source(), stream) for stream in (False, True)] == [0, 0]
-    assert memory_needed(source(1000, 2000), stream=False) == 12_000
+    assert memory_needed(source()) == 0
+    assert memory_needed(source(1000, 2000)) == 12_000
     large = source(*(5_000_000_000 + number for number in range(20)))
-    assert memory_needed(large, stream=False) == 8 * 40 << 20
-    assert memory_needed(large, stream=True) == 13 << 20
+    assert memory_needed(large) == 8 * 40 << 20

@@ -19,7 +19,7 @@ from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
-from openquant.hub.shards import Needs
+from openquant.hub.fetch import Needs
 from openquant.streaming.meta_model import REST
 from support import small_checkpoints
 from support.quantized_checkpoints import PER_TENSOR, STATIC, by_tensor, store
@@ -54,7 +54,7 @@ class Passing:
     def path(self, name: str) -> Path:
         return self.place / name
 
-    def finished(self, what: str) -> None:
+    def release(self, what: str) -> None:
         assert what == self.now
         self.now = None
         # What is mapped still takes its room on disk when it has no name any more.

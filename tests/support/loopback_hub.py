@@ -700,23 +700,6 @@ class Handler(BaseHTTPRequestHandler):
             commit = self.hub.commit(repo, ref, header["summary"], added, deleted)
         self.say({**answer, "commitOid": commit, "commitUrl": f"{self.hub.endpoint}/{repo}/commit/{commit}"})
 
-    def branch(self, repo: str, branch: str) -> None:
-        asked = json.loads(self.body())
-        with self.hub.lock:
-            start = self.hub.snapshot(repo, asked.get("startingPoint", "main"))[0]
-            if branch in self.hub.stored[repo]["refs"]:
-                raise Refused(409, message=f"Reference already exists: {branch}")
-            self.hub.stored[repo]["refs"][branch] = start
-            self.hub.save()
-        self.say({})
-
-    def remove_branch(self, repo: str, branch: str) -> None:
-        with self.hub.lock:
-            if self.hub.stored[repo]["refs"].pop(branch, None) is None:
-                raise Refused(404, "RevisionNotFound")
-            self.hub.save()
-        self.say({})
-
     def discuss(self, repo: str) -> None:
         """Open a pull request that has no commit yet."""
         asked = json.loads(self.body())
@@ -794,8 +777,6 @@ ROUTES: list[tuple[tuple[str, ...], str, bool, Callable[..., None]]] = [
     (("PUT",), "/lfs/(?P<oid>[0-9a-f]{64})", False, Handler.upload),
     (("POST",), rf"/{REPO}\.git/info/lfs/objects/verify", True, Handler.verify),
     (("POST",), f"/api/models/{REPO}/commit/{REVISION}", True, Handler.commit),
-    (("POST",), f"/api/models/{REPO}/branch/(?P<branch>[^/]+)", True, Handler.branch),
-    (("DELETE",), f"/api/models/{REPO}/branch/(?P<branch>[^/]+)", True, Handler.remove_branch),
     (("GET",), f"/api/models/{REPO}/discussions", False, Handler.discussions),
     (("POST",), f"/api/models/{REPO}/discussions", True, Handler.discuss),
     (("GET",), f"/api/models/{REPO}/discussions/(?P<number>\\d+)", False, Handler.discussion),

@@ -81,7 +81,7 @@ class _InOrder:
     def path(self, name: str) -> Path:
         return self.root / name
 
-    def finished(self, what: str) -> None:
+    def release(self, what: str) -> None:
         assert what not in self.left
 
 

@@ -57,12 +57,12 @@ def plan(example):
 
 
 def test_a_plan_says_what_the_command_line_says(plan):
-    read = Read(plan_html(plan, "org/model", ["a note of the source"]))
+    read = Read(plan_html(replace(plan, notes=("a note",)), "org/model"))
     for text in (
         "Qwen3ForCausalLM",
         "8.39 MB before, 3.73 MB after (44.4 %)",
         "vLLM and SGLang",
-        "a note of the source",
+        "a note",
     ):
         assert text in read.text
     assert ["24 GB", "1", "9.8M", "1", "9.8M", "19M"] in read.rows
@@ -96,7 +96,7 @@ def test_an_error_is_that_of_the_command_line():
 def test_names_of_a_model_are_text(plan, example):
     hostile = replace(plan, notes=(HOSTILE,))
     vars(hostile)["lines"] = tuple(replace(line, names=(HOSTILE,), why=HOSTILE) for line in plan.lines)
-    plain, found = Read(plan_html(plan, "x")), Read(plan_html(hostile, HOSTILE, [HOSTILE]))
+    plain, found = Read(plan_html(plan, "x")), Read(plan_html(hostile, HOSTILE))
     # By names that are none, the size of the cache is not known, which a paragraph says.
     assert set(found.tags) - set(plain.tags) == {"p"}
     assert found.text.count("<script>alert(1)</script>\"'&\\u202e\\x1b") > 10
