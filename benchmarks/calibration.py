@@ -129,7 +129,7 @@ def peer(method: str, source: Path, output: Path, work: Path, offloaded: bool, a
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM
 
-    from openquant.streaming.matmul import products_in_float32
+    from openquant.streaming.model import products_in_float32
 
     disk: dict[str, Any] = {
         "device_map": "auto_offload",

@@ -66,7 +66,7 @@ def streamed(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     """Processor seconds of the pass, and of loading."""
     from openquant.files.checkpoint import open_checkpoint
     from openquant.streaming.interleaved import ForwardPass, run_interleaved
-    from openquant.streaming.matmul import products_in_float32
+    from openquant.streaming.model import products_in_float32
     from openquant.streaming.model import StreamedModel
     from openquant.streaming.offload import OffloadFile
 
@@ -96,7 +96,7 @@ def ordinary(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from openquant.streaming.matmul import products_in_float32
+    from openquant.streaming.model import products_in_float32
 
     began = time.process_time()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval().model

@@ -138,7 +138,7 @@ def llm_compressor(method: str, source: Path, output: Path, work: Path) -> None:
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from openquant.streaming.matmul import products_in_float32
+    from openquant.streaming.model import products_in_float32
 
     weights: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
     number, *steps = method.split("-")

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .calibration.prepare import run_texts, texts_needs, texts_steps
 from .calibration.run import read_texts
 from .diagnosis.diagnose import diagnose_layers, shards_to_read
-from .diagnosis.measured import choices, measured_kl
-from .diagnosis.result import Diagnosis
-from .diagnosis.statistics import normal_row_error
+from .diagnosis.result import Diagnosis, choices, measured_kl, normal_row_error
 from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import metadata_notes, source_of, split_card, stated_facts
@@ -86,7 +84,7 @@ from .reporter import Reporter
 from .request import Request, check_recipe
 from .result import Place, Preview, Result, lost_notes, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
-from .verification.finished import require_sound
+from .verification.checks import require_sound
 from .weights.statistics import read_calibration
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .formats import reference
-from .formats.scales import choose_scales, choose_shared_scale
+from .formats.kernels import choose_scales, choose_shared_scale
 from .formats.schemes import ASYMMETRIC, VARIANTS, Scheme, find_scheme
 
 _DTYPES = {

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .calibration.gptq_run import apply_gptq, missing_bytes, rounded_layer_store
+from .calibration.run import apply_gptq, missing_bytes, rounded_layer_store
 from .convert.conversion import Progress, WeightFindings, check_written, convert
 from .distributed import Ranks, attempt
 from .errors import OutputError, PlanError, SourceError, UsageError
@@ -25,7 +25,7 @@ from .files.journal import output_errors
 from .files.names import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
 from .files.output import REPLACE
 from .files.small_files import read_small
-from .formats.finite import NonFinite
+from .formats.numbers import NonFinite
 from .hub.error_mapping import PushError
 from .hub.fetch import ShardSupply
 from .hub.publish import Published, Publisher
@@ -37,10 +37,10 @@ from .plan.config import output_config
 from .plan.layout import Shard
 from .plan.plan import Plan
 from .report.card import evaluated_card, model_card, with_notes
-from .report.escape import terminal
+from .report.cells import terminal
 from .reporter import Reporter
 from .result import lost_notes
-from .verification.finished import check_finished, require_sound
+from .verification.checks import check_finished, require_sound
 
 if TYPE_CHECKING:
     from .data.corpus import Corpus

@@ -30,11 +30,11 @@ from support import small_checkpoints, small_models
 # A part that a toggle adds with more tensors outside of lists than this is left out.
 _MOST_ADDED = 100
 # Parts that small models do not have whole, with what config.json says where there is one.
+_TALKER = {"talker": [["talker_config", True], ["enable_audio_output", True]]}
 _SOME = {
-    **dict.fromkeys(
-        ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel", "Qwen3OmniMoeForConditionalGeneration"),
-        {"talker": [["talker_config", True], ["enable_audio_output", True]]},
-    ),
+    "Qwen2_5OmniForConditionalGeneration": _TALKER,
+    "Qwen2_5OmniModel": _TALKER,
+    "Qwen3OmniMoeForConditionalGeneration": _TALKER,
     "Gemma3nForConditionalGeneration": {"model.vision_tower": [["vision_config", True]]},
 }
 # Of classes that transformers builds by another's name: what the code beside the published weights says.

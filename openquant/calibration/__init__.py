@@ -1,15 +1,15 @@
 """Calibration: runs texts through a model, and uses what its layers do to quantize it with a smaller error.
 
-run           calibrate(): runs texts and writes the input statistics of the layers to a file
+run           calibrate(): runs texts and writes the input statistics of the layers to a file; GPTQ in a run of
+              compress()
 observers     hooks that record absmax, mean magnitudes and mean squares of each layer's inputs, and absmax of keys and
               values
-mappings      smoothing mappings: a smooth_layer, and the balance_layers that read its outputs
-smoothing     what the scales of smoothing mappings change about weights and norms
-smoothquant   scales that move outliers from INT8 activations into weights (SmoothQuant)
+smoothing     smoothing mappings: a smooth_layer, and the balance_layers that read its outputs; scales that move
+              outliers from INT8 activations into weights (SmoothQuant), and what scales change about weights and norms
 awq           scales that give important input channels finer steps (AWQ)
 hessian       Hessians of layers, H = X'X over the tokens that go into a layer
 gptq          rounds a weight column by column, and propagates errors to later columns (GPTQ)
-gptq_pass     runs texts through a model, and rounds each layer by GPTQ; gptq_run does that in a run of compress()
+gptq_pass     runs texts through a model, and rounds each layer by GPTQ
 prepare       what a run of compress() calibrates before the final plan
 
 weights/weight.py applies the factors of SmoothQuant and AWQ to weights, where these are read. A pass of calibrate()

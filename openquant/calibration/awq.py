@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..formats.kernels import to_float32
+from ..formats.kernels import choose_scales, to_float32
 from ..formats.numbers import Floats
-from ..formats.scales import choose_scales
 from ..formats.schemes import Scheme
 from ..patterns import compile_any
 from ..plan.plan import Plan
@@ -27,8 +26,7 @@ from ..registry.architecture import absolute_patterns
 from ..weights.reading import Reader, memory_of
 from ..weights.statistics import Calibration
 from ..weights.weight import Weight, WeightTransform, WeightTransforms
-from .mappings import SmoothingMapping
-from .smoothing import nearest_powers_of_two, statistics_of, usable_mappings, without_zero_rows
+from .smoothing import SmoothingMapping, nearest_powers_of_two, statistics_of, usable_mappings, without_zero_rows
 
 # Of the inputs in a scale: with 0 it is made of the weights alone, with 1 it would be of the inputs alone.
 EXPONENTS = tuple(number / 20 for number in range(20))

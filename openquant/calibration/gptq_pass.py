@@ -18,24 +18,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..convert.checks import has_sound_scales, is_scale_tensor
+from ..convert.conversion import has_sound_scales, is_scale_tensor
 from ..data.corpus import Corpus
 from ..errors import SourceError
 from ..files.layer_store import LayerStore, TensorPlace, damaged_file
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
-from ..formats.kernels import BITS_TYPE, Bits, Loops, absmax, pack, pack_words, to_float32
+from ..formats.kernels import (
+    BITS_TYPE,
+    Bits,
+    Loops,
+    absmax,
+    choose_scales,
+    choose_shared_scale,
+    pack,
+    pack_words,
+    to_float32,
+)
 from ..formats.numbers import Floats
-from ..formats.scales import choose_scales, choose_shared_scale
 from ..formats.schemes import Scheme
 from ..plan.gptq import rounded_tensors
 from ..plan.plan import Plan
 from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.matmul import limited_threads, products_in_float32, threads_for
-from ..streaming.model import StreamedModel
+from ..streaming.model import (
+    Advanced,
+    PassProgress,
+    StreamedModel,
+    layer_costs,
+    limited_threads,
+    products_in_float32,
+    threads_for,
+)
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.progress import Advanced, PassProgress, layer_costs
 from ..weights.reading import Reader, require_in_range
 from ..weights.weight import Weight
 from .gptq import ErrorPropagation, find_error_propagation, round_columns

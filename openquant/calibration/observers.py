@@ -24,15 +24,20 @@ from ..data.corpus import Corpus
 from ..errors import SourceError
 from ..plan.architecture import known_architecture
 from ..streaming import transformers_internals
-from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, holds_experts
+from ..streaming.hooks import DOWN, FIRST, ExpertWeights, ModuleHooks, TextCache, holds_experts
 from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.matmul import limited_threads, products_in_float32, threads_for
-from ..streaming.model import StreamedModel
+from ..streaming.model import (
+    Advanced,
+    PassProgress,
+    StreamedModel,
+    layer_costs,
+    limited_threads,
+    products_in_float32,
+    threads_for,
+)
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.progress import Advanced, PassProgress, layer_costs
 from ..streaming.session import DocumentRanks, documents_of_rank
-from ..streaming.text_cache import TextCache
 from ..weights.statistics import InputStatistics
 
 # Larger counts of tokens are not exact in float64.

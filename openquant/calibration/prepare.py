@@ -1,7 +1,7 @@
 """Calibration in a run of compress(): finds what the plan lacks, so that the plan can be made again with it.
 
 Input statistics come from running texts through the model. The scales of SmoothQuant and AWQ come from these and from
-the weights. GPTQ's Hessians come later, while layers are rounded (gptq_run.py).
+the weights. GPTQ's Hessians come later, while layers are rounded (run.py).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from ..weights.reading import Reader
 from ..weights.statistics import SUFFIX, Calibration
 from ..weights.weight import WeightTransforms
 from .awq import awq_scale, search_memory, with_importance
-from .mappings import SmoothingMapping
 from .run import calibration_destination, find_calibration, read_texts
 from .smoothing import (
     MappingTransforms,
+    SmoothingMapping,
     UsableMappings,
     apply_smoothing,
     combine_transforms,
     mapping_shards,
+    smoothquant_scale,
     usable_mappings,
 )
-from .smoothquant import smoothquant_scale
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus

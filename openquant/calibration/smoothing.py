@@ -1,33 +1,45 @@
-"""What smoothing mappings of a plan change about its weights, norms and biases.
+"""Smoothing: where inputs of layers can be divided and the layers' columns multiplied, and what that changes.
+
+The output activations of a smooth_layer are the input activations of its balance_layers. Dividing the former by a scale
+and multiplying the columns of the latter by it leaves the model's output as it is, while rounding loses less when no
+input is far larger than the others.
+
+    [mapping, *_] = find_smoothing_mappings(MODELS["Qwen3ForCausalLM"], {tensor.module: tensor.shape, ..}, text_config)
+    mapping.smooth_layer        # "model.layers.0.input_layernorm"
+    mapping.balance_layers      # ("model.layers.0.self_attn.q_proj", ..)
+
+SmoothQuant chooses scales so: INT8 activations have a scale per token, so a few inputs that are far larger than the
+others leave these a coarse grid. A channel's scale is max|x|^a / max|w|^(1 - a), where x are the inputs of the
+balance_layers and w the columns that read the channel (Xiao et al., SmoothQuant, equation 4). awq.py chooses others.
 
 Scales are powers of two, so that norms, biases and routers in bfloat16 change exactly. Where a model adds one to a
 norm's weight, the rounded norm is not divided exactly; the columns are then multiplied by what it was divided by.
 
-    usable = usable_mappings(plan)
-    parts = [apply_smoothing(mapping, scale, plan, reader) for mapping, scale in zip(usable.mappings, scales)]
+    scale = smoothquant_scale(mapping, plan, reader, calibration, 0.5)     # float32 [channels], or why there is none
+    parts = [apply_smoothing(mapping, scale, plan, reader)]
     transforms = combine_transforms(parts, plan)       # for PlanOptions(transforms=..)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import SourceError
 from ..files.tensors import TensorInfo
-from ..formats.kernels import BITS_TYPE, from_float32, to_float32
+from ..formats.kernels import BITS_TYPE, absmax, from_float32, to_float32
 from ..formats.numbers import Floats
-from ..patterns import compile_any
+from ..patterns import compile_any, compile_pattern
 from ..plan.config import has_fp8_cache
 from ..plan.plan import Plan
 from ..plan.tensor_parallel import text_config
-from ..registry.architecture import absolute_patterns
+from ..registry.architecture import Architecture, ParallelSplit, SmoothingRule, absolute_patterns
 from ..weights.reading import Reader
 from ..weights.statistics import Calibration, InputStatistics
 from ..weights.weight import Weight, WeightTransform, WeightTransforms
-from .mappings import SmoothingMapping, find_smoothing_mappings
 
 # Scales are 2**-MOST to 2**MOST.
 MOST = 8
@@ -306,3 +318,215 @@ def combine_transforms(parts: Iterable[MappingTransforms], plan: Plan) -> Weight
     return WeightTransforms(
         {module: WeightTransform(rows.get(module), columns.get(module)) for module in modules}, tensors
     )
+
+
+@dataclass(frozen=True)
+class SmoothingMapping:
+    """A smooth_layer, and all layers whose inputs are its outputs.
+
+    Attributes:
+        smooth_layer: module name of a norm, or of a projection.
+        balance_layers: module names of the layers that read its outputs; their columns are multiplied.
+        channels: number of outputs that a scale divides.
+        first_row: row of the projection, or element of the norm, that makes the first channel.
+        offset: what the model adds to the norm's weight before it multiplies by it.
+        head_dim: channels of a head; all channels if balance_layers read each channel once.
+        repeats: how many heads of the balance_layers' inputs are copies of each head (grouped-query attention).
+    """
+
+    smooth_layer: str
+    balance_layers: tuple[str, ...]
+    channels: int
+    first_row: int
+    offset: float
+    head_dim: int
+    repeats: int
+
+    def column_factors(self, scale: Floats) -> Floats:
+        """Return the factors [in] of the balance_layers' columns for a scale [channels]."""
+        return np.repeat(scale.reshape(-1, self.head_dim), self.repeats, axis=0).reshape(-1)
+
+    def channel_max(self, values: Floats) -> Floats:
+        """Return the largest of the balance_layers' column values [in] for each channel, [channels]."""
+        largest: Floats = values.reshape(-1, self.repeats, self.head_dim).max(axis=1).reshape(-1)
+        return largest
+
+
+def find_smoothing_mappings(
+    model: Architecture, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
+) -> tuple[SmoothingMapping, ...]:
+    """Find all smoothing mappings of a checkpoint, except those whose modules are missing or have unexpected shapes.
+
+    Args:
+        model: the architecture's entry in the registry, which has the rules.
+        shapes: shape of each module's weight by full module name, embeddings and norms included.
+        config: the language model's part of the parsed config.json.
+
+    Returns:
+        Each smooth_layer with its balance_layers, by full module name, and number of channels.
+    """
+    mappings = []
+    for rule in model.smoothing:
+        [pattern] = absolute_patterns(model, [rule.smooth_layer])
+        smooth_layer = compile_pattern(pattern)
+        # By the parts of a name that `*` stands for, as many as the smooth_layer's pattern has.
+        balance_layers: dict[tuple[str, ...], list[str]] = {}
+        expressions = [compile_pattern(pattern) for pattern in absolute_patterns(model, rule.balance_layers)]
+        for module in shapes:
+            for expression in expressions:
+                if match := expression.fullmatch(module):
+                    balance_layers.setdefault(match.groups()[: smooth_layer.groups], []).append(module)
+        for module in shapes:
+            match = smooth_layer.fullmatch(module)
+            if match and (readers := balance_layers.get(match.groups())):
+                mapping = _make_mapping(model, rule, module, tuple(readers), shapes, config)
+                mappings += [mapping] if mapping else []
+    return tuple(mappings)
+
+
+def _make_mapping(
+    model: Architecture,
+    rule: SmoothingRule,
+    smooth_layer: str,
+    balance_layers: tuple[str, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+) -> SmoothingMapping | None:
+    """The mapping of a rule's modules; None if their shapes do not fit."""
+    rows, width = shapes[smooth_layer][0], shapes[balance_layers[0]][-1]
+    if any(len(shapes[layer]) != 2 or shapes[layer][1] != width for layer in balance_layers):
+        return None
+    channels = rows
+    if rule.last:
+        splits = (
+            split
+            for split in model.splits
+            if compile_any(absolute_patterns(model, [split.pattern])).fullmatch(smooth_layer)
+        )
+        share = _last_part(next(splits), config)
+        if share is None or rows % share[1]:
+            return None
+        channels = rows // share[1] * share[0]
+    head_dim, repeats = channels, 1
+    if rule.heads is not None:
+        heads = config.get(rule.heads) or config.get("num_attention_heads")
+        if type(heads) is not int or heads < 1 or channels % heads or width % channels:
+            return None
+        head_dim, repeats = channels // heads, width // channels
+    if channels * repeats != width:
+        return None
+    return SmoothingMapping(smooth_layer, balance_layers, channels, rows - channels, rule.offset, head_dim, repeats)
+
+
+def _last_part(split: ParallelSplit, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Relative rows of the last part of a fused tensor, and of all its parts; None if config.json does not say."""
+    sizes = [1 if part is None else config.get(part) for part in split.parts]
+    if any(type(size) is not int or size < 1 for size in sizes):
+        return None
+    parts = [size for size in sizes if size is not None]
+    return parts[-1], sum(parts)
+
+
+class _BalanceLayer(NamedTuple):
+    """One balance_layer of a mapping.
+
+    Attributes:
+        weight: its weight [out, in].
+        inputs: its input statistics.
+        column_absmax: float32 [in], largest magnitude of each column.
+        column_energy: float64 [in], sum of squares of each column.
+        row_absmax_squares: sum of squares of the largest magnitudes of all rows.
+    """
+
+    weight: Weight
+    inputs: InputStatistics
+    column_absmax: Floats
+    column_energy: np.ndarray[tuple[int], np.dtype[np.float64]]
+    row_absmax_squares: float
+
+    def error(self, factors: Floats, row_absmax_squares: float) -> float:
+        """Estimate the squared error of the layer's outputs for one token, times 12 and 127 squared.
+
+        A weight is off by up to half a step of its row, which is the row's absmax / 127; an input by up to half a step
+        of its token, which is taken to be the absmax of all inputs / 127.
+
+        Args:
+            factors: float32 [in], by which columns are multiplied and inputs divided.
+            row_absmax_squares: as the attribute, once columns are multiplied.
+        """
+        assert self.inputs.square is not None
+        squares = np.square(factors, dtype=np.float64)
+        absmax = float((self.inputs.absmax / factors).max())
+        weight_error = row_absmax_squares * float((self.inputs.square / squares).sum())
+        return weight_error + absmax**2 * float((self.column_energy * squares).sum())
+
+
+def smoothquant_scale(
+    mapping: SmoothingMapping, plan: Plan, reader: Reader, calibration: Calibration, exponent: float
+) -> Floats | str:
+    """Choose SmoothQuant's scale for a mapping.
+
+    Args:
+        mapping: one of `usable_mappings(plan)`.
+        plan: what becomes of each tensor, without smoothing.
+        reader: reads weights and tensors of the source checkpoint.
+        calibration: statistics of the inputs of layers: absmax, mean magnitude and mean square of each channel.
+        exponent: migration strength, 0 to 1: how much of the difficulty moves from activations to weights.
+
+    Returns:
+        float32 [channels] of powers of two, by which the outputs of the smooth_layer are divided; or a text for a note
+        that says why the mapping is not used.
+
+    Raises:
+        SourceError: a weight cannot be read, or the calibration has no mean squares of a layer's inputs or another
+            number of inputs.
+    """
+    layers = []
+    for module in mapping.balance_layers:
+        # Unquantized ones, such as a router, lose nothing.
+        if (weight := plan.layers.get(module)) is None:
+            continue
+        inputs = statistics_of(weight, calibration)
+        scheme = plan.decisions.of(module).scheme
+        if scheme is None or scheme.name != "int8":
+            return "a layer is stored in another scheme"
+        if inputs is None:
+            return "the calibration has no inputs of a layer"
+        layers.append(_read_layer(weight, inputs, reader))
+    if not layers:
+        return "no balance layer is quantized"
+    input_absmax = mapping.channel_max(np.max([layer.inputs.absmax for layer in layers], axis=0))
+    weight_absmax = mapping.channel_max(np.max([layer.column_absmax for layer in layers], axis=0))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ideal = input_absmax**exponent / weight_absmax ** (1 - exponent)
+    ideal[(input_absmax == 0) | (weight_absmax == 0)] = 0
+    scale = without_zero_rows(mapping, nearest_powers_of_two(ideal), plan, reader)
+    if (scale == 1).all():
+        return "all scales would be 1"
+    factors = mapping.column_factors(scale)
+    before = sum(layer.error(np.ones_like(factors), layer.row_absmax_squares) for layer in layers)
+    after = sum(layer.error(factors, _row_absmax_squares(layer.weight, factors, reader)) for layer in layers)
+    # False for NaN too.
+    return scale if after < before else "the layers' estimated error would not be lower"
+
+
+def _read_layer(weight: Weight, inputs: InputStatistics, reader: Reader) -> _BalanceLayer:
+    column_absmax, column_energy = np.zeros(weight.shape[1], np.float32), np.zeros(weight.shape[1], np.float64)
+    row_absmax_squares = 0.0
+    for bits in reader.rows(weight, 1):
+        magnitudes = np.abs(to_float32(bits, weight.dtype))
+        np.maximum(column_absmax, magnitudes.max(axis=0), out=column_absmax)
+        row_absmax_squares += float(np.square(magnitudes.max(axis=1), dtype=np.float64).sum())
+        # The conversion refuses weights that are too large.
+        with np.errstate(over="ignore"):
+            column_energy += np.square(magnitudes, out=magnitudes).sum(axis=0)
+    return _BalanceLayer(weight, inputs, column_absmax, column_energy, row_absmax_squares)
+
+
+def _row_absmax_squares(weight: Weight, factors: Floats, reader: Reader) -> float:
+    """The sum of squares of the rows' largest magnitudes, once columns are multiplied by factors [in]."""
+    total = 0.0
+    for bits in reader.rows(weight._replace(transform=WeightTransform(columns=factors)), 1):
+        row_absmax = absmax(bits, "F32", (1, None))
+        total += float(np.square(row_absmax, dtype=np.float64).sum())
+    return total

@@ -319,7 +319,7 @@ def _diagnose(given: Given, interrupts: Interrupts) -> int:
     if command.json:
         print_json(diagnosis.to_json(), interrupts)
     else:
-        from ..report.diagnosis import diagnosis_text
+        from ..report.text import diagnosis_text
 
         require_printed(say(diagnosis_text(diagnosis, command.verbose, columns()), sys.stdout))
     return 0
@@ -332,7 +332,7 @@ def _explain(given: Given, interrupts: Interrupts) -> int:
     if _command(given).json:
         print_json(explanation.to_json(), interrupts)
     else:
-        from ..report.explained import explanation_text
+        from ..report.text import explanation_text
 
         require_printed(say(explanation_text(explanation, columns()), sys.stdout))
     return 0
@@ -425,7 +425,7 @@ def _eval(given: Given, interrupts: Interrupts) -> int:
                 say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
                 print_json(evaluation.to_json(), interrupts)
             else:
-                from ..report.evaluation import evaluation_text
+                from ..report.text import evaluation_text
 
                 require_printed(say(evaluation_text(evaluation.to_json(), evaluation.notes, columns()), sys.stdout))
         except OpenQuantError as error:
@@ -596,7 +596,7 @@ def _env(given: Given, interrupts: Interrupts) -> int:
     if _command(given).json:
         print_json(found, interrupts)
     else:
-        from ..report.environment import environment_text
+        from ..report.text import environment_text
 
         require_printed(say(environment_text(found, columns()), sys.stdout))
     return 0

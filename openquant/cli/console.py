@@ -110,7 +110,7 @@ def mend_streams() -> None:
 @contextmanager
 def escaped_libraries() -> Iterator[None]:
     """In the `with` block, escape control characters in warnings and logs of libraries; these may quote a model."""
-    from ..report.escape import terminal
+    from ..report.cells import terminal
 
     make_record = logging.getLogRecordFactory()
 
@@ -154,7 +154,7 @@ def say(text: str, stream: TextIO, end: str = "\n") -> OSError | None:
     Returns:
         The error that prevented printing; None if it succeeded.
     """
-    from ..report.escape import terminal
+    from ..report.cells import terminal
 
     try:
         # In one piece, because the process may end between two.
@@ -215,7 +215,7 @@ def say_lines(lines: Iterable[str], stream: TextIO) -> OSError | None:
     Returns:
         The error that prevented printing; None if it succeeded.
     """
-    from ..report.escape import join_lines
+    from ..report.cells import join_lines
 
     return say(join_lines(lines), stream)
 
@@ -363,8 +363,7 @@ class Terminal(Reporter):
         self.close()
         notes = self._new_notes(result.notes)
         if not self.quiet and self.plan is not None:
-            from ..report.cells import paragraphs
-            from ..report.escape import terminal
+            from ..report.cells import paragraphs, terminal
             from ..report.text import summary_text
 
             width = columns()

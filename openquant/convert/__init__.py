@@ -1,9 +1,9 @@
 """Carry out a plan on threads: read, quantize and write one bounded piece at a time.
 
 conversion  convert() writes the shards of a plan into a claimed output directory; its ShardTransfer provides source
-            shards (from a disk, a cache or a download), and learns which output shards are finished
+            shards (from a disk, a cache or a download), and learns which output shards are finished; compares each
+            with its plan before it has its final name
 devices     the arithmetic of a CPU, or of a torch device
-checks      compares a written shard with its plan, before the shard has its final name
 
 sizes = {shard.name: shard.nbytes for shard in plan.layout.shards}
 with Claim(path, OutputContents(plan.digest, sizes, others={}), overwrite=False) as claim:

@@ -19,9 +19,8 @@ from ..convert.conversion import worth_compiling
 from ..convert.devices import loops
 from ..errors import SourceError
 from ..files.tensors import TensorInfo
-from ..formats.finite import NonFinite, can_be_non_finite, count_non_finite
 from ..formats.kernels import CHUNK, to_float32
-from ..formats.numbers import Floats
+from ..formats.numbers import Floats, NonFinite, can_be_non_finite, count_non_finite
 from ..formats.schemes import Scheme
 from ..plan.plan import Plan
 from ..streaming.session import ShardProvider
@@ -29,8 +28,7 @@ from ..threads import in_threads
 from ..weights.quant_error import row_energies
 from ..weights.reading import DAMAGED_WEIGHTS, Reader
 from ..weights.weight import Weight
-from .result import LayerDiagnosis
-from .statistics import RowSample, RowSums, SchemeLoss, WeightRanges, layer_diagnosis
+from .result import LayerDiagnosis, RowSample, RowSums, SchemeLoss, WeightRanges, layer_diagnosis
 
 # About so many weights of a layer are sampled, and at least so many rows.
 SAMPLE_WEIGHTS, SAMPLE_ROWS = 1 << 16, 32

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..errors import UsageError
-from ..formats.activations import ActivationQuantization
-from ..formats.format import Format, GlobalScale, Scale
+from ..formats.format import ActivationQuantization, Format, GlobalScale, Scale
 from ..formats.numbers import E2M1, E4M3
 from ..formats.reference import decode, encode, group_absmax, group_scale
-from ..streaming.hooks import ExpertWeights, ModuleHooks
-from ..streaming.text_cache import TextCache
+from ..streaming.hooks import ExpertWeights, ModuleHooks, TextCache
 
 # Lower limit of dynamic scales: vLLM layers/quantization/input_quant_fp8.py:27.
 SMALLEST_SCALE = 1 / (448 * 512)

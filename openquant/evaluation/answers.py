@@ -10,8 +10,7 @@ from typing import Any
 from ..data.prompts import Prompt, read_prompts
 from ..data.tokenizer import Tokenizer
 from ..machine import available_memory
-from ..streaming.matmul import products_in_float32
-from ..streaming.model import StreamedModel
+from ..streaming.model import StreamedModel, products_in_float32
 from .as_served import ServedModel
 from .generate import continue_prompts, end_tokens, side_by_side
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import SourceError
-from ..formats.kv_cache import cache_scales, says_fp8_cache
+from ..formats.numbers import cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..models import GENERIC
 from ..plan.architecture import known_architecture
@@ -25,8 +25,7 @@ from ..streaming import transformers_internals
 from ..streaming.hooks import DOWN, FIRST, ExpertWeights, holds_experts
 from ..streaming.interleaved import ForwardPass
 from ..streaming.lazy_tensors import LazyTensors
-from ..streaming.matmul import products_in_float32
-from ..streaming.model import StreamedModel
+from ..streaming.model import StreamedModel, products_in_float32
 from ..weights.find import decoded_view, with_tool_config
 from .activation_rounding import (
     ActivationRounding,

@@ -22,10 +22,17 @@ from ..data.prompts import Prompt
 from ..errors import naming
 from ..streaming import transformers_internals
 from ..streaming.interleaved import ForwardPass, run_interleaved
-from ..streaming.matmul import limited_threads, products_in_float32, threads_for
 from ..streaming.meta_model import REST
-from ..streaming.model import StreamedModel, shards_by_unit
-from ..streaming.progress import Advanced, PassProgress, layer_costs
+from ..streaming.model import (
+    Advanced,
+    PassProgress,
+    StreamedModel,
+    layer_costs,
+    limited_threads,
+    products_in_float32,
+    shards_by_unit,
+    threads_for,
+)
 from ..streaming.session import documents_of_rank
 from .answers import compare_answers, prompts_to_answer
 from .as_served import ServedModel, logits

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ..plan.architecture import known_architecture
 from ..streaming.interleaved import ForwardPass
-from ..streaming.matmul import products_in_float32
-from ..streaming.model import StreamedModel
+from ..streaming.model import StreamedModel, products_in_float32
 from ..streaming.packing import Pack, make_packs, packed_logits, packing_of
 from ..streaming.session import DocumentRanks, documents_of_rank
 from .as_served import ServedModel

@@ -49,7 +49,7 @@ _BLOCK = re.compile(r"^```\n.*?^```$", re.DOTALL | re.MULTILINE)
 CONTEXT = {"vLLM": "--max-model-len", "SGLang": "--context-length"}
 # The option of each engine for a model without an output head.
 POOLING = {"vLLM": "--runner pooling", "SGLang": "--is-embedding"}
-# Flags that may follow a command (formats/kv_cache.py).
+# Flags that may follow a command (formats/numbers.py).
 _FLAGS = rf"(?: (?:{'|'.join(POOLING.values())}))?(?: --kv-cache-dtype fp8)?(?: (?:{'|'.join(CONTEXT.values())}) \d+)?"
 COMMANDS = {"vLLM": "vllm serve", "SGLang": "python -m sglang.launch_server --model-path"}
 # Suffix of the source's name in a card if the source is quantized itself.

@@ -4,12 +4,8 @@
 |---|---|
 | `table`, `result` | `openquant fit`: every scheme in one table, from headers alone |
 | `budget` | reads `--fit` and `--gpu`: bits a weight, bytes, GPUs by memory or name, or a KL divergence |
-| `menu` | the schemes that may be chosen, and the best mixtures of all sizes |
-| `units` | the groups of layers that need one scheme, and the size of each in every scheme |
-| `rounding` | weights as a scheme rounds them, for a model that runs |
+| `menu` | units of layers that need one scheme, the schemes that may be chosen, the best mixtures of all sizes |
 | `scores` | runs texts with one unit quantized at a time: the KL divergence that each choice costs |
-| `allocation` | the best choice for each size, by dynamic programming |
-| `frontier` | size and KL divergence of mixtures and single schemes, for tables, pages and cards |
 | `session` | runs texts through the model, and keeps the scores |
 | `run` | `compress --fit`: choice, check on other texts, and the options that the choice stands for |
 | `search` | `openquant fit --search`: size and KL divergence of mixtures of all sizes |

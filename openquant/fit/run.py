@@ -25,11 +25,10 @@ from ..plan.decisions import PlanOptions
 from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
 from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
-from .frontier import Asked, Points, mixtures_of_sizes, sorted_points
-from .menu import BestMixtures, Menu, make_menu
+from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
 from .result import Point, SearchResult
+from .search import Asked, Points, mixtures_of_sizes, sorted_points
 from .session import Session
-from .units import UNQUANTIZED, Mixture, bits_per_weight
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus

@@ -33,8 +33,7 @@ from ..reporter import Reporter
 from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
 from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 from ..version import __version__
-from .menu import Menu
-from .units import UNQUANTIZED, Mixture, Scores, Unit
+from .menu import UNQUANTIZED, Menu, Mixture, Scores, Unit
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus

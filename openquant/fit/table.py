@@ -15,12 +15,12 @@ from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
-from ..diagnosis.measured import MEASURED, MODEL, activations, measured_kl
+from ..diagnosis.result import MEASURED, MODEL, activations, measured_kl
 from ..errors import OpenQuantError, PlanError, UsageError
 from ..files.checkpoint import Checkpoint
 from ..formats.hardware import ENGINES_FOR, Kernel, find_kernel
-from ..formats.kv_cache import says_fp8_cache
 from ..formats.names import CacheScheme, SchemeName
+from ..formats.numbers import says_fp8_cache
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
 from ..options import CompareSchemes, documented, flags_of, options_of

@@ -1,21 +1,16 @@
 """How a weight is stored: numeric format, what shares a scale, names of its tensors, and the config that says so.
 
-numbers                a Number is a numeric format, the values that codes stand for: E4M3, INT8, INT4, E2M1
-format                 a Format is how one weight is stored, whichever tool wrote it: a Number, what shares a scale,
-                       tensor names
-schemes, names         a Scheme is a Format that the user can ask for ("tensor", "int8"), its config, what engines do
-                       with it, and the clip ratios that its search tries
-scales                 chooses the scale and zero point of each group of weights, by a search where the scheme has one
-kernels                weights to codes and back, with numpy; `compiled` does the same with numba, `reference` with
-                       torch
-quantization           reads a `quantization_config`, whichever tool wrote it; `awq_gptq`, `quark`, `bitsandbytes` and
-                       `torchao` those of these tools
-ignored, settings      ignore lists that are read, matched as engines match them; values in a config that nothing
-                       reads
-activations            how a config quantizes activations
-hardware               on which GPUs and CPUs engines compute each scheme, and in which numbers; GPUs by name
-kv_cache               how a config asks for an FP8 KV cache, and names of its scales; computes them
-finite                 NaN and infinity in the bytes of a tensor
+numbers        a Number is a numeric format, the values that codes stand for: E4M3, INT8, INT4, E2M1; NaN and infinity
+               in bytes; how a config asks for an FP8 KV cache, and names of its scales
+format         a Format is how one weight is stored, whichever tool wrote it: a Number, what shares a scale, tensor
+               names; how activations are quantized; the types of GGUF
+schemes, names a Scheme is a Format that the user can ask for ("tensor", "int8"), its config, what engines do with it,
+               and the clip ratios that its search tries
+kernels        the scales and zero points of weights, weights to codes and back, with numpy; `compiled` does the same
+               with numba, `reference` with torch
+quantization   reads a `quantization_config`, whichever tool wrote it; `awq_gptq` those of AutoAWQ, GPTQ, auto-round and
+               Quark, and ignore lists
+hardware       on which GPUs and CPUs engines compute each scheme, and in which numbers; GPUs by name
 
 scheme = find_scheme("block")
 scheme.format.parts("model.layers.0.mlp.up_proj", (12288, 4096))

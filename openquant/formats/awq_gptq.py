@@ -1,21 +1,32 @@
-"""Integers as AutoAWQ, GPTQ and auto-round store them: transposed words, and configs of their own.
+"""Configs of AutoAWQ, GPTQ, auto-round and Quark: the layouts that they stand for, and ignore lists.
 
-A weight is (code - zero point of its group) * scale, as in compressed-tensors, which packs words along rows. A config
-may store some layers otherwise: GPTQ's `dynamic`, auto-round's `extra_config`.
+The first three store integers in transposed words. A weight is (code - zero point of its group) * scale, as in
+compressed-tensors, which packs words along rows. A config may store some layers otherwise: GPTQ's `dynamic`,
+auto-round's `extra_config`. Quark's is read as vLLM reads it (layers/quantization/quark/quark.py).
+
+Ignore lists are matched as engines match them; the plan makes ours.
 
     read_gptq({"bits": 4, "group_size": 128, "sym": True}).title   # "one scale per 128 inputs of a row"
+    layers, inputs = read_quark({"global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}})
+    layers[0][1].label   # "one scale per tensor"
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from ..errors import UsageError
-from .format import Columns, Format, Group, Scale
-from .ignored import MEND, language_model_names
+from .format import Columns, Format, GlobalScale, Group, Scale
 from .numbers import INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS, Number
+from .schemes import BLOCK_COMPRESSED, CHANNEL, INT8_W8A8, MXFP4, MXFP8, NVFP4, NVFP4_W4A4, TENSOR_COMPRESSED
 
 # The targets and the format of each group of layers; the first has all layers that others do not name.
 Groups = list[tuple[tuple[str, ...], Format]]
@@ -208,3 +219,333 @@ def _group(size: object, number: Number) -> Group:
             f"known are -1 and multiples of {number.run}",
         )
     return 1, size
+
+
+# Takes a name and a limit in seconds; whether the name matches, or TimeoutError.
+_Matcher = Callable[[str, float], bool]
+# Limits for the regular expressions of a list: their number, characters of each, and seconds for all names together.
+# Compiling may unroll counted repeats, so the product of their counts has a limit too.
+MAX_EXPRESSIONS, MAX_LETTERS, MAX_SECONDS, MAX_REPEATS = 1000, 1000, 5.0, 1000
+MEND = "mend quantization_config, or save the model again"
+
+
+# Beginnings of names of a language model's modules that mean the same (vLLM layers/quantization/modelopt.py:1802-1820).
+_LANGUAGE_MODELS = ("language_model.model.", "model.language_model.")
+
+
+def language_model_names(name: str) -> tuple[str, ...]:
+    """Return a module's name, and the other name that it has if it is in the language model of a multimodal one.
+
+    transformers 5 calls such modules otherwise than some checkpoints do.
+
+    Args:
+        name: full name of a module, as a config has it.
+    """
+    for first, second in (_LANGUAGE_MODELS, _LANGUAGE_MODELS[::-1]):
+        if name.startswith(first):
+            return name, second + name.removeprefix(first)
+    return (name,)
+
+
+class Expressions:
+    """The regular expressions of a list ("re:" and an expression). They match a name from its start.
+
+    Compiling and all calls of `find` together have a time limit, since a malicious config could have an expression that
+    backtracks forever.
+
+    Args:
+        entries: names and expressions; names are ignored.
+
+    Raises:
+        UsageError: an entry is no valid regular expression, the expressions are too many or too large, or compiling
+            them takes too long.
+    """
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        self._seconds_left = MAX_SECONDS
+        self._matchers: dict[str, _Matcher] = {}
+        for entry in entries:
+            if entry.startswith("re:") and entry not in self._matchers:
+                begin = time.thread_time()
+                self._matchers[entry] = _compile(entry)
+                self._spend(begin)
+        if len(self._matchers) > MAX_EXPRESSIONS:
+            raise UsageError(f"config.json has {len(self._matchers)} regular expressions in one list", _TOO_MUCH)
+
+    def find(self, name: str) -> str | None:
+        """Return the first entry that matches a name; None if none does.
+
+        Raises:
+            UsageError: matching this name and those before it takes too long.
+        """
+        match, begin = None, time.thread_time()
+        for entry, matches in self._matchers.items():
+            try:
+                if matches(name, self._seconds_left):
+                    match = entry
+                    break
+            except TimeoutError:
+                raise UsageError(f"config.json: {_short_repr(entry)} takes too long to match", _TOO_MUCH) from None
+        self._spend(begin)
+        return match
+
+    def _spend(self, begin: float) -> None:
+        self._seconds_left -= time.thread_time() - begin
+        if self._seconds_left <= 0:
+            raise UsageError("config.json: its regular expressions take too long to match", _TOO_MUCH)
+
+
+def _compile(entry: str) -> _Matcher:
+    """Compile an expression. One that may backtrack long is compiled by the package `regex`, which has a timeout."""
+    text = entry[3:]
+    counts = [max(1, *(int(number or 1) for number in repeat)) for repeat in re.findall(r"{(\d*),?(\d*)}", text)]
+    if len(text) > MAX_LETTERS or prod(counts) > MAX_REPEATS:
+        raise UsageError(f"config.json: {_short_repr(entry)} is too large a regular expression", _TOO_MUCH)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Engines use `re`. It comes first since `regex` accepts expressions that `re` does not.
+            compiled = re.compile(text)
+            # Anything else takes at most time quadratic in the length of a name.
+            hard = re.search(r"[{}]|\)[*+]|\(\?|\\\d", text)
+            if not hard and len(re.findall(r"[*+]", text)) < 3 and text.count("?") < 3 and text.count("(") < 2:
+                return lambda name, _: compiled.match(name) is not None
+            # Imported here, since few configs need it.
+            import regex
+
+            try:
+                interruptible = regex.compile(text)
+            except regex.error as error:
+                raise re.error(str(error)) from None
+            return lambda name, seconds: interruptible.match(name, timeout=seconds) is not None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"config.json: {_short_repr(entry)} is no regular expression: {error}", MEND) from None
+
+
+_TOO_MUCH = "list names, or fewer and simpler expressions"
+
+
+def _short_repr(entry: str) -> str:
+    """Return an entry for a message, shortened if it is long."""
+    return repr(entry if len(entry) <= 80 else f"{entry[:80]}...")
+
+
+class Ignored:
+    """An ignore list: the modules that a config names as not quantized.
+
+    Args:
+        key: the list's key in the config, such as "ignore".
+        entries: module names; for compressed-tensors also "re:" and a regular expression.
+        by_experts: whether one listed expert leaves all experts of its layer unquantized
+            (vLLM layers/quantization/utils/quant_utils.py:682-686). Regular expressions are not read then.
+
+    Raises:
+        UsageError: a regular expression is invalid or too large, or there are too many.
+    """
+
+    def __init__(self, key: str, entries: Iterable[str], by_experts: bool) -> None:
+        self.key = key
+        self.entries = tuple(entries)
+        self._exact = {entry: entry for entry in self.entries}
+        self._expressions = Expressions(() if by_experts else self.entries)
+        self._experts = (
+            {_experts_of(entry): entry for entry in self.entries if _experts_of(entry)} if by_experts else {}
+        )
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """Return the entry that covers a module; None if none does.
+
+        Args:
+            names: all names by which engines look the module up.
+
+        Raises:
+            UsageError: matching regular expressions takes too long.
+        """
+        for name in names:
+            entry = self._exact.get(name) or self._experts.get(_experts_of(name)) or self._expressions.find(name)
+            if entry is not None:
+                return entry
+        return None
+
+
+class IgnoredParts(Ignored):
+    """AutoAWQ's ignore list, whose entries match any part of a name (vLLM layers/quantization/auto_awq.py:294-299).
+
+    Args:
+        key: the list's key in the config.
+        entries: parts of module names.
+    """
+
+    def __init__(self, key: str, entries: Iterable[str]) -> None:
+        super().__init__(key, entries, by_experts=True)
+
+    def find(self, names: Iterable[str]) -> str | None:
+        """Return the entry that covers a module; None if none does.
+
+        Args:
+            names: all names by which engines look the module up.
+        """
+        lookup_names = tuple(names)
+        return next((entry for entry in self.entries if any(entry in name for name in lookup_names)), None)
+
+
+def _experts_of(name: str) -> str:
+    """Return the path of the routed experts to which a module belongs; "" if it is in none."""
+    path, separator, _ = f"{name}.".partition(".experts.")
+    return f"{path}.experts" if separator else ""
+
+
+_KNOWN = (
+    "known are FP8 per_tensor, per_channel and per_block, symmetric int8 per_tensor and per_channel, symmetric int4 "
+    "and asymmetric uint4 per_group, MXFP4, MXFP8 and NVFP4"
+)
+# By dtype and qscheme.
+_PLAIN = {
+    ("fp8_e4m3", "per_tensor"): TENSOR_COMPRESSED.format,
+    ("fp8_e4m3", "per_channel"): CHANNEL.format,
+    ("int8", "per_tensor"): replace(INT8_W8A8.format, group=(None, None)),
+    ("int8", "per_channel"): INT8_W8A8.format,
+}
+_MX = {"fp4": replace(MXFP4.format, codes="weight"), "fp8_e4m3": MXFP8.format}
+# vLLM layers/quantization/quark/schemes/quark_nvfp4.py: both global scales are multiplied.
+_NVFP4 = replace(
+    NVFP4.format,
+    codes="weight",
+    global_scale=GlobalScale("weight_scale_2", 0, divides=False),
+    input_global_scale=GlobalScale("input_scale_2", 0, divides=False),
+)
+_ZEROS = "weight_zero_point"
+# By pack_method, where in a word each of eight outputs lies (quark/torch/utils/pack.py, Pack_4_bits).
+_ORDERS = {"reorder": AWQ_ORDER, "order": tuple(range(8))}
+
+Layers = list[tuple[tuple[str, ...], Format]]
+Inputs = list[Mapping[str, Any] | None]
+
+
+def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
+    """Return the formats of layers from a quantization_config of the method "quark".
+
+    Args:
+        config: the quantization_config of config.json.
+
+    Returns:
+        Targets (names, "re:" and an expression, or the class "Linear") and format of each group of layers, the first
+        match counts; and for each how activations are quantized, as `input_activations` of compressed-tensors.
+
+    Raises:
+        UsageError: openquant does not know this layout, or the config is malformed.
+    """
+    export = _object(config, "export")
+    stored, order = export.get("weight_format"), export.get("pack_method")
+    if stored not in (None, "real_quantized"):
+        raise UsageError(f"config.json has the weight_format {json.dumps(stored)[:100]}", "known is real_quantized")
+    if order not in (None, *_ORDERS):
+        raise UsageError(f"config.json has the pack_method {json.dumps(order)[:100]}", "known are reorder and order")
+    of_types = _object(config, "layer_type_quant_config")
+    named: list[tuple[str, str, Any]] = []
+    for pattern, layer in _object(config, "layer_quant_config").items():
+        # The first pattern that matches counts, so a name after an expression must be one too.
+        in_turn = named and named[-1][1].startswith("re:")
+        target = f"re:{fnmatch.translate(pattern)}" if in_turn or set(pattern) & set("*?[") else pattern
+        named.append((pattern, target, layer))
+    whole = "layer_type_quant_config" if "Linear" in of_types else "global_quant_config"
+    named.append((whole, "Linear", of_types.get("Linear", config.get("global_quant_config"))))
+    layers: Layers = []
+    inputs: Inputs = []
+    for name, target, layer in named:
+        if not isinstance(layer, dict):
+            raise UsageError(f"config.json: {name[:100]} of Quark is not an object", MEND)
+        # Layers without it are not quantized, and stored as such.
+        if layer.get("weight"):
+            if layer.get("bias"):
+                raise UsageError(f"config.json: {name[:100]} of Quark has a quantized bias", "known are weights")
+            layers.append(((target,), _quark_format(name, layer["weight"], str(order or "reorder"))))
+            inputs.append(_inputs(layer.get("input_tensors")))
+    if not layers:
+        raise UsageError("config.json has no weights that Quark quantized", MEND)
+    return layers, inputs
+
+
+def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise UsageError(f"config.json: {key} is not an object", MEND)
+    return value
+
+
+def _parts(config: object) -> list[dict[str, Any]]:
+    """Return the configs of the levels of scales: one, or two for NVFP4."""
+    parts: list[Any] = config if isinstance(config, list) else [config]
+    return parts if all(isinstance(part, dict) for part in parts) else []
+
+
+def _quark_format(name: str, config: object, order: str) -> Format:
+    parts = _parts(config)
+    weight = parts[0] if parts else {}
+    dtype, scheme, size, axis = (weight.get(key) for key in ("dtype", "qscheme", "group_size", "ch_axis"))
+    axes: tuple[int | None, ...] = (None, 0) if scheme == "per_channel" else (None, 1, -1)
+    fmt = None
+    if len(parts) == 1 and not weight.get("is_dynamic") and (scheme in ("per_tensor", "per_block") or axis in axes):
+        fmt = _PLAIN.get((str(dtype), str(scheme)))
+        if dtype == "int8" and weight.get("symmetric") is not True:
+            fmt = None
+        elif scheme == "per_group" and size == 32 and weight.get("scale_format") == "e8m0":
+            fmt = _MX.get(str(dtype))
+        elif scheme == "per_group" and dtype in ("int4", "uint4"):
+            fmt = _int4(weight, order)
+        elif scheme == "per_block" and dtype == "fp8_e4m3":
+            fmt = _blocks(weight)
+    elif len(parts) == 2 and (dtype, scheme, size) == ("fp4", "per_group", 16) and axis in axes:
+        second = parts[1].get("dtype"), parts[1].get("qscheme")
+        fmt = _NVFP4 if second == ("fp8_e4m3", "per_tensor") else None
+    if fmt is None:
+        keys = ("dtype", "qscheme", "group_size", "symmetric", "scale_format", "is_dynamic", "ch_axis")
+        said = [{key: part[key] for key in keys if part.get(key) is not None} for part in parts]
+        raise UsageError(f"config.json: {name[:100]} of Quark has weights of {json.dumps(said)[:300]}", _KNOWN)
+    return fmt
+
+
+def _int4(weight: dict[str, Any], order: str) -> Format | None:
+    """Return the format of integers that are stored transposed; None if it is not known."""
+    size, signed = weight.get("group_size"), bool(weight.get("dtype") == "int4")
+    if type(size) is not int or not 0 < size <= 1 << 16 or size % INT4.run:
+        return None
+    # vLLM takes uint4 with `symmetric` for int4, and Quark does not (layers/quantization/quark/utils.py).
+    if weight.get("symmetric") is not signed or weight.get("zero_point_type") not in (None, "int32"):
+        return None
+    # The bits of a negative int4 are 16 more, and zero points are 0.
+    columns = Columns(_ZEROS, order=_ORDERS[order], zero_point_offset=8 if signed else 0, signed=signed)
+    return Format(INT4, (1, size), Scale("weight_scale"), zero_point=None if signed else _ZEROS, columns=columns)
+
+
+def _blocks(weight: dict[str, Any]) -> Format | None:
+    block, exponents = weight.get("block_size"), weight.get("scale_type") == "float8_e8m0fnu"
+    if not (isinstance(block, list) and len(block) == 2 and all(type(side) is int for side in block)):
+        return None
+    if weight.get("symmetric") is not True or not all(0 < side <= 1 << 16 for side in block):
+        return None
+    scale = replace(BLOCK_COMPRESSED.format.scale, power_of_two=exponents)
+    return replace(BLOCK_COMPRESSED.format, group=(block[0], block[1]), scale=scale)
+
+
+_STRATEGIES = {"per_tensor": "tensor", "per_channel": "token", "per_group": "group"}
+
+
+def _inputs(config: object) -> Mapping[str, Any] | None:
+    """Return how activations are quantized, in the words of compressed-tensors; evaluations refuse what they lack."""
+    parts = _parts(config)
+    if config is None or not parts:
+        return None
+    first, dtype = parts[0], str(parts[0].get("dtype"))
+    if len(parts) == 2 and (dtype, first.get("group_size")) == ("fp4", 16):
+        inputs: Mapping[str, Any] = NVFP4_W4A4.group["input_activations"]
+        return inputs
+    return {
+        "type": "int" if dtype == "int8" else "float",
+        "num_bits": {"fp8_e4m3": 8, "int8": 8}.get(dtype, dtype),
+        "strategy": _STRATEGIES.get(str(first.get("qscheme"))),
+        "group_size": first.get("group_size"),
+        "dynamic": bool(first.get("is_dynamic")),
+        "symmetric": first.get("symmetric") is not False or dtype != "int8",
+        "scale_dtype": "torch.uint8" if first.get("scale_format") == "e8m0" else None,
+    }

@@ -2,20 +2,33 @@
 
 The weights that share a scale are a rectangle of the matrix, so the scales of a weight are a grid. All arithmetic uses
 that grid; only the stored tensor may have fewer axes. Formats are values: two that are equal store weights alike.
+
+Two kinds of formats are read from elsewhere. How engines quantize the input activations of a layer is said by a config,
+in the words of compressed-tensors. The types of GGML, which GGUF files hold, are blocks along a row, each with its
+codes and their scales; the package gguf says how large blocks are and decodes them.
+
+    read_activation_quantization({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True})
+    # ActivationQuantization(E4M3, (1, None))
+    ggml_types()[12]    # Q4_K: blocks of 256 weights in 144 bytes
 """
 
 from __future__ import annotations
 
+import json
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import UsageError
 from ..files.tensors import TensorInfo
-from .numbers import E4M3, Floats, Number, nearest_bfloat16
+from ..version import install_hint
+from .numbers import E2M1, E4M3, INT8, Codes, Floats, Number, nearest_bfloat16
 
 # Rows (outputs) and columns (inputs) that share a scale; None is the whole axis.
 Group = tuple[int | None, int | None]
@@ -456,3 +469,165 @@ class Format:
             return ((*stack, *grid_of(self.group, (rows, cols))),)
         # One for each expert of a stack, or for each half of gate and up side by side.
         return ((*stack, 1, 1), (*stack, 2, 1)) if stack else ((), (1,))
+
+
+KNOWN = (
+    "known are FP8 and symmetric INT8 with dynamic scales by token, tensor or group, or with a static input_scale, "
+    "and NVFP4 with a static input_global_scale"
+)
+
+
+@dataclass(frozen=True)
+class ActivationQuantization:
+    """How the inputs of a layer are quantized.
+
+    Attributes:
+        number: numeric format of the quantized activations.
+        group: tokens and inputs that share a scale: (1, None) is one per token, (None, None) one per batch, (1, 128)
+            one per 128 inputs of a token.
+        power_of_two: whether scales are rounded up to powers of two.
+        static: whether the scale is stored, as `input_scale`, instead of computed from the activations.
+        has_global_scale: whether an `input_global_scale` is stored; the dynamic scales of groups under it are E4M3.
+    """
+
+    number: Number
+    group: Group
+    power_of_two: bool = False
+    static: bool = False
+    has_global_scale: bool = False
+
+    def largest(self, scale: float) -> float:
+        """Return the largest activation that is not clipped.
+
+        Args:
+            scale: the stored `input_scale`. With a global scale: `input_global_scale`, by which the scales of groups
+                are multiplied before they are rounded to E4M3.
+        """
+        return E4M3.largest * self.number.largest / scale if self.has_global_scale else scale * self.number.largest
+
+
+_NUMBERS: Mapping[tuple[Any, Any], Number] = {("float", 8): E4M3, ("int", 8): INT8}
+
+# What configs always say of NVFP4 activations.
+_NVFP4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+
+
+def read_activation_quantization(activations: Mapping[str, Any] | None) -> ActivationQuantization | None:
+    """Read the `input_activations` of a compressed-tensors config group.
+
+    Args:
+        activations: the parsed JSON object; None or empty if the group has none, which leaves activations unquantized.
+
+    Returns:
+        Numeric format and group of the activations, and which scales are stored; None if they are not quantized.
+
+    Raises:
+        UsageError: openquant does not know this way of quantizing activations.
+    """
+    if not activations:
+        return None
+    if all(activations.get(key) == value for key, value in _NVFP4.items()):
+        return ActivationQuantization(E2M1, (1, 16), has_global_scale=True)
+    number = _NUMBERS.get((activations.get("type"), activations.get("num_bits")))
+    static, size = not activations.get("dynamic"), activations.get("group_size")
+    groups: dict[Any, Group] = {"tensor": (None, None)}
+    if not static:
+        groups["token"] = (1, None)
+        if type(size) is int and size > 0:
+            groups["group"] = (1, size)
+    strategy = activations.get("strategy")
+    group = groups.get(strategy) if isinstance(strategy, str) else None
+    if number is None or group is None or activations.get("symmetric") is False:
+        text = json.dumps(activations)
+        raise UsageError(f"config.json quantizes activations as {text[:200]}, which is not known here", KNOWN)
+    return ActivationQuantization(
+        number, group, str(activations.get("scale_dtype")).endswith("uint8") or activations.get("ue8m0") is True, static
+    )
+
+
+@dataclass(frozen=True)
+class GgmlType(Number):
+    """A tensor type of GGML. Weights are decoded from it and never encoded in it.
+
+    Attributes:
+        type_id: its number in GGUF files.
+        block: number of weights in a block.
+        block_bytes: bytes of a block.
+    """
+
+    type_id: int
+    block: int
+    block_bytes: int
+
+    def nbytes(self, codes: int) -> int:
+        """Return how many bytes a row of weights takes; their number must be a multiple of `block`."""
+        return codes // self.block * self.block_bytes
+
+    def encode(self, quotients: Floats) -> Codes:
+        """Not possible: a block has scales of its own."""
+        raise NotImplementedError
+
+    def values(self) -> Floats:
+        """Not possible: the value of a code depends on its block."""
+        raise NotImplementedError
+
+    def bound(self, weights: Floats, scale: Floats, slack: float) -> Floats:
+        """Not possible: nothing is encoded."""
+        raise NotImplementedError
+
+
+def ggml_types() -> dict[int, GgmlType]:
+    """Return the tensor types that the package gguf decodes, by their number in GGUF files.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+    try:
+        from gguf.constants import GGML_QUANT_SIZES
+        from gguf.quants import dequantize
+    except ImportError:
+        raise UsageError(
+            "GGUF files are read with the package gguf, which is not installed", install_hint("gguf")
+        ) from None
+    types: dict[int, GgmlType] = {}
+    for kind, (block, block_bytes) in GGML_QUANT_SIZES.items():
+        try:
+            dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+        except NotImplementedError:
+            continue
+        types[int(kind)] = GgmlType(kind.name, kind.name, "U8", 8, 0, 0, int(kind), block, block_bytes)
+    return types
+
+
+def ggml_format(number: GgmlType, blocks: Blocks) -> Format:
+    """Return the format of a weight in a GGUF file.
+
+    Args:
+        number: its tensor type.
+        blocks: what is undone after its blocks are decoded.
+    """
+    return Format(number, (1, number.block), Scale(""), blocks=blocks)
+
+
+def decode_blocks(codes: Codes, number: GgmlType, blocks: Blocks, out: Floats) -> None:
+    """Decode whole rows.
+
+    Args:
+        codes: uint8 [rows, bytes], the blocks of these rows.
+        number: their tensor type.
+        blocks: what is undone after that.
+        out: float32 [rows, in], filled. With `head_rows`, the rows are those of whole heads.
+    """
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    # Damaged scales may be NaN or infinite, which the reader finds in what they decode to.
+    with np.errstate(all="ignore"):
+        values = dequantize(codes, GGMLQuantizationType(number.type_id)).reshape(out.shape)
+        if blocks.head_rows:
+            halves = values.reshape(-1, blocks.head_rows // 2, 2, out.shape[1])
+            out.reshape(-1, 2, blocks.head_rows // 2, out.shape[1])[:] = halves.swapaxes(1, 2)
+        elif blocks.plus_one:
+            np.subtract(values, np.float32(1), out=out)
+        else:
+            out[:] = values

@@ -6,19 +6,29 @@ known here: a weight is the value of its code times the scale of its group.
 
     E4M3.decode(np.uint8([0x7E, 0x38]))   # [448.0, 1.0]
     E4M3.encode(np.float32([500, 1.03]))  # [0x7e, 0x38]: clamped to 448, rounded to the nearest, to even of two as near
+
+Further below, NaN and infinities are counted in bytes of any float; and the KV cache in FP8: how configs ask for it,
+and the names of its scales. A stored code times its scale is a value, or a key as it is cached: after its norm and
+rotary embedding.
+
+    count_non_finite(data, "BF16")                          # NonFinite(nan=3, infinite=0)
+    cache_scales(["model.layers.0.self_attn.k_scale"])      # {0: ("model.layers.0.self_attn.k_scale", None)}
 """
 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import UsageError
 from ..files.tensors import DTYPE_BITS
 
 Floats = npt.NDArray[np.float32]
@@ -369,3 +379,208 @@ BITSANDBYTES = (NF4, BNB_FP4)
 
 # Numeric formats with one code per element, by dtype.
 CODES = {number.dtype: number for number in (E4M3, INT8)}
+
+
+# Elements that are checked at a time.
+PIECE = 1 << 19
+
+
+class NonFinite(NamedTuple):
+    """Counts of NaN and of infinite values in a tensor. False if both are zero."""
+
+    nan: int = 0
+    infinite: int = 0
+
+    def __add__(self, other: object) -> NonFinite:
+        assert isinstance(other, NonFinite)
+        return NonFinite(self.nan + other.nan, self.infinite + other.infinite)
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    @property
+    def text(self) -> str:
+        """The counts as text: "NaN (3 values)", "NaN (3 values) and infinity (1 value)"."""
+        kinds = (("NaN", self.nan), ("infinity", self.infinite))
+        return " and ".join(f"{kind} ({count} value{'s'[: count != 1]})" for kind, count in kinds if count)
+
+
+class _Layout(NamedTuple):
+    """Which bit patterns of a dtype are NaN or infinity.
+
+    Attributes:
+        nbytes: bytes of an element.
+        largest: bits of the largest finite value. The next pattern is infinity, if there is one; all above are NaN.
+        has_infinity: whether the dtype has infinity.
+        has_sign: whether the highest bit is the sign.
+    """
+
+    nbytes: int
+    largest: int
+    has_infinity: bool = True
+    has_sign: bool = True
+
+
+_FLOAT32 = _Layout(4, 0x7F7F_FFFF)
+# F4, F6 and integers have neither NaN nor infinity.
+_LAYOUTS = {
+    "BF16": _Layout(2, 0x7F7F),
+    "F16": _Layout(2, 0x7BFF),
+    "F32": _FLOAT32,
+    # Real and imaginary parts.
+    "C64": _FLOAT32,
+    "F64": _Layout(8, 0x7FEF_FFFF_FFFF_FFFF),
+    "F8_E5M2": _Layout(1, 0x7B),
+    "F8_E4M3": _Layout(1, 0x7E, has_infinity=False),
+    "F8_E8M0": _Layout(1, 0xFE, has_infinity=False, has_sign=False),
+}
+# Their only NaN is the pattern of minus zero.
+_FNUZ = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
+
+
+def can_be_non_finite(dtype: str) -> bool:
+    """Return whether a dtype, named as in safetensors ("BF16"), has NaN or infinity at all."""
+    return dtype in _LAYOUTS or dtype in _FNUZ
+
+
+def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
+    """Count the values that are NaN or infinite.
+
+    Args:
+        data: uint8 [nbytes], the bytes of whole elements, in little-endian order as in safetensors.
+        dtype: dtype of the elements, named as in safetensors.
+
+    Returns:
+        Number of values that are NaN, and of those that are infinite; both 0 for dtypes without either. An element is
+        one value, but one of C64 is two: its real and its imaginary part.
+    """
+    if dtype in _FNUZ:
+        return NonFinite(nan=int(np.count_nonzero(data == 0x80)))
+    layout = _LAYOUTS.get(dtype)
+    if layout is None or not data.size:
+        return NonFinite()
+    unsigned, sign = np.dtype(f"u{layout.nbytes}"), 1 << (8 * layout.nbytes - 1)
+    mask = unsigned.type(sign - 1 if layout.has_sign else 2 * sign - 1)
+    count = NonFinite()
+    for low in range(0, data.size, PIECE * layout.nbytes):
+        part = data[low : low + PIECE * layout.nbytes]
+        elements = part.view(unsigned)
+        # Compare the largest of both signs first, which are nearly always finite: twice as fast as clearing the signs.
+        positive = layout.has_sign and int(part.view(f"i{layout.nbytes}").max()) > layout.largest
+        if positive or int(elements.max()) > (layout.largest | sign if layout.has_sign else layout.largest):
+            above = (elements & mask)[(elements & mask) > layout.largest]
+            infinite = int(np.count_nonzero(above == layout.largest + 1)) if layout.has_infinity else 0
+            count += NonFinite(len(above) - infinite, infinite)
+    return count
+
+
+# Last parts of the scales' names, below a layer's attention module. vLLM layers/quantization/base_config.py:244 and
+# SGLang model_loader/weight_utils.py:1812 put `.attn` before them.
+SCALES = ("k_scale", "v_scale")
+# The option for vLLM where it does not read the setting from the config.
+FLAG = "--kv-cache-dtype fp8"
+# By quant_method, the key and value that ask for an FP8 cache. The first: vLLM layers/attention/attention.py:287 and
+# SGLang compressed_tensors.py:143; only SGLang reads the second (layers/quantization/fp8.py:366).
+_SETTINGS: Mapping[str, tuple[str, Any]] = {
+    "compressed-tensors": (
+        "kv_cache_scheme",
+        {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False},
+    ),
+    "fp8": ("kv_cache_quant_algo", "FP8"),
+}
+# The config of a checkpoint that has KV-cache scales and no quantized layer: for vLLM compressed_tensors.py:1018 and
+# SGLang compressed_tensors.py:1171 it needs no ignore list.
+DENSE: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "quantization_status": "compressed",
+    "config_groups": {},
+    "ignore": [],
+}
+# Names of scales of keys, of values or of both, as vLLM renames them (layers/quantization/base_config.py:217-247).
+_SCALE = re.compile(
+    r"(?:.*\.)?(?:layers|h|blocks)\.(\d{1,9})\..*?(?:([kv])_scale|([kv])_proj\.output_scale|([kv])_cache\.scale|kv_scale)"
+)
+
+
+def with_fp8_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `settings`, a quantization_config, that also asks for a KV cache in FP8.
+
+    Args:
+        settings: the quantization_config of a config.json, of the method "compressed-tensors" or "fp8".
+    """
+    key, value = _SETTINGS[settings["quant_method"]]
+    return {**settings, key: value}
+
+
+def without_fp8_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of `settings`, a quantization_config, without what `with_fp8_cache` adds.
+
+    Args:
+        settings: the quantization_config of a config.json, of any method. What other tools say of the KV cache stays.
+    """
+    key, value = _SETTINGS.get(str(settings.get("quant_method")), ("", None))
+    return {name: setting for name, setting in settings.items() if name != key or setting != value}
+
+
+def says_fp8_cache(config: Mapping[str, Any]) -> bool:
+    """Return whether a `quantization_config` asks for a KV cache in FP8, in either way of saying so.
+
+    Not every engine reads every way: with the method "fp8" vLLM also needs FLAG.
+
+    Args:
+        config: the quantization_config of a config.json, or what modelopt's hf_quant_config.json holds.
+
+    Raises:
+        UsageError: it asks for another numeric format.
+    """
+    inner = config.get("quantization")
+    places = (config, inner) if isinstance(inner, dict) else (config,)
+    for place in places:
+        scheme, algorithm = place.get("kv_cache_scheme"), place.get("kv_cache_quant_algo")
+        if isinstance(scheme, dict):
+            if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+                raise UsageError(
+                    f"config.json has a kv_cache_scheme of {scheme.get('num_bits')} bits, type {scheme.get('type')}",
+                    "known is FP8",
+                )
+            return True
+        if algorithm is not None:
+            if algorithm != "FP8":
+                raise UsageError(f"config.json has the kv_cache_quant_algo {algorithm}", "known is FP8")
+            return True
+    return False
+
+
+def cache_scales(names: Iterable[str]) -> dict[int, tuple[str | None, str | None]]:
+    """Find the tensors with the scales of the KV cache.
+
+    Args:
+        names: names of all tensors of a checkpoint.
+
+    Returns:
+        By number of the decoder layer, the names of the tensors with the scale of keys and of values; the same name
+        twice if they share a scale, None where there is none. Layers without either are missing.
+    """
+    scales: dict[int, list[str | None]] = {}
+    for name in sorted(names):
+        match = _SCALE.fullmatch(name)
+        if match is None:
+            continue
+        which = match[2] or match[3] or match[4]
+        of_layer = scales.setdefault(int(match[1]), [None, None])
+        for position, letter in enumerate("kv"):
+            if which in (None, letter):
+                of_layer[position] = name
+    return {layer: (key, value) for layer, (key, value) in scales.items()}
+
+
+def scale_for(largest: float) -> float:
+    """Return the scale for keys or values: the smallest power of two that is at least largest / 448 and 2^-64.
+
+    Other scales are no more exact, and in vLLM's CPU kernel a little less.
+
+    Args:
+        largest: largest absolute key or value; the scale is 1 if it is 0.
+    """
+    return 1.0 if largest <= 0 else 2.0 ** math.ceil(math.log2(max(2.0**-64, largest / E4M3.largest)))

@@ -12,8 +12,7 @@ from typing import Any
 from ..errors import UsageError
 from ..version import CITED, VLLM
 from .format import Format, GlobalScale, Scale
-from .kv_cache import without_fp8_cache
-from .numbers import E2M1, E4M3, INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT8_WORDS, Number
+from .numbers import E2M1, E4M3, INT2, INT3, INT4, INT5, INT6, INT7, INT8, INT8_WORDS, Number, without_fp8_cache
 
 # The format of a compressed-tensors config whose groups each name a format of their own.
 MIXED_FORMAT = "mixed-precision"
@@ -38,7 +37,7 @@ class Scheme:
         fallback: scheme for layers that engines cannot load in this one; None leaves them unquantized.
         follows_rows: whether an engine that reorders a layer's rows reorders the scales correctly too.
         max_weight: largest weight that engines can load; None if only the numeric format limits it.
-        searches_scales: whether the scale of each group is searched for, by the least squared error (scales.py); else
+        searches_scales: whether the scale of each group is searched for, by the least squared error (kernels.py); else
             it is made from the group's largest weight.
         clip_ratios: ratios of a group's largest weight from which a search makes candidate scales.
         default_input_global_scale: the global scale of activations where neither a calibration nor the source has one;

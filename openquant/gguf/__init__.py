@@ -5,12 +5,11 @@
     opened.checkpoint.tensors    # "model.embed_tokens.weight": BF16 [49152, 576], which a Reader decodes by rows
 
 Modules:
-    architectures   what llama.cpp writes for each architecture: metadata keys, and what it changes about weights
-    config          config.json from metadata
+    config          config.json from metadata, and what llama.cpp writes for each architecture
     names           the tensors that a model of transformers has, and where a GGUF file has them
     tokenizer       tokenizer files from metadata
     source          all of this for a file: `open_gguf`
 
-Headers are read by files/gguf.py, and blocks decoded by formats/ggml.py. Names and decoders come from the package gguf,
-classes and tokenizers from transformers.
+Headers are read by files/gguf.py, and blocks decoded by the types of formats/format.py. Names and decoders come from
+the package gguf, classes and tokenizers from transformers.
 """

@@ -1,9 +1,15 @@
-"""config.json from the metadata of a GGUF file."""
+"""config.json from the metadata of a GGUF file, and what llama.cpp writes for each architecture.
+
+What its converter writes (convert_hf_to_gguf.py) is here as far as config.json needs it. Names of tensors are not: the
+package gguf maps them. Metadata keys that are not here stop the reading, since a config.json without what they say
+could be wrong.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +18,6 @@ from ..errors import SourceError
 from ..files.gguf import GgufTensor
 from ..files.small_files import short_repr
 from ..files.tensors import DAMAGED, MAX_TENSORS
-from .architectures import ARCHITECTURES, COMMON, GgufArchitecture
 
 # The output head. llama.cpp does not write one that is the embedding.
 HEAD = "output.weight"
@@ -177,3 +182,76 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], config: Mapping[str, Any], na
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
         raise SourceError(f"{name}: rope_freqs.weight are not the factors of Llama 3's rope_scaling", _NOT_REBUILT)
     return {"rope_type": "llama3", "factor": round(factor, 4), **_LLAMA3}
+
+
+# Keys of most architectures, without the architecture's name before them, and the keys of config.json.
+COMMON = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """An architecture of GGUF files.
+
+    Attributes:
+        model_type: `model_type` of its config.json.
+        keys: metadata keys besides COMMON, and the keys of config.json.
+        fixed: values of config.json that the class does not have by default and no metadata says.
+        interleaved: whether rows of q and k are in llama.cpp's order of rotary halves.
+        norms_plus_one: whether 1 was added to the weights of norms.
+        scaled_by_width: numbers of layers of the models that scale queries by hidden_size / num_attention_heads instead
+            of head_dim, which no metadata says.
+        partial_rotary: whether only a part of a head may be rotated.
+    """
+
+    model_type: str
+    keys: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+    norms_plus_one: bool = False
+    scaled_by_width: tuple[int, ...] = ()
+    partial_rotary: bool = False
+
+
+ARCHITECTURES = {
+    "llama": GgufArchitecture("llama", interleaved=True),
+    "qwen2": GgufArchitecture("qwen2"),
+    "qwen2moe": GgufArchitecture(
+        "qwen2_moe", _EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+    ),
+    "qwen3": GgufArchitecture("qwen3"),
+    # llama.cpp divides by the sum of the chosen experts' weights (src/models/qwen3moe.cpp), the class by default not.
+    "qwen3moe": GgufArchitecture("qwen3_moe", _EXPERTS, {"norm_topk_prob": True}),
+    "gemma2": GgufArchitecture(
+        "gemma2",
+        _WINDOW
+        | {
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        norms_plus_one=True,
+        scaled_by_width=(46,),
+    ),
+    "gemma3": GgufArchitecture("gemma3_text", _WINDOW, norms_plus_one=True, scaled_by_width=(62,)),
+    "phi3": GgufArchitecture(
+        "phi3",
+        _WINDOW | {"rope.scaling.original_context_length": "original_max_position_embeddings"},
+        partial_rotary=True,
+    ),
+}

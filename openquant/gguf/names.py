@@ -15,7 +15,7 @@ from ..errors import SourceError
 from ..files.gguf import GgufTensor
 from ..files.small_files import short_repr
 from ..files.tensors import TensorInfo
-from .architectures import GgufArchitecture
+from .config import GgufArchitecture
 
 _HEAD_NAME = "lm_head.weight"
 # Rotary frequencies' factors, which become a part of config.json.

@@ -21,10 +21,9 @@ from ..files.names import SINGLE_FILE
 from ..files.shardfile import SourceFile
 from ..files.small_files import MAX_SMALL, short_repr
 from ..files.tensors import DAMAGED, Location, TensorInfo
-from ..formats.format import Blocks
-from ..formats.ggml import GgmlType, decode_blocks, ggml_types
+from ..formats.format import Blocks, GgmlType, decode_blocks, ggml_types
 from ..formats.numbers import Floats
-from ..weights.gguf import GgufCheckpoint, gguf_weight
+from ..weights.find import GgufCheckpoint, gguf_weight
 from ..weights.weight import Weight
 from .config import find_gguf_architecture, gguf_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..formats.kv_cache import says_fp8_cache
+from ..formats.numbers import says_fp8_cache
 from .plan import Plan
 
 _COMPRESSED_TENSORS = "compressed-tensors"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..files.tensors import TensorInfo
+from ..formats.awq_gptq import Ignored
 from ..formats.format import Group
-from ..formats.ignored import Ignored
 from ..formats.schemes import Scheme
 from ..patterns import compile_pattern, template
 from ..registry.architecture import HEAD, MTP_LAYER, ParallelSplit, absolute_patterns

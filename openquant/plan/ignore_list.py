@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ..formats.kv_cache import with_fp8_cache
+from ..formats.numbers import with_fp8_cache
 from ..formats.schemes import Scheme
 from ..registry.rules import ModuleRules, is_embedding, is_head, is_table
 from .decisions import Decisions

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..formats.activations import ActivationQuantization, read_activation_quantization
-from ..formats.format import FLOATS, Format
-from ..formats.kv_cache import says_fp8_cache
+from ..formats.format import FLOATS, ActivationQuantization, Format, read_activation_quantization
+from ..formats.numbers import says_fp8_cache
 from ..formats.quantization import Quantization, read_quantization
 from ..formats.schemes import KEPT_SCHEMES, Scheme
 from ..registry.architecture import Architecture

@@ -16,8 +16,7 @@ from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import TensorInfo
 from ..formats.format import FLOATS
-from ..formats.kv_cache import FLAG, SCALES, cache_scales, scale_for
-from ..formats.numbers import E4M3
+from ..formats.numbers import E4M3, FLAG, SCALES, cache_scales, scale_for
 from ..patterns import MAX_DIGITS, compile_pattern, template
 from ..registry.architecture import Architecture, absolute_patterns
 from ..registry.rules import ModuleRules

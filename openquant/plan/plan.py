@@ -19,7 +19,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.journal import Provenance
 from ..files.layer_store import TensorPlace
 from ..formats.format import Format
-from ..formats.kv_cache import says_fp8_cache
+from ..formats.numbers import says_fp8_cache
 from ..formats.schemes import Scheme
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules

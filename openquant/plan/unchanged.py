@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..formats.kv_cache import DENSE, with_fp8_cache
 from ..formats.names import UNCHANGED
+from ..formats.numbers import DENSE, with_fp8_cache
 from ..patterns import template
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules

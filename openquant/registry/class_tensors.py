@@ -5,7 +5,7 @@ tools/class_tensors.py writes that file from transformers' own classes. A line h
     "sizes":    ["num_hidden_layers", "num_attention_heads*head_dim", "hidden_size", ..]: the others say places in it
     "outside":  {"lm_head.weight": [[4, 2], null, [["tie_word_embeddings", false]]], ..}: a TensorRule for each name
     "lists":    {"model.layers": [0, [{"self_attn.q_proj.weight": [[1, 2], null, []], ..}, ..], {}, {}]}: a LayerList
-    "some":     {"talker": [["enable_audio_output", true]]}: parts of which a tensor must be there, and on what conditions
+    "some":     {"talker": [["enable_audio_output", true]]}: parts of which a tensor must be there, if ..
     "defaults": {"tie_word_embeddings": false}: the truth of keys that config.json need not say
     "parts":    {"vision_config": "siglip_vision_model"}: the model types of parts that may be other models
     "derived":  {"head_dim": "hidden_size/num_attention_heads"}: sizes of keys that config.json need not say
@@ -52,8 +52,9 @@ class LayerList(NamedTuple):
         length: the size that counts its layers.
         kinds: for each kind of layer, its tensors by their names below the layer.
         choices: for children of a layer, such as "mlp", a key that says something of each layer, and the places in
-            `kinds` of those that each value goes with. "layer_types" has a list with a value for each; "moe_layers@1" has
-            the numbers of some, from 1 on; "first_dense<" says how many come first; "every%" says each how manieth.
+            `kinds` of those that each value goes with. "layer_types" is a list with a value for each layer,
+            "moe_layers@1" one of the numbers of some, from 1 on, "dense_layers<" the number of those that come first,
+            and "frequency%" the distance between some.
         occurrences: for tensors that not all layers have, the size that counts the layers that do.
     """
 

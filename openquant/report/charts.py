@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .escape import terminal
+from .cells import terminal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

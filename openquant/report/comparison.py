@@ -21,9 +21,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from .cells import gigabytes, per_cent
+from .cells import gigabytes, per_cent, terminal
 from .charts import FLOOR, NOISE, OUTPUT, draw_svg, no_label, plain_label
-from .escape import terminal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

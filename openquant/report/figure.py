@@ -1,23 +1,34 @@
-"""The picture for a model card, of one evaluation or of several."""
+"""Pictures of evaluations: the picture for a model card, and the recovery of tasks.
+
+Recovery is the output's accuracy as a share of the source's. Each row has the mean as a diamond with its 95 % interval,
+and a small circle for each task. The line at 100 % is the source.
+
+    figure = Figure((8.0, 2.4), layout="constrained")
+    draw_recovery(figure.add_subplot(), recovery_rows(evaluations))
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ..evaluation.verdict_word import kl_text
 from ..files.evaluation import evaluation_digest
 from ..version import __version__
 from .cells import gigabytes, per_cent
-from .charts import STYLE, chart_name, draw_distribution, quiet_fonts
-from .comparison import by_kl, draw_comparison
-from .recovery import draw_recovery, recovery_height, recovery_rows
-from .tasks import recovery_text
-from .words import texts_origin
+from .charts import OUTPUT, STYLE, chart_name, draw_distribution, draw_svg, quiet_fonts
+from .comparison import by_kl, draw_comparison, names_in_picture
+from .words import recovery_text, texts_origin
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 # Colour of what is not a figure, size of the small print, and characters of the names of texts.
 _FAINT, _SMALL, _LONGEST_ORIGIN = "#444444", 8.5, 60
@@ -101,3 +112,135 @@ def _set_caption(figure: Figure, evaluation: Mapping[str, Any], start: str) -> N
 
 def _set_title(figure: Figure, text: str) -> None:
     figure.suptitle(text, fontsize=15, fontweight="bold")
+
+
+# Marks beyond these limits lie at the edge: of a source with one right answer a recovery may be 500 %.
+LEAST, MOST = 0.0, 2.0
+# Tasks that a picture shows in rows of their own.
+MOST_TASKS = 40
+# Width in inches on a screen, on a phone, and beside other charts; height of a row, and of all else.
+_ON_SCREEN, _ON_PHONE, _IN_DETAILS = 10.5, 4.4, 4.4
+_ROW, _REST = 0.42, 1.15
+# Where the mean lies in a row, and the first and the last task, from the row's middle downward.
+_MEAN, _FIRST, _LAST = -0.18, 0.06, 0.36
+
+
+@dataclass(frozen=True)
+class RecoveryRow:
+    """A row of the picture. Recoveries are fractions of 1, and None if the source has no right answer.
+
+    Attributes:
+        name: name of the output, or of the task.
+        recovery: of the mean over tasks, or of the task.
+        interval: its 95 % interval.
+        tasks: the recovery of each task.
+    """
+
+    name: str
+    recovery: float | None
+    interval: Sequence[float] | None
+    tasks: Sequence[float | None] = ()
+
+
+def recovery_rows(evaluations: Sequence[Mapping[str, Any]]) -> list[RecoveryRow]:
+    """Make a row for each output that was asked tasks.
+
+    Args:
+        evaluations: for each output the content of its eval.json.
+    """
+    names, _ = names_in_picture([evaluation["output"]["name"] for evaluation in evaluations])
+    rows = []
+    for name, evaluation in zip(names, evaluations, strict=True):
+        if "tasks" in evaluation:
+            tasks = evaluation["tasks"]
+            mean = tasks["mean"][0]
+            of_tasks = [figures["metrics"][0]["recovery"] for figures in tasks["tasks"]]
+            dots = of_tasks if len(of_tasks) > 1 else ()
+            rows.append(RecoveryRow(name, mean["recovery"], mean["recovery_interval"], dots))
+    return rows
+
+
+def draw_recovery(axes: Axes, rows: Sequence[RecoveryRow]) -> None:
+    """Draw recoveries into axes, the first row at the top.
+
+    Args:
+        axes: matplotlib's axes.
+        rows: the rows.
+    """
+    drawn, beyond = [1.0], False
+
+    def at(recovery: float) -> float:
+        nonlocal beyond
+        limited = min(max(recovery, LEAST), MOST)
+        beyond = beyond or limited != recovery
+        drawn.append(limited)
+        return 100 * limited
+
+    color: Any = matplotlib.rcParams["text.color"]
+    handles: dict[str, Any] = {}
+    for number, row in enumerate(rows):
+        step = (_LAST - _FIRST) / max(1, len(row.tasks) - 1)
+        dots = [(at(one), number + _FIRST + step * place) for place, one in enumerate(row.tasks) if one is not None]
+        if dots:
+            [handles["a task"]] = axes.plot(
+                *zip(*dots, strict=True), "o", markersize=4, color=OUTPUT, markerfacecolor="none"
+            )
+        height = number + (_MEAN if row.tasks else 0)
+        if row.interval:
+            axes.plot([at(edge) for edge in row.interval], [height] * 2, color=OUTPUT, linewidth=2.5, alpha=0.5)
+        if row.recovery is not None:
+            [mark] = axes.plot(at(row.recovery), height, "D", markersize=7, color=OUTPUT)
+            if row.tasks:
+                handles["mean of the tasks, 95 % interval"] = mark
+    axes.axvline(100, color=color, linestyle="--", linewidth=1)
+    margin = 5 * (max(drawn) - min(drawn)) or 5.0
+    axes.set_xlim(100 * min(drawn) - margin, 100 * max(drawn) + margin)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.set_xlabel("recovery, % of the source's accuracy" + ("\n(beyond 200: at the edge)" if beyond else ""))
+    if handles:
+        axes.legend(
+            handles.values(), handles, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), fontsize=8, ncols=2
+        )
+
+
+def recovery_of_outputs(evaluations: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Draw the recovery of several outputs.
+
+    Args:
+        evaluations: for each output the content of its eval.json, in the order of the rows.
+
+    Returns:
+        Two SVG elements with the same content, for a screen and for a phone.
+    """
+    rows = recovery_rows(evaluations)
+    return _svg(rows, _ON_SCREEN, -3), _svg(rows, _ON_PHONE, -4)
+
+
+def recovery_of_tasks(evaluation: Mapping[str, Any], number: int = 0) -> str:
+    """Draw the recovery of one output in each task, and the mean of all.
+
+    Args:
+        evaluation: the content of an eval.json, with tasks.
+        number: number of the evaluation on its page.
+
+    Returns:
+        An SVG element, "<svg ..>..</svg>".
+    """
+    tasks = evaluation["tasks"]
+    named = [(chart_name(figures["task"]), figures["metrics"][0]) for figures in tasks["tasks"]]
+    if len(named) > 1:
+        named = [("mean of tasks", tasks["mean"][0]), *named[:MOST_TASKS]]
+    rows = [RecoveryRow(name, metric["recovery"], metric["recovery_interval"]) for name, metric in named]
+    return _svg(rows, _IN_DETAILS, number)
+
+
+def _svg(rows: Sequence[RecoveryRow], width: float, number: int) -> str:
+    return draw_svg(lambda axes: draw_recovery(axes, rows), (width, recovery_height(rows)), number)
+
+
+def recovery_height(rows: Sequence[RecoveryRow]) -> float:
+    """Return the height in inches that a picture of these rows needs."""
+    return _REST + _ROW * max(1, len(rows)) * (1.4 if any(row.tasks for row in rows) else 1.0)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..diagnosis.measured import BROKEN, activations
+from ..diagnosis.result import BROKEN, activations
 from ..fit.result import FitTable, Held, Point, SchemeFit, SearchResult, Target
 from ..formats.schemes import SCHEMES
-from .cells import gigabytes, paragraphs, short, table
-from .escape import join_lines, terminal
+from .cells import gigabytes, join_lines, paragraphs, short, table, terminal
 
 # What a cell says where nothing is known or nothing fits.
 NOTHING = "-"

@@ -33,8 +33,7 @@ from ..hub.source import local_source
 from ..plan.as_stored import stored_serving
 from ..plan.serving import serving_to_json
 from ..version import __version__, install_hint
-from .cells import gigabytes, per_cent, short, shortened
-from .escape import terminal
+from .cells import gigabytes, per_cent, short, shortened, terminal
 from .words import verdict_meaning, words_on_page
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def render_page(page: PageContent) -> str:
 
     from . import charts
     from .comparison import by_kl, comparison, names_in_picture, points_as_outputs
-    from .recovery import recovery_of_outputs, recovery_of_tasks
+    from .figure import recovery_of_outputs, recovery_of_tasks
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, finalize=_escape_invisible, keep_trailing_newline=True

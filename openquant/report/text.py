@@ -1,25 +1,30 @@
-"""The plan, the summary of a run and the result of verify, as text for a terminal."""
+"""What verbs print: the plan and its weights, the summary of a run, and what the other verbs found."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from ..diagnosis.result import MODEL, Diagnosis, activations, measured_kl
+from ..evaluation.verdict_word import kl_text
 from ..files.space import DiskSpace
+from ..formats.schemes import SCHEMES
 from ..hub.fetch import Download
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.config import ignored_layers
+from ..plan.explain import Explanation, ModuleExplanation, RankSplit, Tensor
 from ..plan.gptq import rounded_bytes
 from ..plan.kv_cache import CACHED
 from ..plan.plan import Plan
 from ..plan.printed import PlanLine
 from ..plan.serving import GPU_GB, Serving
-from ..result import Place, Preview, Result
+from ..result import Place, Preview, Result, zero_notes
 from ..verification.outcome import Report
-from .card import engines_that_read, serve_commands
-from .cells import gigabytes, paragraphs, short, shortened, table
-from .escape import join_lines, terminal
+from .card import SIDES, answers, difference_text, engines_that_read, percent, serve_commands
+from .cells import gigabytes, join_lines, paragraphs, short, shortened, table, terminal
+from .words import task_rows, verdict_meaning
 
 # Characters of a reason in the plan's table: a pattern may name a hundred layers, which the line names too.
 _LONGEST_REASON = 80
@@ -311,3 +316,298 @@ def _percent(share: float) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+# Number of prompts whose answers are shown, and characters of each answer.
+SHOWN_PROMPTS, SHOWN_CHARACTERS = 2, 300
+
+
+def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: int | None = None) -> str:
+    """Format an evaluation for a terminal: a table of all outputs, then the verdict on each with reasons and answers.
+
+    Args:
+        evaluation: what `eval --json` prints: `source`, `floor`, and `outputs`, the eval.json of one output or
+            more.
+        notes: remarks for the user.
+        width: the most characters of a line; None for any number.
+
+    Returns:
+        The text, lines separated by newlines.
+    """
+    floor, outputs = evaluation["floor"], evaluation["outputs"]
+    source = f"{terminal(evaluation['source']['name'])} (source)"
+    rows = [("", "size", "KL in nats", "95 %", "99th", "same token", "perplexity", "verdict")]
+    size, perplexity = gigabytes(outputs[0]["sizes"]["source"]), _number(outputs[0]["perplexity"]["source"])
+    rows.append((source, size, "", "", "", "", perplexity, ""))
+    rows.append(
+        ("  with noise: the floor", "", *_kl(floor, floor), percent(floor["top1"]), _number(floor["perplexity"]), "")
+    )
+    for output in outputs:
+        kl = {"kl": output["kl"]["mean"], **output["kl"]}
+        perplexity = _number(output["perplexity"]["output"])
+        name, size = terminal(output["output"]["name"]), gigabytes(output["sizes"]["output"])
+        rows.append((name, size, *_kl(kl, floor), percent(output["top1"]), perplexity, output["verdict"]))
+        weights_only = output["weights_only"]
+        if weights_only["kl"] != output["kl"]["mean"]:
+            cells = percent(weights_only["top1"]), _number(weights_only["perplexity"])
+            rows.append(("  its weights alone", "", *_kl(weights_only, floor), *cells, ""))
+    lines = table(rows, width=width)
+    for output in outputs:
+        said = ["", f"{output['output']['name']}: {output['verdict']}: {verdict_meaning(output)}"]
+        said += [f"  {reason}" for reason in output["reasons"]]
+        if output["verdict"] == "same":
+            said.append("  so near the floor, KL does not predict which output does better in benchmarks")
+        lines += paragraphs([*said, *(f"  {line}" for line in _layer_lines(output))], width)
+        if "tasks" in output:
+            figures = table(task_rows(output["tasks"]), width=None if width is None else width - 2)
+            lines += ["", *(f"  {line}".rstrip() for line in figures)]
+            lines += paragraphs([f"  {output['tasks']['reading']}"], width)
+        for text in answers(output)[:SHOWN_PROMPTS]:
+            lines += ["", *_answers(text, width)]
+    text = outputs[0]["text"]
+    last = [
+        f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 of the tokens {text['sha256'][:16]}"
+    ]
+    lines += ["", *paragraphs([*last, *(f"note: {note}" for note in notes)], width)]
+    return join_lines(lines)
+
+
+def _layer_lines(output: Mapping[str, Any]) -> list[str]:
+    """Summarize the distances of hidden states and the routing of tokens, in at most two lines."""
+    layers = output["layers"]
+    if not layers:
+        return []
+    first, last = layers[0], layers[-1]
+    lines = [
+        f"relative distance of hidden states: {first['distance']:.3g} after {terminal(first['layer'])}, "
+        f"{last['distance']:.3g} after {terminal(last['layer'])} (floor {last['floor']:.3g})"
+    ]
+    routed = [layer["routed_otherwise"] for layer in layers if "routed_otherwise" in layer]
+    if routed:
+        lines.append(f"tokens routed to other experts: {percent(min(routed))} to {percent(max(routed))}, by layer")
+    return lines
+
+
+def _answers(text: Mapping[str, Any], width: int | None) -> list[str]:
+    """Return a prompt and both answers, and a line that says where they differ."""
+    rows = [(f"  {name}", str(text[name])[:SHOWN_CHARACTERS]) for name in SIDES]
+    return [*table(rows, left=(0, 1), width=width), *paragraphs([f"  {difference_text(text)}"], width)]
+
+
+def _kl(figures: Mapping[str, Any], floor: Mapping[str, Any]) -> tuple[str, str, str]:
+    interval = figures["interval"]
+    interval_text = f"[{', '.join(f'{edge:.3g}' for edge in interval)}]" if interval else ""
+    return kl_text(figures["kl"], floor["kl"]), interval_text, f"{figures['p99']:.3g}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.5g}"
+
+
+_AXES = {"out": "rows (column parallel)", "in": "columns (row parallel)"}
+
+
+def explanation_text(explanation: Explanation, width: int | None = None) -> str:
+    """Format an explanation for a terminal.
+
+    Args:
+        explanation: the result of explain.
+        width: the most characters of a line; None for any number.
+
+    Returns:
+        The text: for each group of layers that are alike a heading and a line for each fact.
+    """
+    return "\n\n".join(_paragraph(layer, explanation.architecture, width) for layer in explanation.layers)
+
+
+def _paragraph(layer: ModuleExplanation, architecture: str, width: int | None) -> str:
+    becomes = "stays as it is" if layer.scheme is None else f"quantized, --scheme {layer.scheme}"
+    rule = "no rule: it has fewer than two axes, or --ignore names it"
+    if layer.rule is not None:
+        pattern = f": {layer.rule.pattern}" if layer.rule.pattern else ""
+        rule = f"{layer.rule.field}{pattern} ({architecture})"
+    rows = [
+        ("becomes", f"{becomes}{f': {layer.why}' if layer.why else ''}"),
+        ("rule", rule),
+        ("source", f"{_tensors(layer.source) or 'nothing'}, in {layer.shard}"),
+        ("output", _tensors(layer.output)),
+        ("fused with", ", ".join(name for name in layer.joined if name != layer.module)),
+        ("experts", layer.experts or ""),
+        ("ranks", _rank_text(layer.ranks) if len(layer.shape) > 1 else ""),
+        *[(engine, ", ".join(names)) for engine, names in layer.engines.items()],
+        ("ignore list", f"as {layer.listed}" if layer.listed else "not in it"),
+    ]
+    heading = ", ".join(collapse(layer.modules))
+    more = f" ({len(layer.modules)} alike; below {layer.module})" if len(layer.modules) > 1 else ""
+    lines = table([row for row in rows if row[1]], (0, 1), None if width is None else width - 2)
+    return join_lines([*paragraphs([f"{heading}{more}"], width), *(f"  {line}".rstrip() for line in lines)])
+
+
+def _tensors(tensors: Iterable[Tensor]) -> str:
+    return ", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+
+
+def _rank_text(ranks: RankSplit | None) -> str:
+    if ranks is None:
+        return "each has all of it"
+    copied = ", replicated if there are fewer heads than ranks" if ranks.replicated else ""
+    heads = f", by heads ({ranks.heads}{copied})" if ranks.heads else ""
+    sizes = ", ".join(map(str, ranks.sizes)) or "none"
+    problem = next((f"; not {size}: {why}" for size, why in ranks.problems.items()), "")
+    return f"each has a part of its {_AXES[ranks.axis]}{heads}; sizes {sizes}{problem}"
+
+
+def environment_text(found: Mapping[str, Any], width: int | None = None) -> str:
+    """Format what `describe_environment()` returns: a line for each fact.
+
+    Args:
+        found: its result.
+        width: the most characters of a line; None for any number.
+    """
+    gpus = found["gpus"]
+    if not isinstance(gpus, str):
+        described = (f"{gpu['name']}, {gigabytes(gpu['memory'])}, capability {gpu['capability']}" for gpu in gpus)
+        gpus = "; ".join(described) or "none"
+    commit = f" ({found['commit']})" if found["commit"] else ""
+    rows = [
+        ("openquant", f"{found['openquant']}{commit}"),
+        ("Python", f"{found['python']}, {found['system']}"),
+        ("CPU", f"{found['cpus']} of {found['cpu'] or 'unknown'}: {', '.join(found['instructions'])}"),
+        ("memory", f"{gigabytes(found['memory'])} available"),
+        ("GPUs", gpus),
+        ("loops", f"{found['loops']}, for large models" if found["loops"] == "numba" else found["loops"]),
+        *((name, version or "not installed") for name, version in {**found["libraries"], **found["engines"]}.items()),
+        *found["settings"].items(),
+    ]
+    return join_lines(table(rows, left=(0, 1), width=width))
+
+
+# Most norms and biases that have lines of their own in a page's table of weights.
+MOST_NORMS = 20
+
+
+def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
+    """Make the lines of a page's table of weights. Many norms and biases that stay as they are become one line.
+
+    Args:
+        lines: the lines of a plan.
+
+    Returns:
+        For each line the keys names, scheme, decoded, shape, bytes_before, bytes_after and why.
+    """
+    small = [line for line in lines if len(line.shape) < 2 and not line.quantized and not line.decoded]
+    small = [line for line in small if line.why != CACHED]
+    count = sum(len(line.names) for line in small)
+    if count > MOST_NORMS:
+        before, after = (sum(getattr(line, name) for line in small) for name in ("bytes_before", "bytes_after"))
+        together = PlanLine((f"{count} norms and biases",), (), None, False, small[0].why, before, after)
+        lines = [*(line for line in lines if line not in small), together]
+    return [
+        {
+            "names": line.names,
+            "scheme": line.scheme.name if line.scheme else None,
+            "decoded": line.decoded,
+            "shape": line.shape,
+            "bytes_before": line.bytes_before,
+            "bytes_after": line.bytes_after,
+            "why": line.why,
+        }
+        for line in lines
+    ]
+
+
+# Layers in a table, unless the user wants all; and most names in a line.
+WORST = 10
+
+
+def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) -> str:
+    """Format a diagnosis for a terminal: the errors of layers, and what was measured to lose less.
+
+    Args:
+        diagnosis: the result of diagnose.
+        every: whether to list every layer in the order of the checkpoint; else only the worst.
+        width: the most characters of a line; None for any number.
+
+    Returns:
+        The text, lines separated by newlines.
+    """
+    layers = diagnosis.layers if every else diagnosis.worst[:WORST]
+    name = f"{diagnosis.model}@{diagnosis.revision}" if diagnosis.revision else diagnosis.model
+    rows = (
+        "all their rows"
+        if diagnosis.rows_read == 1
+        else f"{100 * diagnosis.rows_read:.2g} % of their rows, spread evenly; scales from all"
+    )
+    shown = "row error of weights" if every else f"row error of weights, {len(layers)} largest"
+    # All schemes would make a line of two hundred letters.
+    schemes = [name for name in SCHEMES if name == diagnosis.scheme or measured_kl(SCHEMES[name]) is not None]
+    errors = [
+        (terminal(layer.module), *(_in_percent(layer.row_errors[scheme]) for scheme in schemes)) for layer in layers
+    ]
+    normal = ("normally distributed weights", *(_in_percent(diagnosis.normal[scheme]) for scheme in schemes))
+    heading = [
+        f"{name}: {diagnosis.architecture}, --scheme {diagnosis.scheme}",
+        f"{len(diagnosis.layers)} layers, measured on {rows}",
+    ]
+    zero = [layer.module for layer in diagnosis.layers if layer.is_zero]
+    said = [
+        "activations, which most schemes round too, are not counted",
+        *not_finite_notes(diagnosis.not_finite),
+        *(f"note: {terminal(note)}" for note in zero_notes(zero)),
+        *_conspicuous(diagnosis),
+    ]
+    lines = [
+        *paragraphs(heading, width),
+        "",
+        *table([(shown, *schemes), *errors, normal], width=width),
+        "",
+        *paragraphs(said, width),
+        *_choices(diagnosis, width),
+    ]
+    return join_lines(lines)
+
+
+def _in_percent(share: float | None) -> str:
+    """Format a share: "2.64 %"; "-" for None, an error in a scheme that cannot store the layer."""
+    return "-" if share is None else f"{100 * share:.3g} %"
+
+
+def _conspicuous(diagnosis: Diagnosis) -> list[str]:
+    layers = diagnosis.conspicuous
+    if not layers:
+        return ["no layer loses more than twice what normally distributed weights do"]
+    names = collapse([layer.module for layer in layers])
+    more = f" and {len(names) - WORST} more" if len(names) > WORST else ""
+    remedy = f"; none does with --scheme {' or '.join(diagnosis.remedies)}" if diagnosis.remedies else ""
+    return [
+        terminal(
+            f"{len(layers)} of {len(diagnosis.layers)} layers lose more than twice what normally distributed weights "
+            f"do, or cannot be stored: {', '.join(names[:WORST])}{more}{remedy}"
+        )
+    ]
+
+
+def _choices(diagnosis: Diagnosis, width: int | None) -> list[str]:
+    if diagnosis.kl is None:
+        return paragraphs([f"--scheme {diagnosis.scheme} was not measured on {MODEL}"], width)
+    if not diagnosis.choices:
+        return paragraphs([f"nothing of about this size lost a tenth less on {MODEL}"], width)
+    rows = [
+        (
+            choice.options,
+            f"{choice.kl:.3g}",
+            f"{100 * choice.gain:.0f} % less",
+            gigabytes(choice.bytes),
+            choice.activations,
+            ("no", "once", "twice")[choice.readings],
+        )
+        for choice in diagnosis.choices
+    ]
+    requested, size = SCHEMES[diagnosis.scheme], gigabytes(diagnosis.bytes)
+    first = (f"--scheme {requested.name}", f"{diagnosis.kl:.3g}", "", size, activations(requested), "no")
+    return [
+        "",
+        *paragraphs([f"what lost less on {MODEL} at about the same size, and the size of this model:"], width),
+        "",
+        *table([("openquant compress", "KL, nats", "", "size", "activations", "texts run"), first, *rows], width=width),
+    ]

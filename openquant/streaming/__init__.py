@@ -2,20 +2,17 @@
 
 A unit is the part of the model that is loaded at once: an embedding table, a decoder layer or the output head.
 
-model                       a StreamedModel loads and frees the units of a model; `meta_model` makes it without
-                            weights from headers
-interleaved                 runs forward passes unit by unit, and reads every weight once
-hooks                       observes or replaces the inputs of layers
-lazy_tensors                tensors as transformers loads them, read or decoded when they are indexed; stacks of experts
-packing                     several questions in one sequence, each computed as if it were alone
-offload                     a file for hidden states that do not fit into memory
-pass_checkpoint             a file that forward passes are saved to, so that a stopped run continues
-text_cache                  a KV cache for a pass over a whole text, which keeps nothing
-session                     downloads or finds the shards that a unit needs; tokenizer, scratch space and documents of
-                            a run
-memory, progress            memory that each step takes, known before; how far passes are
-matmul                      products of bfloat16 on CPUs without instructions for them; how many threads torch uses
-transformers_internals      everything that is used of transformers beyond its documentation
+model                  a StreamedModel loads and frees the units of a model; how far passes are; products of bfloat16 on
+                       CPUs without instructions for them; `meta_model` makes the model without weights from headers
+interleaved            runs forward passes unit by unit, and reads every weight once
+hooks                  observes or replaces the inputs of layers
+lazy_tensors           tensors as transformers loads them, read or decoded when they are indexed; stacks of experts
+packing                several questions in one sequence, each computed as if it were alone
+offload                a file for hidden states that do not fit into memory
+pass_checkpoint        a file that forward passes are saved to, so that a stopped run continues
+session                downloads or finds the shards that a unit needs; tokenizer, scratch space and documents of a run
+memory                 memory that each step takes, known before
+transformers_internals everything that is used of transformers beyond its documentation
 
 streamed = StreamedModel(open_checkpoint(path))
 run_interleaved([[ForwardPass(streamed, lambda: streamed.model(input_ids=ids, use_cache=False).logits)]], finished=show)

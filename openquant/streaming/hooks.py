@@ -1,4 +1,4 @@
-"""Hooks on the inputs of a model's layers, which observe activations or replace them.
+"""Hooks that observe or replace the inputs of a model's layers, and a KV cache that keeps nothing.
 
 transformers computes the stacked experts of a layer in one module, which has two hook points: the input of gate and up,
 and the input of down.
@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -228,3 +229,39 @@ class _ReplaceFactor(TorchFunctionMode):
         if len(args) == 2 and args[1] is self._parameter:
             args = self._change(args[0]), args[1]
         return func(*args, **(kwargs or {}))
+
+
+class TextCache(DynamicCache):  # type: ignore[misc]  # mypy does not read transformers
+    """A KV cache that stores neither keys and values nor states, because no token comes after the text.
+
+    Otherwise a text that waits for its next layer would hold those of all layers before it.
+
+    Args:
+        config: the model's config, of transformers.
+    """
+
+    # Read by pass_checkpoint.py: a pass that continues may have another cache.
+    holds_nothing = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config.get_text_config())
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values [batch, heads, length, dim]."""
+        del layer_idx, args, kwargs
+        return key_states, value_states
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what the layer computes with, and drop the state."""
+        states: Tensor = super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        layer.conv_states = dict.fromkeys(layer.conv_states)
+        layer.is_conv_states_initialized = dict.fromkeys(layer.conv_states, False)
+        return states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the state, and do not store it."""
+        del layer_idx, args, kwargs
+        return recurrent_states

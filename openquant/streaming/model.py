@@ -1,23 +1,37 @@
 """A checkpoint's model of which one unit's weights are in memory at a time; interleaved.py runs forward passes on it.
 
-streamed = StreamedModel(open_checkpoint(path))
-streamed.load("model.layers.0")
-streamed.free("model.layers.0")
+    streamed = StreamedModel(open_checkpoint(path))
+    streamed.load("model.layers.0")
+    streamed.free("model.layers.0")
+
+How far passes are is counted in tokens, weighted by the cost of layers:
+
+    progress = PassProgress(layer_costs(streamed, layers), tokens=16 * 512, advanced=advanced)
+    run_interleaved(passes, progress=progress.layer_done, ...)
+
+On CPUs without bfloat16 instructions torch takes eight times as long for bfloat16 as for float32, so matrices are
+multiplied in float32 and the products rounded. CPUs with the instructions also sum in float32 and round, so results are
+the same up to the order of sums. Threads are as many as there is work for:
+
+    with products_in_float32(), limited_threads(threads_for(streamed, tokens=512)):
+        model(input_ids=ids, use_cache=False)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..files.checkpoint import Checkpoint
+from ..machine import available_cpus
 from ..weights.find import decoded_view
 from ..weights.weight import Weight
 from . import transformers_internals
@@ -249,3 +263,201 @@ def shards_by_unit(model: StreamedModel, scales: Mapping[str, Sequence[str]] | N
         scales: by unit, names of further tensors that are read with it, such as scales of inputs.
     """
     return {unit: sorted(model.shards(unit, (scales or {}).get(unit, ()))) for unit in model.order}
+
+
+# Called with the number of tokens that are done and of all tokens.
+Advanced = Callable[[int, int], None]
+
+
+def layer_costs(model: StreamedModel, layers: Iterable[str]) -> dict[str, float]:
+    """Estimate the multiplications of each layer for a token: its weights, and of experts those that a token goes to.
+
+    Args:
+        model: the model.
+        layers: names of its units.
+
+    Returns:
+        For each, the number of weights that a token is multiplied with.
+    """
+    config = model.model.config.get_text_config()
+    routed = next((count for name in ("num_experts_per_tok", "moe_topk") if (count := getattr(config, name, None))), 1)
+    experts_per_token = routed if isinstance(routed, int) else 1
+
+    def multiplied(weight: Tensor) -> float:
+        # Stacked experts have three axes.
+        if weight.ndim < 3:
+            return float(weight.numel())
+        return float(weight[0].numel() * min(experts_per_token, len(weight)))
+
+    return {layer: sum(map(multiplied, model.units[layer].parameters())) for layer in layers}
+
+
+class PassProgress:
+    """Counts the tokens of forward passes. A token that is through layers of half the cost counts half.
+
+    Args:
+        costs: relative cost of each layer, in the order they are computed.
+        tokens: the number of tokens of all texts, in all models.
+        advanced: called whenever a batch is through a layer; None for no call.
+        more: the number of tokens that are computed before or after, such as those of answers to prompts.
+    """
+
+    def __init__(self, costs: Mapping[str, float], tokens: int, advanced: Advanced | None, more: int = 0) -> None:
+        self._left, self._tokens, self._more = dict(costs), tokens, more
+        # Cost of the layers that are done, and of all that text goes through; what is done of the others.
+        self._cost = self._total = 0.0
+        self._more_done = 0
+        self._advanced = advanced
+
+    def layer_done(self, unit: str, done: int, batches: int) -> None:
+        """Note that batches are through a unit; for `run_interleaved`'s `progress`.
+
+        Args:
+            unit: name of the unit.
+            done: how many batches are through it; 0 if they will be computed once more.
+            batches: the number of batches.
+        """
+        cost = self._left.get(unit, 0.0)
+        if not cost or not done:
+            # An embedding table, a layer that an earlier run computed, or one that is computed once more.
+            self._report(0.0)
+            return
+        if not self._total:
+            # Layers of vision towers come before the first one that text goes through.
+            names = list(self._left)
+            self._left = {name: self._left[name] for name in names[names.index(unit) :]}
+            self._total = sum(self._left.values())
+
+        if done == batches:
+            self._cost += self._left.pop(unit)
+            self._report(0.0)
+        else:
+            self._report(cost * done / batches)
+
+    def more_done(self, tokens: int) -> None:
+        """Note that so many of the tokens before or after the layers are computed."""
+        self._more_done += tokens
+        self._report(0.0)
+
+    def _report(self, of_layer: float) -> None:
+        """Say how far the passes are; of_layer: cost of what is done of a layer that is not."""
+        if self._advanced is None:
+            return
+        share = (self._cost + of_layer) / self._total if self._total else 0.0
+        total = self._tokens + self._more
+        self._advanced(min(int(self._tokens * share) + self._more_done, total), total)
+
+
+# Weights that are converted to float32 at once: 2 MB. That is small beside a large layer, and little enough for malloc
+# to reuse the memory for the next piece; the system would zero fresh memory first.
+PIECE = 1 << 19
+
+
+def products_in_float32(device: str = "cpu") -> AbstractContextManager[Any]:
+    """Return a context manager in which this thread multiplies bfloat16 matrices in float32, if that is faster.
+
+    Args:
+        device: the device that computes. Nothing changes on others than "cpu", and on CPUs with bfloat16 instructions.
+    """
+    return nullcontext() if device != "cpu" or _multiplies_bfloat16() else Float32Products()
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether torch multiplies bfloat16 with oneDNN. Without that library it multiplies slowly."""
+    is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return is_supported is not None and bool(is_supported())
+
+
+class Float32Products(TorchFunctionMode):
+    """Computes matrix products and attention of bfloat16 tensors in float32 and rounds the results to bfloat16."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        product = _PRODUCTS.get(func)
+        if product is not None and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.bfloat16:
+            return product(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _whole(func: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A product of activations only, which are small enough to be converted whole."""
+    product: torch.Tensor = func(*map(_to_float32, args), **{name: _to_float32(kwargs[name]) for name in kwargs})
+    return product.bfloat16()
+
+
+def _linear(
+    _func: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    x32 = x.float()
+    if weight.numel() <= PIECE:
+        return functional.linear(x32, weight.float(), _to_float32(bias)).bfloat16()
+    product = x.new_empty(*x.shape[:-1], weight.shape[0])
+    step = max(1, PIECE // weight.shape[1])
+    for low in range(0, weight.shape[0], step):
+        rows = slice(low, low + step)
+        part = functional.linear(x32, weight[rows].float(), None if bias is None else bias[rows].float())
+        product[..., rows] = part
+    return product
+
+
+def _grouped(
+    _func: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_other: Any
+) -> torch.Tensor:
+    """As torch._grouped_mm: rows of x up to each offset in `offs` [experts], times that expert's weight [in, out]."""
+    product = x.new_zeros(x.shape[0], weight.shape[-1])
+    low = 0
+    for expert, high in enumerate(offs.tolist()):
+        if high > low:
+            product[low:high] = x[low:high].float() @ weight[expert].float()
+        low = high
+    return product
+
+
+def _to_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16 else value
+
+
+_PRODUCTS: Mapping[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    functional.linear: _linear,
+    torch._grouped_mm: _grouped,
+    **dict.fromkeys(
+        (
+            functional.scaled_dot_product_attention,
+            *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm")),
+            *(getattr(torch.Tensor, name) for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "__matmul__")),
+        ),
+        _whole,
+    ),
+}
+
+
+# Multiplications of a layer below which one thread is faster: about ten milliseconds of one core. For layers of 200,000
+# weights and 512 tokens, two threads took longer than one, and more processor time.
+LEAST_PRODUCTS = 1 << 29
+
+
+def threads_for(model: StreamedModel, tokens: int) -> int:
+    """Return how many threads are fastest for a model.
+
+    Args:
+        model: the model.
+        tokens: tokens of each text.
+
+    Returns:
+        1 if its layers are small; else torch's number of threads, at most the CPUs that this process may use.
+    """
+    layers = [model.units[unit] for unit in model.layers]
+    largest = max((sum(weight.numel() for weight in layer.parameters()) for layer in layers), default=0)
+    return 1 if largest * tokens < LEAST_PRODUCTS else min(torch.get_num_threads(), available_cpus())
+
+
+@contextmanager
+def limited_threads(count: int) -> Iterator[None]:
+    """Let torch use `count` threads, 1 or more, inside this context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

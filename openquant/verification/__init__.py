@@ -3,12 +3,10 @@
 The room is not called `verify`, because `openquant.verify` is the function.
 
     verify          all checks in order; returns a Report (outcome)
-    checks          all checks of the headers, which read no tensor: config_checks, weight_checks, static_scales,
-                    module_checks. Headers is what they check, and Findings what they report
+    checks          all checks that read no tensor, in order: those of `configs`, `weight_checks` and `headers`, those
+                    of files, and those at the end of a run. Headers is what they check, and Findings what they report
     find_smoothing  recognizes the smoothing factors of an output by comparing it with its source
     contents        reads tensors: NaN, equality with the source, recomputed codes and scales, the error of each layer
-    configs         compares two config.json; extras reports unexpected files
-    finished        the checks at the end of a run, and before a push
 
     report = verify("Qwen3-8B-FP8", "Qwen3-8B", full=True)
     report.problems                              # () if nothing is wrong

@@ -17,10 +17,9 @@ from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.shardfile import Bytes
 from ..files.tensors import TensorInfo
-from ..formats.finite import NonFinite, count_non_finite
 from ..formats.format import FLOATS
 from ..formats.kernels import Bits, from_float32, to_float32
-from ..formats.numbers import Floats
+from ..formats.numbers import Floats, NonFinite, count_non_finite
 from ..formats.schemes import Scheme
 from ..threads import in_threads
 from ..weights.quant_error import MOVED, Comparison, ErrorSum, LayerError, LostWeights

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..calibration.mappings import SmoothingMapping
 from ..calibration.smoothing import (
     MOST,
     MappingTransforms,
+    SmoothingMapping,
     apply_smoothing,
     combine_transforms,
     read_vector,

@@ -21,12 +21,10 @@ from ..files.evaluation import find_evaluation
 from ..files.journal import WeightFacts, facts_in, read_journal
 from ..files.small_files import open_regular
 from ..files.tensors import TensorInfo
-from ..formats.finite import can_be_non_finite
 from ..formats.format import Format
-from ..formats.kernels import BITS_TYPE
-from ..formats.kv_cache import cache_scales
+from ..formats.kernels import BITS_TYPE, choose_shared_scale
+from ..formats.numbers import cache_scales, can_be_non_finite
 from ..formats.quantization import quantization_places, read_quantization
-from ..formats.scales import choose_shared_scale
 from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
 from ..hub.fetch import find_whole
 from ..machine import available_cpus
@@ -49,14 +47,13 @@ from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
 from ..weights.weight import Weight, WeightTransforms
-from .checks import check_headers
+from .checks import check_headers, extra_files, extra_weights
 from .configs import config_differences, judge_config, missing_keys, without_quantization
 from .contents import Progress, TensorFindings, TensorTask, read_contents
-from .extras import extra_files, extra_weights
 from .find_smoothing import recognize_smoothing
 from .headers import Findings, Headers, described
 from .outcome import Report
-from .static_scales import cache_tensors, cached_in_fp8, check_static_scales
+from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 
 # An unquantized tensor, and what it must equal: see TensorTask.original.
 Pair = tuple[TensorInfo, Weight | bytes | None]

@@ -19,10 +19,9 @@ from ..plan import summary
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan
 from ..plan.serving import Fit, Serving
-from ..report.cells import gigabytes, per_cent, short, shortened
-from ..report.escape import terminal
+from ..report.cells import gigabytes, per_cent, short, shortened, terminal
 from ..report.fit import fit_caption, fit_notes, fit_rows, nothing_fits
-from ..report.weights import weight_lines
+from ..report.text import weight_lines
 
 # Characters of the names and of the reason in a row of the weights.
 MOST_LETTERS = 200

@@ -5,9 +5,8 @@ weight                    a Weight is one matrix: a tensor of its own, one exper
 find                      which tensors are codes and which their scales; a checkpoint as if it were unquantized
 reading                   a Reader yields the rows of any Weight in pieces of bounded size, decoded where they are
                           codes
-packed_columns            codes that lie in columns (AutoAWQ, GPTQ, Quark); several projections in one tensor, a part
-                          for each rank
-bitsandbytes              codes of 4 bits as bitsandbytes stores them
+packed_columns            layouts of other tools: codes in columns (AutoAWQ, GPTQ, Quark), codes of bitsandbytes,
+                          several projections in one tensor
 statistics                a calibration file: statistics of the inputs of each layer
 quant_error               quantization error of a layer, summed over pieces
 

@@ -16,11 +16,14 @@ Layouts:
     MiMo V2.5  q, k and v in FP8 as one tensor, stored per tensor-parallel rank (packed_columns.py)
     AWQ, GPTQ, auto-round  X.qweight, X.qzeros, X.scales, X.g_idx (packed_columns.py)
     torchao    FP8 as X._weight_qdata and X._weight_scale
-    bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (bitsandbytes.py)
+    bitsandbytes  int8 X.weight with X.SCB, 127 times the scales of rows; 4 bits (packed_columns.py)
     Quark      FP8, int8, MXFP4 and NVFP4 as above with the codes X.weight; int4 as AWQ (packed_columns.py)
     MXFP4      X.weight_packed uint8 [out, in / 2], X.weight_scale (compressed-tensors), or X_blocks uint8
                [experts, out, in / 32, 16] and X_scales: two codes in a byte, the first lowest; unquantized these stacks
                are [experts, in, out] (transformers, integrations/mxfp4.py)
+
+Every tensor of a GgufCheckpoint is a weight that a Reader decodes from blocks, vectors too. So it is read as any other
+quantized checkpoint is, and `decoded_view` has nothing to find. The room gguf makes it.
 """
 
 from __future__ import annotations
@@ -28,25 +31,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import PlanError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, read_json
+from ..files.gguf import GgufTensor
 from ..files.tensors import TensorInfo
-from ..formats.format import EXPONENTS, FLOATS, INPUT_SCALE, Format, grid_of
+from ..formats.format import EXPONENTS, FLOATS, INPUT_SCALE, Blocks, Format, GgmlType, ggml_format, grid_of
 from ..formats.numbers import BITSANDBYTES, CODES, E2M1, E4M3
-from ..formats.quantization import UNQUANTIZED, Quantization, quantization_places, read_quantization
+from ..formats.quantization import QDATA, UNQUANTIZED, Quantization, quantization_places, read_quantization
 from ..formats.schemes import MXFP4
-from ..formats.torchao import QDATA
 from ..models import find_entry
 from ..patterns import compile_any, template
 from ..registry.architecture import absolute_patterns
-from .bitsandbytes import four_bits
-from .gguf import GgufCheckpoint
-from .packed_columns import DAMAGED, name_and_type, packed_columns, per_rank_projections
+from .packed_columns import DAMAGED, four_bits, name_and_type, packed_columns, per_rank_projections
 from .weight import Weight
 
 # modelopt's file beside config.json, from before config.json held the same.
@@ -629,3 +630,36 @@ def _refuse_unexplained(checkpoint: Checkpoint) -> None:
             f"the source is already quantized: {problem}, and config.json has no quantization_config",
             "start from the unquantized model, or put back the config.json that belongs to these weights",
         )
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint(Checkpoint):
+    """An opened GGUF file, or several that are one model.
+
+    `shards` are output shards to be; each is a link to the GGUF file that has its tensors, with the size of that file.
+    `tensors` are blocks as bytes, U8 [out, bytes of a row], and `where` has their offsets.
+
+    Attributes:
+        weights: the stored weight of each tensor, by tensor name.
+        file: the GGUF file, of several the first.
+    """
+
+    weights: Mapping[str, Weight] = field(default_factory=dict)
+    file: Path = Path()
+
+
+def gguf_weight(name: str, shape: tuple[int, ...], stored: GgufTensor, number: GgmlType, blocks: Blocks) -> Weight:
+    """Return a weight that lies in a GGUF file.
+
+    Args:
+        name: full tensor name in a Hugging Face directory.
+        shape: its shape there: [out, in] or [out]. Vectors are read as one row.
+        stored: the tensor of the file, or the part of it that one expert has.
+        number: its tensor type.
+        blocks: what is undone after blocks are decoded.
+    """
+    rows, cols = (1, *shape)[-2:]
+    codes = TensorInfo(name, "U8", (rows, stored.nbytes // rows))
+    module = name.removesuffix(".weight")
+    source = TensorInfo(name, "BF16", shape)
+    return Weight(module, template(module), source, (rows, cols), format=ggml_format(number, blocks), parts=(codes,))

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..formats.format import Format, grid_of
-from ..formats.kernels import CHUNK, Bits, absmax, encode, encode_float32, to_float32, unpack
+from ..formats.kernels import CHUNK, Bits, absmax, choose_scales, encode, encode_float32, to_float32, unpack
 from ..formats.numbers import E2M1, E4M3, INT2, INT3, Codes, Floats
-from ..formats.scales import choose_scales
 from ..formats.schemes import Scheme
 
 # Largest relative change from storing float32 or float16 as bfloat16.

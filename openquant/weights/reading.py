@@ -13,13 +13,11 @@ from ..errors import PlanError, SourceError
 from ..files.shardfile import Bytes, SourceFile
 from ..files.tensors import DTYPE_BITS, Location, TensorInfo
 from ..formats import kernels
-from ..formats.format import LARGEST_GLOBAL_SCALE, Format, grid_of
-from ..formats.ggml import GgmlType, decode_blocks
+from ..formats.format import LARGEST_GLOBAL_SCALE, Format, GgmlType, decode_blocks, grid_of
 from ..formats.kernels import BITS_TYPE, Bits, Loops
 from ..formats.numbers import BITSANDBYTES, CODES, Floats
 from ..formats.schemes import Scheme
-from . import bitsandbytes
-from .packed_columns import STRIP, ColumnReader
+from .packed_columns import SMALLEST_NESTED, STRIP, ColumnReader, bitsandbytes_scales, check_bitsandbytes
 from .weight import Extent, Weight
 
 BUFFER = 4 << 20
@@ -339,9 +337,9 @@ class Reader:
             return scale
         if weight.format.number in BITSANDBYTES:
             if low == 0:
-                bitsandbytes.check_values(weight, self.read_part)
-            scale = bitsandbytes.scales(weight, low, count, self.read_part)
-            check_scales(scale, extent.label, extent.shard, least or bitsandbytes.SMALLEST_NESTED)
+                check_bitsandbytes(weight, self.read_part)
+            scale = bitsandbytes_scales(weight, low, count, self.read_part)
+            check_scales(scale, extent.label, extent.shard, least or SMALLEST_NESTED)
             return scale
         if low == 0:
             self._check_shape(weight)

@@ -23,7 +23,7 @@ from openquant.errors import PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.layer_store import LayerStore
 from openquant.formats import kernels
-from openquant.formats.scales import choose_scales
+from openquant.formats.kernels import choose_scales
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
 from openquant.job import connected, open_source, prepare
 from openquant.options import Run
@@ -32,8 +32,7 @@ from openquant.plan.gptq import rounded_tensors
 from openquant.plan.plan import Plan, make_plan
 from openquant.reporter import Reporter
 from openquant.run import carry_out
-from openquant.streaming.matmul import products_in_float32
-from openquant.streaming.model import StreamedModel
+from openquant.streaming.model import StreamedModel, products_in_float32
 from openquant.weights.weight import WeightTransform, WeightTransforms
 from support import small_checkpoints
 from support.conversions import Shelf

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from openquant.calibration.gptq import DAMPING, find_error_propagation, round_columns
 from openquant.formats.format import Format
+from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import E2M1, E4M3, INT4, INT8
 from openquant.formats.reference import nearest
-from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import (
     BLOCK,
     CHANNEL,

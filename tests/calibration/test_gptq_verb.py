@@ -386,7 +386,7 @@ def test_a_run_that_is_killed_between_experts_goes_on(
     reporter = RecordingReporter()
     compress(experts, tmp_path / "whole", "int4", reporter=reporter, **options)
     assert reporter.lines[1] == "fewer than 256 tokens were routed to 16 of 16 experts, none to 0: more texts may help"
-    monkeypatch.setattr("openquant.calibration.gptq_run.BUDGET", 10 << 20)
+    monkeypatch.setattr("openquant.calibration.run.BUDGET", 10 << 20)
     write = LayerStore.write
 
     def ended(folder: LayerStore, number: int, *more: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from openquant.calibration.mappings import SmoothingMapping, find_smoothing_mappings
+from openquant.calibration.smoothing import SmoothingMapping, find_smoothing_mappings
 from openquant.models import MODELS
 from support import small_checkpoints
 from support.conversions import Shelf

@@ -26,8 +26,7 @@ from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import offload as offload_module
 from openquant.streaming import pass_checkpoint as pass_checkpoint_module
-from openquant.streaming.matmul import products_in_float32
-from openquant.streaming.model import StreamedModel
+from openquant.streaming.model import StreamedModel, products_in_float32
 from openquant.streaming.offload import OffloadFile
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from openquant.streaming.transformers_internals import cache_argument

@@ -23,9 +23,9 @@ from openquant.calibration.smoothing import (
     combine_transforms,
     divide_norm,
     nearest_powers_of_two,
+    smoothquant_scale,
     usable_mappings,
 )
-from openquant.calibration.smoothquant import smoothquant_scale
 from openquant.errors import OutputError, PlanError, SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.fingerprint import Fingerprint

@@ -13,8 +13,8 @@ from openquant import compress, dequantize, verify
 from openquant.convert.devices import CpuKernels, TorchKernels
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats import kernels
+from openquant.formats.kernels import choose_scales
 from openquant.formats.reference import encode
-from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import ASYMMETRIC, INT4_SHIFTED, INT4_SHIFTED_32, Scheme
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions

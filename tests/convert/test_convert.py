@@ -23,9 +23,9 @@ from openquant import compress, dequantize, verify
 from openquant import run as running
 from openquant.convert import conversion
 from openquant.errors import PlanError, SourceError
+from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import E2M1, E4M3, INT8, INT8_WORDS
 from openquant.formats.reference import encode, group_absmax, group_global_scale, group_scale, stored_scale
-from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import (
     BLOCK_COMPRESSED,
     CHANNEL,

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from openquant.files.checkpoint import open_checkpoint
+from openquant.formats.kernels import choose_scales
 from openquant.formats.reference import encode, group_absmax
-from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import SCHEMES, TENSOR, Scheme, find_scheme
 from openquant.job import connected, open_source, prepare
 from openquant.options import Run

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from openquant import compress
-from openquant.convert.checks import verify_shard
+from openquant.convert.conversion import verify_shard
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.shardfile import ShardFile
 from openquant.formats.schemes import CHANNEL, INT4_W4A16, TENSOR

@@ -23,7 +23,7 @@ from openquant.diagnosis.result import LayerDiagnosis
 from openquant.errors import SourceError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import grid_of
-from openquant.formats.scales import choose_scales
+from openquant.formats.kernels import choose_scales
 from openquant.formats.schemes import (
     BLOCK,
     CHANNEL,
@@ -37,7 +37,7 @@ from openquant.formats.schemes import (
     TENSOR,
     Scheme,
 )
-from openquant.report.diagnosis import diagnosis_text
+from openquant.report.text import diagnosis_text
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.quantized_checkpoints import BLOCKS, by_blocks, store

@@ -22,7 +22,7 @@ from openquant.evaluation.activation_rounding import (
     refuse_latent_cache,
     round_activations,
 )
-from openquant.formats.activations import ActivationQuantization
+from openquant.formats.format import ActivationQuantization
 from openquant.formats.numbers import E2M1, E4M3, INT8
 from openquant.formats.schemes import NVFP4_W4A4
 from openquant.streaming.hooks import ExpertWeights

@@ -18,7 +18,7 @@ from openquant.evaluation.activation_rounding import Fp8Cache, round_activations
 from openquant.evaluation.answers import compare_answers
 from openquant.evaluation.as_served import ServedModel, logits
 from openquant.files.checkpoint import open_checkpoint
-from openquant.formats.activations import ActivationQuantization
+from openquant.formats.format import ActivationQuantization
 from openquant.formats.numbers import E4M3
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints

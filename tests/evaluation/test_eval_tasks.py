@@ -31,7 +31,7 @@ from openquant.evaluation.task_requests import TaskRequests, encode_requests, lo
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import check_evaluation
 from openquant.report.card import evaluated_card
-from openquant.report.evaluation import evaluation_text
+from openquant.report.text import evaluation_text
 from openquant.streaming.interleaved import run_interleaved
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.offload import OffloadFile

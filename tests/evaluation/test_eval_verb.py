@@ -30,7 +30,7 @@ from openquant.files.evaluation import EVALUATION, find_evaluation, read_evaluat
 from openquant.hub.source import Source
 from openquant.options import Evaluate
 from openquant.report import html
-from openquant.report.evaluation import evaluation_text
+from openquant.report.text import evaluation_text
 from openquant.streaming import offload
 from openquant.streaming.offload import OffloadFile
 

@@ -21,7 +21,7 @@ from openquant.evaluation import answers, task_servers
 from openquant.files.evaluation import check_evaluation
 from openquant.options import server_url
 from openquant.report.card import evaluated_card
-from openquant.report.evaluation import evaluation_text
+from openquant.report.text import evaluation_text
 from support.loopback_engine import Answer, LoopbackEngine, message, text
 from support.task_files import questions, write_generation, write_lines, write_lm_eval
 

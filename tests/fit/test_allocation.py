@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from openquant.fit.allocation import find_frontier
+from openquant.fit.menu import find_frontier
 
 
 def made_up(seed: int, units: int, choices: int) -> list[list[tuple[int, float]]]:

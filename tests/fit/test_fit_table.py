@@ -17,7 +17,7 @@ import pytest
 from conftest import EXAMPLE, ROOT
 from openquant import FitTable, compress, fit_table
 from openquant.cli.commands import main
-from openquant.diagnosis.measured import MEASURED, measured_kl
+from openquant.diagnosis.result import MEASURED, measured_kl
 from openquant.errors import OpenQuantError, PlanError, UsageError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit.budget import allowed_context, read_budget, weights_on_gpus

@@ -23,10 +23,10 @@ from openquant.files.cards import published_card
 from openquant.files.checkpoint import open_checkpoint
 from openquant.fit import session
 from openquant.fit.budget import CHOSEN, Budget, read_budget, refuse_options, refuse_ranks
+from openquant.fit.menu import UNQUANTIZED, Scores, Unit, units_of
 from openquant.fit.run import joined_patterns
 from openquant.fit.scores import _Quantizer, _Run
 from openquant.fit.session import read_scores, scores_json
-from openquant.fit.units import UNQUANTIZED, Scores, Unit, units_of
 from openquant.formats import kernels
 from openquant.formats.hardware import find_gpu
 from openquant.formats.schemes import find_scheme

@@ -18,15 +18,14 @@ from openquant.data.corpus import Corpus, Document
 from openquant.evaluation.as_served import ServedModel, logits
 from openquant.evaluation.kl import DocumentRecord, ModelNames, compare_logits
 from openquant.files.checkpoint import open_checkpoint
+from openquant.fit.menu import UNQUANTIZED, Mixture, units_of
 from openquant.fit.scores import Measured, _Quantizer, find_variants, measure_mixtures, scores_of
-from openquant.fit.units import UNQUANTIZED, Mixture, units_of
 from openquant.formats import kernels
 from openquant.formats.schemes import find_scheme
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
-from openquant.streaming.matmul import products_in_float32
-from openquant.streaming.model import StreamedModel
+from openquant.streaming.model import StreamedModel, products_in_float32
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.streamed_logits import streamed_logits

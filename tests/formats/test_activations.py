@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openquant.errors import UsageError
-from openquant.formats.activations import ActivationQuantization, read_activation_quantization
+from openquant.formats.format import ActivationQuantization, read_activation_quantization
 from openquant.formats.numbers import E2M1, E4M3, INT8
 from openquant.formats.quantization import read_quantization
 from openquant.formats.schemes import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from openquant.files.tensors import DTYPE_BITS
-from openquant.formats import finite
-from openquant.formats.finite import NonFinite, can_be_non_finite, count_non_finite
+from openquant.formats import numbers
+from openquant.formats.numbers import NonFinite, can_be_non_finite, count_non_finite
 
 TORCH = {
     "BF16": torch.bfloat16,
@@ -52,7 +52,7 @@ def test_integers_and_small_floats_hold_none() -> None:
 
 
 def test_pieces_are_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite, "PIECE", 3)
+    monkeypatch.setattr(numbers, "PIECE", 3)
     values = np.ones(10, np.float32)
     values[[0, 4, 9]] = np.nan
     values[[3, 5]] = [np.inf, -np.inf]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from openquant.errors import UsageError
-from openquant.formats.kv_cache import cache_scales, says_fp8_cache, scale_for, with_fp8_cache, without_fp8_cache
+from openquant.formats.numbers import cache_scales, says_fp8_cache, scale_for, with_fp8_cache, without_fp8_cache
 from openquant.formats.schemes import BLOCK, CHANNEL
 
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openquant.formats import compiled, kernels, scales
+from openquant.formats import compiled, kernels
 from openquant.formats.format import Format
+from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import E2M1
-from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import INT4_GROUPS, INT4_W4A16, INTEGER_GROUPS, NVFP4, VARIANTS, Scheme
 
 SEARCHED = (*INT4_GROUPS, *(groups[0] for bits, groups in INTEGER_GROUPS.items() if bits != 4), NVFP4)
@@ -86,7 +86,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, subtests: pytest
         for piece in (2, 30, 100):
             with subtests.test(scheme=scheme.suffix, piece=piece), monkeypatch.context() as patch:
                 patch.setattr(kernels, "CHUNK", piece * 40)
-                patch.setattr(scales, "GROUPS", piece)
+                patch.setattr(kernels, "GROUPS", piece)
                 assert np.array_equal(found_in(weight, scheme), whole)
                 assert np.array_equal(found_in(weight, scheme, counts=counts), weighed)
         # Where all inputs count alike, scales are those of the weights; also where nothing ever goes in.

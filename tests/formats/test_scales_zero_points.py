@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openquant.errors import UsageError
-from openquant.formats import compiled, kernels, scales
+from openquant.formats import compiled, kernels
 from openquant.formats.format import Format
+from openquant.formats.kernels import Scales, choose_scales
 from openquant.formats.numbers import INT4
 from openquant.formats.quantization import read_quantization
 from openquant.formats.reference import decode, encode, group_ranges
-from openquant.formats.scales import Scales, choose_scales
 from openquant.formats.schemes import (
     ASYMMETRIC,
     CHANNEL,
@@ -148,7 +148,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, counts = skewed(3), np.linspace(0, 1, 384, dtype=np.float32)
     whole = [of(weight, INT4_SHIFTED, each) for each in (None, counts)]
     for piece in (1, 300, 4096):
-        monkeypatch.setattr(scales, "WEIGHTS", piece)
+        monkeypatch.setattr(kernels, "WEIGHTS", piece)
         for found, each in zip(whole, (None, counts), strict=True):
             assert all(map(np.array_equal, of(weight, INT4_SHIFTED, each), found)), piece
 

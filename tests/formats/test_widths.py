@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from openquant.formats import compiled, kernels, reference
+from openquant.formats.kernels import choose_scales
 from openquant.formats.numbers import INT2, INT3, INT4, INT5, INT6, INT7, INT8_WORDS, Number
-from openquant.formats.scales import choose_scales
 from openquant.formats.schemes import ASYMMETRIC, INT8_W8A16, INTEGER_GROUPS
 
 BY_ROW = (*(groups[3] for groups in INTEGER_GROUPS.values()), INT8_W8A16)

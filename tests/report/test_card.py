@@ -23,9 +23,8 @@ from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.models import find_entry
 from openquant.plan.plan import Plan, make_plan
 from openquant.registry.rules import ModuleRules
-from openquant.report.card import engines_that_read, evaluated_card, model_card
-from openquant.report.evaluation import evaluation_text
-from openquant.report.source_card import source_section
+from openquant.report.card import engines_that_read, evaluated_card, model_card, source_section
+from openquant.report.text import evaluation_text
 from openquant.version import SGLANG
 from support import small_checkpoints
 from support.evaluation_files import evaluation

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from openquant.report import escape
+from openquant.report.cells import join_lines, markdown, terminal
 
 PLANTED = [
     "<script>alert(1)</script>",
@@ -63,30 +63,30 @@ def read(html: str) -> Reader:
 
 @given(anything)
 def test_a_terminal_shows_everything_and_obeys_nothing(text: str) -> None:
-    shown = escape.terminal(text)
+    shown = terminal(text)
     assert not any(ord(letter) < 32 or 127 <= ord(letter) < 160 or letter in "\u202e\u2066\u200f" for letter in shown)
     shown.encode()
 
 
 def test_what_a_terminal_shows() -> None:
-    assert escape.terminal("a\x1b[31m\u202e\ud800\n\x7f\u0378") == "a\\x1b[31m\\u202e\\ud800\\n\\x7f\\u0378"
-    assert escape.terminal("a\n\tb\r", kept="\n\t") == "a\n\tb\\r"
+    assert terminal("a\x1b[31m\u202e\ud800\n\x7f\u0378") == "a\\x1b[31m\\u202e\\ud800\\n\\x7f\\u0378"
+    assert terminal("a\n\tb\r", kept="\n\t") == "a\n\tb\\r"
     sound = "naïve 語 \u3000 \xa0 \u05e0\u05bc \u0645\u06cc\u200c\u062e\u0648 👩\u200d👧"
-    assert escape.terminal(sound) == sound
+    assert terminal(sound) == sound
 
 
 def test_a_newline_ends_a_line_and_no_text_does() -> None:
-    assert escape.join_lines(["a\nb", "\x9bc", "d\te"]) == "a\\nb\n\\x9bc\nd\\te"
+    assert join_lines(["a\nb", "\x9bc", "d\te"]) == "a\\nb\n\\x9bc\nd\\te"
 
 
 @example("\xa0")
 @example("\u2003- one")
 @given(anything)
 def test_markdown_has_nothing_left_that_means_something(text: str) -> None:
-    said = escape.markdown(text)
+    said = markdown(text)
     lines = said.split("<br>")
     assert [read(line.replace("&nbsp;", " ")).text for line in lines] == [
-        line.expandtabs(4) for line in escape.terminal(text, kept="\n\t").split("\n")
+        line.expandtabs(4) for line in terminal(text, kept="\n\t").split("\n")
     ]
     for line in lines:
         assert not set("\\`*_{}[]<>()!|~:@$^\n") & set(line)
@@ -95,14 +95,14 @@ def test_markdown_has_nothing_left_that_means_something(text: str) -> None:
 
 
 def test_what_markdown_looks_like() -> None:
-    assert escape.markdown("a|b `c`") == "a&#124;b &#96;c&#96;"
-    assert escape.markdown("def f():\n    pass") == "def f&#40;&#41;&#58;<br>&nbsp;&nbsp;&nbsp;&nbsp;pass"
-    assert escape.markdown("1. one\n- two\n0.5 - 3") == "1&#46; one<br>&#45; two<br>0.5 - 3"
-    assert escape.markdown(".\n...and\n2.") == ".<br>...and<br>2&#46;"
-    assert escape.markdown("Qwen/Qwen3-8B, 0.0013") == "Qwen/Qwen3-8B, 0.0013"
+    assert markdown("a|b `c`") == "a&#124;b &#96;c&#96;"
+    assert markdown("def f():\n    pass") == "def f&#40;&#41;&#58;<br>&nbsp;&nbsp;&nbsp;&nbsp;pass"
+    assert markdown("1. one\n- two\n0.5 - 3") == "1&#46; one<br>&#45; two<br>0.5 - 3"
+    assert markdown(".\n...and\n2.") == ".<br>...and<br>2&#46;"
+    assert markdown("Qwen/Qwen3-8B, 0.0013") == "Qwen/Qwen3-8B, 0.0013"
 
 
 def test_escaping_imports_little() -> None:
-    script = "import sys; from openquant.report import escape; print({'numpy', 'torch', 'jinja2'} & sys.modules.keys())"
+    script = "import sys; from openquant.report.cells import join_lines, markdown, terminal; print({'numpy', 'torch', 'jinja2'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

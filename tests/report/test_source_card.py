@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openquant.report.source_card import source_section
+from openquant.report.card import source_section
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -14,11 +14,10 @@ from openquant.errors import SourceError
 from openquant.files import tensors
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import pass_checkpoint
+from openquant.streaming.hooks import TextCache
 from openquant.streaming.interleaved import ForwardPass, run_interleaved
-from openquant.streaming.matmul import products_in_float32
-from openquant.streaming.model import StreamedModel
+from openquant.streaming.model import StreamedModel, products_in_float32
 from openquant.streaming.pass_checkpoint import PassCheckpoint
-from openquant.streaming.text_cache import TextCache
 from openquant.streaming.transformers_internals import cache_argument
 from support.conversions import Shelf
 from support.representatives import representatives

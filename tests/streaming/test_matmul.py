@@ -10,9 +10,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming import matmul as products
-from openquant.streaming.matmul import Float32Products, products_in_float32
-from openquant.streaming.model import StreamedModel
+from openquant.streaming import model as products
+from openquant.streaming.model import Float32Products, StreamedModel, products_in_float32
 from support.conversions import Shelf
 
 MULTIPLY = ("mm", "bmm", "addmm", "baddbmm", "_grouped_mm", "linear", "matmul", "attention")

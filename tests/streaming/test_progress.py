@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from conftest import EXAMPLE
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming.model import StreamedModel
-from openquant.streaming.progress import PassProgress, layer_costs
+from openquant.streaming.model import PassProgress, StreamedModel, layer_costs
 
 
 def test_tokens_count_once_they_are_through_all_layers() -> None:

@@ -9,9 +9,8 @@ import torch
 
 from conftest import EXAMPLE
 from openquant.files.checkpoint import open_checkpoint
-from openquant.streaming import matmul
-from openquant.streaming.matmul import limited_threads, threads_for
-from openquant.streaming.model import StreamedModel
+from openquant.streaming import model as model_module
+from openquant.streaming.model import StreamedModel, limited_threads, threads_for
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def test_threads_are_as_many_as_there_is_work_for(monkeypatch: pytest.MonkeyPatc
     torch.set_num_threads(3)
     model = StreamedModel(open_checkpoint(EXAMPLE))
     for tokens, cpus, threads in ((512, 64, 1), (10**6, 64, 3), (10**6, 2, 2)):
-        monkeypatch.setattr(matmul, "available_cpus", lambda cpus=cpus: cpus)
+        monkeypatch.setattr(model_module, "available_cpus", lambda cpus=cpus: cpus)
         assert threads_for(model, tokens) == threads, (tokens, cpus)
 
 

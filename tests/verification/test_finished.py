@@ -16,7 +16,7 @@ from openquant.files.output import OutputDirectory
 from openquant.formats.schemes import TENSOR
 from openquant.plan.config import output_config
 from openquant.plan.plan import make_plan
-from openquant.verification.finished import check_finished
+from openquant.verification.checks import check_finished
 from support import small_checkpoints
 
 NAME = "model.safetensors"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from conftest import change_json, run_openquant
 from openquant import Report, compress, verify
+from openquant.formats.quantization import check_config_values
 from openquant.formats.schemes import SCHEMES, TENSOR, TRANSFORMERS_REFUSAL, VARIANTS
-from openquant.formats.settings import check_config_values
 from openquant.verification.configs import judge_config
 from support import small_checkpoints
 from support.conversions import Shelf

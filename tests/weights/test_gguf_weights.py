@@ -12,10 +12,9 @@ from gguf.quants import dequantize
 from openquant.errors import SourceError
 from openquant.files.gguf import GgufTensor
 from openquant.files.tensors import Location
-from openquant.formats.format import Blocks
-from openquant.formats.ggml import ggml_types
+from openquant.formats.format import Blocks, ggml_types
 from openquant.weights import reading
-from openquant.weights.gguf import gguf_weight
+from openquant.weights.find import gguf_weight
 from openquant.weights.reading import Reader, memory_of
 from openquant.weights.weight import Weight
 from support.gguf_files import DECODABLE, random_blocks
