@@ -70,14 +70,18 @@ from .options import (
     push_target,
 )
 from .plan import summary
-from .plan.config import has_fp8_cache, ignored_layers
 from .plan.decisions import PlanOptions
 from .plan.explain import Explanation, explain_modules
-from .plan.kept import make_kept_plan
-from .plan.plain import make_plain_plan
-from .plan.plan import Plan, make_plan
+from .plan.plan import (
+    Plan,
+    has_fp8_cache,
+    ignored_layers,
+    make_kept_plan,
+    make_plain_plan,
+    make_plan,
+    make_unchanged_plan,
+)
 from .plan.serving import serving_to_json
-from .plan.unchanged import make_unchanged_plan
 from .recipes import recipe_of
 from .report.cells import gigabytes
 from .reporter import Reporter

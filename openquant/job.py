@@ -32,9 +32,9 @@ from .hub.source import Source, find_source
 from .machine import available_cpus, find_device
 from .options import Push, Run, files_read
 from .plan import summary
-from .plan.gptq import rounded_bytes
-from .plan.input_scales import chosen_scales
+from .plan.decisions import rounded_bytes
 from .plan.plan import Plan
+from .plan.static_scales import chosen_scales
 from .result import Place
 from .streaming.memory import MemoryStep, memory_left
 

@@ -34,7 +34,7 @@ from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of
 from openquant.plan import summary
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.serving import serving_to_json
-from openquant.plan.tensor_parallel import text_config
+from openquant.plan.architecture import text_config
 from openquant.request import check_recipe
 from openquant.version import __version__
 from openquant.web.view import fit_html, plan_html, problem_html, style

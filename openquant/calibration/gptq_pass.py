@@ -37,7 +37,7 @@ from ..formats.kernels import (
 )
 from ..formats.numbers import Floats
 from ..formats.schemes import Scheme
-from ..plan.gptq import rounded_tensors
+from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..streaming.interleaved import ForwardPass, run_interleaved
 from ..streaming.model import (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..files.tensors import TensorInfo
 from ..formats.schemes import Scheme
-from ..plan.gptq import rounded_tensors
+from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..registry.rules import ModuleRules
 from ..streaming.hooks import ExpertWeights, ModuleHooks

@@ -33,7 +33,7 @@ from ..hub.source import Source, model_folder
 from ..job import Prepared, file_places, in_all_ranks, model_place, open_model
 from ..machine import find_device
 from ..options import Calibrate, CalibrationTexts, documented, files_read
-from ..plan.gptq import rounded_bytes
+from ..plan.decisions import rounded_bytes
 from ..plan.plan import Plan
 from ..reporter import Reporter
 from ..result import Place, Preview

@@ -33,9 +33,8 @@ from ..files.tensors import TensorInfo
 from ..formats.kernels import BITS_TYPE, absmax, from_float32, to_float32
 from ..formats.numbers import Floats
 from ..patterns import compile_any, compile_pattern
-from ..plan.config import has_fp8_cache
-from ..plan.plan import Plan
-from ..plan.tensor_parallel import text_config
+from ..plan.architecture import text_config
+from ..plan.plan import Plan, has_fp8_cache
 from ..registry.architecture import Architecture, ParallelSplit, SmoothingRule, absolute_patterns
 from ..weights.reading import Reader
 from ..weights.statistics import Calibration, InputStatistics

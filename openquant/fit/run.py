@@ -21,8 +21,8 @@ from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..job import open_source, output_directory, prepare
 from ..options import CalibrationTexts, FitOptions, Recipe, Run
 from ..plan import summary
+from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
-from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
 from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
 from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu

@@ -20,8 +20,8 @@ from ..formats.names import CacheScheme
 from ..job import open_source
 from ..options import Recipe, Run, Search, Texts, documented
 from ..plan import summary
+from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
-from ..plan.tensor_parallel import text_config
 from ..reporter import Reporter
 from ..streaming.memory import memory_left
 from .budget import read_gpus, weights_on_gpus

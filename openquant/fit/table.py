@@ -25,6 +25,7 @@ from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
 from ..options import CompareSchemes, documented, flags_of, options_of
 from ..plan import summary
+from ..plan.architecture import ParallelSize, text_config
 from ..plan.decisions import PlanOptions
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, make_plan
@@ -36,7 +37,6 @@ from ..plan.serving import (
     find_cache,
     loaded_weights,
 )
-from ..plan.tensor_parallel import ParallelSize, text_config
 from ..registry.rules import is_head
 from ..weights.find import with_tool_config
 from .budget import Budget, allowed_context, read_gpus

@@ -19,8 +19,8 @@ from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.statistics import Calibration
 from ..weights.weight import Weight
+from .architecture import fused_parts, why_indivisible, why_not_reordered
 from .decisions import Decision, Decisions, PassthroughTensor, PlanOptions, StoredLayout
-from .tensor_parallel import fused_parts, why_indivisible, why_not_reordered
 
 _SAME_SCHEME = "same as "
 

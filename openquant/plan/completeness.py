@@ -5,26 +5,32 @@
     misfits    # ["hidden_size is 512, and lm_head.weight is [512, 256]"]
 
 Engines do not check that in quantized models: vLLM loads one that lacks a layer, and computes noise. What the class has
-is data (registry/class_tensors.py). A size that config.json does not say must be the same in all tensors that have it.
+is data (registry/class_tensors.py), and ConfigSizes is what config.json says of it. A size that it does not say must be
+the same in all tensors that have it.
+
+Last, tokens of a tokenizer that have no row in the input embedding: engines read whatever lies behind it.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import SourceError
-from ..files.small_files import short_repr
+from ..files.small_files import MAX_INDEX, parse_json, read_small, short_repr
 from ..files.tensors import TensorInfo
 from ..patterns import collapse
-from ..registry.architecture import HEAD, MTP_LAYER, TASK_HEAD, TOWER
+from ..registry.architecture import EMBEDDING, HEAD, MTP_LAYER, TASK_HEAD, TOWER
 from ..registry.class_tensors import ANY, ClassTensors, LayerList, TensorRule, find_class_tensors
 from ..registry.rules import ModuleRules
-from .config_sizes import ConfigSizes
-from .sort import mtp_layer_finder
-from .stored_names import Stored, under_stored_names
-from .tensor_parallel import config_value
+from .architecture import config_value
+from .sort import Stored, mtp_layer_finder, under_stored_names
 
 _Value = TypeVar("_Value")
 # How many layers are named as lost, and how many experts of a layer are looked at: config.json may say any number.
@@ -490,3 +496,208 @@ def _reason(entry: ModuleRules, path: str) -> str | None:
         if reason:
             return reason
     return None
+
+
+_KEY = re.compile(r"[A-Za-z_][\w.]*")
+_BY_LAYER = re.compile(r"(.*?)([@<%]?)(\d?)")
+_TIED = "tie_word_embeddings"
+
+
+class ConfigSizes:
+    """config.json as it decides about tensors.
+
+    Args:
+        config: its contents.
+        text: the language model's part of it, as text_config returns it.
+        text_path: where that part is in config.json, such as "text_config"; empty for the top level.
+        known: what the class says of keys that are missing.
+    """
+
+    def __init__(self, config: Mapping[str, Any], text: Mapping[str, Any], text_path: str, known: ClassTensors) -> None:
+        self._config, self._text, self._text_path, self._known = config, text, text_path, known
+        self._sizes: dict[str, frozenset[int] | None] = {}
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key, nested ones joined by dots; None if config.json does not say it."""
+        value = self._said(key)
+        if value is None and key in self._known.aliases:
+            value = self._said(self._known.aliases[key])
+        return value
+
+    def _said(self, key: str) -> Any:
+        value: Any = self._config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is None and key.startswith(self._text_path):
+            # Older files have the language model's keys at the top level, or under other names.
+            value = self._text.get(key.removeprefix(self._text_path).removeprefix("."))
+        return value
+
+    def holds(self, conditions: Iterable[tuple[str, bool]]) -> bool:
+        """Whether conditions of a rule are met."""
+        return all(self._truth(key) == truth for key, truth in conditions)
+
+    def _truth(self, key: str) -> bool:
+        if key.endswith(_TIED):
+            said = {bool(part[_TIED]) for part in (self._config, self._text) if part.get(_TIED) is not None}
+            return any(said) if said else self._known.defaults.get(key, False)
+        value = self.value(key)
+        # JSON's null is said, and false.
+        return self._known.defaults.get(key, False) if value is None and not self._has_key(key) else bool(value)
+
+    def _has_key(self, key: str) -> bool:
+        """Whether config.json has the key, whatever its value."""
+        parent, _, last = key.rpartition(".")
+        part: Any = self._config
+        for name in parent.split(".") if parent else ():
+            part = part.get(name) if isinstance(part, Mapping) else None
+        return isinstance(part, Mapping) and last in part
+
+    def by_layer(self, key: str, length: int) -> list[str] | None:
+        """Return what a key says of each layer, as LayerList.choices has keys; None if config.json does not say it."""
+        path, kind, first = _BY_LAYER.fullmatch(key).groups()  # type: ignore[union-attr]
+        said = self.value(path)
+        if kind == "@" and isinstance(said, list):
+            return [str(number + int(first) in said) for number in range(length)]
+        if not kind and isinstance(said, (list, str)) and len(said) >= length:
+            return list(map(str, said[:length]))
+        count = max(self.size(path) or (0,)) if kind in ("<", "%") else 0
+        if not count:
+            return None
+        return [str(number < count if kind == "<" else number % count == 0) for number in range(length)]
+
+    def size(self, expression: str) -> frozenset[int] | None:
+        """Return the numbers that a size may be; None if config.json does not say it."""
+        if expression not in self._sizes:
+            self._sizes[expression] = self._evaluate(expression)
+        return self._sizes[expression]
+
+    def _evaluate(self, expression: str) -> frozenset[int] | None:
+        if expression.startswith(("?", ANY)):
+            return None
+        # A key may have a list with a number for each layer.
+        choices: dict[str, list[int | float]] = {}
+        for key in _KEY.findall(expression):
+            value = self.value(key)
+            if value is None and key in self._known.derived:
+                value = sorted(self.size(self._known.derived[key]) or ())
+            numbers = value if isinstance(value, list) else [value]
+            if not numbers or not all(map(_is_size, numbers)):
+                return None
+            choices[key] = list(dict.fromkeys(numbers))
+
+        sizes = (
+            _calculate(expression, dict(zip(choices, numbers, strict=True)))
+            for numbers in itertools.product(*choices.values())
+        )
+        return frozenset(size for size in sizes if size is not None) or None
+
+    def describe(self, expression: str) -> str:
+        """Say what config.json says of a size: "num_attention_heads is 16 and head_dim is 128"."""
+        keys: dict[str, None] = {}
+        for key in _KEY.findall(expression):
+            is_derived = self.value(key) is None and key in self._known.derived
+            keys |= dict.fromkeys(_KEY.findall(self._known.derived[key]) if is_derived else [key])
+        return (
+            " and ".join(f"{key} is {short_repr(self.value(key))}" for key in keys)
+            or f"it is {expression} in the class"
+        )
+
+
+def _is_size(value: object) -> bool:
+    return (type(value) is int and value >= 0) or (type(value) is float and 0 <= value < math.inf)
+
+
+def _calculate(expression: str, numbers: Mapping[str, int | float]) -> int | None:
+    """Calculate a sum of products; None if it is no whole number."""
+    total = 0
+    for term in expression.split("+"):
+        above, *below = term.split("/")
+        product = math.prod(_factor(factor, numbers) for factor in above.split("*"))
+        divisor = math.prod(_factor(factor, numbers) for factor in below)
+        if not divisor or product % divisor:
+            return None
+        total += int(product // divisor)
+    return total
+
+
+def _factor(factor: str, numbers: Mapping[str, int | float]) -> int | float:
+    return numbers[factor] if factor in numbers else int(factor)
+
+
+# Text models keep the tokenizer of their multimodal sisters, whose tokens for images they never see.
+_OTHER_MODALITY = re.compile("image|audio|video|vision|speech", re.IGNORECASE)
+# The last token of a vocabulary, which stands before the merges.
+_LAST_TOKEN = re.compile(r'("(?:[^"\\]|\\.)*")\s*:\s*(\d{1,9})\s*\}\s*,\s*$')
+_LONGEST_TOKEN = 500
+
+
+class Token(NamedTuple):
+    """A token: its number, its text, and the file that says so."""
+
+    number: int
+    text: str
+    file: str
+
+
+def token_misfits(root: Path, entry: ModuleRules, tensors: Iterable[TensorInfo]) -> list[str]:
+    """Compare the largest token of a tokenizer with the rows of the input embedding.
+
+    Args:
+        root: directory of the checkpoint.
+        entry: what the registry says of each module of the architecture.
+        tensors: all tensors, with quantized weights as those that they decode to.
+
+    Returns:
+        One sentence if a token has no row; empty if all have one, or if there is no tokenizer.
+    """
+    tables = [info for info in tensors if len(info.shape) == 2 and entry.rule(info.module).keep == EMBEDDING.why]
+    table = max(tables, key=lambda info: info.shape[0], default=None)
+    try:
+        tokens = [token for token in _tokens(root) if not _OTHER_MODALITY.search(token.text)]
+    except SourceError:
+        # Damaged files are found by those that read them.
+        return []
+    last = max(tokens, default=None)
+    if table is None or last is None or last.number < table.shape[0]:
+        return []
+    return [
+        f"{last.file} does not fit the tensors: token {short_repr(last.text)} has number {last.number}, and "
+        f"{table.name} is {list(table.shape)}"
+    ]
+
+
+def _tokens(root: Path) -> Iterable[Token]:
+    """The added tokens of a tokenizer, and the last one of its vocabulary; of a large file only these are parsed."""
+    name = "tokenizer.json"
+    if (root / name).is_file():
+        data = read_small(root / name, name, MAX_INDEX)
+        yield from _added_tokens(data, name)
+        end = max(0, data.rfind(b'"merges"'))
+        match = _LAST_TOKEN.search(data[max(0, end - _LONGEST_TOKEN) : end].decode(errors="replace"))
+        if match:
+            yield Token(int(match[2]), json.loads(match[1], strict=False), name)
+        return
+
+    name = "tokenizer_config.json"
+    if (root / name).is_file():
+        added = parse_json(read_small(root / name, name), name)
+        decoder = added.get("added_tokens_decoder") if isinstance(added, dict) else None
+        for number, token in decoder.items() if isinstance(decoder, dict) else ():
+            if number.isdecimal() and len(number) < 10 and isinstance(token, dict):
+                yield Token(int(number), str(token.get("content")), name)
+
+
+def _added_tokens(data: bytes, name: str) -> Iterable[Token]:
+    start = data.find(b'"added_tokens"')
+    opened = data.find(b"[", start)
+    end = data.find(b'"normalizer"', opened)
+    if start < 0 or opened < 0:
+        return
+    try:
+        added, _ = json.JSONDecoder().raw_decode(data[opened : end if end > 0 else None].decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return
+    for token in added:
+        if isinstance(token, dict) and type(token.get("id")) is int:
+            yield Token(token["id"], str(token.get("content")), name)

@@ -1,16 +1,25 @@
-"""Types of a plan: what the user asks for (PlanOptions), and what becomes of each tensor (Decisions)."""
+"""What the user asks for (PlanOptions), what becomes of each tensor (Decisions), and the output's quantization_config.
+
+The config has the names by which engines look up modules: the ignore list, and the targets of schemes that only some
+layers have. What SmoothQuant, AWQ and GPTQ add to a plan is here too.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from ..errors import PlanError
 from ..files.layer_store import TensorPlace
 from ..files.tensors import TensorInfo
+from ..formats.numbers import with_fp8_cache
 from ..formats.schemes import Scheme
 from ..patterns import compile_any, template
+from ..registry.architecture import Architecture
+from ..registry.rules import ModuleRules, is_embedding, is_head, is_table
 from ..weights.statistics import Calibration, PlaceholderCalibration
 from ..weights.weight import UNDECIDED, Weight, WeightTransforms
 
@@ -195,3 +204,260 @@ class Decisions:
         """The schemes of the plan, its own first."""
         schemes = dict.fromkeys([self.scheme, *(decision.scheme for decision in self.overrides.values())])
         return [scheme for scheme in schemes if scheme is not None]
+
+
+def apply_transforms(items: dict[str, list[Item]], layers: dict[str, Weight], transforms: WeightTransforms) -> None:
+    """Add transforms to the weights of a plan, and new values to the norms and biases that smoothing changes.
+
+    Args:
+        items: all tensors, by file name of the shard; changed in place.
+        layers: the weights that may be quantized, by full module name; changed in place.
+        transforms: what the calibration changes: factors of matrices by full module name, and new bytes of norms and
+            biases by tensor name.
+    """
+    for shard_items in items.values():
+        shard_items[:] = (_transform_item(item, transforms) for item in shard_items)
+    layers |= {module: _with_transform(weight, transforms) for module, weight in layers.items()}
+
+
+def _transform_item(item: Item, transforms: WeightTransforms) -> Item:
+    if isinstance(item, Weight):
+        return _with_transform(item, transforms)
+    if isinstance(item, StackedTensor):
+        return item._replace(layers=tuple(_with_transform(weight, transforms) for weight in item.layers))
+    return item._replace(smoothed=_smoothed(item, transforms))
+
+
+def _smoothed(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | Weight | None:
+    info = kept.tensor
+    if info.name in transforms.tensors:
+        data = transforms.tensors[info.name]
+        assert len(data) == info.nbytes
+        return data
+    transform = transforms.weights.get(info.module)
+    if transform is None or not transform.smooths:
+        return None
+    return Weight(info.module, kept.name_template, info, (info.shape[0], info.shape[1]), transform=transform)
+
+
+def _with_transform(weight: Weight, transforms: WeightTransforms) -> Weight:
+    transform = transforms.weights.get(weight.module)
+    return weight if transform is None else weight._replace(transform=transform)
+
+
+def refuse_repeats(model: Architecture) -> None:
+    """Refuse GPTQ for a model that runs its layers several times.
+
+    Args:
+        model: the registry's entry of the architecture.
+
+    Raises:
+        PlanError: the model does.
+    """
+    if model.repeats:
+        raise PlanError(
+            f"{model.name} runs its layers several times, and GPTQ rounds a layer after its first pass",
+            "leave --gptq out",
+        )
+
+
+def gptq_weights(decisions: Decisions) -> list[tuple[Weight, Scheme]]:
+    """Return the weights that GPTQ rounds.
+
+    Output head and embedding are rounded to nearest, since they are not in a decoder layer. Weights that the source has
+    in the scheme already keep their codes.
+
+    Args:
+        decisions: the scheme of each weight.
+
+    Returns:
+        The weights, each with its scheme.
+    """
+    return [
+        (weight, scheme)
+        for weight, scheme in decisions.quantized
+        if not is_table(weight.module) and not weight.is_stored_as(scheme.format)
+    ]
+
+
+def rounded_tensors(weight: Weight, scheme: Scheme) -> list[TensorInfo]:
+    """Return the tensors that rounding a weight makes.
+
+    Args:
+        weight: a weight [out, in].
+        scheme: the scheme it is rounded in.
+
+    Returns:
+        Name, dtype and shape of its codes, stored scales and, if the format has them, global scale and zero points.
+    """
+    form = scheme.format
+    global_scale = form.global_scale.name if form.global_scale else None
+    names = {f"{weight.module}.{last}" for last in (form.codes, form.scale.name, form.zero_point, global_scale)}
+    return [info for info in form.parts(weight.module, weight.shape) if info.name in names]
+
+
+def rounded_bytes(gptq_rounded: list[tuple[Weight, Scheme]]) -> int:
+    """Return the size of the scratch files that rounded tensors take until they are in the output.
+
+    Args:
+        gptq_rounded: the weights that GPTQ rounds, each with its scheme.
+
+    Returns:
+        The size in bytes.
+    """
+    return sum(info.nbytes for weight, scheme in gptq_rounded for info in rounded_tensors(weight, scheme))
+
+
+def tokens_of(texts: Mapping[str, Any]) -> str:
+    """Say how much calibration text there is.
+
+    Args:
+        texts: the calibration texts, {"documents": 128, "length": 512}: the number of documents and of tokens in each.
+
+    Returns:
+        "128 x 512 tokens".
+    """
+    return f"{texts.get('documents')} x {texts.get('length')} tokens"
+
+
+def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any]) -> list[str]:
+    """Return notes about GPTQ for the user.
+
+    Args:
+        decisions: the scheme of each weight.
+        entry: what the registry says of each module of the architecture.
+        texts: the calibration texts, {"documents": 128, "length": 512}: the number of documents and of tokens in each.
+
+    Returns:
+        One sentence each: how many layers are rounded, whether the texts are too few, and how experts are rounded.
+    """
+    weights = gptq_weights(decisions)
+    notes = [f"GPTQ rounds {len(weights)} layers with their Hessians over {tokens_of(texts)}"]
+    documents, length = texts["documents"], texts["length"]
+    inputs = max((weight.shape[1] for weight, _ in weights if not entry.experts(weight.module)), default=0)
+    if documents * length < inputs:
+        # Such a Hessian has no full rank, and nothing holds the weights of inputs that no token had.
+        notes.append(
+            f"these are fewer tokens than a layer has inputs ({inputs:,}), and GPTQ may change single groups of it a "
+            f"lot: --samples {-(-inputs // length)} gives enough"
+        )
+    experts = sum(bool(entry.experts(weight.module)) for weight, _ in weights)
+    if experts:
+        notes.append(
+            f"{experts} of them are experts, each rounded with the Hessian over the tokens routed to it; without any "
+            "tokens gate and up use the Hessian over all tokens of their layer, and down is rounded to nearest"
+        )
+    return notes
+
+
+def quantization_config(entry: ModuleRules, decisions: Decisions, fp8_kv_cache: bool) -> dict[str, Any]:
+    """Make the quantization_config of a plan that has a scheme.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight, and the tensors that are not quantized.
+        fp8_kv_cache: whether the output has scales for an FP8 KV cache.
+
+    Returns:
+        The value of the key `quantization_config` in config.json.
+    """
+    assert decisions.scheme is not None
+    settings = decisions.scheme.config(ignored_names(entry, decisions), target_names(entry, decisions))
+    return with_fp8_cache(settings) if fp8_kv_cache else settings
+
+
+def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
+    """Return the ignore list: module names as in the checkpoint, and the engines' other names for them.
+
+    vLLM compares names for equality (layers/quantization/utils/quant_utils.py:617-691, for compressed-tensors
+    utils/config_utils.py:226-293). It looks up experts by the path that holds them all, in the compressed-tensors
+    format by the names of the first expert.
+
+    SGLang matches whole subtrees, by a name in the fp8 format (layers/quantization/utils.py:51-64) and by a regular
+    expression in the other. Towers are listed so, because the engine renames the modules inside.
+
+    lm_head is listed unless it is quantized, since transformers would quantize one that is tied to the embedding.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight, and the tensors that are not quantized.
+
+    Returns:
+        Full module names, and for towers in the compressed-tensors format regular expressions that begin with "re:".
+    """
+    quantized = [weight.module for weight, _ in decisions.kinds]
+    names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
+    modules = [
+        keep.tensor.module
+        for keep in decisions.passthrough
+        if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
+    ]
+    for module in (*modules, *decisions.unquantized):
+        experts = entry.experts(module)
+        if experts:
+            names[experts] = None
+            # SGLang looks up these names, whatever the projections are called (compressed_tensors.py:883).
+            names |= {f"{experts}.0.{part}_proj": None for part in ("gate", "up", "down")}
+        names[module] = None
+    towers = [
+        tower
+        for tower in entry.model.towers
+        if any(tower in module.split(".") for module in names)
+        and not any(tower in module.split(".") for module in quantized)
+    ]
+    if decisions.scheme is not None and decisions.scheme.method == "compressed-tensors":
+        towers = [f"re:(.*[.])?{tower}[.].*" for tower in towers]
+    return [*entry.engine_names(names), *towers]
+
+
+def target_names(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[str]]:
+    """Return, for each scheme, the `targets` of layers that do not have the plan's own, of output head and embedding.
+
+    vLLM (quantization/compressed_tensors/utils.py:73-119) and compressed-tensors (utils/match.py:116-151) look for a
+    layer's name before its class, so these layers do not fall into the config group of all Linear layers. To vLLM an
+    output head is not a Linear; it is found by name only. So is an embedding, or by its class if vLLM builds it without
+    a name: "Embedding" is a part of VocabParallelEmbedding (quantization/utils/config_utils.py:392-411).
+
+    There is one regular expression for all experts of a layer, because they are many and transformers recognizes
+    experts by an expression that has "experts". vLLM does not rename modules in expressions, so each begins at the
+    layer's number.
+
+    Args:
+        entry: what the registry says of each module of the architecture.
+        decisions: the scheme of each weight.
+
+    Returns:
+        By scheme: full module names, and regular expressions that begin with "re:". Empty if all layers have the plan's
+        scheme, and head and embedding are unquantized.
+    """
+    targets: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
+    has_tables = any(is_table(weight.module) for weight, _ in decisions.kinds)
+    for module in decisions.layers:
+        table = has_tables and is_table(module)
+        scheme = decisions.of(module).scheme if table or module in decisions.overrides else None
+        if scheme is not None:
+            modules, experts, tables = targets.setdefault(scheme, ({}, {}, {}))
+            path = entry.experts(module)
+            if table and is_head(module):
+                tables[f"re:(.*[.])?{module.rsplit('.', 1)[-1]}"] = None
+            elif path:
+                experts[path] = None
+            else:
+                modules[module] = None
+            if is_embedding(module) and entry.model.embedding == "class":
+                tables["Embedding"] = None
+    return {
+        scheme: [
+            *entry.engine_names(modules),
+            *dict.fromkeys(_experts_expression(path) for path in entry.engine_names(experts)),
+            *tables,
+        ]
+        for scheme, (modules, experts, tables) in targets.items()
+    }
+
+
+def _experts_expression(path: str) -> str:
+    """A regular expression for all experts below a path, with any prefix before the layer's number."""
+    parts = path.split(".")
+    number = next(number for number, part in enumerate(parts) if part.isdecimal())
+    return "re:(.*[.])?" + "[.]".join([*map(re.escape, parts[number - 1 :]), ".*"])

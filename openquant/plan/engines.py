@@ -11,8 +11,8 @@ from ..patterns import collapse
 from ..registry.architecture import Architecture, Refusal, SGLangLimits
 from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..version import SGLANG, VLLM
+from .architecture import text_config
 from .decisions import Decisions
-from .tensor_parallel import text_config
 
 # The compressed-tensors format whose codes are packed into int32.
 PACKED = "pack-quantized"

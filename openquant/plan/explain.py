@@ -19,11 +19,10 @@ from ..patterns import compile_pattern, template
 from ..registry.architecture import HEAD, MTP_LAYER, ParallelSplit, absolute_patterns
 from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.weight import Weight
-from .config import ignored_layers
+from .architecture import TENSOR_PARALLEL_SIZES, text_config, why_indivisible
 from .decisions import FEW_AXES, Decision, PassthroughTensor
 from .layout import output_tensors, weights_of_tensor
-from .plan import Plan
-from .tensor_parallel import TENSOR_PARALLEL_SIZES, text_config, why_indivisible
+from .plan import Plan, ignored_layers
 
 # For a name that does not exist: how many similar names the hint offers, and how similar they must be (difflib).
 _MOST_OFFERED, _LEAST_SIMILARITY = 3, 0.6

@@ -16,11 +16,9 @@ from ..registry.rules import ModuleRules, is_head
 from ..version import SGLANG
 from ..weights.find import unread_tensors
 from ..weights.weight import Weight
-from .decisions import Decisions, PlanOptions
+from .decisions import Decisions, PlanOptions, gptq_notes
 from .engines import is_tied, sglang_refusal
-from .gptq import gptq_notes
-from .input_scales import unrouted_note
-from .kv_cache import serving_notes
+from .static_scales import serving_notes, unrouted_note
 
 _SENTENCE_TRANSFORMERS = {"modules.json", "config_sentence_transformers.json"}
 

@@ -2,31 +2,46 @@
 
     plan = make_plan(open_checkpoint(Path("Qwen3-8B")), find_scheme("tensor"))
 
-All decisions are made here, and no tensor is read for them. `--dry-run` prints the plan (printed.py, summary.py), the
-conversion carries it out (layout.py), the output's config.json says it (config.py), and a resumed run continues it.
+All decisions are made here, and no tensor is read for them. `--dry-run` prints the plan (layout.py, summary.py), the
+conversion carries it out (layout.py), the output's config.json says it, and a resumed run continues it.
+
+Three plans choose no scheme: `make_plain_plan` dequantizes, `make_unchanged_plan` copies all weights and adds the
+scales
+
+of an FP8 KV cache (--scheme none), and `make_kept_plan` keeps codes and scales of a quantized source, and writes them
+as compressed-tensors (--scheme keep).
+
+    make_plain_plan(open_checkpoint(Path("DeepSeek-V3"))).quantization_config     # {}
+    make_kept_plan(open_checkpoint(Path("Qwen3-8B-NVFP4")), PlanOptions()).quantization_config["quant_method"]
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.journal import Provenance
 from ..files.layer_store import TensorPlace
-from ..formats.format import Format
-from ..formats.numbers import says_fp8_cache
-from ..formats.schemes import Scheme
+from ..formats.format import FLOATS, ActivationQuantization, Format, read_activation_quantization
+from ..formats.names import UNCHANGED
+from ..formats.numbers import DENSE, says_fp8_cache, with_fp8_cache
+from ..formats.quantization import Quantization, read_quantization
+from ..formats.schemes import KEPT_SCHEMES, Scheme
+from ..models import GENERIC
+from ..patterns import template
 from ..registry.architecture import Architecture
-from ..registry.rules import ModuleRules
+from ..registry.rules import ModuleRules, is_head
 from ..version import __version__
-from ..weights.find import decoded_view
+from ..weights.find import decoded_view, with_tool_config, without_cache_scales
 from ..weights.weight import Weight
-from .architecture import find_architecture
+from .architecture import ParallelSize, check_parallel_sizes, find_architecture, known_architecture, text_config
 from .assign import (
     assign_schemes,
     check_options,
@@ -37,9 +52,23 @@ from .assign import (
     scale_problem_finder,
     schemes_of_output,
     schemes_of_source,
+    why_no_input_scale,
 )
-from .completeness import check_layer_count, completeness_notes
-from .decisions import Decisions, Lack, PlanOptions, StoredLayout
+from .completeness import check_layer_count, completeness_notes, token_misfits
+from .decisions import (
+    FEW_AXES,
+    Decisions,
+    Item,
+    Lack,
+    PassthroughTensor,
+    PlanOptions,
+    StackedTensor,
+    StoredLayout,
+    apply_transforms,
+    gptq_weights,
+    quantization_config,
+    refuse_repeats,
+)
 from .engines import (
     check_task_head,
     refuse_embedding,
@@ -49,17 +78,17 @@ from .engines import (
     refuse_nameless,
     refuse_schemes,
 )
-from .gptq import gptq_weights, refuse_repeats
-from .ignore_list import quantization_config
-from .input_scales import expect_calibration, find_input_absmax, require_widths
-from .kv_cache import add_scales, find_cached_attentions
-from .layout import Layout
-from .notes import entry_notes, output_notes, source_notes
-from .printed import PlanLine, plan_lines
+from .layout import Layout, PlanLine, plan_lines
+from .notes import engine_notes, entry_notes, left_behind, output_notes, source_notes
 from .sort import sort_tensors
-from .tensor_parallel import ParallelSize, check_parallel_sizes, text_config
-from .token_ids import token_misfits
-from .transforms import apply_transforms
+from .static_scales import (
+    add_scales,
+    expect_calibration,
+    find_cached_attentions,
+    find_input_absmax,
+    require_widths,
+    serving_notes,
+)
 
 
 @dataclass(frozen=True)
@@ -275,3 +304,245 @@ def make_plan(
     ]
     settings = quantization_config(entry, decisions, options.fp8_kv_cache)
     return Plan(checkpoint, decoded, entry, options, decisions, settings, parallel, tuple(notes), identity)
+
+
+_COMPRESSED_TENSORS = "compressed-tensors"
+
+
+def output_config(plan: Plan) -> dict[str, Any]:
+    """Return the output's config.json.
+
+    Args:
+        plan: what a run will write.
+
+    Returns:
+        The content of the source's config.json, with the plan's quantization_config in place of its own, or none; and
+        the other keys that the entry says an output has (Architecture.extra_config).
+    """
+    quantization = {"quantization_config": plan.quantization_config} if plan.quantization_config else {}
+    extra = plan.model.extra_config(plan.scheme.name if plan.scheme else None, plan.decoded.config)
+    return {**plan.decoded.config, **extra, **quantization}
+
+
+def ignored_layers(plan: Plan) -> list[str]:
+    """Return the output's ignore list.
+
+    Args:
+        plan: what a run will write.
+
+    Returns:
+        Names of unquantized modules, under every name that engines look up, and regular expressions ("re:..."); empty
+        without a scheme.
+    """
+    return [] if plan.scheme is None else list(plan.quantization_config[plan.scheme.ignored_keys[0]])
+
+
+def has_fp8_cache(plan: Plan) -> bool:
+    """Return whether a plan's output has an FP8 KV cache, with scales for it."""
+    return says_fp8_cache(plan.quantization_config)
+
+
+def required_package(plan: Plan) -> str | None:
+    """Return the package that transformers needs to load a plan's output, "compressed-tensors"; None if none."""
+    return _COMPRESSED_TENSORS if plan.quantization_config.get("quant_method") == _COMPRESSED_TENSORS else None
+
+
+def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
+    """Plan to decode all quantized weights, whatever the registry says of them, and to leave out KV-cache scales.
+
+    Args:
+        checkpoint: the opened source.
+        identity: text that tells this source from another with the same headers; it is part of the plan's digest.
+
+    Returns:
+        What a run will write, with no scheme and an empty quantization_config.
+
+    Raises:
+        SourceError: scales do not fit their codes.
+        PlanError: nothing is quantized, or in an unknown way.
+    """
+    decoded, weights = decoded_view(checkpoint)
+    # A source with scales of an FP8 KV cache alone counts as quantized.
+    if not weights and decoded.config == checkpoint.config:
+        raise PlanError(f"nothing in {checkpoint.root} is quantized", "there is nothing to dequantize")
+    decoded = without_cache_scales(decoded)
+    items: dict[str, list[Item]] = {shard: [] for shard in decoded.shards}
+    for info in decoded.tensors.values():
+        weight = weights.get(info.name)
+        if len(info.shape) < 2:
+            kept = PassthroughTensor(info, template(info.name) if weight else info.name, FEW_AXES, weight)
+        else:
+            kept = PassthroughTensor(info, template(info.module), "" if weight else "not quantized", weight)
+        items[decoded.where[info.name].shard].append(kept)
+    entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
+    notes = tuple(left_behind(checkpoint, weights.values()))
+    return Plan(checkpoint, decoded, entry, PlanOptions(), Decisions(None, items), {}, (), notes, identity)
+
+
+_WHY = f"--scheme {UNCHANGED}"
+
+
+def make_unchanged_plan(
+    checkpoint: Checkpoint, options: PlanOptions, identity: str = "", architecture: str | Architecture | None = None
+) -> Plan:
+    """Plan to copy every tensor and add scales of the KV cache.
+
+    Args:
+        checkpoint: the opened source.
+        options: what the user asks for; only the calibration, or what it takes to make one, and the tensor-parallel
+            size are used.
+        identity: text that tells this source from another with the same headers; it is part of the plan's digest.
+        architecture: the class whose entry applies ("Qwen3ForCausalLM"), "auto" or "generic", or an entry; None for the
+            checkpoint's own class.
+
+    Returns:
+        What a run will write, without a scheme.
+
+    Raises:
+        PlanError: weights of the source are quantized, its architecture is unknown, no pattern matches a tensor, it is
+            not known which layers have a KV cache, engines load no scales for it, the calibration lacks a layer or
+            cannot be made, or the tensor-parallel size does not divide the layers.
+        SourceError: scales of a quantized source do not fit its codes, or the calibration does not fit its layers.
+        UsageError: the tensor-parallel size is below 1.
+    """
+    check_options(options)
+    model = find_architecture(checkpoint, architecture)
+    decoded, weights = decoded_view(checkpoint)
+    if weights:
+        raise PlanError(
+            f"{len(weights)} weights of {checkpoint.root} are quantized, and {_WHY} writes unquantized ones",
+            "give --kv-cache fp8 with the scheme that they have, which keeps their codes, or dequantize it first",
+        )
+    entry, config = ModuleRules(model), text_config(decoded, model)
+    sorted_items, layers = sort_tensors(decoded, {}, entry, lambda _: True, in_scheme=False)
+    options = expect_calibration(options, decoded.tensors, required=False)
+    if options.calibration is not None:
+        require_widths(options.calibration, layers.values())
+    items: dict[str, list[Item]] = {
+        shard: [_passthrough(item) for item in shard_items] for shard, shard_items in sorted_items.items()
+    }
+    attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
+    cache_notes = add_scales(items, decoded, attentions, options.calibration)
+    if options.tp is not None:
+        refuse_size(entry, layers, config, options.tp)
+    decisions = Decisions(None, items)
+    notes = (*entry_notes(model), *cache_notes, *serving_notes(model, decisions), *engine_notes(entry, decisions))
+    parallel = check_parallel_sizes(decoded, entry, ((layer, None) for layer in layers.values()), options.tp)
+    return Plan(checkpoint, decoded, entry, options, decisions, with_fp8_cache(DENSE), parallel, notes, identity)
+
+
+def _passthrough(item: Item) -> PassthroughTensor:
+    """The tensor to be copied, even if it may be quantized."""
+    if isinstance(item, PassthroughTensor):
+        return item
+    source = item.tensor if isinstance(item, StackedTensor) else item.source
+    return PassthroughTensor(source, template(source.module), _WHY)
+
+
+_OTHERS = "choose another scheme, which quantizes its weights again, or dequantize the source"
+
+
+def make_kept_plan(
+    checkpoint: Checkpoint, options: PlanOptions, identity: str = "", architecture: str | Architecture | None = None
+) -> Plan:
+    """Plan to keep all codes and scales of a quantized source, and what is not quantized.
+
+    Args:
+        checkpoint: the opened source.
+        options: what the user asks for; only the FP8 KV cache and the tensor-parallel size are used.
+        identity: text that tells this source from another with the same headers; it is part of the plan's digest.
+        architecture: the class whose entry applies ("Qwen3ForCausalLM"), "auto" or "generic", or an entry; None for the
+            checkpoint's own class.
+
+    Returns:
+        What a run will write. Its own scheme is that of most quantized weights. The KV cache is in FP8 if the source's
+        config says so and engines can load its scales.
+
+    Raises:
+        PlanError: nothing in the source is quantized, compressed-tensors has no layout for some of it, engines cannot
+            load it so, or what `make_plan` refuses.
+        SourceError: scales of the source do not fit its codes.
+        UsageError: the source quantizes activations or the KV cache in an unknown way.
+    """
+    decoded, weights = decoded_view(checkpoint)
+    if not weights:
+        raise PlanError(f"nothing in {checkpoint.root} is quantized", "choose a scheme to quantize it with")
+    quantization = read_quantization(with_tool_config(checkpoint.config, checkpoint.root))
+    keeps = _find_schemes(weights.values(), quantization)
+    counts = Counter(keeps[weight.format] for weight in weights.values() if weight.format is not None)
+    scheme = counts.most_common(1)[0][0]
+    notes = []
+    if not options.fp8_kv_cache and says_fp8_cache(quantization.settings):
+        model = find_architecture(checkpoint, architecture)
+        modules = (info.module for info in decoded.tensors.values())
+        try:
+            find_cached_attentions(modules, ModuleRules(model), text_config(decoded, model))
+            options = replace(options, fp8_kv_cache=True)
+        except PlanError as error:
+            notes.append(f"the FP8 KV cache of the source is not in the output's config: {error.message}")
+    options = replace(options, head=any(is_head(weight.module) for weight in weights.values()))
+    if any(fmt.global_scale is not None and not fmt.global_scale.divides for fmt in keeps):
+        notes.append(
+            "global scales are one over those of the source, rounded to float32 (by 6e-8 of them at most); codes and "
+            "scales of groups are the source's bytes"
+        )
+    plan = make_plan(checkpoint, scheme, options, identity, architecture, keeps=keeps)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict[Format, Scheme]:
+    """Find the scheme that stores the codes and scales of each weight.
+
+    Returns:
+        The scheme of each format of the weights. Of stacks of experts that are stored transposed both orientations of
+        the format are there.
+
+    Raises:
+        PlanError: there is none for a weight, which the message names; or it has no static activation scale.
+        UsageError: activations are quantized in an unknown way.
+    """
+    schemes: dict[Format, Scheme] = {}
+    for weight in weights:
+        fmt = weight.format
+        assert fmt is not None
+        inputs = quantization.inputs_of(weight.module)
+        turned = replace(fmt, group=fmt.group[::-1]) if len(weight.source.shape) == 3 else fmt
+        scheme = next((one for one in KEPT_SCHEMES if _keeps(one, weight, {fmt, turned}, inputs)), None)
+        if scheme is None:
+            name = weight.codes.name
+            raise PlanError(f"compressed-tensors has no layout for {name}: {_described(weight, inputs)}", _OTHERS)
+        if scheme.format.input_scale is not None and (problem := why_no_input_scale(weight, scheme.format)):
+            raise PlanError(f"{weight.module} has static activations: {problem}", _OTHERS)
+        schemes |= {fmt: scheme, turned: scheme}
+    return schemes
+
+
+def _keeps(scheme: Scheme, weight: Weight, formats: set[Format], inputs: ActivationQuantization | None) -> bool:
+    """Return whether a scheme stores a weight's codes and scales as they are, and its activations alike."""
+    own, scale = scheme.format, weight.scale
+    activations = read_activation_quantization(scheme.group["input_activations"])
+    return (
+        weight.rank_rows is None
+        and any(own.holds(fmt) for fmt in formats)
+        and all((own.static, own.input_global_scale is None) == (fmt.static, fmt.input_global_scale is None)
+                for fmt in formats)
+        and _alike(activations) == _alike(inputs)
+        # Scales in float32 would be rounded.
+        and not (own.scale.dtype == "BF16" and scale is not None and scale.dtype == FLOATS[0])
+    )  # fmt: skip
+
+
+def _alike(inputs: ActivationQuantization | None) -> tuple[object, ...] | None:
+    """Return what must be equal of how activations are quantized; what shares a dynamic scale may differ."""
+    return None if inputs is None else (inputs.number, inputs.static, inputs.has_global_scale)
+
+
+def _described(weight: Weight, inputs: ActivationQuantization | None) -> str:
+    """Say how a weight is stored: "FP8 with one scale per 64x64 block, F32 scales, FP8 activations"."""
+    fmt, scale = weight.format, weight.scale
+    assert fmt is not None
+    order = ", inputs in any order (act-order)" if fmt.columns and fmt.columns.act_order else ""
+    ranks = ", stored per tensor-parallel rank" if weight.rank_rows is not None else ""
+    activations = "activations as they are" if inputs is None else f"{inputs.number.title} activations"
+    dtype = f", {scale.dtype} scales" if scale is not None else ""
+    return f"{fmt.number.title} with {fmt.label}{dtype}{order}{ranks}, {activations}"

@@ -1,4 +1,5 @@
-"""The memory that GPUs need to serve a plan's source and its output: weights and KV cache.
+"""The memory that GPUs need to serve a plan's source and its output, or a checkpoint without a plan: weights and KV
+cache.
 
 How much a layer caches for a token follows from its projections' shapes. Which layers have sliding windows, and what
 ranks divide, follows from config.json and the registry. What neither says is not guessed: then token counts are None,
@@ -14,13 +15,20 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypedDict
 
+from ..files.checkpoint import Checkpoint
 from ..files.small_files import short_repr
+from ..formats.format import Format
+from ..models import GENERIC
 from ..patterns import MAX_DIGITS, compile_pattern
 from ..registry.architecture import MTP_LAYER, CachedRows, RecurrentState, absolute_patterns
 from ..registry.parts import HEADS
 from ..registry.rules import ModuleRules
-from .printed import PlanLine
-from .tensor_parallel import ParallelSize, config_value, fused_parts
+from ..weights.find import decoded_view
+from ..weights.weight import Weight
+from .architecture import ParallelSize, check_parallel_sizes, config_value, fused_parts, known_architecture, text_config
+from .decisions import FEW_AXES, Decisions, Item, PassthroughTensor
+from .layout import PlanLine, plan_lines
+from .sort import mtp_layer_finder
 
 # GPU memory in units of 10^9 bytes, which is at most what such a GPU has.
 GPU_GB = (24, 48, 80, 96, 141, 192)
@@ -499,3 +507,35 @@ def _window(config: Mapping[str, Any], key: str) -> int:
     if tokens is None:
         raise UnknownCache(f"the window: config.json's {key} is {short_repr(config.get(key))}")
     return tokens
+
+
+def stored_serving(checkpoint: Checkpoint) -> Serving:
+    """Compute what it takes to serve a checkpoint as it is.
+
+    Args:
+        checkpoint: the opened checkpoint, quantized or not.
+
+    Returns:
+        Bytes of its weights, memory of the caches, and for each GPU size how many GPUs it needs and which context fits.
+
+    Raises:
+        PlanError: it is quantized in an unknown way.
+        SourceError: its scales do not fit its codes.
+    """
+    decoded, weights = decoded_view(checkpoint)
+    entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
+    config = text_config(decoded, entry.model)
+    is_mtp_layer = mtp_layer_finder(entry.model, config)
+    items: list[Item] = []
+    layers: list[tuple[Weight, Format | None]] = []
+    for info in decoded.tensors.values():
+        rule, weight = entry.rule(info.module), weights.get(info.name)
+        in_mtp_layer = is_mtp_layer(info.module) or rule.keep == MTP_LAYER
+        small = len(info.shape) < 2
+        why = FEW_AXES if small else MTP_LAYER if in_mtp_layer else ""
+        items.append(PassthroughTensor(info, info.name if small else rule.name_template, why, weight))
+        if not small and not in_mtp_layer and rule.split is not None:
+            shape = (info.shape[-2], info.shape[-1])
+            layers.append((Weight(info.module, rule.name_template, info, shape), weight and weight.format))
+    lines = plan_lines(Decisions(None, {"": items}))
+    return estimate_serving(lines, entry, config, check_parallel_sizes(decoded, entry, layers, None), output=False)

@@ -12,11 +12,10 @@ from collections import Counter
 
 from ..formats.names import KEPT, KEPT_SUFFIX, UNCHANGED
 from ..formats.schemes import Scheme
-from .config import has_fp8_cache
+from .architecture import ParallelSize, check_parallel_sizes, text_config
 from .engines import sglang_refusal
-from .plan import Plan
+from .plan import Plan, has_fp8_cache
 from .serving import Serving, estimate_serving
-from .tensor_parallel import ParallelSize, check_parallel_sizes, text_config
 
 
 def source_bytes(plan: Plan) -> int:

@@ -42,10 +42,9 @@ from ..formats.hardware import GENERATIONS, HARDWARE, arithmetic_on, find_kernel
 from ..formats.numbers import FLAG
 from ..patterns import collapse
 from ..plan import summary
-from ..plan.config import has_fp8_cache, required_package
+from ..plan.decisions import tokens_of
 from ..plan.engines import sglang_refusal
-from ..plan.gptq import tokens_of
-from ..plan.plan import Plan
+from ..plan.plan import Plan, has_fp8_cache, required_package
 from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture
 from ..registry.rules import is_embedding

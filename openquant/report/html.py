@@ -30,8 +30,7 @@ from ..files.evaluation import evaluation_digest
 from ..files.names import EVAL_PAGE, EVAL_PICTURE
 from ..fit.result import SearchResult
 from ..hub.source import local_source
-from ..plan.as_stored import stored_serving
-from ..plan.serving import serving_to_json
+from ..plan.serving import serving_to_json, stored_serving
 from ..version import __version__, install_hint
 from .cells import gigabytes, per_cent, short, shortened, terminal
 from .words import verdict_meaning, words_on_page

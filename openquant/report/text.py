@@ -13,13 +13,12 @@ from ..formats.schemes import SCHEMES
 from ..hub.fetch import Download
 from ..patterns import collapse
 from ..plan import summary
-from ..plan.config import ignored_layers
+from ..plan.decisions import rounded_bytes
 from ..plan.explain import Explanation, ModuleExplanation, RankSplit, Tensor
-from ..plan.gptq import rounded_bytes
-from ..plan.kv_cache import CACHED
-from ..plan.plan import Plan
-from ..plan.printed import PlanLine
+from ..plan.layout import PlanLine
+from ..plan.plan import Plan, ignored_layers
 from ..plan.serving import GPU_GB, Serving
+from ..plan.static_scales import CACHED
 from ..result import Place, Preview, Result, zero_notes
 from ..verification.outcome import Report
 from .card import SIDES, answers, difference_text, engines_that_read, percent, serve_commands

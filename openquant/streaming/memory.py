@@ -17,7 +17,7 @@ from ..errors import UsageError, naming
 from ..files.checkpoint import Checkpoint
 from ..files.tensors import DTYPE_BITS, TensorInfo
 from ..machine import resident
-from ..plan.gptq import rounded_tensors
+from ..plan.decisions import rounded_tensors
 from ..plan.plan import Plan
 from ..weights.find import decoded_view
 from .session import config_levels, hidden_bytes, vocabulary_of

@@ -16,8 +16,7 @@ from ..files.names import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FIL
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts
-from ..plan.config import output_config
-from ..plan.plan import Plan
+from ..plan.plan import Plan, output_config
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules, is_embedding, is_head
 from ..weights.find import pairs

@@ -31,15 +31,10 @@ from ..machine import available_cpus
 from ..models import GENERIC
 from ..options import Check, documented
 from ..patterns import collapse, template
-from ..plan.architecture import find_architecture, known_architecture
-from ..plan.completeness import check_layer_count, compare_with_class
-from ..plan.config import ignored_layers
-from ..plan.decisions import PlanOptions, StoredLayout
-from ..plan.gptq import gptq_weights
-from ..plan.plan import Plan, make_plan
-from ..plan.tensor_parallel import text_config
-from ..plan.token_ids import token_misfits
-from ..plan.unchanged import make_unchanged_plan
+from ..plan.architecture import find_architecture, known_architecture, text_config
+from ..plan.completeness import check_layer_count, compare_with_class, token_misfits
+from ..plan.decisions import PlanOptions, StoredLayout, gptq_weights
+from ..plan.plan import Plan, ignored_layers, make_plan, make_unchanged_plan
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
 from ..result import lost_notes

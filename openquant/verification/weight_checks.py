@@ -23,9 +23,8 @@ from ..formats.numbers import SCALES, cache_scales, says_fp8_cache
 from ..formats.quantization import Quantization
 from ..formats.schemes import CHANNEL
 from ..patterns import collapse
-from ..plan.input_scales import scale_sharing_keys
-from ..plan.kv_cache import find_cached_attentions
-from ..plan.tensor_parallel import text_config
+from ..plan.architecture import text_config
+from ..plan.static_scales import find_cached_attentions, scale_sharing_keys
 from ..version import VLLM
 from ..weights.find import CodesAndScale, checked_weights, stored_twice, unread_tensors
 from ..weights.packed_columns import packed_columns

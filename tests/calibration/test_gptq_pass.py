@@ -27,8 +27,7 @@ from openquant.formats.kernels import choose_scales
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
 from openquant.job import connected, open_source, prepare
 from openquant.options import Run
-from openquant.plan.decisions import PlanOptions
-from openquant.plan.gptq import rounded_tensors
+from openquant.plan.decisions import PlanOptions, rounded_tensors
 from openquant.plan.plan import Plan, make_plan
 from openquant.reporter import Reporter
 from openquant.run import carry_out

@@ -10,8 +10,8 @@ from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.plan import summary
-from openquant.plan.as_stored import stored_serving
 from openquant.plan.plan import make_plan
+from openquant.plan.serving import stored_serving
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
 from support.rows import for_each

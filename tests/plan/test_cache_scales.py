@@ -15,12 +15,11 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import CHANNEL, TENSOR, VARIANTS, Scheme
 from openquant.models import MODELS
 from openquant.plan import summary
-from openquant.plan.config import has_fp8_cache, output_config
+from openquant.plan.architecture import text_config
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.engines import find_refusal, sglang_refusal
-from openquant.plan.kv_cache import find_cached_attentions
-from openquant.plan.plan import Plan, make_plan
-from openquant.plan.tensor_parallel import text_config
+from openquant.plan.static_scales import find_cached_attentions
+from openquant.plan.plan import Plan, has_fp8_cache, make_plan, output_config
 from openquant.registry.parts import IGNORED_CACHE_SCALES
 from openquant.registry.rules import ModuleRules
 from openquant.version import SGLANG

@@ -23,10 +23,9 @@ from openquant.formats.schemes import (
 )
 from openquant.models import MODELS
 from openquant.plan import summary
-from openquant.plan.config import ignored_layers
+from openquant.plan.architecture import fused_parts, why_not_reordered
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.plan import Plan, make_plan
-from openquant.plan.tensor_parallel import fused_parts, why_not_reordered
+from openquant.plan.plan import Plan, ignored_layers, make_plan
 from openquant.registry.architecture import Architecture, ParallelSplit
 from openquant.registry.parts import HEADS
 from support import small_checkpoints

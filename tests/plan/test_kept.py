@@ -19,8 +19,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import TENSOR_COMPRESSED_STATIC
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.kept import make_kept_plan
-from openquant.plan.plan import make_plan
+from openquant.plan.plan import make_kept_plan, make_plan
 from openquant.streaming.interleaved import run_interleaved
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints

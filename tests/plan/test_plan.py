@@ -44,11 +44,8 @@ from openquant.formats.schemes import (
 from openquant.models import MODELS
 from openquant.plan import summary
 from openquant.plan.architecture import find_architecture
-from openquant.plan.config import ignored_layers
-from openquant.plan.decisions import PlanOptions
-from openquant.plan.gptq import gptq_weights
-from openquant.plan.plain import make_plain_plan
-from openquant.plan.plan import Plan, make_plan
+from openquant.plan.decisions import PlanOptions, gptq_weights
+from openquant.plan.plan import Plan, ignored_layers, make_plain_plan, make_plan
 from openquant.registry.architecture import Refusal
 from openquant.version import SGLANG, VLLM
 from openquant.weights.weight import UNDECIDED, WeightTransforms

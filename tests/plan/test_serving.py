@@ -11,8 +11,7 @@ from openquant.files.checkpoint import Checkpoint
 from openquant.formats.schemes import BLOCK, TENSOR
 from openquant.models import MODELS
 from openquant.plan import summary
-from openquant.plan.plain import make_plain_plan
-from openquant.plan.plan import make_plan
+from openquant.plan.plan import make_plain_plan, make_plan
 from openquant.plan.serving import FEWEST_TOKENS, OVERHEAD, UTILIZATION, CachedLayers, Fit, SequenceMemory, Serving
 from support.published_checkpoints import described, published, with_few_experts
 from support.rows import for_each

@@ -8,8 +8,8 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import Group
 from openquant.formats.schemes import TENSOR
 from openquant.models import MODELS
+from openquant.plan.architecture import ParallelSize, check_parallel_sizes, fused_parts, text_config, why_indivisible
 from openquant.plan.plan import make_plan
-from openquant.plan.tensor_parallel import ParallelSize, check_parallel_sizes, fused_parts, text_config, why_indivisible
 from openquant.registry.architecture import ParallelSplit
 from openquant.registry.parts import HEADS, KV_HEADS
 from openquant.registry.rules import ModuleRules

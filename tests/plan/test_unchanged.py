@@ -16,7 +16,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.fetch import Download
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
-from openquant.plan.unchanged import make_unchanged_plan
+from openquant.plan.plan import make_unchanged_plan
 from openquant.report.text import plan_text
 from support import small_checkpoints
 from support.rows import for_each

@@ -13,10 +13,9 @@ from openquant.files.tensors import TensorInfo
 from openquant.models import MODELS
 from openquant.patterns import compile_pattern, template
 from openquant.plan import completeness
-from openquant.plan.completeness import ClassComparison, compare_with_class
-from openquant.plan.config_sizes import ConfigSizes
+from openquant.plan.architecture import text_config
+from openquant.plan.completeness import ClassComparison, ConfigSizes, compare_with_class
 from openquant.plan.sort import mtp_layer_finder
-from openquant.plan.tensor_parallel import text_config
 from openquant.registry.architecture import MTP_LAYER
 from openquant.registry.class_tensors import find_class_tensors
 from openquant.registry.rules import ModuleRules

@@ -23,10 +23,10 @@ from openquant.formats.reference import decode
 from openquant.formats.schemes import CHANNEL, INTEGER_GROUPS, Scheme
 from openquant.models import MODELS
 from openquant.plan import summary
-from openquant.plan.as_stored import stored_serving
+from openquant.plan.architecture import why_not_reordered
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import make_plan
-from openquant.plan.tensor_parallel import why_not_reordered
+from openquant.plan.serving import stored_serving
 from openquant.registry.architecture import Architecture
 from openquant.registry.rules import ModuleRules
 from openquant.streaming.model import StreamedModel

@@ -15,11 +15,9 @@ from openquant.formats.schemes import BLOCK, BLOCK_COMPRESSED, BLOCK_UE8M0, CHAN
 from openquant.models import MODELS
 from openquant.patterns import translate
 from openquant.plan import summary
-from openquant.plan.config import ignored_layers, output_config
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.engines import find_refusal
-from openquant.plan.plain import make_plain_plan
-from openquant.plan.plan import Plan, make_plan
+from openquant.plan.plan import Plan, ignored_layers, make_plain_plan, make_plan, output_config
 from openquant.registry.rules import ModuleRules
 from openquant.verification.verify import model_problems
 from openquant.version import VLLM

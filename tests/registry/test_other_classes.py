@@ -13,8 +13,7 @@ from openquant.files.tensors import TensorInfo
 from openquant.formats.schemes import BLOCK, CHANNEL, TENSOR
 from openquant.models import MODELS, find_body, find_entry
 from openquant.patterns import compile_pattern
-from openquant.plan.config import ignored_layers
-from openquant.plan.plan import Plan, make_plan
+from openquant.plan.plan import Plan, ignored_layers, make_plan
 from openquant.registry.architecture import HEAD
 from openquant.registry.rules import ModuleRules
 from support.published_checkpoints import NAMES, published, shortened, with_few_experts

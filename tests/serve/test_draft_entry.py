@@ -19,8 +19,7 @@ from entry_draft import differences, draft
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.schemes import find_scheme
 from openquant.models import MODELS
-from openquant.plan.config import ignored_layers
-from openquant.plan.plan import make_plan
+from openquant.plan.plan import ignored_layers, make_plan
 from openquant.registry.architecture import Architecture, FusedLayers, ParallelSplit
 from openquant.registry.rules import ModuleRules
 from openquant.version import SGLANG

@@ -9,7 +9,7 @@ import pytest
 from engine_client import EngineError, find_engine
 
 from openquant.files.checkpoint import open_checkpoint
-from openquant.plan.as_stored import stored_serving
+from openquant.plan.serving import stored_serving
 from support import small_checkpoints
 
 pytestmark = pytest.mark.serve

@@ -14,8 +14,7 @@ from openquant import compress
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.output import OutputDirectory
 from openquant.formats.schemes import TENSOR
-from openquant.plan.config import output_config
-from openquant.plan.plan import make_plan
+from openquant.plan.plan import make_plan, output_config
 from openquant.verification.checks import check_finished
 from support import small_checkpoints
 

@@ -28,8 +28,7 @@ from openquant.machine import peak_rss
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.layout import weight_kinds
-from openquant.plan.plain import make_plain_plan
-from openquant.plan.plan import make_plan
+from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
 from support.conversions import Shelf, asking
 from support.published_checkpoints import published, with_few_experts

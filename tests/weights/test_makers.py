@@ -12,8 +12,7 @@ from openquant import compress, dequantize, verify
 from openquant.errors import SourceError
 from openquant.formats.schemes import BLOCK, CHANNEL
 from openquant.plan import summary
-from openquant.plan.plain import make_plain_plan
-from openquant.plan.plan import make_plan
+from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
 from support.quantized_checkpoints import BLOCKS, FP8, Weights, is_layer, store

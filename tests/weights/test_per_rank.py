@@ -15,8 +15,7 @@ from openquant.errors import PlanError, SourceError
 from openquant.formats.reference import decode
 from openquant.formats.schemes import BLOCK, CHANNEL
 from openquant.plan import summary
-from openquant.plan.plain import make_plain_plan
-from openquant.plan.plan import make_plan
+from openquant.plan.plan import make_plain_plan, make_plan
 from support import small_checkpoints
 from support.published_checkpoints import published, with_few_experts
 
