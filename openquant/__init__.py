@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .evaluation.results import Evaluation
     from .evaluation.run import evaluate
     from .evaluation.types import OutputEvaluation
-    from .files.space import DiskSpace
+    from .files.destination import DiskSpace
     from .fit.result import FitTable, SearchResult
     from .fit.search import search_mixtures
     from .fit.table import fit_table
@@ -89,7 +89,7 @@ _HOMES = {
     ),
     **dict.fromkeys(("NotFound", "PushError", "Unreachable"), "hub.error_mapping"),
     "Diagnosis": "diagnosis.result",
-    "DiskSpace": "files.space",
+    "DiskSpace": "files.destination",
     "Evaluation": "evaluation.results",
     "Explanation": "plan.explain",
     "FitTable": "fit.result",

@@ -24,13 +24,13 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import readable
+from .files.destination import DiskSpace, Shortage, find_shortages
 from .files.evaluation import evaluation_notes
 from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors, read_journal
 from .files.model_files import belonging
 from .files.names import CARD_FILE, INDEX_FILE, is_shard
 from .files.small_files import read_small
-from .files.space import DiskSpace, Shortage, find_shortages
 from .fit.budget import refuse_options
 from .formats.names import (
     KEPT,

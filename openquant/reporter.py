@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .files.space import DiskSpace
+    from .files.destination import DiskSpace
     from .hub.source import Source
     from .plan.plan import Plan
     from .result import Result

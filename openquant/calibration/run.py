@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..distributed import Ranks
 from ..errors import UsageError
 from ..files.checkpoint import Checkpoint
-from ..files.destination import Destination, ProtectedPaths
+from ..files.destination import Destination, taken_by
 from ..files.fingerprint import Fingerprint
 from ..hub.shards import supply_shards
 from ..hub.source import Source, model_folder
@@ -178,8 +178,8 @@ def calibration_destination(
     """
     fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     kind = calibrations(None if options.overwrite else fingerprint.matches)
-    protected = ProtectedPaths((model_folder(options.model),), files_read(vars(texts)), outputs)
-    return Destination(path, option, kind, protected, elsewhere=elsewhere)
+    taken = taken_by([model_folder(options.model)], files_read(vars(texts)), outputs)
+    return Destination(path, option, kind, taken, elsewhere=elsewhere)
 
 
 def find_calibration(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OpenQuantError, UsageError
-from ..files.destination import Destination, ProtectedPaths, require_all
+from ..files.destination import Destination, require_all, taken_by
 from ..machine import reached_limit, require_room
 from ..options import (
     Calibrate,
@@ -175,8 +175,8 @@ def _page(given: Given) -> Destination | None:
     from ..report.html import PAGE, require_tools
 
     require_tools("--report")
-    protected = ProtectedPaths([model_folder(given["model"])], files_read(given))
-    page = Destination(Path(name), "--report", PAGE, protected)
+    taken = taken_by([model_folder(given["model"])], files_read(given))
+    page = Destination(Path(name), "--report", PAGE, taken)
     page.require()
     return page
 
@@ -462,15 +462,15 @@ def _find_page_and_figure(given: Given, options: Evaluate) -> tuple[Destination 
     command = _command(given)
     if command.report is None and command.figure is None:
         return None, None
-    from ..evaluation.run import local_output, protected_by
+    from ..evaluation.run import local_output, taken_by_evaluation
     from ..files.evaluation import EVALUATION
     from ..report.html import PAGE, PICTURE, require_tools
 
-    protected, beside = protected_by(options, Texts(**values_for(Texts, given))), local_output(options)
+    taken, beside = taken_by_evaluation(options, Texts(**values_for(Texts, given))), local_output(options)
     kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
     names = zip(kinds, (options.out, command.report, command.figure), strict=True)
     destinations = {
-        option: Destination(Path(name), option, kinds[option], protected, beside)
+        option: Destination(Path(name), option, kinds[option], taken, beside)
         for option, name in names
         if name is not None
     }

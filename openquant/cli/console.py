@@ -23,7 +23,7 @@ from ..reporter import Reporter
 from .start import leave
 
 if TYPE_CHECKING:
-    from ..files.space import DiskSpace
+    from ..files.destination import DiskSpace
     from ..hub.source import Source
     from ..plan.plan import Plan
     from ..result import Result

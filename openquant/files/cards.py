@@ -129,7 +129,7 @@ def stated_facts(checkpoint: Checkpoint) -> WeightFacts:
         SourceError: the card cannot be read.
         OutputError: the journal cannot be read, or is not a journal.
     """
-    journal = read_journal(checkpoint.root, linked=True)
+    journal = read_journal(checkpoint.root)
     facts = None if journal is None else facts_in(journal)
     if facts is not None:
         return facts

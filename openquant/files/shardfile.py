@@ -8,7 +8,6 @@ two kinds never touch the same block.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable
@@ -153,11 +152,11 @@ class ShardFile:
         """
         partial = self.output.partial(self.name)
         with output_errors(self.path):
-            self._handle = self.output.folder.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            self._handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             os.ftruncate(self._handle, self.size)
             _write_all(self._handle, memoryview(self.header), 0)
         try:
-            self._direct = self.output.folder.open(partial, os.O_WRONLY | os.O_DIRECT)
+            self._direct = os.open(partial, os.O_WRONLY | os.O_DIRECT)
         except (AttributeError, OSError):
             self._direct = -1  # this system or file system has no such mode
 
@@ -171,7 +170,7 @@ class ShardFile:
             offset: bytes from the start of the file.
 
         Raises:
-            OutputError: the disk is full or fails, or another run has claimed the directory.
+            OutputError: the disk is full or fails.
             Exception: what `check` and `on_published` raise, in the write that completes the file.
         """
         view = data.reshape(-1).view(np.uint8)
@@ -221,12 +220,7 @@ class ShardFile:
         with output_errors(self.path):
             os.fsync(self._handle)
         self.close()
-        partial = self.output.partial(self.name)
-        with output_errors(self.path):
-            # Another run that took this one for dead removes its files.
-            if not self.output.folder.is_file(partial):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        self.check(self.output.path / partial)
+        self.check(self.output.partial(self.name))
         self.output.publish(self.name)
         self.on_published(self.name)
 
@@ -278,7 +272,7 @@ class FinishedShard:
             OutputError: the file cannot be read.
         """
         with output_errors(self.path, "read"):
-            self._handle = self.output.folder.open(self.name, os.O_RDONLY)
+            self._handle = os.open(self.path, os.O_RDONLY)
             size = os.fstat(self._handle).st_size
         if size != self.size:
             self._refuse()

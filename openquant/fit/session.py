@@ -21,7 +21,7 @@ from ..convert.devices import loops
 from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
 from ..evaluation.kl import DocumentRecord
-from ..files.destination import Destination, FileKind, ProtectedPaths
+from ..files.destination import Destination, FileKind, taken_by
 from ..files.fingerprint import Fingerprint
 from ..files.small_files import parse_json, read_small
 from ..hub.shards import supply_shards
@@ -93,8 +93,8 @@ class Session:
     def _target(self) -> Destination:
         """The file of scores."""
         source = self.opened.source
-        protected = ProtectedPaths((model_folder(source.repo or source.root),), files_read(vars(self.texts)))
-        target = Destination(self.directory / f"{source.name}{SUFFIX}", "", SCORES, protected)
+        taken = taken_by([model_folder(source.repo or source.root)], files_read(vars(self.texts)))
+        target = Destination(self.directory / f"{source.name}{SUFFIX}", "", SCORES, taken)
         target.require()
         return target
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError
-from ..files.destination import make_directory
 from ..files.journal import output_errors
 from ..files.small_files import open_regular
 from ..threads import FirstFailure
@@ -144,7 +143,7 @@ class ShardSupply:
         if self.scratch is not None and self._order:
             # Not in a thread, which could make it again after it was removed.
             with output_errors(self.scratch):
-                make_directory(self.scratch)
+                self.scratch.mkdir(parents=True, exist_ok=True)
         if self.scratch is not None and self.scratch.exists():
             # Remove shards that an earlier run no longer needed when it was killed.
             needed = {name for shard in self._order for name in (shard, self._partial_path(shard).name)}

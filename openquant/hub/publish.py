@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..errors import SourceError
 from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
-from ..files.destination import make_directory
 from ..files.journal import PUSHED, WORK, output_errors
 from ..files.names import CARD_FILE, EVAL_FILE, EVALUATION_FILES
 from ..files.small_files import file_sha256, parse_json, read_small
@@ -522,7 +521,7 @@ class Publisher:
     def _write_record(self, name: str, record: dict[str, Any]) -> None:
         path = self._record_path(name)
         with output_errors(path):
-            make_directory(self.records)
+            self.records.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(record))
             os.replace(partial, path)

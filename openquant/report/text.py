@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..files.space import DiskSpace
+from ..files.destination import DiskSpace
 from ..hub.fetch import Download
 from ..patterns import collapse
 from ..plan import summary
