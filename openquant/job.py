@@ -22,7 +22,7 @@ from .files.checkpoint import Checkpoint, readable
 from .files.destination import Needs
 from .files.fingerprint import Stamp
 from .files.journal import WeightFacts
-from .files.names import CARD_FILE
+from .files.model_files import CARD_FILE
 from .files.output import Claim, OutputContents, refuse_overlap, refuse_root
 from .files.small_files import read_small
 from .hub.fetch import Download, memory_needed, scratch_bytes

@@ -21,7 +21,7 @@ from .files.checkpoint import open_checkpoint, readable
 from .files.evaluation import evaluation_digest, evaluation_files, find_evaluation
 from .files.fingerprint import Fingerprint, Stamp
 from .files.journal import output_errors
-from .files.names import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
+from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
 from .files.output import REPLACE, Claim
 from .files.small_files import read_small
 from .formats.finite import NonFinite
@@ -37,8 +37,7 @@ from .plan.layout import Shard
 from .plan.plan import Plan
 from .report.card import evaluated_card, model_card, with_notes
 from .report.escape import terminal
-from .reporter import Reporter
-from .result import lost_notes
+from .result import Reporter, lost_notes
 from .verification.finished import check_finished, require_sound
 
 if TYPE_CHECKING:

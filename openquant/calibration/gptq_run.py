@@ -23,7 +23,7 @@ from ..hub.shards import supply_shards
 from ..job import Prepared, in_all_ranks
 from ..plan.gptq import rounded_bytes
 from ..plan.plan import Plan
-from ..reporter import Reporter
+from ..result import Reporter
 from ..streaming.memory import gptq_steps, hessian_memory, memory_left
 from ..streaming.session import BUDGET, ArrivingShards, hidden_bytes, scratch_for
 

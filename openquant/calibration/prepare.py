@@ -27,7 +27,7 @@ from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.plan import Plan
-from ..reporter import Reporter
+from ..result import Reporter
 from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, memory_left
 from ..streaming.session import BUDGET, hidden_bytes
 from ..threads import in_threads

@@ -25,8 +25,7 @@ from ..hub.source import Source, model_folder
 from ..job import file_places, in_all_ranks, model_place, open_model
 from ..machine import find_device
 from ..options import Calibrate, CalibrationTexts, documented, files_read
-from ..reporter import Reporter
-from ..result import Place, Preview
+from ..result import Place, Preview, Reporter
 from ..streaming.memory import calibration_steps, memory_left
 from ..streaming.session import (
     BUDGET,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import OutputError
 from ..report.cells import spoken
-from ..reporter import Reporter
+from ..result import Reporter
 from .start import leave
 
 if TYPE_CHECKING:

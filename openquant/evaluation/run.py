@@ -21,7 +21,7 @@ from ..files.checkpoint import Checkpoint
 from ..files.destination import Destination, Taken, taken_by
 from ..files.evaluation import EVALUATION
 from ..files.fingerprint import Fingerprint
-from ..files.names import EVAL_FILE, JOURNAL_FILE
+from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..formats.names import CacheScheme
 from ..hub.shards import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder

@@ -12,7 +12,7 @@ layer_store                 layers that GPTQ has quantized, stored beside the ou
 destination                 where other files may go and what they must not replace; whole or not at all; room on disk
 fingerprint                 what identifies a checkpoint: a digest of all bytes, and a stamp that is cheap to compare
 evaluation, cards           eval.json and README.md, read with distrust
-small_files, names          configs and indexes; names of files in a model
+small_files, model_files    configs and indexes; names of files, and which belong to a model
 
 checkpoint = open_checkpoint(Path("Qwen3-8B"))
 info = checkpoint.tensors["lm_head.weight"]          # TensorInfo("lm_head.weight", "BF16", (151936, 4096))

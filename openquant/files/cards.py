@@ -16,7 +16,7 @@ import yaml
 
 from .checkpoint import Checkpoint, readable
 from .journal import WeightFacts, facts_in, read_journal
-from .names import CARD_FILE
+from .model_files import CARD_FILE
 from .small_files import MAX_SMALL, read_small
 
 # Metadata that describes the source and would be wrong for the output, or that openquant sets itself.

@@ -17,8 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 from ..errors import SourceError
 from ..threads import in_parallel
-from .model_files import belonging
-from .names import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, left_out_part
+from .model_files import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, belonging, left_out_part
 from .small_files import (
     MAX_INDEX,
     MAX_POINTER,

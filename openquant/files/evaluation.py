@@ -20,7 +20,7 @@ from .cards import shell_word
 from .checkpoint import Checkpoint, readable
 from .destination import FileKind
 from .fingerprint import Fingerprint
-from .names import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
+from .model_files import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
 from .small_files import MAX_SMALL, parse_json, read_small, short_repr
 
 AGAIN = "run openquant eval again, or remove it"

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError
-from .names import JOURNAL_FILE as JOURNAL
+from .model_files import JOURNAL_FILE as JOURNAL
 from .small_files import parse_json, read_small, similar_path
 
 WORK = ".openquant"

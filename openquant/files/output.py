@@ -44,8 +44,8 @@ from .journal import (
     read_journal,
     short_name,
 )
-from .names import EVALUATION_FILES
-from .names import JOURNAL_FILE as JOURNAL
+from .model_files import EVALUATION_FILES
+from .model_files import JOURNAL_FILE as JOURNAL
 from .small_files import open_regular
 
 REPLACE = "choose another directory with -o, or replace that output with --overwrite"

@@ -23,7 +23,7 @@ from ..options import CalibrationTexts, FitOptions, Recipe, Run
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.tensor_parallel import text_config
-from ..reporter import Reporter
+from ..result import Reporter
 from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
 from .frontier import Asked, Points, mixtures_of_sizes, sorted_points
 from .menu import BestMixtures, Menu, make_menu

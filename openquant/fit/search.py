@@ -16,7 +16,7 @@ from ..options import Run, Search, Texts, documented
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.tensor_parallel import text_config
-from ..reporter import Reporter
+from ..result import Reporter
 from ..streaming.memory import memory_left
 from .budget import read_gpus, weights_on_gpus
 from .frontier import Asked, Points, mixtures_of_sizes, sorted_points, whole_and_half_bits

@@ -29,7 +29,7 @@ from ..hub.source import model_folder
 from ..job import Opened
 from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
-from ..reporter import Reporter
+from ..result import Reporter
 from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
 from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 from ..version import __version__

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import SourceError
-from ..files.names import INDEX_FILE, SINGLE_FILE, is_adapter
+from ..files.model_files import INDEX_FILE, SINGLE_FILE, is_adapter
 from ..files.tensors import MAX_HEADER, TensorInfo, read_header
 from .error_mapping import CARD_HINT, WRITE_TOKEN_HINT, PushError, error_reason, status_of
 from .source import HubFile, with_retries

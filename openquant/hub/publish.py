@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from ..errors import SourceError
 from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
 from ..files.journal import PUSHED, WORK, output_errors
-from ..files.names import CARD_FILE, EVAL_FILE, EVALUATION_FILES
+from ..files.model_files import CARD_FILE, EVAL_FILE, EVALUATION_FILES
 from ..files.small_files import file_sha256, parse_json, read_small
 from ..options import Push
 from ..threads import FirstFailure

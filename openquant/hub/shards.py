@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import OutputError, UsageError
 from ..files.journal import output_errors
-from ..files.names import EVAL_FILE, JOURNAL_FILE, left_out_part
+from ..files.model_files import EVAL_FILE, JOURNAL_FILE, left_out_part
 from .fetch import ShardSupply, scratch_bytes
 from .source import Source, find_source, silent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..files.checkpoint import Checkpoint, read_json
-from ..files.names import INDEX_FILE
+from ..files.model_files import INDEX_FILE
 from ..formats.kv_cache import DENSE, with_fp8_cache, without_fp8_cache
 from ..formats.quantization import Quantization, quantization_places
 from ..formats.schemes import KEPT_SCHEMES, Scheme, as_written, without_targets

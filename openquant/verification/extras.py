@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Set
 from fnmatch import fnmatchcase
 
 from ..files.checkpoint import Checkpoint
-from ..files.names import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE
+from ..files.model_files import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE
 
 # Files that other verbs of openquant write into a directory.
 _OURS = (JOURNAL_FILE, INDEX_FILE, *EVALUATION_FILES)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import OutputError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint, readable
-from ..files.names import INDEX_FILE, is_shard
+from ..files.model_files import INDEX_FILE, is_shard
 from ..formats.quantization import quantization_places, read_quantization
 from ..models import GENERIC
 from ..plan.architecture import known_architecture

@@ -30,7 +30,7 @@ from openquant.options import Run
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.gptq import rounded_tensors
 from openquant.plan.plan import Plan, make_plan
-from openquant.reporter import Reporter
+from openquant.result import Reporter
 from openquant.run import carry_out
 from openquant.streaming.matmul import products_in_float32
 from openquant.streaming.model import StreamedModel

@@ -346,7 +346,7 @@ LARGEST |= {number: 1 - 2.0**-bits for number, bits in INTEGERS.items()}
 def test_a_weight_whose_code_would_overflow_bfloat16_is_an_error_that_names_it(tmp_path: Path, dtype: str) -> None:
     name, hint = (
         "model.layers.1.mlp.up_proj.weight",
-        "the weights are damaged: download or save them again, or leave this layer as it is with ignore",
+        "the weights are damaged: download or save them again, or leave this layer as it is with --ignore",
     )
     weights, source = small_checkpoints.tensors("Qwen3ForCausalLM", dtype=dtype), tmp_path / "source"
     for limit in set(LARGEST.values()):

@@ -296,7 +296,7 @@ def test_a_shortened_shard_of_an_unfinished_directory_is_made_again(
         f'{out} was written wrongly: config.json: model_type is "other", the plan has "qwen3_moe"; an earlier run wrote part '
         "of it"
     )
-    assert caught.value.hint == "if something changed it since, replace it with overwrite=True"
+    assert caught.value.hint == "if something changed it since, replace it with --overwrite"
     compress(source, out, overwrite=True)
     assert tree(out) == whole
 
@@ -309,7 +309,7 @@ def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Pat
             compress(**({"model": source, "output": tmp_path / "whole"} | arguments))  # type: ignore[arg-type]
         assert caught.value.message == f"{tmp_path / 'whole'} {message}"
         assert caught.value.hint == (
-            "choose another directory with output, or replace that output with overwrite=True; "
+            "choose another directory with -o, or replace that output with --overwrite; "
             f"--recipe {tmp_path / 'whole'}/.openquant.json takes its options, which helps if the source has not changed"
         )
     with pytest.raises(SourceError, match=f"in {other} changed since {tmp_path / 'whole'}/model-0000"):
@@ -717,7 +717,7 @@ def test_a_shard_with_another_header_than_planned_is_refused(
     assert caught.value.message == (
         f"{shard} was replaced while it was being converted: its header is not the one that was planned"
     )
-    assert caught.value.hint == ("let nothing write to the model, and run the same command again with overwrite=True")
+    assert caught.value.hint == ("let nothing write to the model, and run the same command again with --overwrite")
     assert not (out / "config.json").exists()
 
 

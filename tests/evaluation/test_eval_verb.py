@@ -276,7 +276,7 @@ def test_tokenizers_are_held_against_each_other(output: Path) -> None:
 def test_what_has_no_place_is_refused_before_it_is_computed(output: Path, tmp_path: Path) -> None:
     (output / "eval.json").symlink_to(output / "config.json")
     assert "eval.json is a link" in refused(UsageError, output)
-    assert 'out="/dev/null" is a link, a pipe or a device' in refused(UsageError, output, out="/dev/null")
+    assert "--out /dev/null is a link, a pipe or a device" in refused(UsageError, output, out="/dev/null")
 
 
 def test_a_full_disk_is_told(output: Path) -> None:

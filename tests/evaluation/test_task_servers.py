@@ -174,7 +174,7 @@ def test_prompts_are_chats_to_which_servers_apply_their_template(output: Path, t
 
 
 def test_choices_are_not_asked_for_in_a_chat(output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match=r"^apply_chat_template=True is for server$"):
+    with pytest.raises(UsageError, match=r"^--apply-chat-template is for --server$"):
         evaluate(output, EXAMPLE, tasks="x", apply_chat_template=True)
     tasks = f"{write_lines(tmp_path / 'mine.jsonl')},{write_generation(tmp_path / 'tasks')}"
     with servers(output, knows(1), knows(1)) as (first, second):

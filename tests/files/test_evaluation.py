@@ -23,7 +23,7 @@ from openquant.files.evaluation import (
     find_evaluation,
     read_evaluation,
 )
-from openquant.files.names import EVALUATION_FILES
+from openquant.files.model_files import EVALUATION_FILES
 from support import small_checkpoints
 from support.evaluation_files import evaluate, evaluation
 
