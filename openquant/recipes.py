@@ -37,7 +37,8 @@ from .weights.weight import UNDECIDED
 FORMAT = 1
 # Bytes. A recipe may be in a journal, which names every file of a large output.
 MAX_RECIPE = 64 << 20
-MAX_OPTIONS, MAX_LETTERS = 10_000, 10_000
+MAX_OPTIONS = 10_000
+MAX_LETTERS = 10_000
 _KINDS = (Recipe, CalibrationTexts)
 _MEND = "give the .openquant.json of an output, or leave --recipe out"
 
@@ -60,6 +61,7 @@ def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
             value = getattr(group, field.name)
             if value and value != field.default:
                 options[field.name] = dict(value) if isinstance(value, Mapping) else value
+
     if options.pop("calibration", None) is not None:
         options["calibrate"] = True
     if "ignore" in options:
@@ -69,6 +71,7 @@ def recipe_of(recipe: Recipe, texts: CalibrationTexts) -> dict[str, Any]:
     if "dataset" in options:
         name, colon, rest = str(options["dataset"]).partition(":")
         options["dataset"] = (Path(name).name if Path(name).exists() else name) + colon + rest
+
     return {"format": FORMAT, "openquant": __version__, "options": {"scheme": recipe.scheme, **options}}
 
 
@@ -124,7 +127,9 @@ def read_recipe(path: Path) -> list[str]:
     with readable():
         data = read_small(file, str(file), MAX_RECIPE)
     content = parse_json(data, str(file))
+    # An object with a key twice is refused.
     json.loads(data, object_pairs_hook=lambda pairs: _unique(pairs, file))
+
     recipe = content.get("recipe", content) if isinstance(content, dict) else None
     options = recipe.get("options") if isinstance(recipe, dict) else None
     if not isinstance(recipe, dict) or not isinstance(options, dict) or type(recipe.get("format")) is not int:
@@ -134,6 +139,7 @@ def read_recipe(path: Path) -> list[str]:
             f"{file} is a recipe of format {short_repr(recipe['format'])}, this openquant reads {FORMAT}",
             f"use the openquant that wrote it: {short_repr(recipe.get('openquant'))}",
         )
+
     allowed = _allowed_options()
     unknown = sorted(options.keys() - allowed.keys())
     if unknown:
@@ -212,24 +218,14 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
     """
     if recipe.kv_cache not in ("fp8", "auto"):
         raise UsageError(f"{recipe.kv_cache} is not a cache", "choose fp8 or auto")
+
     scheme, others = _schemes(recipe)
     fp8_cache = recipe.kv_cache == "fp8"
-    option = "--calibrate" if recipe.calibrate else "--calibration" if recipe.calibration is not None else None
     schemes = [scheme, *(other for _, other in others)]
     needs_scales = fp8_cache or any(chosen.format.input_scale for chosen in schemes if chosen)
     smoothing = recipe.awq or recipe.smooth is not None
-    if recipe.gptq:
-        _require_texts(recipe, needs_scales or smoothing)
-    if recipe.smooth is not None:
-        _require_smooth(recipe.scheme, recipe.smooth)
-    if recipe.awq:
-        _require_awq(recipe)
-    elif option and not needs_scales and recipe.smooth is None:
-        raise UsageError(
-            f"nothing uses {option}",
-            "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8, --smooth 0.5 or --awq too, or leave "
-            f"{option} out",
-        )
+    _require_use(recipe, needs_scales)
+
     expected = {"documents": texts.samples, "length": texts.length}
     options = PlanOptions(
         tuple(recipe.ignore),
@@ -244,6 +240,29 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
         calibrate=recipe.calibrate or smoothing,
     )
     return Request(recipe, texts, scheme, options, recipe.architecture)
+
+
+def _require_use(recipe: Recipe, needs_scales: bool) -> None:
+    """Refuse a calibration, GPTQ, SmoothQuant or AWQ that the schemes have no use for."""
+    smoothing = recipe.awq or recipe.smooth is not None
+    if recipe.gptq:
+        _require_texts(recipe, needs_scales or smoothing)
+    if recipe.smooth is not None:
+        _require_smooth(recipe.scheme, recipe.smooth)
+    if recipe.awq:
+        _require_awq(recipe)
+
+    option = None
+    if recipe.calibration is not None:
+        option = "--calibration"
+    if recipe.calibrate:
+        option = "--calibrate"
+    if option and not needs_scales and not smoothing:
+        raise UsageError(
+            f"nothing uses {option}",
+            "give --activation-scheme static, --scheme nvfp4-w4a4, --kv-cache fp8, --smooth 0.5 or --awq too, or leave "
+            f"{option} out",
+        )
 
 
 def _require_texts(recipe: Recipe, calibrated: bool) -> None:
@@ -282,6 +301,7 @@ def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], .
     """Return the scheme of --scheme, None for weights as they are, and those of --scheme-for by pattern."""
     if recipe.scheme in (UNCHANGED, KEPT):
         return None, ()
+
     scheme_for = recipe.scheme_for or {}
     grouped = {name for name, scheme in SCHEMES.items() if scheme.group_size}
     # --group-size and --asymmetric go to the schemes of --scheme-for if only those can have them.
@@ -289,6 +309,7 @@ def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], .
     size, asymmetric = (recipe.group_size, recipe.asymmetric) if for_scheme else (None, False)
     chosen = find_scheme(recipe.scheme, recipe.format, recipe.scale_format, recipe.activation_scheme, size, asymmetric)
     others = find_others(chosen, scheme_for, recipe.group_size, recipe.asymmetric)
+
     if recipe.no_search:
         if not any(scheme.searches_scales for scheme in (chosen, *(other for _, other in others))):
             *names, last = (name for name, scheme in SCHEMES.items() if scheme.searches_scales)
@@ -296,5 +317,6 @@ def _schemes(recipe: Recipe) -> tuple[Scheme | None, tuple[tuple[str, Scheme], .
                 f"--scheme {recipe.scheme} searches for no scales",
                 f"use --scheme {', '.join(names)} or {last}, or leave --no-search out",
             )
-        chosen, others = chosen.unsearched, tuple((pattern, other.unsearched) for pattern, other in others)
+        others = tuple((pattern, other.unsearched) for pattern, other in others)
+        chosen = chosen.unsearched
     return chosen, others

@@ -114,7 +114,8 @@ class Destination:
 
     def _refuse_taken(self) -> None:
         """Refuse a path that is, lies in or holds one that the run reads or writes."""
-        path, hint = _real(self.path), self.elsewhere
+        path = _real(self.path)
+        hint = self.elsewhere
         if self.model_dir is not None and self.kind.name_in_model is not None:
             place = self.model_dir / self.kind.name_in_model
             if path == _real(place):
@@ -181,10 +182,12 @@ def require_place(path: Path, title: str, elsewhere: str = "give another place")
         mode = stat.S_IFREG
     except (OSError, ValueError) as error:
         raise UsageError(f"{title} cannot be written: {_reason(error)}", elsewhere) from None
+
     if stat.S_ISDIR(mode):
         raise UsageError(f"{title} is a directory", "give the name of a file")
     if not stat.S_ISREG(mode):
         raise UsageError(f"{title} is a link, a pipe or a device", elsewhere)
+
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if not parent.is_dir():
         raise UsageError(f"{title}: {parent} is no directory", elsewhere)
@@ -207,6 +210,7 @@ def write_atomic(path: Path, *parts: bytes | memoryview, elsewhere: str = "give 
     partial = path.with_name(f".openquant-{secrets.token_hex(8)}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+
         if path.is_symlink():
             raise OutputError(f"{path} is a link", f"{elsewhere}, or remove it")
         try:
@@ -303,11 +307,14 @@ def find_shortages(needs: Needs, freed: int = 0) -> list[Shortage]:
     for path, nbytes in needs:
         with output_errors(path, "examined"):
             disks.setdefault(existing_parent(path).stat().st_dev, []).append((path, nbytes))
+
     shortages = []
     for writes in disks.values():
-        path, needed = writes[0][0], sum(nbytes for _, nbytes in writes)
+        path = writes[0][0]
+        needed = sum(nbytes for _, nbytes in writes)
         with output_errors(path, "examined"):
             free = shutil.disk_usage(existing_parent(path)).free + freed
+
         if needed > free:
             shortages.append(Shortage(path, needed, free))
     return shortages

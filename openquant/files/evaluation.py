@@ -25,7 +25,8 @@ from .small_files import MAX_SMALL, parse_json, read_small, short_repr
 
 AGAIN = "run openquant eval again, or remove it"
 # Longest list, and characters of the longest text.
-MAX_ITEMS, MAX_CHARACTERS = 100_000, 1 << 20
+MAX_ITEMS = 100_000
+MAX_CHARACTERS = 1 << 20
 
 
 class Nullable(NamedTuple):
@@ -160,6 +161,7 @@ def _check(value: Any, kind: Any, where: str) -> None:
         if value is not None:
             _check(value, kind.kind, where)
         return
+
     if isinstance(kind, dict) and isinstance(value, dict):
         for name, inner in kind.items():
             key = name.removesuffix("?")
@@ -168,14 +170,17 @@ def _check(value: Any, kind: Any, where: str) -> None:
             elif key == name:
                 raise SourceError(f"{EVAL_FILE} has no {f'{where}.' if where else ''}{key}", AGAIN)
         return
+
     if isinstance(kind, tuple) and isinstance(value, list) and len(value) == len(kind):
         for number, item in enumerate(value):
             _check(item, kind[number], f"{where}[{number}]")
         return
+
     if isinstance(kind, list) and isinstance(value, list) and len(value) <= MAX_ITEMS:
         for number, item in enumerate(value):
             _check(item, kind[0], f"{where}[{number}]")
         return
+
     if not _is_plain(value, kind):
         _refuse(value, where)
 

@@ -158,9 +158,10 @@ def list_output(directory: Path) -> dict[str, os.stat_result]:
         for folder, folders, files in os.walk(directory):
             for name in sorted([*folders, *files]):
                 path = Path(folder, name)
-                if path.is_symlink():
+                status = path.lstat()
+                if stat.S_ISLNK(status.st_mode):
                     raise OutputError(f"{path} is a link", "put the file itself there, or move the link away")
-                found[path.relative_to(directory).as_posix()] = path.stat()
+                found[path.relative_to(directory).as_posix()] = status
     return found
 
 

@@ -52,7 +52,8 @@ class LayerStore:
     """
 
     def __init__(self, path: Path, run_digest: str) -> None:
-        self.path, self.run_digest = path, run_digest
+        self.path = path
+        self.run_digest = run_digest
 
     @property
     def pass_checkpoint(self) -> Path:
@@ -198,7 +199,8 @@ class LayerStore:
                 _, tensors = read_header(read, size, str(path))
                 header: dict[str, Any] = json.loads(read(8, int.from_bytes(read(0, 8), "little")))
                 facts = parse_json(header["__metadata__"][_KIND].encode(), path.name)
-                run_digest, digest = facts["about"], facts["sha256"]
+                run_digest = facts["about"]
+                digest = facts["sha256"]
             except (SourceError, ValueError, LookupError, TypeError, AttributeError):
                 raise damaged_file(path) from None
         return (str(digest), tensors) if run_digest == self.run_digest else None

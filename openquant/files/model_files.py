@@ -178,6 +178,7 @@ def _module_weights(names: Collection[str], read: Read) -> set[str]:
         folder = module.get("path") if isinstance(module, dict) else None
         if not folder:
             continue
+
         weights = {f"{folder}/{name}" for name in _MODULE_WEIGHTS}.intersection(names)
         kind = str(module.get("type")).rpartition(".")[2]
         if kind in _WITH_WEIGHTS and not weights:

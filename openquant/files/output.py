@@ -392,7 +392,8 @@ class Claim:
         found.pop(JOURNAL, None)
         journal = read_journal(path)
         if journal is None:
-            foreign = [name for name, status in found.items() if stat.S_ISREG(status.st_mode) and not _is_early(name)]
+            files = [name for name, status in found.items() if not stat.S_ISDIR(status.st_mode)]
+            foreign = [name for name in files if not _is_early(name)]
             if foreign:
                 raise OutputError(
                     f"{path} is not empty and was not made by openquant: it holds {min(foreign)}",
@@ -612,7 +613,8 @@ def refuse_overlap(source: Path, output: Path) -> None:
     Raises:
         OutputError: it is refused.
     """
-    output_path, source_path = Path(os.path.realpath(output)), Path(os.path.realpath(source))
+    output_path = Path(os.path.realpath(output))
+    source_path = Path(os.path.realpath(source))
     if output_path == source_path:
         where = "is the source itself"
     elif source_path in output_path.parents:

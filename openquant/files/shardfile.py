@@ -176,15 +176,19 @@ class ShardFile:
         view = data.reshape(-1).view(np.uint8)
         with output_errors(self.path):
             start, end = self._write_direct(view, offset)
+
+            # The edges share a disk block with a neighbour: large ones are written now, small ones with others.
             edges = [(view[:start], offset), (view[end:], offset + end)]
             for edge, edge_offset in edges:
                 if edge.nbytes >= DIRECT_FROM:
                     _write_all(self._handle, edge.data, edge_offset)
+
             with self._lock:
                 for edge, edge_offset in edges:
                     if 0 < edge.nbytes < DIRECT_FROM:
                         self._pending[edge_offset] = edge.tobytes()
                         self._pending_bytes += edge.nbytes
+
                 self._left -= view.nbytes
                 complete = self._left == 0
                 if complete or self._pending_bytes >= PENDING_LIMIT:
@@ -206,11 +210,13 @@ class ShardFile:
 
     def _write_pending(self) -> None:
         """Write the collected small writes, adjacent ones together."""
-        start, run = 0, bytearray()
+        start = 0
+        run = bytearray()
         for offset in sorted(self._pending):
             if offset != start + len(run):
                 _write_all(self._handle, memoryview(run), start)
-                start, run = offset, bytearray()
+                start = offset
+                run = bytearray()
             run += self._pending[offset]
         _write_all(self._handle, memoryview(run), start)
         self._pending.clear()

@@ -252,7 +252,7 @@ def test_a_finished_output_that_was_damaged_is_not_called_complete(
         with pytest.raises(OutputError) as caught:
             compress(source, out)
         assert caught.value.message.startswith(f"{out} is damaged: ")
-        assert "overwrite=True" in caught.value.hint
+        assert "--overwrite" in caught.value.hint
         assert tree(out) == whole | {name: damaged.encode()}
         (out / name).write_bytes(whole[name])
 
@@ -521,7 +521,7 @@ def test_what_a_finished_shard_was_made_from_may_not_change(tmp_path: Path, sour
         assert shard in made
         assert str(source) in made
         assert of == f"{out / finished(out)[0]} was made"
-        assert "overwrite=True" in caught.value.hint
+        assert "--overwrite" in caught.value.hint
     assert settled(out) == before
     compress(source, out, overwrite=True)
     compress(source, tmp_path / "fresh")

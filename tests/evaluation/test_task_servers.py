@@ -249,7 +249,7 @@ def test_other_urls_are_refused_and_not_shown() -> None:
 
 
 def test_a_server_is_for_tasks_that_generate(output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match=r"^server is for tasks$"):
+    with pytest.raises(UsageError, match=r"^--server is for --tasks$"):
         evaluate(output, EXAMPLE, server="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=r"^a server is given twice$"):
         evaluate(output, EXAMPLE, tasks="x", server=["http://h:1", "http://h:1/v1/"])

@@ -468,13 +468,13 @@ def test_the_context_that_is_left_is_said_in_tokens(model: Path) -> None:
 
 def test_refusals(subtests: pytest.Subtests) -> None:
     for given, message, hint in [
-        ({"gpu": "4091"}, "--gpu 4091 is no GPU that is known", "did you mean RTX 4090"),
-        ({"gpu": "24"}, "--gpu 24 is no GPU that is known", "give its memory: --gpu 24GB"),
-        ({"gpu": "5.0bits"}, "--gpu 5.0bits is no GPU", "give its memory"),
-        ({"gpu": "0x4090"}, "--gpu 0x4090 is no GPU", ""),
-        ({"gpu": "0GB"}, "--gpu 0GB is no GPU", ""),
-        ({"gpu": "m3-max"}, "--gpu m3-max: vLLM and SGLang have no kernels for Apple's GPUs", "serve it with mlx-lm"),
-        ({"gpu": ""}, "--gpu : it is empty", ""),
+        ({"gpu": "4091"}, "--gpu '4091' is no GPU that is known", "did you mean RTX 4090"),
+        ({"gpu": "24"}, "--gpu '24' is no GPU that is known", "give its memory: --gpu 24GB"),
+        ({"gpu": "5.0bits"}, "--gpu '5.0bits' is no GPU", "give its memory"),
+        ({"gpu": "0x4090"}, "--gpu '0x4090' is no GPU", ""),
+        ({"gpu": "0GB"}, "--gpu '0GB' is no GPU", ""),
+        ({"gpu": "m3-max"}, "--gpu 'm3-max': vLLM and SGLang have no kernels for Apple's GPUs", "serve it with mlx-lm"),
+        ({"gpu": ""}, "--gpu: it is empty", ""),
         ({"gpu": "3x4090"}, "3 GPUs cannot share this model: they do not divide it", "name one of 1, 2, 4 GPUs"),
         ({"gpu": "8x4090"}, "8 GPUs cannot share this model: model.layers.*.self_attn.o_proj", "name one of 1, 2, 4"),
         ({"context": 0}, "a context of 0 tokens holds nothing", ""),

@@ -412,7 +412,7 @@ def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Pa
         compress(source, tmp_path / "out", activation_scheme="static")
     assert (caught.value.message, caught.value.hint) == (
         "nothing would be quantized: its input_scale is F32 [2], not a single float (14 layers)",
-        "choose other options, or say --ignore " ** " if a copy is what you want",
+        "choose other options, or say --ignore '**' if a copy is what you want",
     )
     assert not (tmp_path / "out").exists()
     with pytest.raises(PlanError, match=r"^nothing would be quantized: --ignore model.layers.0.\*\* \(7 lay"):
