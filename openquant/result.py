@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .patterns import collapse
-from .plan.serving import ServingFigures
 
 if TYPE_CHECKING:
     from .files.destination import DiskSpace
     from .hub.source import Source
     from .plan.plan import Plan
+    from .plan.serving import ServingFigures
 
 
 def zero_notes(modules: Iterable[str]) -> list[str]:
