@@ -71,8 +71,7 @@ class SourceFile:
 
     def __enter__(self) -> SourceFile:
         try:
-            # Without O_NONBLOCK, opening a pipe that was put here meanwhile would wait for its other end.
-            self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.handle = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise SourceError(
                 f"{self.shard} cannot be read: {error.strerror}", "the source changed while it was being read"
