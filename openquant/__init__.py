@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .evaluation.results import Evaluation
     from .evaluation.run import evaluate
     from .evaluation.types import OutputEvaluation
-    from .files.space import DiskSpace
+    from .files.destination import DiskSpace
     from .fit.result import FitTable, SearchResult
     from .fit.search import search_mixtures
     from .fit.table import fit_table
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from .packed import PackedLinear
     from .plan.explain import Explanation
     from .plan.plan import Plan
-    from .reporter import Reporter
-    from .result import Result
+    from .result import Reporter, Result
     from .verification.outcome import Report
     from .verification.verify import verify
 
@@ -89,7 +88,7 @@ _HOMES = {
     ),
     **dict.fromkeys(("NotFound", "PushError", "Unreachable"), "hub.error_mapping"),
     "Diagnosis": "diagnosis.result",
-    "DiskSpace": "files.space",
+    "DiskSpace": "files.destination",
     "Evaluation": "evaluation.results",
     "Explanation": "plan.explain",
     "FitTable": "fit.result",
@@ -99,7 +98,7 @@ _HOMES = {
     "Push": "options",
     "Ranks": "distributed",
     "Report": "verification.outcome",
-    "Reporter": "reporter",
+    "Reporter": "result",
     "Result": "result",
     "SearchResult": "fit.result",
     "Source": "hub.source",
@@ -121,13 +120,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         if name in _HOMES:
             from importlib import import_module
-            from types import FunctionType
 
             exported: object = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-            if isinstance(exported, FunctionType):
-                from .keywords import python_errors
-
-                exported = python_errors(exported)
             globals()[name] = exported
             return exported
         raise AttributeError(f"module 'openquant' has no attribute {name!r}")

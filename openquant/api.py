@@ -22,13 +22,12 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import readable
+from .files.destination import DiskSpace, Shortage, find_shortages
 from .files.evaluation import evaluation_notes
 from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors, read_journal
-from .files.model_files import belonging
-from .files.names import CARD_FILE, INDEX_FILE, is_shard
+from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard
 from .files.small_files import read_small
-from .files.space import DiskSpace, Shortage, find_shortages
 from .fit.budget import refuse_options
 from .formats.names import (
     KEPT,
@@ -82,11 +81,9 @@ from .plan.plan import (
     make_unchanged_plan,
 )
 from .plan.serving import serving_to_json
-from .recipes import recipe_of
+from .recipes import Request, check_recipe, recipe_of
 from .report.cells import gigabytes
-from .reporter import Reporter
-from .request import Request, check_recipe
-from .result import Place, Preview, Result, lost_notes, zero_notes
+from .result import Place, Preview, Reporter, Result, lost_notes, zero_notes
 from .run import Outcome, carry_out, evaluation_publisher, generate_files, publisher_of, take_evaluation
 from .verification.checks import require_sound
 from .weights.statistics import read_calibration

@@ -37,17 +37,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_WORLD_SIZE = 1 << 16
-# Seconds between heartbeats. A rank is dead if its heartbeat has not changed for MISSED heartbeats of the rank that
-# looks. They are counted and not timed: ranks that were stopped together (Ctrl-Z, a closed laptop) have missed none.
-HEARTBEAT, MISSED = 1.0, 30
+# Seconds between heartbeats.
+HEARTBEAT = 1.0
+# A rank is dead if its heartbeat has not changed for so many heartbeats of the rank that looks. They are counted and
+# not timed: ranks that were stopped together (Ctrl-Z, a closed laptop) have missed none.
+MISSED = 30
 # Shortest time in seconds between two exchanges with the store, while a rank waits for others.
 POLL = 0.02
 # Seconds after which the main thread wakes up from a wait, to hear signals.
 WAKE = 0.2
-# Seconds until a rank says what it waits for: ranks that have not come, and ranks that are slower.
-SAY_MISSING, SAY_SLOW = 2.0, 10.0
-# Seconds that a rank which failed waits for the others to hear of it, and one that was interrupted.
-GRACE, GRACE_INTERRUPTED = 30.0, 5.0
+# Seconds until a rank says that it waits for ranks that have not come, or that are slower.
+SAY_MISSING = 2.0
+SAY_SLOW = 10.0
+# Seconds that a rank which failed, or was interrupted, waits for the others to hear of it.
+GRACE = 30.0
+GRACE_INTERRUPTED = 5.0
 # Bytes that are sent through the store at a time, between two heartbeats. The store's limit is 8 MiB.
 CHUNK = 1 << 20
 
@@ -114,11 +118,13 @@ class Ranks:
         rank = _number(environment, "RANK", 0, size - 1, f": WORLD_SIZE is {size}")
         if size == 1:
             return cls()
+
         local_size = _number(environment, "LOCAL_WORLD_SIZE", 1, size, default=str(size))
         because = f": LOCAL_WORLD_SIZE is {local_size}"
         local_rank = _number(environment, "LOCAL_RANK", 0, local_size - 1, because, default=str(rank % local_size))
         if not environment.get("MASTER_ADDR"):
             raise UsageError(f"RANK={rank} and WORLD_SIZE={size} are set, MASTER_ADDR is not", _HINT)
+
         rendezvous = Rendezvous(
             environment["MASTER_ADDR"],
             _number(environment, "MASTER_PORT", 1, 65535),
@@ -282,35 +288,46 @@ class _StatusExchange:
     """
 
     def __init__(self, ranks: Ranks, rendezvous: Rendezvous) -> None:
-        self.ranks, self.rank, self.rendezvous = ranks, ranks.rank, rendezvous
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.rendezvous = rendezvous
         self.error: _PeerError | None = None
+
         self._others = [other for other in range(ranks.size) if other != ranks.rank]
         # This rank's status as the main thread set it, and the last one that is in the store.
         self._status = _Status()
         self._written: _Status | None = None
         # The statuses of the other ranks that have come.
         self._statuses: dict[int, _Status] = {}
+
         # The last heartbeats of the others, and for how many heartbeats of this rank they have not changed.
         self._heartbeats: dict[int, int] = {}
         self._missed: Counter[int] = Counter()
         self._heartbeat = 0
         self._next_heartbeat = 0.0
+
         # Why the store cannot be reached, as far as that is known.
         self._unreachable: str | None = None
         # Number of exchanges with the store since it was reached.
         self._exchanges = 0
-        # How many exchanges the main thread had seen when it last woke up, and how often in a row there was no new one.
-        self._seen, self._stalls = 0, 0
+        # How many exchanges the main thread had seen when it last woke up.
+        self._seen = 0
+        # How often in a row there was no new one.
+        self._stalls = 0
+
         # The chunks that this rank is to send and to receive, by their keys; those that were received.
         self._sending: deque[tuple[str, bytes]] = deque()
         self._receiving: deque[str] = deque()
         self._received: dict[str, bytes] = {}
+
         # Seconds until the thread's next exchange, unless it is woken.
         self._pause = HEARTBEAT
         self._closed = False
         self._lock = threading.Lock()
-        # The thread notifies the main thread of an exchange; the main thread wakes the thread up.
-        self._exchanged, self._wanted = threading.Condition(self._lock), threading.Condition(self._lock)
+        # By which the thread notifies the main thread of an exchange.
+        self._exchanged = threading.Condition(self._lock)
+        # By which the main thread wakes the thread up.
+        self._wanted = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="openquant-ranks", daemon=True)
         self._thread.start()
 
@@ -331,35 +348,43 @@ class _StatusExchange:
         with self._lock:
             self._status = replace(self._status, values=[*self._status.values, value])
             self._wake_thread(0.0)
+
             while late := self._late():
                 if self.error is not None:
                     raise self.error
                 waited = time.monotonic() - begin
-                some_missing = self._some_missing
                 text = f"rank {self.rank} waits for {self._describe(late)}"
-                if some_missing and waited > self.ranks.patience:
+                if self._some_missing and waited > self.ranks.patience:
                     raise OutputError(
                         f"{text}, for {self.ranks.patience:g} seconds now",
                         "start all ranks, with one MASTER_ADDR and MASTER_PORT; --rendezvous-timeout gives them longer",
                     )
-                cause_known = some_missing and (self._exchanges > 0 or self._unreachable is not None)
-                due = waited > SAY_MISSING if cause_known else self.rank == 0 and waited > SAY_SLOW
-                if due and self.ranks.say and text != printed:
+
+                if self._is_worth_saying(waited) and self.ranks.say and text != printed:
                     self.ranks.say(text)
                     printed = text
                 self._wait_for_exchange(waited)
+
             self._pause = HEARTBEAT
             number = len(self._status.values) - 1
             statuses = {**self._statuses, self.rank: self._status}
             return [statuses[rank].values[number] for rank in range(self.ranks.size)]
 
+    def _is_worth_saying(self, waited: float) -> bool:
+        """Return whether a wait is so long that this rank says what it waits for."""
+        if self._some_missing and (self._exchanges > 0 or self._unreachable is not None):
+            return waited > SAY_MISSING
+        return self.rank == 0 and waited > SAY_SLOW
+
     def gather(self, data: bytes) -> list[bytes]:
         """Send bytes to rank 0. Returns in rank 0 the bytes of ranks 1, 2, ...; in the others an empty list."""
         # The number of all-gathers so far makes the keys of this call unlike those of all others.
-        number, first = len(self._status.values), self.rank == 0
+        number = len(self._status.values)
+        first = self.rank == 0
         chunks = [] if first else [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
         counts = self.all_gather(len(chunks))
         keys = [[f"{rank}/{number}/{chunk}" for chunk in range(count)] for rank, count in enumerate(counts)]
+
         with self._lock:
             self._sending.extend(zip(keys[self.rank], chunks, strict=True))
             self._receiving.extend(key for of_rank in keys if first for key in of_rank)
@@ -381,10 +406,16 @@ class _StatusExchange:
         with self._lock:
             failure = self._failure(error) if error is not None else None
             self._status = replace(self._status, failure=self._status.failure or failure, left=True)
+
             # If rank 0 keeps the store, the others need it to the end. A launcher ends all ranks as soon as one has
             # failed, so a rank that failed waits until rank 0 has printed why.
             keeps_store = self.rank == 0 and not self.rendezvous.agent_store
-            awaited = self._others if keeps_store else [0] if error is not None and self.rank else []
+            awaited: list[int] = []
+            if keeps_store:
+                awaited = self._others
+            elif error is not None and self.rank:
+                awaited = [0]
+
             grace = GRACE_INTERRUPTED if isinstance(error, KeyboardInterrupt) else GRACE
             self._wait_until(lambda: all(status.left for status in self._alive(awaited)), grace)
             self._closed = True
@@ -474,20 +505,25 @@ class _StatusExchange:
                         self.error = self._lost(reason)
                         self._exchanged.notify_all()
                         return
+
                     self._statuses.clear()
-                    self._exchanges, self._written, self._unreachable = 0, None, reason
+                    self._exchanges = 0
+                    self._written = None
+                    self._unreachable = reason
                     self._wanted.wait(HEARTBEAT / 2)
 
     def _connect(self) -> Any:
         """Open the store, or serve it, and return the part of it that belongs to this call of the job."""
         import socket
 
-        host, port = self.rendezvous.host, self.rendezvous.port
+        host = self.rendezvous.host
+        port = self.rendezvous.port
         serves = self.rank == 0 and not self.rendezvous.agent_store
         # Both are tried first because torch would retry for ever without a word.
         socket.getaddrinfo(host, port)
         if not serves:
             socket.create_connection((host, port), 5).close()
+
         # torch's type hints lack names that its documentation has.
         torch_distributed: Any = import_module("torch.distributed")
         store = torch_distributed.TCPStore(
@@ -506,14 +542,20 @@ class _StatusExchange:
     def _exchange_once(self, store: Any) -> None:
         """Write this rank's status if it changed or its heartbeat is due; read the others'; move at most one chunk."""
         with self._lock:
-            sending, receiving = next(iter(self._sending), None), next(iter(self._receiving), None)
-            status, due = self._status, time.monotonic() >= self._next_heartbeat
+            sending = next(iter(self._sending), None)
+            receiving = next(iter(self._receiving), None)
+            status = self._status
+            due = time.monotonic() >= self._next_heartbeat
             self._heartbeat += due
             come = set(self._statuses)
+
+        # Write.
         if due or self._written is not status:
             store.set(str(self.rank), json.dumps(asdict(replace(status, heartbeat=self._heartbeat))))
         if sending is not None:
             store.set(*sending)
+
+        # Read.
         received = None
         if receiving is not None and store.check([receiving]):
             received = store.get(receiving)
@@ -521,21 +563,30 @@ class _StatusExchange:
         present = [rank for rank in self._others if rank in come or store.check([str(rank)])]
         data = store.multi_get([str(rank) for rank in present]) if present else []
         statuses = {rank: _Status(**json.loads(text)) for rank, text in zip(present, data, strict=True)}
+
         with self._lock:
             if due:
                 self._next_heartbeat = time.monotonic() + HEARTBEAT
-                for rank, other in statuses.items():
-                    unchanged = other.heartbeat == self._heartbeats.get(rank)
-                    self._missed[rank] = self._missed[rank] + 1 if unchanged else 0
-                    self._heartbeats[rank] = other.heartbeat
-            self._statuses, self._written = statuses, status
+                self._count_missed(statuses)
+            self._statuses = statuses
+            self._written = status
             if sending is not None:
                 self._sending.popleft()
             if received is not None:
                 self._received[self._receiving.popleft()] = received
+
             self._exchanges += 1
             self.error = self.error or self._peer_error()
             self._exchanged.notify_all()
+
+    def _count_missed(self, statuses: Mapping[int, _Status]) -> None:
+        """Count for how many heartbeats of this rank those of the others have not changed."""
+        for rank, status in statuses.items():
+            if status.heartbeat == self._heartbeats.get(rank):
+                self._missed[rank] += 1
+            else:
+                self._missed[rank] = 0
+            self._heartbeats[rank] = status.heartbeat
 
     def _peer_error(self) -> _PeerError | None:
         """The failure or death of another rank, as an error of this one."""

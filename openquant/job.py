@@ -19,13 +19,12 @@ from .distributed import RERUN_CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.cards import card_of, metadata_notes, split_card
 from .files.checkpoint import Checkpoint, readable
-from .files.claim import Claim, OutputContents
+from .files.destination import Needs
 from .files.fingerprint import Stamp
 from .files.journal import WeightFacts
-from .files.names import CARD_FILE
-from .files.output import refuse_overlap, refuse_root
+from .files.model_files import CARD_FILE
+from .files.output import Claim, OutputContents, refuse_overlap, refuse_root
 from .files.small_files import read_small
-from .files.space import Needs
 from .hub.fetch import Download, memory_needed, scratch_bytes
 from .hub.publish import AT_ONCE, Publisher
 from .hub.source import Source, find_source

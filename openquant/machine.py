@@ -21,7 +21,8 @@ with suppress(ImportError):
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 # Control groups, which limit memory: their directory, and the file that names those of this process.
-_GROUPS, _MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_MINE = Path("/proc/self/cgroup")
 # The files with a group's limit and the statistic of its used memory, in both versions of control groups
 # (admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst).
 _LIMITS = {"": ("memory.max", "anon"), "memory": ("memory.limit_in_bytes", "total_rss")}
@@ -31,7 +32,9 @@ _LIMITS = {"": ("memory.max", "anon"), "memory": ("memory.limit_in_bytes", "tota
 # for arrays of a megabyte went back and forth: the search for INT4 scales took a fifth longer, verifying twice as long,
 # a decoder layer a quarter longer. With 16 MB instead of 4, offloaded hidden states fragmented the heap, and 8B shapes
 # took 0.2 GB more.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_ARENA_MAX = -8
 _KEPT = ((_TRIM_THRESHOLD, 1 << 25), (_MMAP_THRESHOLD, 1 << 22))
 
 # Address space that importing numpy takes.
@@ -86,6 +89,7 @@ def _left_in_groups(groups: Path, mine: Path) -> Iterator[int]:
         _, controller, path = line.split(":", 2)
         if controller not in _LIMITS:
             continue
+
         limit, used = _LIMITS[controller]
         for parent in [Path(path), *Path(path).parents]:
             group = groups / controller / parent.relative_to("/")
@@ -234,16 +238,19 @@ def _limit_behind(error: BaseException) -> tuple[str, str] | None:
     """Return message and hint for an error that a limit caused; None if none did."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error).lower()
+
     if number in (errno.EMFILE, errno.ENFILE):
         return (
             f"no more files can be opened: {_limits(files=True)}",
             "raise that limit, then run the same command again",
         )
+
     if isinstance(error, RuntimeError) and "can't start new thread" in text:
         return (
             f"no thread can be started: {_limits(processes=True, memory=True)}",
             "raise that limit (in a container also its limit on processes), then run the same command again",
         )
+
     # The system's loader gives no error number for a library that does not fit into memory.
     unloaded = isinstance(error, (ImportError, OSError)) and ("failed to map" in text or "cannot allocate" in text)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or unloaded:

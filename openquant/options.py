@@ -308,7 +308,7 @@ class OptionGroup:
                 read = tuple(_read(name, option, item) for item in given)
             elif option.repeated and not isinstance(given, (Mapping, type(None))):
                 raise UsageError(
-                    f"{flags_of(name, option)[-1]} is of type {type(given).__name__}, not a text or a list of texts",
+                    f"{name} is of type {type(given).__name__}, not a text or a list of texts",
                     "give texts",
                 )
             else:
@@ -349,9 +349,8 @@ def _check_type(name: str, option: Option, annotation: str, value: object) -> No
     for one in values:
         if not any(isinstance(one, types) for _, types in kinds):
             wanted = " or ".join(dict.fromkeys(said for said, _ in kinds if said != "None"))
-            # In Python a switch would be named with a value, gptq=True.
-            flag = name if option.value is None else flags_of(name, option)[-1]
-            raise UsageError(f"{flag} is of type {type(one).__name__}, not {wanted}", f"give {wanted}")
+            # Only a caller in Python can give a wrong type.
+            raise UsageError(f"{name} is of type {type(one).__name__}, not {wanted}", f"give {wanted}")
 
 
 def _items(value: object) -> tuple[object, ...]:

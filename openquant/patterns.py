@@ -30,6 +30,7 @@ def translate(pattern: str) -> str:
         raise UsageError(
             f"the pattern {pattern} has more than two stars in a row", "* is one part of a name, ** a subtree"
         )
+
     parts: list[str] = []
     for token in _TOKEN.finditer(pattern):
         text = token.group()
@@ -43,6 +44,7 @@ def translate(pattern: str) -> str:
             raise UsageError(f"the pattern {pattern} has an unmatched brace", "write alternatives as {q,k,v}_proj")
         else:
             parts.append(re.escape(text))
+
     # "a.**" matches a itself too, and "**.a" matches a at the top too.
     expression = "".join(parts)
     if expression.endswith(r"\.(.+)"):

@@ -18,12 +18,11 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of
 from .files.checkpoint import open_checkpoint, readable
-from .files.claim import Claim
 from .files.evaluation import evaluation_digest, evaluation_files, find_evaluation
 from .files.fingerprint import Fingerprint, Stamp
 from .files.journal import output_errors
-from .files.names import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
-from .files.output import REPLACE
+from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
+from .files.output import REPLACE, Claim
 from .files.small_files import read_small
 from .formats.numbers import NonFinite
 from .hub.error_mapping import PushError
@@ -37,8 +36,7 @@ from .plan.layout import Shard
 from .plan.plan import Plan, output_config
 from .report.card import evaluated_card, model_card, with_notes
 from .report.cells import terminal
-from .reporter import Reporter
-from .result import lost_notes
+from .result import Reporter, lost_notes
 from .verification.checks import check_finished, require_sound
 
 if TYPE_CHECKING:
@@ -171,8 +169,6 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
             plan = in_all_ranks(ranks, lambda: apply_gptq(prepared, corpus, ranks, reporter))
             writing = replace(writing, prepared=replace(prepared, plan=plan))
         if unfinished is not None or work.changed:
-            if not ranks.first:
-                stack.enter_context(claim.opened_directory())
             outdated = _outdated_shards(plan, work)
             _report_start(writing, work, outdated)
             if work.changed:
@@ -311,7 +307,7 @@ def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFin
         return unread_shards
 
     for name in {shard.name for shard in plan.layout.shards}.difference(unfinished):
-        if claim.directory.folder.is_file(name):
+        if (target / name).is_file():
             earlier = check_written(target / name, plan.layout.lay_out(name))
             findings.not_finite.update(earlier.not_finite)
             findings.lost_layers.update(earlier.lost_layers)
@@ -521,7 +517,7 @@ def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:
     shards = [shard for shard in plan.layout.shards if plan.layout.sources(shard.name) & moved.keys()]
     if moved and _has_values_of_weights(plan):
         raise SourceError(f"{source.root / min(moved)} changed while it was being converted", REPLACE)
-    gone = [shard.name for shard in shards if not directory.folder.is_file(shard.name)]
+    gone = [shard.name for shard in shards if not (directory.path / shard.name).is_file()]
     if gone:
         raise SourceError(
             f"{source.root / min(moved)} changed while it was being converted, and {gone[0]} is on the Hub already",

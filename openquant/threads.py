@@ -85,6 +85,7 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
                 running.add(future)
             if not running:
                 work()
+
             while running:
                 # The timeout lets the main thread handle signals.
                 done, running = wait(running, 0.2, FIRST_COMPLETED)
@@ -119,6 +120,7 @@ def in_parallel(make: Callable[[Item], Output], items: Sequence[Item], count: in
         if waiting and len(running) < count and len(futures) < 2 * count:
             futures.append(in_thread(partial(make, waiting.popleft())))
             continue
+
         for future in futures:
             if future.done():
                 future.result()

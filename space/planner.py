@@ -25,17 +25,17 @@ from openquant.files.checkpoint import (
     open_checkpoint,
     refuse_without_weights,
 )
-from openquant.files.names import SINGLE_FILE
+from openquant.files.model_files import SINGLE_FILE
 from openquant.fit.budget import read_budget, refuse_options, weights_on_gpus
 from openquant.fit.table import table_of
 from openquant.formats.hardware import GPUS
 from openquant.formats.names import SCHEME_NAMES
 from openquant.options import CalibrationTexts, CompareSchemes, Recipe, flags_of, options_of
 from openquant.plan import summary
+from openquant.plan.architecture import text_config
 from openquant.plan.plan import Plan, make_plan
 from openquant.plan.serving import serving_to_json
-from openquant.plan.architecture import text_config
-from openquant.request import check_recipe
+from openquant.recipes import check_recipe
 from openquant.version import __version__
 from openquant.web.view import fit_html, plan_html, problem_html, style
 

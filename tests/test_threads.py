@@ -20,7 +20,7 @@ def test_fewer_threads_do_the_work_where_no_more_can_be_started(tmp_path, source
     code = (
         "import resource, sys, threading\n"
         "from openquant import compress\n"
-        "from openquant.reporter import Reporter\n"
+        "from openquant.result import Reporter\n"
         "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (taken + (900 << 20),) * 2)\n"
         f"threading.stack_size({stack})\n"

@@ -28,7 +28,7 @@ HEADING = "## All messages"
 ANY = "..."
 # The headings of the list, and the rooms below each.
 ROOMS = {
-    ("cli", "options", "keywords", "recipes", "request", "api", "job", "run"): "Commands and options",
+    ("cli", "options", "recipes", "api", "job", "run"): "Commands and options",
     ("machine", "threads"): "The machine",
     ("hub",): "The Hub",
     ("files",): "Files: checkpoints, outputs, journals",

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from ..distributed import Ranks, attempt
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
-from ..files.destination import make_directory
-from ..files.space import Needs, require_space
+from ..files.destination import Needs, require_space
 from ..formats.numbers import Floats
 from ..hub.fetch import supply_shards
 from ..hub.source import Source
@@ -28,7 +27,7 @@ from ..patterns import collapse
 from ..plan import summary
 from ..plan.decisions import PlanOptions
 from ..plan.plan import Plan
-from ..reporter import Reporter
+from ..result import Reporter
 from ..streaming.memory import MemoryStep, calibration_steps, gptq_steps, memory_left
 from ..streaming.session import BUDGET, hidden_bytes
 from ..threads import in_threads
@@ -313,7 +312,7 @@ class _ScaleSearch:
             directory = self.prepared.target.absolute().parent
             needs = self.needs if source.remote else {}
             if needs and run.stream:
-                make_directory(directory)
+                directory.mkdir(parents=True, exist_ok=True)
             supplies = supply_shards([(source, needs)], run.stream, directory, times=self.ranks.local_size)
             [self.supply] = stack.enter_context(supplies)
             self.tasks = self._tasks()

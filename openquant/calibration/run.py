@@ -25,7 +25,7 @@ from ..convert.devices import loops
 from ..distributed import Ranks
 from ..errors import UsageError
 from ..files.checkpoint import Checkpoint
-from ..files.destination import Destination, ProtectedPaths
+from ..files.destination import Destination, taken_by
 from ..files.fingerprint import Fingerprint
 from ..files.layer_store import LayerStore, TensorPlace
 from ..hub.fetch import supply_shards
@@ -35,8 +35,7 @@ from ..machine import find_device
 from ..options import Calibrate, CalibrationTexts, documented, files_read
 from ..plan.decisions import rounded_bytes
 from ..plan.plan import Plan
-from ..reporter import Reporter
-from ..result import Place, Preview
+from ..result import Place, Preview, Reporter
 from ..streaming.memory import calibration_steps, gptq_steps, hessian_memory, memory_left
 from ..streaming.session import (
     BUDGET,
@@ -188,8 +187,8 @@ def calibration_destination(
     """
     fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     kind = calibrations(None if options.overwrite else fingerprint.matches)
-    protected = ProtectedPaths((model_folder(options.model),), files_read(vars(texts)), outputs)
-    return Destination(path, option, kind, protected, elsewhere=elsewhere)
+    taken = taken_by([model_folder(options.model)], files_read(vars(texts)), outputs)
+    return Destination(path, option, kind, taken, elsewhere=elsewhere)
 
 
 def find_calibration(

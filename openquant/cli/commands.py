@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OpenQuantError, UsageError
-from ..files.destination import Destination, ProtectedPaths, require_all
 from ..machine import reached_limit, require_room
 from ..options import (
     Calibrate,
@@ -55,6 +54,7 @@ from .start import INTERRUPTED, MESSAGE, hint
 if TYPE_CHECKING:
     from ..distributed import Ranks
     from ..evaluation.results import Evaluation
+    from ..files.destination import Destination
     from ..result import Preview, Result
 
 EXIT_PROBLEMS = 1
@@ -171,12 +171,13 @@ def _page(given: Given) -> Destination | None:
     name = _command(given).report
     if name is None:
         return None
+    from ..files.destination import Destination, taken_by
     from ..hub.source import model_folder
     from ..report.html import PAGE, require_tools
 
     require_tools("--report")
-    protected = ProtectedPaths([model_folder(given["model"])], files_read(given))
-    page = Destination(Path(name), "--report", PAGE, protected)
+    taken = taken_by([model_folder(given["model"])], files_read(given))
+    page = Destination(Path(name), "--report", PAGE, taken)
     page.require()
     return page
 
@@ -184,9 +185,9 @@ def _page(given: Given) -> Destination | None:
 def _say_written(given: Given, *files: Path | Destination | None) -> None:
     """Say which files were written, after the result; with --json or --quiet nothing is said."""
     command = _command(given)
-    paths = [file.path if isinstance(file, Destination) else file for file in files if file is not None]
-    if paths and not command.json and not command.quiet:
-        require_printed(say_lines([f"wrote {path}" for path in paths], sys.stdout))
+    lines = [f"wrote {getattr(file, 'path', file)}" for file in files if file is not None]
+    if lines and not command.json and not command.quiet:
+        require_printed(say_lines(lines, sys.stdout))
 
 
 def _scheme(given: Given) -> dict[str, str]:
@@ -462,15 +463,16 @@ def _find_page_and_figure(given: Given, options: Evaluate) -> tuple[Destination 
     command = _command(given)
     if command.report is None and command.figure is None:
         return None, None
-    from ..evaluation.run import local_output, protected_by
+    from ..evaluation.run import local_output, taken_by_evaluation
+    from ..files.destination import Destination, require_all
     from ..files.evaluation import EVALUATION
     from ..report.html import PAGE, PICTURE, require_tools
 
-    protected, beside = protected_by(options, Texts(**values_for(Texts, given))), local_output(options)
+    taken, beside = taken_by_evaluation(options, Texts(**values_for(Texts, given))), local_output(options)
     kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
     names = zip(kinds, (options.out, command.report, command.figure), strict=True)
     destinations = {
-        option: Destination(Path(name), option, kinds[option], protected, beside)
+        option: Destination(Path(name), option, kinds[option], taken, beside)
         for option, name in names
         if name is not None
     }

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import OutputError
 from ..report.cells import spoken
-from ..reporter import Reporter
+from ..result import Reporter
 from .start import leave
 
 if TYPE_CHECKING:
-    from ..files.space import DiskSpace
+    from ..files.destination import DiskSpace
     from ..hub.source import Source
     from ..plan.plan import Plan
     from ..result import Result

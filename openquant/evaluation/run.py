@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..distributed import Ranks
 from ..errors import UsageError
 from ..files.checkpoint import Checkpoint
-from ..files.destination import Destination, ProtectedPaths
+from ..files.destination import Destination, Taken, taken_by
 from ..files.evaluation import EVALUATION
 from ..files.fingerprint import Fingerprint
-from ..files.names import EVAL_FILE, JOURNAL_FILE
+from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..formats.names import CacheScheme
 from ..hub.fetch import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
@@ -366,10 +366,10 @@ def _destinations(options: Evaluate, texts: Texts, outputs: Sequence[Source]) ->
     """
     # Nothing is written into the Hub's cache.
     written = {output.root for output in outputs if output.repo is None and (output.root / JOURNAL_FILE).exists()}
-    protected = protected_by(options, texts)
+    taken = taken_by_evaluation(options, texts)
 
     def checked(path: Path, option: str, root: Path | None) -> Destination:
-        destination = Destination(path, option, EVALUATION, protected, root, "name another file with --out")
+        destination = Destination(path, option, EVALUATION, taken, root, "name another file with --out")
         destination.require()
         return destination
 
@@ -385,7 +385,7 @@ def _results(options: Evaluate, evaluation: Evaluation) -> Sequence[Mapping[str,
     return [evaluation.to_json()]
 
 
-def protected_by(options: Evaluate, texts: Texts) -> ProtectedPaths:
+def taken_by_evaluation(options: Evaluate, texts: Texts) -> Taken:
     """Return the paths that no file of an evaluation may replace: its models and all files that it reads.
 
     Args:
@@ -396,7 +396,7 @@ def protected_by(options: Evaluate, texts: Texts) -> ProtectedPaths:
         The directories of the models, and the files, each with what messages call it.
     """
     models = [model_folder(model) for model in (options.source, *options.outputs)]
-    return ProtectedPaths(models, files_read({**vars(options), **vars(texts)}))
+    return taken_by(models, files_read({**vars(options), **vars(texts)}))
 
 
 def local_output(options: Evaluate) -> Path | None:

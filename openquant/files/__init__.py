@@ -5,16 +5,14 @@ tensors                     a safetensors header: name, dtype and shape of each 
 checkpoint                  opens a model directory: config, tensors, where they lie, other files
 shardfile                   reads shards at offsets, and writes them;
                             the write that completes a shard checks and publishes it
-claim                       one run's claim on its output directory: the lock and the journal. A run that was killed is
+output                      one run's claim on its output directory: the lock and the journal. A run that was killed is
                             resumed: its finished shards are known by their final names and sizes
-output                      the output directory, held open; gives files their final names
-journal                     `.openquant.json`, which records how an output was made
+journal                     `.openquant.json`, which records how an output was made; what lies beside it
 layer_store                 layers that GPTQ has quantized, stored beside the output until the conversion copies them
-destination, space          where other files may go and what they must not replace; whole or not at all; room on disk
+destination                 where other files may go and what they must not replace; whole or not at all; room on disk
 fingerprint                 what identifies a checkpoint: a digest of all bytes, and a stamp that is cheap to compare
 evaluation, cards           eval.json and README.md, read with distrust
-folder, small_files, names  a directory that is reached through no link; configs and indexes; names of files in a
-                            model
+small_files, model_files    configs and indexes; names of files, and which belong to a model
 
 checkpoint = open_checkpoint(Path("Qwen3-8B"))
 info = checkpoint.tensors["lm_head.weight"]          # TensorInfo("lm_head.weight", "BF16", (151936, 4096))

@@ -16,7 +16,7 @@ import yaml
 
 from .checkpoint import Checkpoint, readable
 from .journal import WeightFacts, facts_in, read_journal
-from .names import CARD_FILE
+from .model_files import CARD_FILE
 from .small_files import MAX_SMALL, read_small
 
 # Metadata that describes the source and would be wrong for the output, or that openquant sets itself.
@@ -27,7 +27,8 @@ MADE_HEADING = "## How it was made"
 EVALUATION_HEADING = "## Measured against the source"
 SOURCE_HEADING = "## Model card of the source"
 # First cell of the table below MADE_HEADING: for an output of compress with quantized weights, and for any other.
-QUANTIZED_FROM, WEIGHTS_OF = "source", "weights of"
+QUANTIZED_FROM = "source"
+WEIGHTS_OF = "weights of"
 _MADE = re.compile(rf"^{MADE_HEADING}\n\n\| \| \|\n\|---\|---\|\n\| ({QUANTIZED_FROM}|{WEIGHTS_OF}) \|", re.MULTILINE)
 _SOURCE = re.compile(rf"^{SOURCE_HEADING}$", re.MULTILINE)
 # An evaluation ends with the command that repeats it.
@@ -129,7 +130,7 @@ def stated_facts(checkpoint: Checkpoint) -> WeightFacts:
         SourceError: the card cannot be read.
         OutputError: the journal cannot be read, or is not a journal.
     """
-    journal = read_journal(checkpoint.root, linked=True)
+    journal = read_journal(checkpoint.root)
     facts = None if journal is None else facts_in(journal)
     if facts is not None:
         return facts
@@ -287,7 +288,8 @@ def _compose(metadata: str, loader: type[Any]) -> yaml.MappingNode | None:
     if len(metadata) > _MAX_METADATA:
         return None
     try:
-        depth, scalars = 0, set()
+        depth = 0
+        scalars = set()
         for event in yaml.parse(metadata, Loader=loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             # compose() refuses anchors that are given twice, so these name scalars only.
@@ -295,6 +297,7 @@ def _compose(metadata: str, loader: type[Any]) -> yaml.MappingNode | None:
                 scalars.add(event.anchor)
             if depth > _MAX_DEPTH or (isinstance(event, yaml.AliasEvent) and event.anchor not in scalars):
                 return None
+
         node = yaml.compose(metadata, Loader=loader)
     except _NOT_YAML:
         return None
@@ -312,6 +315,7 @@ def _is_readable(node: yaml.Node) -> bool:
         return node.tag == f"{_TAG}seq" and all(map(_is_readable, node.value))
     if node.tag == f"{_TAG}str":
         return True
+
     if node.tag not in _TYPED or len(node.value) > _MAX_NUMBER:
         return False
     try:
@@ -337,12 +341,14 @@ def _without(metadata: str, mapping: yaml.MappingNode) -> str | None:
     pairs = [(key, value) for key, value in mapping.value if key.value not in REPLACED]
     if not pairs:
         return ""
+
     starts = [(key.start_mark.index, key.value) for key, _ in mapping.value]
     kept = metadata[: starts[0][0]]
     for (start, key), (end, _) in zip(starts, [*starts[1:], (len(metadata), "")], strict=True):
         if key not in REPLACED:
             kept += metadata[start:end]
     kept = kept if kept.endswith("\n") else kept + "\n"
+
     # Cut text is not valid YAML after braces around the mapping or an end marker. Then it is serialized anew.
     expected = {**_text_of(yaml.MappingNode(mapping.tag, pairs)), "openquant": "x"}
     for text in (kept, yaml.serialize(yaml.MappingNode(mapping.tag, pairs, flow_style=False), allow_unicode=True)):

@@ -17,8 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 from ..errors import SourceError
 from ..threads import in_parallel
-from .model_files import belonging
-from .names import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, left_out_part
+from .model_files import CARD_FILE, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, belonging, left_out_part
 from .small_files import (
     MAX_INDEX,
     MAX_POINTER,
@@ -37,7 +36,8 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 HEADERS_AT_ONCE = 8
 FIRST_PART = 1 << 17
 # Tensors that hold JSON (bitsandbytes functional.py, QuantState.as_dict), and the most bytes of one that is read.
-QUANT_STATE, MAX_QUANT_STATE = ".quant_state.bitsandbytes__", 1 << 10
+QUANT_STATE = ".quant_state.bitsandbytes__"
+MAX_QUANT_STATE = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -320,6 +320,7 @@ def read_config(root: Path) -> dict[str, Any]:
                 "take the repository's safetensors and config.json of transformers, which most have beside it",
             )
         raise SourceError(f"{root} is not a checkpoint: it has no config.json", "give the directory that holds it")
+
     config = read_json(root / "config.json", "config.json")
     if not isinstance(config, dict):
         raise SourceError(f"{root / 'config.json'} is not a JSON object", "download or copy it again")
@@ -342,29 +343,10 @@ def _is_class(name: object) -> bool:
 
 def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str], dict[str, str] | None]:
     """Return shard names in order, and the index's weight_map from tensor to shard; None without an index."""
-    path = root / INDEX_FILE
-    if path.exists():
-        index = read_json(path, INDEX_FILE)
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        if (
-            not isinstance(weight_map, dict)
-            or not weight_map
-            or not all(isinstance(shard, str) for shard in weight_map.values())
-        ):
-            raise SourceError(f"{path} has no weight_map of tensor to file names", "download or copy it again")
-        first_tensors = {shard: tensor for tensor, shard in reversed(weight_map.items())}
-        for shard, tensor in first_tensors.items():
-            if not _is_plain(shard):
-                raise SourceError(
-                    f"{path} places {_named(tensor)} in {short_repr(shard)}, which is not a plain file name",
-                    "shards must lie in the checkpoint's own directory",
-                )
-            if not shard.endswith(".safetensors"):
-                raise SourceError(
-                    f"{path} places {_named(tensor)} in {shard}, which is not a safetensors file",
-                    "save the model with safe_serialization=True",
-                )
+    if (root / INDEX_FILE).exists():
+        weight_map = _read_weight_map(root / INDEX_FILE)
         return sorted(set(weight_map.values())), weight_map
+
     if (root / SINGLE_FILE).exists() or SINGLE_FILE in remote:
         if others := sorted(fnmatch.filter({*_names(root), *remote}, "model-*-of-*.safetensors")):
             raise SourceError(
@@ -372,7 +354,32 @@ def _find_shards(root: Path, remote: Mapping[str, RemoteFile]) -> tuple[list[str
                 f"remove the older one, or copy the {INDEX_FILE} of the other",
             )
         return [SINGLE_FILE], None
+
     refuse_without_weights(root, _names(root))
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Return an index's weight_map from tensor to shard."""
+    index = read_json(path, INDEX_FILE)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        weight_map = {}
+    if not weight_map:
+        raise SourceError(f"{path} has no weight_map of tensor to file names", "download or copy it again")
+
+    first_tensors = {shard: tensor for tensor, shard in reversed(weight_map.items())}
+    for shard, tensor in first_tensors.items():
+        if not _is_plain(shard):
+            raise SourceError(
+                f"{path} places {_named(tensor)} in {short_repr(shard)}, which is not a plain file name",
+                "shards must lie in the checkpoint's own directory",
+            )
+        if not shard.endswith(".safetensors"):
+            raise SourceError(
+                f"{path} places {_named(tensor)} in {shard}, which is not a safetensors file",
+                "save the model with safe_serialization=True",
+            )
+    return weight_map
 
 
 def _mtp_shards(root: Path, remote: Mapping[str, RemoteFile], config: dict[str, Any], names: list[str]) -> list[str]:
@@ -415,17 +422,20 @@ def refuse_other_weights(place: Path | str, names: Collection[str]) -> None:
     """
     if INDEX_FILE in names or SINGLE_FILE in names:
         return
+
     if "adapter_config.json" in names:
         raise SourceError(
             f"{place} holds only an adapter, not a model",
             "merge it into its base model first (peft: merge_and_unload, then save_pretrained of model and tokenizer)",
         )
+
     for pattern in ("*.bin", "*.pt", "*.pth"):
         for name in sorted(fnmatch.filter(names, pattern)):
             raise SourceError(
                 f"{place} holds pickled weights ({name}); only safetensors are read",
                 "convert them first: load with transformers and save_pretrained, model and tokenizer",
             )
+
     for name in sorted(fnmatch.filter(names, "*.gguf")):
         raise SourceError(
             f"{place} holds GGUF weights ({name}), which are read from a file",

@@ -1,32 +1,34 @@
-"""Files that a verb writes beside its models: a calibration, an evaluation, a page, a picture.
+"""Where a verb may write: what a file must not replace, whole or not at all, and whether disks have room.
 
-Such a file must not replace a part of a model, an input of the run, another file that the run writes, or a file of
-another kind.
+A page, a picture, a calibration or an evaluation must not replace a part of a model, an input of the run, another file
+that the run writes, or a file of another kind.
 
-    page = Destination(Path("report.html"), "--report", PAGE, ProtectedPaths(models=(Path("Qwen3-8B"),)))
+    page = Destination(Path("report.html"), "--report", PAGE, taken_by(models=[Path("Qwen3-8B")]))
     page.require()          # before hours of work
     page.write(data)        # after them: checked again, then written whole
 
-Writes single files atomically, and refuses impossible paths before hours of work.
-
-require_place(Path("report.html"), "--report report.html")      # before hours of work
-write_atomic(Path("report.html"), data)                         # after them
+    require_space([(Path("out"), 5_000_000_000), (Path("."), 1_000_000)])       # added up if on one disk
+    find_shortages([(Path("out"), 5_000_000_000)])                             # the same, and nothing is refused
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from ..errors import OutputError, UsageError
+from .journal import output_errors
 
-STREAMS = ("stdin", "stdout", "stderr")
+# Files and directories, each with its name in messages: (Path("wiki.txt"), "a text that this run reads").
+Taken = Sequence[tuple[Path, str]]
+# Directories, which may be missing, each with the bytes that will be written there at the same time.
+Needs = Sequence[tuple[Path, int]]
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,21 @@ class FileKind:
     name_in_model: str | None = None
 
 
-@dataclass(frozen=True)
-class ProtectedPaths:
-    """Paths that the files of a run must not replace.
+def taken_by(
+    models: Iterable[Path] = (), inputs: Iterable[tuple[Path, str]] = (), outputs: Iterable[Path] = ()
+) -> Taken:
+    """Return the paths that the files of a run must not replace.
 
-    Attributes:
+    Args:
         models: directories of the models that the run reads.
         inputs: other files and directories that it reads, each with its kind: (Path("wiki.txt"), "a text").
         outputs: other directories and files that the run writes; they may be missing.
     """
-
-    models: Sequence[Path] = ()
-    inputs: Sequence[tuple[Path, str]] = ()
-    outputs: Sequence[Path] = ()
+    return [
+        *((path, f"the model {path}") for path in models),
+        *((path, f"{what} that this run reads") for path, what in inputs),
+        *((path, f"{path}, which this run writes") for path in outputs),
+    ]
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Destination:
         path: the file.
         option: command-line option that gave the path, "--report"; empty for a default.
         kind: kind of the file. An existing file is replaced only if it is empty or of this kind.
-        protected: paths that the file must not replace.
+        taken: paths that the file must not replace, and in which it must not lie.
         model_dir: directory of a model in which the file may lie, under the name `kind.name_in_model`.
         elsewhere: hint that says how to give another path.
     """
@@ -75,7 +79,7 @@ class Destination:
     path: Path
     option: str
     kind: FileKind
-    protected: ProtectedPaths = field(default_factory=ProtectedPaths)
+    taken: Taken = ()
     model_dir: Path | None = None
     elsewhere: str = "give another place"
 
@@ -91,23 +95,9 @@ class Destination:
             UsageError: the path is refused.
         """
         require_place(self.path, self.title, self.elsewhere)
-        status = _stat(self.path)
-        if status is not None:
-            self._refuse_stream(status)
-        self._refuse_models()
-        for path, what in self.protected.inputs:
-            if _is_within(self.path, path):
-                where = "lies in" if path.is_dir() else "is"
-                self._refuse(f"{where} {what} that this run reads")
-        for path in self.protected.outputs:
-            if _is_within(self.path, path):
-                same = _real(self.path) == _real(path)
-                self._refuse(f"{'is' if same else 'lies in'} {path}, which this run writes")
-            if _is_within(path, self.path):
-                self._refuse(f"has no place: this run writes {path}")
-        if status is not None:
+        self._refuse_taken()
+        if self.path.exists():
             self._refuse_content()
-            self._refuse_links(status)
 
     def write(self, *parts: bytes | memoryview) -> None:
         """Check the path again, and write the file whole or not at all.
@@ -122,55 +112,37 @@ class Destination:
         self.require()
         write_atomic(self.path, *parts, elsewhere=self.elsewhere)
 
-    def _refuse(self, why: str, hint: str | None = None) -> None:
-        raise UsageError(f"{self.title} {why}", hint or self.elsewhere)
+    def _refuse_taken(self) -> None:
+        """Refuse a path that is, lies in or holds one that the run reads or writes."""
+        path = _real(self.path)
+        hint = self.elsewhere
+        if self.model_dir is not None and self.kind.name_in_model is not None:
+            place = self.model_dir / self.kind.name_in_model
+            if path == _real(place):
+                return
+            hint = f"{self.elsewhere}, or {place}"
 
-    def _refuse_stream(self, status: os.stat_result) -> None:
-        for number, name in enumerate(STREAMS):
-            with suppress(OSError):
-                if os.path.samestat(os.fstat(number), status):
-                    self._refuse(f"is {name} of this command")
-
-    def _refuse_models(self) -> None:
-        """Refuse a path in a model's directory, because copies of the model would include the file."""
-        place = self._place_in_model
-        if place is not None and place.name == self.path.name and _is_same(place.parent, self.path.parent):
-            return
-        for model in self.protected.models:
-            if _is_within(self.path, model):
-                more = "" if place is None else f", or {place}"
-                if place is None and self.path.name == self.kind.name_in_model:
-                    more = f"; {self.path.name} of an output that is evaluated alone may lie in its directory"
-                self._refuse(f"lies in the model {model}", f"give a place outside of it{more}")
+        for other, what in self.taken:
+            real = _real(other)
+            if path == real:
+                raise UsageError(f"{self.title} is {what}", hint)
+            if real in path.parents:
+                raise UsageError(f"{self.title} lies in {what}", hint)
+            if path in real.parents:
+                raise UsageError(f"{self.title} holds {what}", hint)
 
     def _refuse_content(self) -> None:
         """Refuse to replace a file that is neither empty nor of this kind."""
         try:
-            # Without O_NONBLOCK, opening a pipe that was put here meanwhile would wait for its other end.
-            with open(self.path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-                size = os.fstat(file.fileno()).st_size
-                replaceable = not size or self.kind.recognizes(file)
+            with self.path.open("rb") as file:
+                replaceable = not os.fstat(file.fileno()).st_size or self.kind.recognizes(file)
         except OSError as error:
             raise UsageError(f"{self.title} cannot be read: {error.strerror}", self.elsewhere) from None
         if not replaceable:
-            self._refuse(
-                f"exists and is not {self.kind.title} that openquant wrote", f"{self.elsewhere}, or remove that file"
+            raise UsageError(
+                f"{self.title} exists and is not {self.kind.title} that openquant wrote",
+                f"{self.elsewhere}, or remove that file",
             )
-
-    def _refuse_links(self, status: os.stat_result) -> None:
-        """Refuse a path that is a file of a model by a hard link, or because the model links to it."""
-        for model in self.protected.models:
-            for path in _files(model):
-                with suppress(OSError):
-                    if os.path.samestat(path.stat(), status) and not _is_same(path, self._place_in_model):
-                        self._refuse(f"is {path.relative_to(model)} of the model {model}")
-
-    @property
-    def _place_in_model(self) -> Path | None:
-        """The path in a model's directory that the file may have."""
-        if self.model_dir is None or self.kind.name_in_model is None:
-            return None
-        return self.model_dir / self.kind.name_in_model
 
 
 def require_all(destinations: Sequence[Destination]) -> None:
@@ -184,43 +156,13 @@ def require_all(destinations: Sequence[Destination]) -> None:
     """
     for number, file in enumerate(destinations):
         for other in destinations[:number]:
-            if _real(file.path) == _real(other.path) or _is_same(file.path, other.path):
+            if _real(file.path) == _real(other.path):
                 raise UsageError(f"{other.option} and {file.option} name one file, {file.path}", "give each its own")
         file.require()
 
 
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except (OSError, ValueError):
-        return None
-
-
 def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
-
-
-def _is_same(path: Path, other: Path | None) -> bool:
-    """Return whether two paths lead to the same existing file or directory."""
-    status = _stat(path)
-    other_status = None if other is None else _stat(other)
-    return status is not None and other_status is not None and os.path.samestat(status, other_status)
-
-
-def _is_within(path: Path, other: Path) -> bool:
-    """Return whether a path is another path or lies below it, by name or by inode (case and mounts change names)."""
-    real, status = _real(path), _stat(other)
-    if _real(other) in (real, *real.parents):
-        return True
-    if status is None:
-        return False
-    ancestors = [real, *real.parents] if stat.S_ISDIR(status.st_mode) else [real]
-    return any(os.path.samestat(found, status) for found in map(_stat, ancestors) if found is not None)
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(directory):
-        yield from (Path(folder, name) for name in names)
 
 
 def require_place(path: Path, title: str, elsewhere: str = "give another place") -> None:
@@ -240,29 +182,17 @@ def require_place(path: Path, title: str, elsewhere: str = "give another place")
         mode = stat.S_IFREG
     except (OSError, ValueError) as error:
         raise UsageError(f"{title} cannot be written: {_reason(error)}", elsewhere) from None
+
     if stat.S_ISDIR(mode):
         raise UsageError(f"{title} is a directory", "give the name of a file")
     if not stat.S_ISREG(mode):
         raise UsageError(f"{title} is a link, a pipe or a device", elsewhere)
+
     parent = next(parent for parent in path.absolute().parents if parent.exists())
     if not parent.is_dir():
         raise UsageError(f"{title}: {parent} is no directory", elsewhere)
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{title}: {parent} cannot be written to", f"check its permissions, or {elsewhere}")
-
-
-def make_directory(path: Path) -> None:
-    """Make a directory and its missing parents.
-
-    Args:
-        path: the directory, which may exist already.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    # A loop, because pathlib and os recurse, and a path has room for 2,000 directories.
-    for directory in (*reversed(path.parents), path):
-        directory.mkdir(exist_ok=True)
 
 
 def write_atomic(path: Path, *parts: bytes | memoryview, elsewhere: str = "give another place") -> None:
@@ -279,12 +209,12 @@ def write_atomic(path: Path, *parts: bytes | memoryview, elsewhere: str = "give 
     # A random name, because two runs may write the same file.
     partial = path.with_name(f".openquant-{secrets.token_hex(8)}.partial")
     try:
-        make_directory(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+
         if path.is_symlink():
             raise OutputError(f"{path} is a link", f"{elsewhere}, or remove it")
         try:
-            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            with os.fdopen(handle, "wb") as file:
+            with partial.open("xb") as file:
                 file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
@@ -297,3 +227,94 @@ def write_atomic(path: Path, *parts: bytes | memoryview, elsewhere: str = "give 
 
 def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """The disk space of a run.
+
+    Attributes:
+        needed: the most bytes at a time that the run has still to write to the disk of its output; 0 if it is complete.
+        output: bytes of the whole output.
+        streamed: whether source shards are streamed, so that `needed` includes them.
+        notes: for a dry run, a text for each disk that has too little room.
+    """
+
+    needed: int
+    output: int
+    streamed: bool
+    notes: tuple[str, ...] = ()
+
+
+class Shortage(NamedTuple):
+    """A file system with too little room.
+
+    Attributes:
+        path: the directory on it.
+        needed: bytes that are needed there.
+        free: bytes that are free.
+    """
+
+    path: Path
+    needed: int
+    free: int
+
+
+def existing_parent(path: Path) -> Path:
+    """Return a directory itself if it exists, else its nearest parent that does, as an absolute path without links.
+
+    Args:
+        path: the directory, absolute or relative to the working directory. If it is a file, so is the result.
+    """
+    absolute = Path(os.path.realpath(path))
+    return next(parent for parent in (absolute, *absolute.parents) if parent.exists())
+
+
+def require_space(needs: Needs, freed: int = 0) -> None:
+    """Refuse to begin a run whose files do not fit on their disks.
+
+    Args:
+        needs: directories, which may be missing, each with the bytes that will be written there; added up for each file
+            system.
+        freed: bytes that are removed from each file system first.
+
+    Raises:
+        OutputError: a file system has too little room, or cannot be examined. The message names the first of its
+            directories.
+    """
+    for path, needed, free in find_shortages(needs, freed):
+        raise OutputError(
+            f"{path} needs {needed:,} bytes, its disk has {free:,} free",
+            "free some space, or choose another disk with -o",
+        )
+
+
+def find_shortages(needs: Needs, freed: int = 0) -> list[Shortage]:
+    """Return the file systems that have too little room.
+
+    Args:
+        needs: as for `require_space`.
+        freed: as for `require_space`.
+
+    Returns:
+        The first directory on each such file system, the bytes that all its directories need, and the bytes that are
+        free there.
+
+    Raises:
+        OutputError: a file system cannot be examined.
+    """
+    disks: dict[int, list[tuple[Path, int]]] = {}
+    for path, nbytes in needs:
+        with output_errors(path, "examined"):
+            disks.setdefault(existing_parent(path).stat().st_dev, []).append((path, nbytes))
+
+    shortages = []
+    for writes in disks.values():
+        path = writes[0][0]
+        needed = sum(nbytes for _, nbytes in writes)
+        with output_errors(path, "examined"):
+            free = shutil.disk_usage(existing_parent(path)).free + freed
+
+        if needed > free:
+            shortages.append(Shortage(path, needed, free))
+    return shortages

@@ -20,13 +20,13 @@ from .cards import shell_word
 from .checkpoint import Checkpoint, readable
 from .destination import FileKind
 from .fingerprint import Fingerprint
-from .folder import Folder
-from .names import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
+from .model_files import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
 from .small_files import MAX_SMALL, parse_json, read_small, short_repr
 
 AGAIN = "run openquant eval again, or remove it"
 # Longest list, and characters of the longest text.
-MAX_ITEMS, MAX_CHARACTERS = 100_000, 1 << 20
+MAX_ITEMS = 100_000
+MAX_CHARACTERS = 1 << 20
 
 
 class Nullable(NamedTuple):
@@ -161,6 +161,7 @@ def _check(value: Any, kind: Any, where: str) -> None:
         if value is not None:
             _check(value, kind.kind, where)
         return
+
     if isinstance(kind, dict) and isinstance(value, dict):
         for name, inner in kind.items():
             key = name.removesuffix("?")
@@ -169,14 +170,17 @@ def _check(value: Any, kind: Any, where: str) -> None:
             elif key == name:
                 raise SourceError(f"{EVAL_FILE} has no {f'{where}.' if where else ''}{key}", AGAIN)
         return
+
     if isinstance(kind, tuple) and isinstance(value, list) and len(value) == len(kind):
         for number, item in enumerate(value):
             _check(item, kind[number], f"{where}[{number}]")
         return
+
     if isinstance(kind, list) and isinstance(value, list) and len(value) <= MAX_ITEMS:
         for number, item in enumerate(value):
             _check(item, kind[0], f"{where}[{number}]")
         return
+
     if not _is_plain(value, kind):
         _refuse(value, where)
 
@@ -270,30 +274,27 @@ def evaluation_files(path: Path) -> dict[str, bytes]:
                 "measure that one alone: openquant eval NAME --source SOURCE --out eval.json",
             )
         digest = evaluation_digest(check_evaluation(value)).encode()
-        with Folder(path.parent) as folder:
-            picture = folder.read(EVAL_PICTURE, MAX_SMALL) if folder.is_file(EVAL_PICTURE) else None
+        picture_path = path.parent / EVAL_PICTURE
+        picture = read_small(picture_path, EVAL_PICTURE) if picture_path.is_file() else None
     return {EVAL_FILE: data} | ({EVAL_PICTURE: picture} if picture and digest in picture else {})
 
 
-def find_evaluation(checkpoint: Checkpoint, cached: bool = False) -> FoundEvaluation | None:
+def find_evaluation(checkpoint: Checkpoint) -> FoundEvaluation | None:
     """Find the evaluation in a model's directory.
 
     Args:
         checkpoint: the opened directory.
-        cached: whether it lies in the Hub's cache, whose files are links.
 
     Returns:
         The content of its eval.json, and the names of the files that belong to it; None if there is no eval.json.
 
     Raises:
-        SourceError: it is damaged, a link, or of another model or an earlier version of this one; or a shard cannot be
+        SourceError: it is damaged, or of another model or an earlier version of this one; or a shard cannot be
             read.
     """
-    with readable(), Folder(checkpoint.root) as folder:
-        if folder.stat(EVAL_FILE) is None:
+    with readable():
+        if not (checkpoint.root / EVAL_FILE).exists():
             return None
-        if not (cached or folder.is_file(EVAL_FILE)):
-            raise SourceError(f"{EVAL_FILE} is not a regular file", AGAIN)
         evaluation = read_evaluation(checkpoint.root)
         output = evaluation["output"]
         if not Fingerprint(checkpoint).matches(output["digest"], output.get("stamp", "")):
@@ -301,15 +302,15 @@ def find_evaluation(checkpoint: Checkpoint, cached: bool = False) -> FoundEvalua
                 f"{EVAL_FILE} is of another model, or of an earlier version of this one",
                 f"{AGAIN}; if you changed nothing, openquant verify --source MODEL --full finds what is damaged",
             )
-        shown = _shown(folder, evaluation)
+        shown = _shown(checkpoint.root, evaluation)
         return FoundEvaluation(evaluation, [EVAL_FILE, *(name for name, is_shown in shown.items() if is_shown)])
 
 
-def _shown(folder: Folder, evaluation: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether the page and the picture in a folder, if they are there, show an evaluation."""
+def _shown(root: Path, evaluation: Mapping[str, Any]) -> dict[str, bool]:
+    """Return whether the page and the picture in a directory, if they are there, show an evaluation."""
     digest = evaluation_digest(evaluation).encode()
-    present = [name for name in (EVAL_PAGE, EVAL_PICTURE) if folder.is_file(name)]
-    return {name: digest in (folder.read(name, MAX_SMALL) or b"") for name in present}
+    present = [name for name in (EVAL_PAGE, EVAL_PICTURE) if (root / name).is_file()]
+    return {name: digest in read_small(root / name, name) for name in present}
 
 
 def evaluation_notes(root: Path) -> list[str]:
@@ -324,10 +325,10 @@ def evaluation_notes(root: Path) -> list[str]:
     Raises:
         SourceError: a file cannot be read, or eval.json is damaged.
     """
-    with readable(), Folder(root) as folder:
-        if not folder.is_file(EVAL_FILE):
+    with readable():
+        if not (root / EVAL_FILE).is_file():
             command = f"openquant eval {shell_word(os.fspath(root))} --source SOURCE"
             return [f"no figures are added to the card: {command}, then push again"]
-        shown = _shown(folder, read_evaluation(root))
+        shown = _shown(root, read_evaluation(root))
     names = [name for name, is_shown in shown.items() if not is_shown]
     return [f"{name} is of another evaluation than {EVAL_FILE}, and is left out" for name in names]

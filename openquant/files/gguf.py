@@ -27,7 +27,8 @@ MAX_KEYS = 10_000
 # A vocabulary has at most a million tokens.
 MAX_ARRAY = 4_000_000
 # Chat templates are the longest strings, and tokens are short. Merges are found by cutting tokens everywhere.
-MAX_STRING, MAX_TOKEN = 1 << 20, 4096
+MAX_STRING = 1 << 20
+MAX_TOKEN = 4096
 # As safetensors has it (tensors.py). A vocabulary of 260,000 tokens with merges takes 12 MB.
 MAX_HEADER = 100_000_000
 # Numbers of an array that are kept: one for each layer.
@@ -36,7 +37,8 @@ MAX_ALIGNMENT = 1 << 20
 MAX_AXES = 4
 # Formats of metadata values by their type; 8 are strings and 9 arrays.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 
 
 class TensorType(Protocol):
@@ -105,9 +107,11 @@ def read_gguf_header(path: Path, name: str, types: Mapping[int, TensorType]) -> 
         num_tensors, num_keys = _read_start(cursor)
         metadata = _read_metadata(cursor, num_keys)
         entries = [_read_entry(cursor, types) for _ in range(num_tensors)]
+
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise SourceError(f"{name} has the impossible general.alignment {short_repr(alignment)}", DAMAGED)
+
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for tensor in entries:
@@ -118,6 +122,7 @@ def read_gguf_header(path: Path, name: str, types: Mapping[int, TensorType]) -> 
                 f"{name}: {tensor.name} starts at {tensor.offset}, which is no multiple of {alignment}", DAMAGED
             )
         tensors[tensor.name] = tensor._replace(offset=start + tensor.offset)
+
     end = start
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if tensor.offset < end:
@@ -132,7 +137,9 @@ class _Cursor:
     """Reads a file from its beginning, and hashes what was read."""
 
     def __init__(self, file: BufferedReader, size: int, name: str) -> None:
-        self.file, self.size, self.name = file, size, name
+        self.file = file
+        self.size = size
+        self.name = name
         self.position = 0
         self.digest = hashlib.sha256()
 
@@ -171,7 +178,10 @@ def _read_start(cursor: _Cursor) -> tuple[int, int]:
     """Return the numbers of tensors and metadata keys."""
     if cursor.size < 24 or cursor.take(4) != MAGIC:
         raise SourceError(f"{cursor.name} is no GGUF file", DAMAGED)
-    version, num_tensors, num_keys = cursor.number("I"), cursor.number("Q"), cursor.number("Q")
+    version = cursor.number("I")
+    num_tensors = cursor.number("Q")
+    num_keys = cursor.number("Q")
+
     if version in (2 << 24, 3 << 24):
         raise SourceError(f"{cursor.name} is big-endian", "take the little-endian file of the model")
     if version not in (2, 3):
@@ -204,7 +214,9 @@ def _read_value(cursor: _Cursor, key: str) -> Any:
         return cursor.string(key)
     if kind != _ARRAY:
         raise SourceError(f"{cursor.name}: {key} has the unknown type {kind}", DAMAGED)
-    kind, count = cursor.number("I"), cursor.number("Q")
+
+    kind = cursor.number("I")
+    count = cursor.number("Q")
     if count > MAX_ARRAY:
         raise SourceError(f"{cursor.name}: {key} claims {count:,} values", DAMAGED)
     if kind == _STRING:
@@ -213,6 +225,7 @@ def _read_value(cursor: _Cursor, key: str) -> Any:
         return count
     if kind not in _SCALARS:
         raise SourceError(f"{cursor.name}: {key} is an array of the type {kind}, which is not read", DAMAGED)
+
     data = cursor.take(count * struct.calcsize(f"<{_SCALARS[kind]}"))
     return list(struct.unpack(f"<{count}{_SCALARS[kind]}", data)) if count <= _MAX_KEPT else count
 
@@ -222,17 +235,21 @@ def _read_entry(cursor: _Cursor, types: Mapping[int, TensorType]) -> GgufTensor:
     tensor = cursor.string("a tensor's name")
     if not tensor.isprintable() or not TENSOR_NAME.fullmatch(tensor):
         raise SourceError(f"{cursor.name}: {short_repr(tensor)} is not a possible name of a tensor", DAMAGED)
+
     axes = cursor.number("I")
     if not 1 <= axes <= MAX_AXES:
         raise SourceError(f"{cursor.name}: {tensor} has {axes} axes (1 to {MAX_AXES} are allowed)", DAMAGED)
     # The axis whose elements lie side by side comes first.
     shape = tuple(cursor.number("Q") for _ in range(axes))[::-1]
-    type_id, offset = cursor.number("I"), cursor.number("Q")
+
+    type_id = cursor.number("I")
+    offset = cursor.number("Q")
     if type_id not in types:
         raise SourceError(
             f"{cursor.name}: {tensor} has the type {type_id}, which the installed gguf does not decode",
             "a newer gguf may know it: pip install -U gguf",
         )
+
     kind = types[type_id]
     if 0 in shape or shape[-1] % kind.block:
         raise SourceError(

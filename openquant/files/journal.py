@@ -1,7 +1,6 @@
 """The journal of a run, `.openquant.json` in its output directory, and the files that may lie beside it.
 
-The journal names the digest of the plan and all files that the run writes. Anybody may have written it: names that no
-run of ours would write are refused.
+The journal names the digest of the plan and all files that the run writes.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError
-from .folder import Folder, is_plain
-from .names import JOURNAL_FILE as JOURNAL
+from .model_files import JOURNAL_FILE as JOURNAL
 from .small_files import parse_json, read_small, similar_path
 
 WORK = ".openquant"
 LOCK = f"{WORK}/lock"
-# Directories in WORK: records of uploads; and streamed shards of the source, with the rank's number as suffix.
-PUSHED, SOURCE = "pushed", "source-"
+# Directory in WORK with the records of uploads.
+PUSHED = "pushed"
+# Directories in WORK with streamed shards of the source, with the rank's number as suffix.
+SOURCE = "source-"
 FORMAT = 1
 # Largest journal in bytes: enough for hundreds of thousands of files.
 MAX_JOURNAL = 64 << 20
@@ -89,36 +89,11 @@ def output_errors(path: Path | str, doing: str = "written") -> Iterator[None]:
         raise OutputError(f"{path} cannot be {doing}: {error.strerror or error}", hint) from error
 
 
-def read_journal(directory: Path, linked: bool = False) -> dict[str, Any] | None:
+def read_journal(directory: Path) -> dict[str, Any] | None:
     """Read the journal of an output directory, `.openquant.json`, which says what the run has written.
 
     Args:
         directory: the output directory.
-        linked: whether the journal may be a link, as all files in the Hub's cache are.
-
-    Returns:
-        The parsed journal: "digest" (of the plan), "done" (whether the run is finished), "files" (names of the files
-        that the run wrote), and more; None if there is none.
-
-    Raises:
-        OutputError: the directory or its journal cannot be read, or it is not a journal.
-    """
-    path = directory / JOURNAL
-    if linked and path.is_symlink():
-        with output_errors(path, "read"):
-            data = read_small(path, JOURNAL, MAX_JOURNAL)
-        return _parsed(data, path)
-    with output_errors(directory, "read"):
-        folder = Folder(directory)
-    with folder:
-        return journal_in(folder)
-
-
-def journal_in(folder: Folder) -> dict[str, Any] | None:
-    """Read the journal in an open directory, `.openquant.json`, which says what the run has written.
-
-    Args:
-        folder: the open output directory.
 
     Returns:
         The parsed journal: "digest" (of the plan), "done" (whether the run is finished), "files" (names of the files
@@ -127,39 +102,67 @@ def journal_in(folder: Folder) -> dict[str, Any] | None:
     Raises:
         OutputError: it cannot be read, or is not a journal.
     """
-    path = folder.path / JOURNAL
+    path = directory / JOURNAL
     with output_errors(path, "read"):
-        if folder.stat(JOURNAL) is None:
+        try:
+            journal = parse_json(read_small(path, JOURNAL, MAX_JOURNAL), JOURNAL)
+        except FileNotFoundError:
             return None
-        data = folder.read(JOURNAL, MAX_JOURNAL) if folder.is_file(JOURNAL) else None
-    return _parsed(data, path)
+        except SourceError:
+            journal = None
+
+    if not _is_journal(journal):
+        raise OutputError(f"{path} is not a journal that this version of openquant wrote", _DAMAGED)
+    return dict(journal)
 
 
-def _parsed(data: bytes | None, path: Path) -> dict[str, Any]:
+def _is_journal(journal: Any) -> bool:
+    """Return whether a JSON value is a journal of this version."""
     try:
-        journal = parse_json(data or b"", JOURNAL)
-        valid = (
+        return (
             journal["format"] == FORMAT
             and isinstance(journal["digest"], str)
             and isinstance(journal["done"], bool)
             and isinstance(journal["files"], list)
             and isinstance(journal.get("sources", {}), dict)
             and isinstance(journal.get("recipe", {}), dict)
+            and all(isinstance(name, str) for name in journal["files"])
             and all(isinstance(pattern, str) for pattern in journal.get("copy", []))
             and _has_facts(journal.get("weights"))
-            and all(_is_ours(name) for name in journal["files"])
         )
-    except (SourceError, TypeError, KeyError):
-        valid = False
-    if not valid:
-        raise OutputError(f"{path} is not a journal that this version of openquant wrote", _DAMAGED)
-    return dict(journal)
+    except (TypeError, KeyError):
+        return False
 
 
 def facts_in(journal: Mapping[str, Any]) -> WeightFacts | None:
     """Return what a journal records about weights; None if an earlier version wrote it, which recorded nothing."""
     facts = journal.get("weights")
     return None if facts is None else WeightFacts(**facts)
+
+
+def list_output(directory: Path) -> dict[str, os.stat_result]:
+    """Return what lies in an output directory.
+
+    Args:
+        directory: the output directory, which may itself be a link.
+
+    Returns:
+        Status of each file and folder, by path relative to the directory. Folders that cannot be read count as empty,
+        such as the lost+found of a disk.
+
+    Raises:
+        OutputError: a link lies in it, which could lead a write elsewhere; or it cannot be read.
+    """
+    found = {}
+    with output_errors(directory, "read"):
+        for folder, folders, files in os.walk(directory):
+            for name in sorted([*folders, *files]):
+                path = Path(folder, name)
+                status = path.lstat()
+                if stat.S_ISLNK(status.st_mode):
+                    raise OutputError(f"{path} is a link", "put the file itself there, or move the link away")
+                found[path.relative_to(directory).as_posix()] = status
+    return found
 
 
 def finished_files(directory: Path) -> tuple[str, set[str]]:
@@ -172,28 +175,20 @@ def finished_files(directory: Path) -> tuple[str, set[str]]:
         The plan's digest, hexadecimal, and the paths of all files that the run wrote, relative to the directory.
 
     Raises:
-        OutputError: the directory was not made by openquant, is not finished, or a file is missing or a link.
+        OutputError: the directory was not made by openquant, is not finished, has a link, or lacks a file.
     """
     if not directory.is_dir():
         sibling = None if directory.exists() else similar_path(directory)
         near = f"did you mean {sibling}? " if sibling else ""
         raise OutputError(f"{directory} is not a directory", f"{near}check the path")
-    with output_errors(directory, "read"):
-        folder = Folder(directory)
-    with folder:
-        journal = journal_in(folder)
-        if journal is None:
-            raise OutputError(f"{directory} was not made by openquant", "give a directory that compress wrote")
-        with output_errors(directory, "read"):
-            modes = {name: status.st_mode for name, status in folder.walk()}
-    for name, mode in modes.items():
-        if is_work(name) and not is_sound_work(name, mode):
-            raise OutputError(f"{directory / name} was not made by openquant", "move it away")
-    missing = sorted(name for name in journal["files"] if not stat.S_ISREG(modes.get(name, 0)))
+
+    found = list_output(directory)
+    journal = read_journal(directory)
+    if journal is None:
+        raise OutputError(f"{directory} was not made by openquant", "give a directory that compress wrote")
+
+    missing = sorted(name for name in journal["files"] if name not in found or not stat.S_ISREG(found[name].st_mode))
     if not journal["done"] or missing:
-        linked = [name for name in missing if stat.S_ISLNK(modes.get(name, 0))]
-        if linked:
-            raise OutputError(f"{directory / linked[0]} is a link", "put the file itself there")
         problem = f"lacks {missing[0]}" if journal["done"] else "is not finished"
         raise OutputError(
             f"{directory} {problem}", "run the command that made it again; with --push-only nothing is left to push"
@@ -212,15 +207,6 @@ def _has_facts(facts: object) -> bool:
         and isinstance(scales, dict)
         and all(type(scale) is float for scale in scales.values())
     )
-
-
-def _is_ours(name: object) -> bool:
-    """Return whether a name in a journal can be that of a file that a run wrote."""
-    if not is_plain(name):
-        return False
-    *folders, last = str(name).split("/")
-    # Files in subdirectories are copied, and files/model_files.py never chooses hidden directories.
-    return not any(folder.startswith(".") for folder in folders) and name != JOURNAL and last != WORK
 
 
 def short_name(name: str) -> str:
@@ -242,42 +228,3 @@ def is_work(name: str) -> bool:
         name: path relative to the output directory.
     """
     return name == WORK or name.startswith(f"{WORK}/")
-
-
-def is_sound_work(name: str, mode: int) -> bool:
-    """Return whether a run can have put such a file or directory into WORK, the directory of unfinished files.
-
-    Args:
-        name: WORK, or a path in it, relative to the output directory.
-        mode: `st_mode` of its `os.stat_result`.
-    """
-    _, *inner = name.split("/")
-    if not inner:
-        return stat.S_ISDIR(mode)
-    is_source = inner[0].startswith(SOURCE)
-    if len(inner) == 1 and (is_source or inner[0] == PUSHED):
-        return stat.S_ISDIR(mode)
-    # huggingface_hub keeps files of its own beside the shards that it downloads.
-    return stat.S_ISREG(mode) or (is_source and stat.S_ISDIR(mode))
-
-
-def _is_early(name: str, mode: int) -> bool:
-    """Return whether a name may be there before the journal is: WORK, the lock, or the journal half-written."""
-    if name == WORK:
-        return stat.S_ISDIR(mode)
-    partial = name.startswith(f"{WORK}/{short_name(JOURNAL)}.") and name.endswith(".partial")
-    return stat.S_ISREG(mode) and (name == LOCK or partial)
-
-
-def foreign_files(folder: Folder) -> Iterator[str]:
-    """Yield the files of a directory without a journal, except those of a run that died before it wrote the journal.
-
-    Args:
-        folder: the open directory.
-
-    Yields:
-        Paths relative to the directory.
-    """
-    for name, status in folder.walk():
-        if not stat.S_ISDIR(status.st_mode) and not _is_early(name, status.st_mode):
-            yield name

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import OutputError, SourceError
-from .destination import make_directory, write_atomic
-from .folder import Folder
+from .destination import write_atomic
 from .journal import output_errors
 from .shardfile import Bytes
 from .small_files import parse_json
@@ -53,7 +52,8 @@ class LayerStore:
     """
 
     def __init__(self, path: Path, run_digest: str) -> None:
-        self.path, self.run_digest = path, run_digest
+        self.path = path
+        self.run_digest = run_digest
 
     @property
     def pass_checkpoint(self) -> Path:
@@ -74,18 +74,19 @@ class LayerStore:
             SourceError: the header of a file with layers is damaged.
         """
         with output_errors(self.path):
-            make_directory(self.path)
-            with Folder(self.path) as folder:
-                foreign = [name for name in folder.names() if not _OURS.fullmatch(name) or not folder.is_file(name)]
-                if foreign:
-                    raise OutputError(
-                        f"{self.path / foreign[0]} was not made by openquant",
-                        "move it away, or choose another directory with -o",
-                    )
-                for name in folder.names():
-                    is_own_layer = name.endswith(".safetensors") and self._header(folder, name) is not None
-                    if not is_own_layer and not name.startswith(self.pass_checkpoint.name):
-                        folder.remove(name)
+            self.path.mkdir(parents=True, exist_ok=True)
+            paths = sorted(self.path.iterdir())
+            foreign = [path for path in paths if not _is_ours(path)]
+            if foreign:
+                raise OutputError(
+                    f"{foreign[0]} was not made by openquant",
+                    "move it away, or choose another directory with -o",
+                )
+
+            for path in paths:
+                is_own_layer = path.suffix == ".safetensors" and self._header(path) is not None
+                if not is_own_layer and not path.name.startswith(self.pass_checkpoint.name):
+                    path.unlink()
 
     def read(self, number: int) -> dict[Path, dict[TensorInfo, TensorPlace]]:
         """Return where the tensors of a decoder layer lie, for each of its files; their digests are checked.
@@ -110,11 +111,13 @@ class LayerStore:
             SourceError: a file is damaged.
         """
         places: dict[str, TensorPlace] = {}
-        with output_errors(self.path, "read"), Folder(self.path) as folder:
-            for name in sorted(folder.names()):
-                header = self._header(folder, name) if name.endswith(".safetensors") else None
-                for info, offset in () if header is None else header[1]:
-                    places[info.name] = TensorPlace(self.path / name, offset)
+        with output_errors(self.path, "read"):
+            for path in sorted(self.path.glob("*.safetensors")):
+                header = self._header(path)
+                if header is None:
+                    continue
+                for info, offset in header[1]:
+                    places[info.name] = TensorPlace(path, offset)
         return places
 
     def _paths(self, number: int) -> list[Path]:
@@ -125,13 +128,14 @@ class LayerStore:
 
     def _read(self, path: Path) -> dict[TensorInfo, TensorPlace] | None:
         """Return where the tensors of a file lie; None if it is another run's."""
-        with output_errors(path, "read"), Folder(self.path) as folder:
-            header = self._header(folder, path.name)
+        with output_errors(path, "read"):
+            header = self._header(path)
             if header is None:
                 return None
+
             expected_digest, tensors = header
             digest = self._digest([info for info, _ in tensors])
-            with os.fdopen(folder.open(path.name, os.O_RDONLY), "rb") as file:
+            with path.open("rb") as file:
                 file.seek(tensors[0][1] if tensors else 0, os.SEEK_SET if tensors else os.SEEK_END)
                 while data := file.read(_PIECE):
                     digest.update(data)
@@ -176,33 +180,35 @@ class LayerStore:
 
     def remove(self) -> None:
         """Remove all files of runs, and the directory if it is then empty."""
-        with suppress(OSError), Folder(self.path) as folder:
-            for name in folder.names():
-                if _OURS.fullmatch(name) and folder.is_file(name):
-                    folder.remove(name)
         with suppress(OSError):
+            for path in self.path.iterdir():
+                if _is_ours(path):
+                    path.unlink()
             self.path.rmdir()
 
-    def _header(self, folder: Folder, name: str) -> tuple[str, list[tuple[TensorInfo, int]]] | None:
+    def _header(self, path: Path) -> tuple[str, list[tuple[TensorInfo, int]]] | None:
         """Return the digest in a file's header, and its tensors with their offsets; None if it is another run's."""
-        handle = folder.open(name, os.O_RDONLY)
-        with os.fdopen(handle, "rb") as file:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise damaged_file(self.path / name)
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
 
             def read(offset: int, length: int) -> bytes:
                 file.seek(offset)
                 return file.read(length)
 
             try:
-                _, tensors = read_header(read, status.st_size, str(self.path / name))
+                _, tensors = read_header(read, size, str(path))
                 header: dict[str, Any] = json.loads(read(8, int.from_bytes(read(0, 8), "little")))
-                facts = parse_json(header["__metadata__"][_KIND].encode(), name)
-                run_digest, digest = facts["about"], facts["sha256"]
+                facts = parse_json(header["__metadata__"][_KIND].encode(), path.name)
+                run_digest = facts["about"]
+                digest = facts["sha256"]
             except (SourceError, ValueError, LookupError, TypeError, AttributeError):
-                raise damaged_file(self.path / name) from None
+                raise damaged_file(path) from None
         return (str(digest), tensors) if run_digest == self.run_digest else None
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a path can be that of a file that a run wrote."""
+    return _OURS.fullmatch(path.name) is not None and path.is_file() and not path.is_symlink()
 
 
 def damaged_file(path: Path) -> SourceError:

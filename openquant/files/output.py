@@ -1,28 +1,118 @@
-"""An output directory, held open: how its files get their final names.
+"""The output directory of a run: whose it is, what an earlier run has finished, and how its files get their names.
+
+    with Claim(Path("out"), contents, overwrite=False) as claim:
+        claim.directory.write("config.json", data)
+        claim.finish()
 
 Files are written in `.openquant/`, and renamed when they are complete and on disk. So a file under its final name is
-finished, even if the process or the machine died. claim.py says whose the directory is and what is finished in it.
+finished, even if the process or the machine died.
 
-Somebody else may have put files into an output: links in place of our files are refused (folder.py).
+The journal, `.openquant.json`, names the plan's digest and all files that the run writes. A run with the same digest
+continues; others are refused. A finished directory keeps the journal, and `.openquant/` is removed.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ..errors import OutputError
-from .folder import Folder
-from .journal import ELSEWHERE, SOURCE, WORK, journal_in, output_errors, short_name
-from .names import JOURNAL_FILE as JOURNAL
+from .destination import existing_parent, require_space
+from .journal import (
+    ELSEWHERE,
+    FORMAT,
+    LOCK,
+    PUSHED,
+    SOURCE,
+    WORK,
+    Provenance,
+    WeightFacts,
+    is_work,
+    list_output,
+    output_errors,
+    read_journal,
+    short_name,
+)
+from .model_files import EVALUATION_FILES
+from .model_files import JOURNAL_FILE as JOURNAL
 from .small_files import open_regular
 
 REPLACE = "choose another directory with -o, or replace that output with --overwrite"
+_MOVE = "move it away, or choose another directory with -o"
+
+# What lies in an output directory, by path relative to it.
+_Found = dict[str, os.stat_result]
+
+
+@dataclass(frozen=True)
+class OutputContents:
+    """The files that a run will write to its output directory.
+
+    Attributes:
+        digest: digest of the plan.
+        shards: bytes of tensors in each shard, by file name; the file also has a header.
+        others: size of each other file in bytes, by path relative to the directory.
+        provenance: options, for the journal.
+        facts: what the run does to weights, for the journal.
+        at_once: number of shards on disk at a time; None for all.
+        scratch: bytes of temporary files.
+    """
+
+    digest: str
+    shards: Mapping[str, int]
+    others: Mapping[str, int]
+    provenance: Provenance = field(default_factory=Provenance)
+    facts: WeightFacts = field(default_factory=WeightFacts)
+    at_once: int | None = None
+    scratch: int = 0
+
+    @cached_property
+    def files(self) -> dict[str, int]:
+        """Size of each file in bytes, by name; of shards only their tensors."""
+        return {**self.others, **self.shards}
+
+    def needed(self, missing: Sequence[str], fetched: int) -> int:
+        """Return the bytes of disk that a run still needs, temporary files included.
+
+        Args:
+            missing: names of the files that are not written yet.
+            fetched: bytes of temporary files that are already there.
+        """
+        shards = sorted((self.files[name] for name in missing if name in self.shards), reverse=True)
+        needed = sum(self.files[name] for name in missing if name not in self.shards)
+        return needed + sum(shards[: self.at_once]) + (max(0, self.scratch - fetched) if shards else 0)
+
+    def journal(self, sources: Mapping[str, object], done: bool) -> bytes:
+        """Return the bytes of the run's journal.
+
+        Args:
+            sources: stamp or digest of each file of the source, by name.
+            done: whether all files are written.
+        """
+        record: dict[str, object] = {
+            "format": FORMAT,
+            "digest": self.digest,
+            "done": done,
+            "files": sorted(self.files),
+            "sources": dict(sorted(sources.items())),
+            "weights": {**self.facts._asdict(), "static_scales": dict(self.facts.static_scales)},
+        }
+        if self.provenance.recipe is not None:
+            record["recipe"] = self.provenance.recipe
+        if self.provenance.copy:
+            record["copy"] = list(self.provenance.copy)
+        return (json.dumps(record, indent=1) + "\n").encode()
 
 
 class OutputDirectory:
@@ -30,40 +120,16 @@ class OutputDirectory:
 
     Args:
         path: the directory.
-        digest: digest of the run's plan.
     """
 
-    def __init__(self, path: Path, digest: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.digest = digest
         # In names of unfinished files, because ranks of a dead run may still write while the next run does.
         self._process = secrets.token_hex(4)
-        self._folder: Folder | None = None
-        # Inode and ctime of the journal when it last had this run's digest.
-        self._checked_journal: tuple[int, int] | None = None
 
-    def open(self) -> None:
-        """Open the directory, until `close`.
-
-        Raises:
-            OSError: it is not a directory, or cannot be opened.
-        """
-        self._folder = Folder(self.path)
-
-    def close(self) -> None:
-        """Close the directory, if it is open."""
-        if self._folder is not None:
-            self._folder.close()
-
-    @property
-    def folder(self) -> Folder:
-        """The open directory."""
-        assert self._folder is not None, "not claimed"
-        return self._folder
-
-    def partial(self, name: str) -> str:
-        """Return the name under which this process writes a file until it is finished, relative to the directory."""
-        return f"{WORK}/{short_name(name)}.{self._process}.partial"
+    def partial(self, name: str) -> Path:
+        """Return the path under which this process writes a file until it is finished."""
+        return self.path / WORK / f"{short_name(name)}.{self._process}.partial"
 
     def make_scratch(self, rank: int) -> Path:
         """Make a directory for source shards that a rank downloads, converts and removes. Returns its path.
@@ -71,49 +137,43 @@ class OutputDirectory:
         Raises:
             OutputError: it cannot be made.
         """
-        name = f"{WORK}/{SOURCE}{rank}"
-        with output_errors(self.path / name):
-            self.folder.make(name)
-        return self.path / name
+        path = self.path / WORK / f"{SOURCE}{rank}"
+        with output_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        return path
 
     def publish(self, name: str) -> None:
-        """Give a finished file its final name. Its bytes must be on disk, under the name that `partial` returns.
+        """Give a finished file its final name. Its bytes must be on disk, under the path that `partial` returns.
 
         Raises:
-            OutputError: another run has claimed the directory since, or the file cannot be renamed.
+            OutputError: the file cannot be renamed.
         """
         target = self.path / name
         with output_errors(target):
-            status = None if name == JOURNAL else self.folder.stat(JOURNAL)
-        # A journal is only replaced, never changed. Reading it for each of thousands of files would take minutes.
-        identity = status and (status.st_ino, status.st_ctime_ns)
-        if identity is not None and identity != self._checked_journal:
-            journal = journal_in(self.folder)
-            if journal is not None and journal["digest"] != self.digest:
-                raise OutputError(
-                    f"{target} was not finished: another run has claimed {self.path}",
-                    "let one run at a time write there",
-                )
-            self._checked_journal = identity
-        with output_errors(target):
-            self.folder.rename(self.partial(name), name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(self.partial(name), target)
+
+            # The new name is on disk when its directory is.
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[BinaryIO]:
         """Open a file for writing; it gets its final name when the `with` block ends and its bytes are on disk."""
-        with output_errors(self.path / name):
-            handle = self.folder.open(self.partial(name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            with os.fdopen(handle, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
+        with output_errors(self.path / name), self.partial(name).open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         self.publish(name)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, whole or not at all; an existing one is replaced.
 
         Raises:
-            OutputError: it cannot be written, or another run has claimed the directory since.
+            OutputError: it cannot be written.
         """
         with self._writing(name) as file:
             file.write(data)
@@ -126,7 +186,7 @@ class OutputDirectory:
             name: its new name, relative to the directory.
 
         Raises:
-            OutputError: it cannot be read or written, or another run has claimed the directory since.
+            OutputError: it cannot be read or written.
             SourceError: it is not a regular file.
         """
         try:
@@ -137,6 +197,395 @@ class OutputDirectory:
             ) from None
         with reader, self._writing(name) as writer:
             shutil.copyfileobj(reader, writer, 1 << 20)
+
+
+class Claim:
+    """A run's claim on its output directory; a context manager that holds the lock.
+
+    At its end the directory's unfinished files are removed, and the directory itself if the run has made it and
+    finished nothing.
+
+    Args:
+        path: the directory; made if missing.
+        contents: the files that the run will write.
+        overwrite: whether to remove the output of an earlier run.
+        elsewhere: returns names of shards that are finished but no longer in the directory, because they are uploaded.
+        sources: returns the digest, or the stamp (size and times), of each file of the source. A stamp may change
+            although the bytes are the same.
+
+    Attributes:
+        directory: the output directory.
+        contents: the files that the run will write.
+        resumed: whether the work of an earlier run is continued, or is already complete.
+        complete: whether an earlier run finished and all its files are still there. Then nothing is locked or written,
+            unless `changed_sources` is not empty.
+        changed_sources: files of the source whose digest or stamp differs from the earlier run's journal.
+
+    Raises:
+        OutputError: while entering: the directory has other files or the output of another run, another run is writing
+            there, it cannot be written, or its disk has too little room.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        contents: OutputContents,
+        overwrite: bool,
+        elsewhere: Callable[[], Set[str]] = frozenset,
+        sources: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        self.directory = OutputDirectory(path)
+        self.contents = contents
+        self.resumed = False
+        self.complete = False
+        self.changed_sources: Set[str] = frozenset()
+        self._path = path
+        self._overwrite = overwrite
+        self._find_elsewhere = elsewhere
+        self._elsewhere: Set[str] = frozenset()
+        self._find_sources = sources
+        self._lock: _Lock | None = None
+        self._created = False
+
+    @cached_property
+    def sources(self) -> Mapping[str, object]:
+        """Digest or stamp of each file of the source, by name; found at first use, which may take long."""
+        return self._find_sources()
+
+    def __enter__(self) -> Claim:
+        try:
+            self._enter()
+        except BaseException:
+            self._unlock()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._unlock()
+
+    def _enter(self) -> None:
+        """Claim the directory, unless an earlier run has finished it."""
+        path = self._path
+        self._created = not _exists(path)
+        if not self._created and self._is_complete(*self._inspect()):
+            return
+
+        with output_errors(path):
+            (path / WORK).mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+
+        # Another run may have finished or begun between the first look and the lock.
+        journal, found = self._inspect()
+        if self._is_complete(journal, found):
+            return
+        with output_errors(path / WORK, "removed"):
+            _sweep(path)
+
+        needed, freed = self._needed(journal, found)
+        require_space([(path, needed)], freed)
+        if journal and self._overwrite:
+            _discard(path, journal, found)
+            self._elsewhere = frozenset()
+            journal = None
+        self.resumed = journal is not None or bool(self._elsewhere)
+        if journal is None:
+            self._write_journal(done=False)
+
+    def is_finished(self, name: str) -> bool:
+        """Return whether a file of the claimed directory is finished.
+
+        It is if it has its final name and, as a shard, the size that its header and the plan say; other files, which
+        people change, only must not be empty. A shard that is uploaded counts as finished too (`elsewhere`).
+
+        Args:
+            name: path of the file, relative to the directory.
+        """
+        if name in self._elsewhere:
+            return True
+        path = self._path / name
+        if not path.is_file():
+            return False
+
+        size = path.stat().st_size
+        tensors = self.contents.shards.get(name)
+        if tensors is None:
+            return size > 0 or not self.contents.others.get(name)
+
+        # A safetensors file: the header's length in eight bytes, the header, the tensors.
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        return size == 8 + header + tensors
+
+    def finish(self) -> None:
+        """Record in the journal that all files are written, and remove downloaded source shards."""
+        with output_errors(self._path / WORK, "removed"):
+            for scratch in (self._path / WORK).glob(f"{SOURCE}*"):
+                shutil.rmtree(scratch)
+        self._write_journal(done=True)
+
+    def renew(self) -> None:
+        """Record the current stamps of the source, once finished shards are known to be what it gives."""
+        journal = read_journal(self._path)
+        self._write_journal(done=journal is not None and journal["done"])
+        self.changed_sources = frozenset()
+
+    def _write_journal(self, done: bool) -> None:
+        self.directory.write(JOURNAL, self.contents.journal(self.sources, done))
+
+    def missing_bytes(self, final: bool) -> int:
+        """Return the bytes of disk that the run still needs, less those that it frees first. Nothing is written.
+
+        Args:
+            final: whether the plan's digest is final. Before a calibration it is not, and options are compared instead.
+
+        Raises:
+            OutputError: the directory could not be claimed: it is not an output, is that of another run, or cannot be
+                written to.
+        """
+        exists = _exists(self._path)
+        _require_writable(self._path)
+        if not self._overwrite:
+            self._elsewhere = self._find_elsewhere()
+        if not exists:
+            return self.contents.needed([name for name in self.contents.files if name not in self._elsewhere], 0)
+
+        journal, found = self._read_earlier()
+        begun = bool(self._elsewhere) or any(not is_work(name) for name in found)
+        if journal and begun and not self._overwrite:
+            is_another = journal["digest"] != self.contents.digest if final else self._has_other_options(journal)
+            if is_another:
+                raise _another_run(self._path)
+        needed, freed = self._needed(journal, found)
+        return max(0, needed - freed)
+
+    def _has_other_options(self, journal: Mapping[str, Any]) -> bool:
+        """Return whether a journal records other options than those of this run."""
+        earlier = (journal.get("recipe") or {}).get("options")
+        return earlier is not None and earlier != (self.contents.provenance.recipe or {}).get("options")
+
+    def _is_complete(self, journal: dict[str, Any] | None, found: _Found) -> bool:
+        """Return whether nothing is left to do: an earlier run of this source finished, and all its files are there."""
+        done = journal is not None and journal["done"] and not self._overwrite
+        self.complete = done and all(self.is_finished(name) for name in self.contents.files)
+        if not self.complete:
+            return False
+
+        self.resumed = True
+        # Clean up after a run that was killed at its very end, unless the directory is read-only.
+        if self._lock is None and WORK in found:
+            with suppress(OutputError):
+                self._take_lock()
+                self._unlock()
+        return not self.changed_sources
+
+    def _read_earlier(self) -> tuple[dict[str, Any] | None, _Found]:
+        """Read what an earlier run left in the directory.
+
+        Returns:
+            The journal, None for a new directory; and all other files and folders.
+
+        Raises:
+            OutputError: files of somebody else, or links, lie there.
+        """
+        path = self._path
+        found = list_output(path)
+        found.pop(JOURNAL, None)
+        journal = read_journal(path)
+        if journal is None:
+            files = [name for name, status in found.items() if not stat.S_ISDIR(status.st_mode)]
+            foreign = [name for name in files if not _is_early(name)]
+            if foreign:
+                raise OutputError(
+                    f"{path} is not empty and was not made by openquant: it holds {min(foreign)}",
+                    "choose another directory with -o, or empty this one yourself",
+                )
+            return None, {}
+
+        # An evaluation of the earlier output is removed with it.
+        ours = {*journal["files"], *EVALUATION_FILES}
+        written = ours.union(self.contents.files)
+        for name, status in sorted(found.items()):
+            is_file = stat.S_ISREG(status.st_mode)
+            if is_file and name in ours:
+                continue
+            # Engines load all weights that lie in a directory.
+            is_weights = self._overwrite and is_file and name.endswith((".safetensors", ".index.json"))
+            if name in written or (is_weights and not is_work(name)):
+                raise OutputError(f"{path / name} was not made by openquant and will not be overwritten", _MOVE)
+        return journal, found
+
+    def _inspect(self) -> tuple[dict[str, Any] | None, _Found]:
+        """Return the journal of an earlier run that is continued or overwritten, None for a new directory; and all
+        other files and folders.
+
+        Raises:
+            OutputError: the directory has other files, or the output of another run.
+        """
+        journal, found = self._read_earlier()
+        if journal is None:
+            # Another machine may have uploaded shards.
+            self._elsewhere = frozenset() if self._overwrite else self._find_elsewhere()
+            return None, found
+
+        if not self._overwrite:
+            recorded = journal.get("sources", {})
+            self.changed_sources = {name for name, stamp in self.sources.items() if recorded.get(name) != stamp}
+        # Uploaded shards cannot be compared with a changed source. Their records lie in this directory.
+        self._elsewhere = frozenset() if self.changed_sources else self._find_elsewhere()
+
+        present = {name for name, status in found.items() if not stat.S_ISDIR(status.st_mode) and not is_work(name)}
+        if not present and not self._elsewhere:
+            return None, found
+        if self._overwrite:
+            return journal, found
+
+        if journal["digest"] != self.contents.digest:
+            raise _another_run(self._path)
+        foreign = present - {*journal["files"], *EVALUATION_FILES}
+        if foreign and not journal["done"]:
+            raise OutputError(f"{self._path} holds {min(foreign)}, which this run did not write", _MOVE)
+        return journal, found
+
+    def _needed(self, journal: dict[str, Any] | None, found: _Found) -> tuple[int, int]:
+        """Return the bytes of disk that are still needed, and the bytes that removing earlier files frees.
+
+        Args:
+            journal: the journal of an earlier run; with `overwrite` its files are removed.
+            found: what lies in the directory.
+        """
+        discarded = journal["files"] if journal and self._overwrite else ()
+        freed = {name: found[name].st_size for name in discarded if name in found}
+        with output_errors(self._path, "examined"):
+            missing = [name for name in self.contents.files if name in freed or not self.is_finished(name)]
+
+        scratch = f"{WORK}/{SOURCE}"
+        fetched = sum(status.st_blocks * 512 for name, status in found.items() if name.startswith(scratch))
+        return self.contents.needed(missing, fetched), sum(freed.values())
+
+    def _take_lock(self) -> None:
+        with output_errors(self._path / LOCK):
+            self._lock = lock = _Lock(self._path)
+            if lock.take():
+                return
+        # The unfinished files are those of the run that has the lock.
+        self._lock = None
+        lock.release()
+        raise OutputError(f"another run is writing to {self._path}", "wait for it, or choose another directory with -o")
+
+    def _unlock(self) -> None:
+        """Remove unfinished files, and all traces of a run that wrote nothing; release the lock."""
+        path = self._path
+        if self._lock is None:
+            return
+        with suppress(OSError):
+            _sweep(path)
+            (path / LOCK).unlink()
+            # Fails if another run has just put its lock there.
+            (path / WORK).rmdir()
+            if self._created and set(os.listdir(path)) <= {JOURNAL}:
+                (path / JOURNAL).unlink(missing_ok=True)
+                path.rmdir()
+        self._lock.release()
+        self._lock = None
+
+
+class _Lock:
+    """The lock of an output directory. One run at a time holds it, until it releases it or its process ends.
+
+    Args:
+        directory: the output directory, in which WORK exists.
+
+    Raises:
+        OSError: the lock file cannot be opened.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._handle = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def take(self) -> bool:
+        """Take the lock unless another run holds it. Returns whether this run holds it.
+
+        Raises:
+            OutputError: the file system has no locks.
+        """
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise OutputError(
+                f"{self.directory} cannot be locked: {error.strerror}: its file system does not let programs lock "
+                "files",
+                "mount it with locks (Lustre: its option flock), or choose another disk with -o",
+            ) from None
+
+        # A run that finished meanwhile may have removed the file that we locked.
+        try:
+            return os.path.samestat(os.fstat(self._handle), (self.directory / LOCK).stat())
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Release the lock."""
+        os.close(self._handle)
+
+
+def _exists(path: Path) -> bool:
+    """Return whether an output directory exists.
+
+    Raises:
+        OutputError: it is not a directory.
+    """
+    with output_errors(path, "read"):
+        if path.is_dir():
+            return True
+        if path.exists() or path.is_symlink():
+            raise OutputError(f"{path} exists and is not a directory", ELSEWHERE)
+    return False
+
+
+def _require_writable(path: Path) -> None:
+    """Refuse an output directory that may be missing, and where nothing can be written."""
+    with output_errors(path):
+        parent = existing_parent(path)
+        if not parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _another_run(path: Path) -> OutputError:
+    return OutputError(
+        f"{path} holds the output of another run: other options, another source or another version",
+        f"{REPLACE}; --recipe {path / JOURNAL} takes its options, which helps if the source has not changed",
+    )
+
+
+def _is_early(name: str) -> bool:
+    """Return whether a name may be there before the journal is: WORK, the lock, or the journal half-written."""
+    return name in (WORK, LOCK) or (name.startswith(f"{WORK}/{short_name(JOURNAL)}.") and name.endswith(".partial"))
+
+
+def _discard(path: Path, journal: Mapping[str, Any], found: _Found) -> None:
+    """Remove the output of an earlier run: config.json first, so that it is no model any more, the journal last."""
+    records = path / WORK / PUSHED
+    with output_errors(records, "removed"):
+        if records.exists():
+            shutil.rmtree(records)
+
+    names = sorted(journal["files"], key=lambda name: (name != "config.json", not name.endswith(".json"), name))
+    for name in [*names, *EVALUATION_FILES, JOURNAL]:
+        # Only what lies in the directory, whatever a journal names.
+        if name in found or name == JOURNAL:
+            with output_errors(path / name, "removed"):
+                (path / name).unlink(missing_ok=True)
+
+
+def _sweep(path: Path) -> None:
+    """Remove the unfinished files of an interrupted run."""
+    for partial in (path / WORK).glob("*.partial"):
+        partial.unlink(missing_ok=True)
 
 
 def refuse_root(output: Path) -> None:
@@ -164,7 +613,8 @@ def refuse_overlap(source: Path, output: Path) -> None:
     Raises:
         OutputError: it is refused.
     """
-    output_path, source_path = Path(os.path.realpath(output)), Path(os.path.realpath(source))
+    output_path = Path(os.path.realpath(output))
+    source_path = Path(os.path.realpath(source))
     if output_path == source_path:
         where = "is the source itself"
     elif source_path in output_path.parents:

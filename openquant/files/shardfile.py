@@ -8,7 +8,6 @@ two kinds never touch the same block.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable
@@ -72,8 +71,7 @@ class SourceFile:
 
     def __enter__(self) -> SourceFile:
         try:
-            # Without O_NONBLOCK, opening a pipe that was put here meanwhile would wait for its other end.
-            self.handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.handle = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise SourceError(
                 f"{self.shard} cannot be read: {error.strerror}", "the source changed while it was being read"
@@ -153,11 +151,11 @@ class ShardFile:
         """
         partial = self.output.partial(self.name)
         with output_errors(self.path):
-            self._handle = self.output.folder.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            self._handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
             os.ftruncate(self._handle, self.size)
             _write_all(self._handle, memoryview(self.header), 0)
         try:
-            self._direct = self.output.folder.open(partial, os.O_WRONLY | os.O_DIRECT)
+            self._direct = os.open(partial, os.O_WRONLY | os.O_DIRECT)
         except (AttributeError, OSError):
             self._direct = -1  # this system or file system has no such mode
 
@@ -171,21 +169,25 @@ class ShardFile:
             offset: bytes from the start of the file.
 
         Raises:
-            OutputError: the disk is full or fails, or another run has claimed the directory.
+            OutputError: the disk is full or fails.
             Exception: what `check` and `on_published` raise, in the write that completes the file.
         """
         view = data.reshape(-1).view(np.uint8)
         with output_errors(self.path):
             start, end = self._write_direct(view, offset)
+
+            # The edges share a disk block with a neighbour: large ones are written now, small ones with others.
             edges = [(view[:start], offset), (view[end:], offset + end)]
             for edge, edge_offset in edges:
                 if edge.nbytes >= DIRECT_FROM:
                     _write_all(self._handle, edge.data, edge_offset)
+
             with self._lock:
                 for edge, edge_offset in edges:
                     if 0 < edge.nbytes < DIRECT_FROM:
                         self._pending[edge_offset] = edge.tobytes()
                         self._pending_bytes += edge.nbytes
+
                 self._left -= view.nbytes
                 complete = self._left == 0
                 if complete or self._pending_bytes >= PENDING_LIMIT:
@@ -207,11 +209,13 @@ class ShardFile:
 
     def _write_pending(self) -> None:
         """Write the collected small writes, adjacent ones together."""
-        start, run = 0, bytearray()
+        start = 0
+        run = bytearray()
         for offset in sorted(self._pending):
             if offset != start + len(run):
                 _write_all(self._handle, memoryview(run), start)
-                start, run = offset, bytearray()
+                start = offset
+                run = bytearray()
             run += self._pending[offset]
         _write_all(self._handle, memoryview(run), start)
         self._pending.clear()
@@ -221,12 +225,7 @@ class ShardFile:
         with output_errors(self.path):
             os.fsync(self._handle)
         self.close()
-        partial = self.output.partial(self.name)
-        with output_errors(self.path):
-            # Another run that took this one for dead removes its files.
-            if not self.output.folder.is_file(partial):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        self.check(self.output.path / partial)
+        self.check(self.output.partial(self.name))
         self.output.publish(self.name)
         self.on_published(self.name)
 
@@ -278,7 +277,7 @@ class FinishedShard:
             OutputError: the file cannot be read.
         """
         with output_errors(self.path, "read"):
-            self._handle = self.output.folder.open(self.name, os.O_RDONLY)
+            self._handle = os.open(self.path, os.O_RDONLY)
             size = os.fstat(self._handle).st_size
         if size != self.size:
             self._refuse()

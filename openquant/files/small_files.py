@@ -36,7 +36,8 @@ _PIECE = 1 << 22
 _MAX_SHOWN = 100
 
 # How a pointer of git-lfs begins, and the bytes that one has at most (docs/spec.md of git-lfs).
-_POINTER, MAX_POINTER = b"version https://git-lfs.github.com/spec/", 1023
+_POINTER = b"version https://git-lfs.github.com/spec/"
+MAX_POINTER = 1023
 
 _DAMAGED = "download or copy it again"
 
@@ -70,6 +71,7 @@ def open_regular(path: Path, what: str, hint: str = _DAMAGED, *, links: bool = T
     except ValueError:
         # A null byte or half of a surrogate pair, which names from JSON may have.
         raise SourceError(f"{what} is no name that a file can have", "give the name of a file") from None
+
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise SourceError(f"{what} is not a regular file", hint)
@@ -88,7 +90,8 @@ def file_sha256(path: Path, what: str) -> str:
         OSError: it is missing or cannot be read. Callers convert it with `readable()` or `output_errors()`.
     """
     # hashlib.file_digest is not in Python 3.10.
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    digest = hashlib.sha256()
+    piece = memoryview(bytearray(_PIECE))
     with open_regular(path, what) as file:
         while count := os.readv(file.fileno(), [piece]):
             digest.update(piece[:count])
@@ -123,7 +126,8 @@ def read_small(path: Path, what: str, limit: int = MAX_SMALL) -> bytes:
     """
     with open_regular(path, what) as file:
         # In pieces, because a file may grow or claim a size of zero, and Python allocates all that is asked for.
-        parts, left = [], 0 if os.fstat(file.fileno()).st_size > limit else limit + 1
+        parts = []
+        left = 0 if os.fstat(file.fileno()).st_size > limit else limit + 1
         while left and (part := file.read(min(left, 1 << 20))):
             parts.append(part)
             left -= len(part)
@@ -152,13 +156,16 @@ def parse_json(data: bytes, what: str) -> Any:
             f"{what} begins with a byte-order mark, which engines do not read",
             "save it again as UTF-8 without a mark",
         )
+
     if data.count(b",") > MAX_VALUES:
         raise SourceError(f"{what} holds more than {MAX_VALUES:,} values", _DAMAGED)
     try:
         value = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{what} is not valid JSON: {error}", _DAMAGED) from None
-    level, depth = [value], 0
+
+    level = [value]
+    depth = 0
     while level := [inner for outer in level for inner in _contents(outer) if isinstance(inner, (dict, list))]:
         depth += 1
         if depth >= MAX_DEPTH:

@@ -88,42 +88,12 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
     Raises:
         SourceError: the file is not a complete, consistent safetensors file.
     """
-    if size < 8:
-        raise SourceError(f"{name} is {size} bytes long, too short for a safetensors file", DAMAGED)
-    refuse_pointer(read(0, min(size, 64)), name)
-    size_of_header = read(0, 8)
-    length = int.from_bytes(size_of_header, "little")
-    if size_of_header.lstrip()[:5].lower() in (b"<!doc", b"<html"):
-        raise SourceError(
-            f"{name} is a web page, not the file itself",
-            "download it again: the address that it came from may need a login",
-        )
-    if length > MAX_HEADER or length < 2:
-        raise SourceError(f"{name} claims a header of {length} bytes (2 to {MAX_HEADER} are allowed)", DAMAGED)
-    if 8 + length > size:
-        raise SourceError(f"{name} is truncated: its header ends at byte {8 + length} of {size}", DAMAGED)
-    text = read(8, length)
-    # Bounds the time of parsing: an entry has four colons and, with three axes, six commas.
-    if text.count(b":") > 4 * MAX_TENSORS or text.count(b",") > 8 * MAX_TENSORS:
-        raise SourceError(f"{name} has a header for more than {MAX_TENSORS:,} tensors", DAMAGED)
-    try:
-        # Decoded first, because json accepts UTF-16 and a byte-order mark in bytes, and no other reader does.
-        header = json.loads(text.decode())
-        # The slow search for repeated names runs only if the counts differ: without repetition they are equal.
-        if isinstance(header, dict) and text.count(b'"data_offsets"') != len(header.keys() - {"__metadata__"}):
-            json.loads(text.decode(), object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{name} has a broken header: {error}", DAMAGED) from None
-    if not isinstance(header, dict):
-        raise SourceError(f"{name} has a header that is not a JSON object", DAMAGED)
-    metadata = header.pop("__metadata__", None)
-    if metadata is not None and not (
-        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    ):
-        raise SourceError(f"{name} has a __metadata__ that does not map names to strings", DAMAGED)
+    text = _read_header_text(read, size, name)
     checked: dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]] = {}
-    entries = sorted(_parse_entry(name, tensor, entry, checked) for tensor, entry in header.items())
-    start = 8 + length
+    entries = sorted(_parse_entry(name, tensor, entry, checked) for tensor, entry in _parse_header(text, name).items())
+
+    # Tensors must fill the file without a hole.
+    start = 8 + len(text)
     expected = 0
     tensors = []
     for begin, end, nbytes, info in entries:
@@ -135,10 +105,58 @@ def read_header(read: Callable[[int, int], bytes], size: int, name: str) -> tupl
             raise SourceError(f"{name}: {info.name} spans {end - begin} bytes, {needed}", DAMAGED)
         tensors.append((info, start + begin))
         expected = end
+
     if start + expected != size:
         problem = "truncated" if start + expected > size else "followed by bytes that no tensor owns"
         raise SourceError(f"{name} is {problem}: it has {size} bytes, its header says {start + expected}", DAMAGED)
     return hashlib.sha256(text).hexdigest(), tensors
+
+
+def _read_header_text(read: Callable[[int, int], bytes], size: int, name: str) -> bytes:
+    """Return the JSON of a header."""
+    if size < 8:
+        raise SourceError(f"{name} is {size} bytes long, too short for a safetensors file", DAMAGED)
+    refuse_pointer(read(0, min(size, 64)), name)
+
+    size_of_header = read(0, 8)
+    length = int.from_bytes(size_of_header, "little")
+    if size_of_header.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        raise SourceError(
+            f"{name} is a web page, not the file itself",
+            "download it again: the address that it came from may need a login",
+        )
+
+    if length > MAX_HEADER or length < 2:
+        raise SourceError(f"{name} claims a header of {length} bytes (2 to {MAX_HEADER} are allowed)", DAMAGED)
+    if 8 + length > size:
+        raise SourceError(f"{name} is truncated: its header ends at byte {8 + length} of {size}", DAMAGED)
+
+    text = read(8, length)
+    # Bounds the time of parsing: an entry has four colons and, with three axes, six commas.
+    if text.count(b":") > 4 * MAX_TENSORS or text.count(b",") > 8 * MAX_TENSORS:
+        raise SourceError(f"{name} has a header for more than {MAX_TENSORS:,} tensors", DAMAGED)
+    return text
+
+
+def _parse_header(text: bytes, name: str) -> dict[str, Any]:
+    """Return the entries of a header by tensor name."""
+    try:
+        # Decoded first, because json accepts UTF-16 and a byte-order mark in bytes, and no other reader does.
+        header = json.loads(text.decode())
+        # The slow search for repeated names runs only if the counts differ: without repetition they are equal.
+        if isinstance(header, dict) and text.count(b'"data_offsets"') != len(header.keys() - {"__metadata__"}):
+            json.loads(text.decode(), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{name} has a broken header: {error}", DAMAGED) from None
+    if not isinstance(header, dict):
+        raise SourceError(f"{name} has a header that is not a JSON object", DAMAGED)
+
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    ):
+        raise SourceError(f"{name} has a __metadata__ that does not map names to strings", DAMAGED)
+    return header
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -168,18 +186,22 @@ def _parse_entry(
         checked: dtypes and shapes that were checked before, which saves time; extended.
     """
     try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = entry["dtype"]
+        shape = entry["shape"]
+        begin, end = entry["data_offsets"]
         # repr distinguishes 1 from True and 1.0, which are no sizes.
         key = (dtype, repr(shape) if len(shape) <= MAX_AXES else "")
         kind = checked.get(key)
     except (TypeError, KeyError, ValueError, RecursionError):
         kind = None
+
     # Terminals obey control characters instead of showing them. Halves of surrogate pairs are not printable, too.
     if not tensor.isprintable() or not TENSOR_NAME.fullmatch(tensor):
         raise SourceError(
             f"{file}: {short_repr(tensor)} is not a possible name",
             "save the model again with names that torch could give",
         )
+
     if kind is None or len(entry) != 3:
         kind = checked[key] = _check_entry(file, tensor, entry)
     if not _is_size(begin) or not _is_size(end):
@@ -191,7 +213,11 @@ def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ..
     """Return the dtype, the shape, and the size in bytes that they need."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise SourceError(f"{file}: {tensor} is not described by exactly dtype, shape and data_offsets", DAMAGED)
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
+
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise SourceError(
             f"{file}: {tensor} has the unknown dtype {short_repr(dtype)}", "convert it with a known dtype"
@@ -204,6 +230,7 @@ def _check_entry(file: str, tensor: str, entry: Any) -> tuple[str, tuple[int, ..
         raise SourceError(
             f"{file}: {tensor} has no elements (shape {shape})", "the model was saved wrongly: save it again"
         )
+
     info = TensorInfo(tensor, dtype, tuple(shape))
     return info.dtype, info.shape, info.nbytes
 

@@ -23,7 +23,7 @@ from ..options import CalibrationTexts, FitOptions, Recipe, Run
 from ..plan import summary
 from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
-from ..reporter import Reporter
+from ..result import Reporter
 from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
 from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
 from .result import Point, SearchResult

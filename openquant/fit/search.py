@@ -22,7 +22,7 @@ from ..options import Recipe, Run, Search, Texts, documented
 from ..plan import summary
 from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
-from ..reporter import Reporter
+from ..result import Reporter
 from ..streaming.memory import memory_left
 from .budget import read_gpus, weights_on_gpus
 from .menu import BestMixtures, Menu, Mixture, bits_per_weight, make_menu

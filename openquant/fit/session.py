@@ -21,7 +21,7 @@ from ..convert.devices import loops
 from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
 from ..evaluation.kl import DocumentRecord
-from ..files.destination import Destination, FileKind, ProtectedPaths
+from ..files.destination import Destination, FileKind, taken_by
 from ..files.fingerprint import Fingerprint
 from ..files.small_files import parse_json, read_small
 from ..hub.fetch import supply_shards
@@ -29,7 +29,7 @@ from ..hub.source import model_folder
 from ..job import Opened
 from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
-from ..reporter import Reporter
+from ..result import Reporter
 from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
 from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
 from ..version import __version__
@@ -92,8 +92,8 @@ class Session:
     def _target(self) -> Destination:
         """The file of scores."""
         source = self.opened.source
-        protected = ProtectedPaths((model_folder(source.repo or source.root),), files_read(vars(self.texts)))
-        target = Destination(self.directory / f"{source.name}{SUFFIX}", "", SCORES, protected)
+        taken = taken_by([model_folder(source.repo or source.root)], files_read(vars(self.texts)))
+        target = Destination(self.directory / f"{source.name}{SUFFIX}", "", SCORES, taken)
         target.require()
         return target
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import read_config, readable
 from ..files.gguf import GgufHeader, GgufTensor, read_gguf_header
-from ..files.names import SINGLE_FILE
+from ..files.model_files import SINGLE_FILE
 from ..files.shardfile import SourceFile
 from ..files.small_files import MAX_SMALL, short_repr
 from ..files.tensors import DAMAGED, Location, TensorInfo

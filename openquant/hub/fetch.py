@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError, SourceError, UsageError
-from ..files.destination import make_directory
 from ..files.journal import output_errors
-from ..files.names import EVAL_FILE, JOURNAL_FILE, left_out_part
+from ..files.model_files import EVAL_FILE, JOURNAL_FILE, left_out_part
 from ..files.small_files import open_regular
 from ..threads import FirstFailure
 from .error_mapping import source_errors
@@ -225,7 +224,7 @@ class ShardSupply:
     def _prepare_scratch(self, scratch: Path) -> None:
         """Make the scratch directory, and remove what an earlier run left there but shards that this one needs."""
         with output_errors(scratch):
-            make_directory(scratch)
+            scratch.mkdir(parents=True, exist_ok=True)
 
         shutil.rmtree(scratch / _CLIENT_FOLDER, ignore_errors=True)
         for path in scratch.iterdir():

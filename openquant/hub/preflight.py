@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..files.names import INDEX_FILE, SINGLE_FILE, is_adapter
+from ..files.model_files import INDEX_FILE, SINGLE_FILE, is_adapter
 from .error_mapping import CARD_HINT, WRITE_TOKEN_HINT, PushError, error_reason, status_of
 from .source import with_retries
 

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import SourceError
 from ..files.cards import base_models, evaluation_in, published_card, with_evaluation, with_repository
-from ..files.destination import make_directory
 from ..files.journal import PUSHED, WORK, output_errors
-from ..files.names import CARD_FILE, EVAL_FILE, EVALUATION_FILES
+from ..files.model_files import CARD_FILE, EVAL_FILE, EVALUATION_FILES
 from ..files.small_files import file_sha256, parse_json, read_small
 from ..options import Push
 from ..threads import FirstFailure
@@ -527,7 +526,7 @@ class Publisher:
         record = {"size": info.size, "sha256": info.sha256.hex(), "sample": info.sample.hex()}
         path = self._record_path(name)
         with output_errors(path):
-            make_directory(self.records)
+            self.records.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps(record))
             partial.replace(path)

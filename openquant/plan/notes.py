@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 from ..files.checkpoint import Checkpoint
-from ..files.names import INDEX_FILE, SINGLE_FILE
+from ..files.model_files import INDEX_FILE, SINGLE_FILE
 from ..formats.hardware import MLX_LM, MLX_LM_CLASSES, MLX_LM_VERSION
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme

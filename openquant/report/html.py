@@ -27,7 +27,7 @@ from ..evaluation.verdict_word import kl_text
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination, FileKind
 from ..files.evaluation import evaluation_digest
-from ..files.names import EVAL_PAGE, EVAL_PICTURE
+from ..files.model_files import EVAL_PAGE, EVAL_PICTURE
 from ..fit.result import SearchResult
 from ..hub.source import local_source
 from ..plan.serving import serving_to_json, stored_serving

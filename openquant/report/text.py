@@ -8,7 +8,7 @@ from typing import Any
 
 from ..diagnosis.result import MODEL, Diagnosis, activations, measured_kl
 from ..evaluation.verdict_word import kl_text
-from ..files.space import DiskSpace
+from ..files.destination import DiskSpace
 from ..formats.schemes import SCHEMES
 from ..hub.fetch import Download
 from ..patterns import collapse

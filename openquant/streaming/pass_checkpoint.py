@@ -36,7 +36,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import OutputError, SourceError
-from ..files.destination import make_directory
 from ..files.small_files import open_regular
 from ..files.tensors import TensorInfo, read_header
 from ..machine import first_line
@@ -357,7 +356,7 @@ class PassCheckpoint:
             return
         new = self._new_path
         try:
-            make_directory(new.parent)
+            new.parent.mkdir(parents=True, exist_ok=True)
             new.unlink(missing_ok=True)
             handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             with os.fdopen(handle, "wb") as file:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import OutputError, SourceError, UsageError
 from ..files.checkpoint import Checkpoint, open_checkpoint, readable
-from ..files.names import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, is_shard
+from ..files.model_files import EVALUATION_FILES, INDEX_FILE, JOURNAL_FILE, SINGLE_FILE, is_shard
 from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..models import GENERIC
 from ..plan.architecture import known_architecture, with_layer_counts

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..files.checkpoint import Checkpoint, read_json
-from ..files.names import INDEX_FILE
+from ..files.model_files import INDEX_FILE
 from ..formats.numbers import DENSE, with_fp8_cache, without_fp8_cache
 from ..formats.quantization import Quantization, check_config_values, quantization_places, setting_repr
 from ..formats.schemes import KEPT_SCHEMES, Scheme, as_written, without_targets

@@ -97,7 +97,7 @@ def verify(
                 "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
             )
         quantization = read_quantization(config)
-    journal = read_journal(root, linked=checked.repo is not None)
+    journal = read_journal(root)
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
     # Kept until the end, since the directory of a GGUF file goes with it.
@@ -124,8 +124,7 @@ def verify(
         model = None
     facts = None if journal is None else facts_in(journal)
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
-    cached = checked.repo is not None
-    verification = _Verification(headers, findings, journal_files, origin, full, facts, requested, cached)
+    verification = _Verification(headers, findings, journal_files, origin, full, facts, requested)
     verification.run(workers or available_cpus(), progress)
     contents = verification.contents
     return Report(
@@ -168,11 +167,9 @@ class _Verification:
         full: bool,
         facts: WeightFacts | None,
         architecture: Architecture | None,
-        cached: bool,
     ) -> None:
         self.headers = headers
         # Whether it lies in the Hub's cache, whose files are links.
-        self.cached = cached
         # The entry that --architecture names; None for that of the class.
         self.architecture = architecture
         self.findings = findings
@@ -272,7 +269,7 @@ class _Verification:
         self.problems += [*extra_weights(self.checkpoint), *problems]
         self.notes += notes
         try:
-            find_evaluation(self.checkpoint, self.cached)
+            find_evaluation(self.checkpoint)
         except SourceError as error:
             self.notes.append(error.message)
 

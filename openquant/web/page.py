@@ -352,7 +352,7 @@ def build(page: Page) -> gr.Blocks:
             with gr.Column(visible=False) as target:
                 name = gr.Textbox(label="Repository", info="you/Qwen3-8B-INT4", elem_id="name")
                 private = gr.Checkbox(label="Private, if it is created", elem_id="private")
-                request = gr.Checkbox(label="As a pull request", elem_id="request")
+                request = gr.Checkbox(label="As a pull request", elem_id="recipes")
             with gr.Accordion("Advanced options", open=False, elem_id="advanced"):
                 fields = [option_field(one, option) for one, option in ADVANCED.items()]
             plan = gr.Button("Plan", elem_id="plan")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OpenQuantError
-from ..reporter import Reporter
+from ..result import Reporter
 from .view import fit_html, plan_html, problem_html
 
 if TYPE_CHECKING:

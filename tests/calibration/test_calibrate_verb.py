@@ -163,7 +163,7 @@ def test_a_calibration_file_is_reused(calibration: Path, tmp_path: Path) -> None
         compress(EXAMPLE, tmp_path / "other", activation_scheme="static", samples=3, length=64)
     assert (caught.value.message, caught.value.hint) == (
         f"{kept} is a calibration of another model or with other texts",
-        f'give calibration="{kept}" to use it, or overwrite=True to replace it',
+        f"give --calibration {kept} to use it, or --overwrite to replace it",
     )
 
 
@@ -306,13 +306,13 @@ def test_options_that_exclude_each_other_are_refused(
 ) -> None:
     static, of = {"activation_scheme": "static"}, {"calibration": calibration}
     rows: list[tuple[dict[str, Any], type[OpenQuantError], str]] = [
-        (of, UsageError, "nothing uses calibration"),
+        (of, UsageError, "nothing uses --calibration$"),
         (static | {"calibration": "missing"}, SourceError, "missing cannot be read: No such file"),
-        ({"calibrate": True}, UsageError, "nothing uses calibrate=True$"),
-        (static | of | {"calibrate": True}, UsageError, "calibrate=True and calibration are both given$"),
+        ({"calibrate": True}, UsageError, "nothing uses --calibrate$"),
+        (static | of | {"calibrate": True}, UsageError, "--calibrate and --calibration are both given$"),
         (static | of | {"samples": 3}, UsageError, "texts are given, and nothing is calibrated$"),
         ({"text": ["x.txt"]}, UsageError, "texts are given, and nothing is calibrated$"),
-        (static | of | {"scheme": "block"}, UsageError, 'scheme="block" has no static activations'),
+        (static | of | {"scheme": "block"}, UsageError, "--scheme block has no static activations"),
     ]
     for options, kind, message in rows:
         with subtests.test(message):

@@ -29,7 +29,7 @@ from openquant.job import connected, open_source, prepare
 from openquant.options import Run
 from openquant.plan.decisions import PlanOptions, rounded_tensors
 from openquant.plan.plan import Plan, make_plan
-from openquant.reporter import Reporter
+from openquant.result import Reporter
 from openquant.run import carry_out
 from openquant.streaming.model import StreamedModel, products_in_float32
 from openquant.weights.weight import WeightTransform, WeightTransforms

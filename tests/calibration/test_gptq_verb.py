@@ -352,9 +352,9 @@ def test_a_calibration_file_is_of_no_use(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         compress(EXAMPLE, tmp_path / "out", "int4", gptq=True, calibration=tmp_path / "some.safetensors")
     assert caught.value.message == (
-        "GPTQ needs Hessians, which a calibration file does not have: nothing uses calibration"
+        "GPTQ needs Hessians, which a calibration file does not have: nothing uses --calibration"
     )
-    assert caught.value.hint == "leave it out, and name texts with text or dataset: GPTQ reads them itself"
+    assert caught.value.hint == "leave it out, and name texts with --text or --dataset: GPTQ reads them itself"
 
 
 @pytest.fixture(scope="module")

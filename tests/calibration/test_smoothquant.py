@@ -303,10 +303,10 @@ def test_a_dry_run_runs_no_texts(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_unsupported_options_are_refused(tmp_path: Path) -> None:
     options: dict[str, Any]
     for options, message in (
-        ({"scheme": "channel"}, 'smooth brings scheme="channel" nothing'),
-        ({"scheme": "int4"}, 'smooth brings scheme="int4" nothing'),
-        ({"smooth": 0.0}, "smooth=0 is not above 0 and at most 1"),
-        ({"smooth": float("nan")}, "smooth nan is not above 0 and at most 1"),
+        ({"scheme": "channel"}, "--smooth brings --scheme channel nothing"),
+        ({"scheme": "int4"}, "--smooth brings --scheme int4 nothing"),
+        ({"smooth": 0.0}, "--smooth 0 is not above 0 and at most 1"),
+        ({"smooth": float("nan")}, "--smooth nan is not above 0 and at most 1"),
     ):
         with pytest.raises(UsageError, match=message):
             compress(EXAMPLE, tmp_path / "out", **{"scheme": "int8", "smooth": 0.5, **options})

@@ -25,8 +25,7 @@ from openquant import Result, compress, dequantize
 from openquant import run as running
 from openquant.errors import OutputError, SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.claim import Claim, OutputContents
-from openquant.files.output import OutputDirectory
+from openquant.files.output import Claim, OutputContents, OutputDirectory
 from openquant.files.shardfile import ShardFile
 from openquant.files.tensors import TensorInfo, make_header
 from openquant.formats.schemes import TENSOR
@@ -158,45 +157,36 @@ def test_a_killed_run_of_a_base_class_continues_to_the_same_bytes(tmp_path: Path
     assert tree(out) == tree(tmp_path / "whole" / "out")
 
 
-@for_each("overwrite", [False, True])
-def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(
-    tmp_path: Path, source: Path, overwrite: bool
-) -> None:
+def test_a_rank_that_outlives_its_run_leaves_nothing_half_written(tmp_path: Path, source: Path) -> None:
     """Where its first rank died, the next run takes the directory although another rank still writes there."""
     plan = make_plan(open_checkpoint(source), TENSOR)
     layout = plan.layout.lay_out(plan.layout.shards[0].name)
     shards = {shard.name: shard.nbytes for shard in plan.layout.shards}
     out, body = tmp_path / "out", np.ones(layout.size - len(layout.header), np.uint8)
 
-    def begin(digest: str, overwrite: bool = False) -> tuple[Claim, ShardFile]:
-        claim = Claim(out, OutputContents(digest, shards, {}), overwrite)
+    def begin() -> tuple[Claim, ShardFile]:
+        claim = Claim(out, OutputContents(plan.digest, shards, {}), overwrite=False)
         output = claim.directory
         return claim, ShardFile(layout.name, layout.header, layout.size, output, lambda _: None, lambda _: None)
 
     with ExitStack() as stack:
-        first, _ = begin(plan.digest)
+        first, _ = begin()
         stack.enter_context(first)
-        other, early = begin(plan.digest)
-        stack.enter_context(other.opened_directory())
+        _, early = begin()
         early.open()
         assert first._lock is not None
         fcntl.flock(first._lock._handle, fcntl.LOCK_UN)
-        again, file = begin("of other options" if overwrite else plan.digest, overwrite)
+        again, file = begin()
         stack.enter_context(again)
         file.open()
-        another, late = begin(plan.digest)
-        stack.enter_context(another.opened_directory())
+        _, late = begin()
         late.open()
         with pytest.raises(OutputError, match="No such file or directory"):
             early.write(body, len(layout.header))
         assert not (out / layout.name).exists()
-        if overwrite:
-            with pytest.raises(OutputError, match=f"was not finished: another run has claimed {out}"):
-                late.write(body, len(layout.header))
-            assert not (out / layout.name).exists()
-        else:
-            # Whole, and what the next run would write.
-            late.write(body, len(layout.header))
+
+        # Whole, and what the next run would write.
+        late.write(body, len(layout.header))
         file.write(body, len(layout.header))
         assert (out / layout.name).read_bytes() == layout.header + body.tobytes()
 
@@ -262,7 +252,7 @@ def test_a_finished_output_that_was_damaged_is_not_called_complete(
         with pytest.raises(OutputError) as caught:
             compress(source, out)
         assert caught.value.message.startswith(f"{out} is damaged: ")
-        assert "overwrite=True" in caught.value.hint
+        assert "--overwrite" in caught.value.hint
         assert tree(out) == whole | {name: damaged.encode()}
         (out / name).write_bytes(whole[name])
 
@@ -306,7 +296,7 @@ def test_a_shortened_shard_of_an_unfinished_directory_is_made_again(
         f'{out} was written wrongly: config.json: model_type is "other", the plan has "qwen3_moe"; an earlier run wrote part '
         "of it"
     )
-    assert caught.value.hint == "if something changed it since, replace it with overwrite=True"
+    assert caught.value.hint == "if something changed it since, replace it with --overwrite"
     compress(source, out, overwrite=True)
     assert tree(out) == whole
 
@@ -319,7 +309,7 @@ def test_other_options_or_another_source_are_refused(tmp_path: Path, source: Pat
             compress(**({"model": source, "output": tmp_path / "whole"} | arguments))  # type: ignore[arg-type]
         assert caught.value.message == f"{tmp_path / 'whole'} {message}"
         assert caught.value.hint == (
-            "choose another directory with output, or replace that output with overwrite=True; "
+            "choose another directory with -o, or replace that output with --overwrite; "
             f"--recipe {tmp_path / 'whole'}/.openquant.json takes its options, which helps if the source has not changed"
         )
     with pytest.raises(SourceError, match=f"in {other} changed since {tmp_path / 'whole'}/model-0000"):
@@ -380,10 +370,10 @@ def noted_fsync(handle):
     found = os.fstat(handle)
     events.append(["fsync", found.st_ino, found.st_mtime_ns])
 
-def noted_replace(old, new, *, src_dir_fd, dst_dir_fd):
-    replace(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-    found, folder = os.stat(new, dir_fd=dst_dir_fd), os.fstat(dst_dir_fd)
-    events.append(["rename", found.st_ino, found.st_mtime_ns, new, folder.st_ino])
+def noted_replace(old, new):
+    replace(old, new)
+    found, folder = os.stat(new), os.stat(os.path.dirname(new))
+    events.append(["rename", found.st_ino, found.st_mtime_ns, os.path.basename(new), folder.st_ino])
 
 os.fsync, os.replace = noted_fsync, noted_replace
 code = compress_main(sys.argv[2:])
@@ -413,42 +403,14 @@ def test_a_file_gets_its_name_when_it_is_on_disk_and_keeps_it(tmp_path: Path, so
     assert names[-2:] == ["config.json", ".openquant.json"]
 
 
-def test_overwrite_follows_neither_a_journal_nor_a_link_out_of_its_directory(tmp_path: Path, source: Path) -> None:
-    (source / "assets").mkdir()
-    (source / "assets" / "vocab.txt").write_text("the model's")
-    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
-    compress(source, out)
-    elsewhere.mkdir()
-    (elsewhere / "vocab.txt").write_text("mine")
-    kept = (out / ".openquant.json").read_text()
-    journal = json.loads(kept)
-    journal["files"] += ["../elsewhere/vocab.txt", str(elsewhere / "vocab.txt")]
-    (out / ".openquant.json").write_text(json.dumps(journal))
-    with pytest.raises(OutputError, match="is not a journal that this version of openquant wrote"):
-        compress(source, out, "block", overwrite=True)
-
-    (out / ".openquant.json").write_text(kept)
-    shutil.rmtree(out / "assets")
-    (out / "assets").symlink_to(elsewhere)
-    for overwrite in (False, True):
-        with pytest.raises(OutputError, match="out/assets was not made by openquant and will not be overwritten"):
-            compress(source, out, overwrite=overwrite)
-    assert (elsewhere / "vocab.txt").read_text() == "mine"
-
-
 def test_a_working_directory_that_is_not_ours_is_refused(tmp_path: Path, source: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "big.partial").write_text("mine")
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "linked" / ".openquant").symlink_to(elsewhere)
-    shutil.copytree(elsewhere, tmp_path / "held" / ".openquant")
-    for out, held in (("linked", ".openquant"), ("held", ".openquant/big.partial")):
-        with pytest.raises(OutputError) as caught:
-            compress(source, tmp_path / out)
-        message = f"{tmp_path / out} is not empty and was not made by openquant: it holds {held}"
-        assert caught.value.message == message
-    assert tree(elsewhere) == {"big.partial": b"mine"}
+    (tmp_path / "out" / ".openquant").mkdir(parents=True)
+    (tmp_path / "out" / ".openquant" / "big.partial").write_text("mine")
+    with pytest.raises(OutputError) as caught:
+        compress(source, tmp_path / "out")
+    held = f"{tmp_path / 'out'} is not empty and was not made by openquant: it holds .openquant/big.partial"
+    assert caught.value.message == held
+    assert (tmp_path / "out" / ".openquant" / "big.partial").read_text() == "mine"
 
 
 def test_a_finished_directory_keeps_the_user_s_edits(tmp_path: Path, source: Path, whole: dict[str, bytes]) -> None:
@@ -559,7 +521,7 @@ def test_what_a_finished_shard_was_made_from_may_not_change(tmp_path: Path, sour
         assert shard in made
         assert str(source) in made
         assert of == f"{out / finished(out)[0]} was made"
-        assert "overwrite=True" in caught.value.hint
+        assert "--overwrite" in caught.value.hint
     assert settled(out) == before
     compress(source, out, overwrite=True)
     compress(source, tmp_path / "fresh")
@@ -755,7 +717,7 @@ def test_a_shard_with_another_header_than_planned_is_refused(
     assert caught.value.message == (
         f"{shard} was replaced while it was being converted: its header is not the one that was planned"
     )
-    assert caught.value.hint == ("let nothing write to the model, and run the same command again with overwrite=True")
+    assert caught.value.hint == ("let nothing write to the model, and run the same command again with --overwrite")
     assert not (out / "config.json").exists()
 
 
@@ -819,8 +781,7 @@ def test_a_directory_with_the_user_s_files_is_refused(tmp_path: Path, source: Pa
 
 
 JOURNALS = ["", "[]", '{"format": 99}', '{"format": 1}', "[" * 10**5,
-            '{"format": 1, "digest": "", "done": true, "files": [{}]}',
-            '{"format": 1, "digest": "", "done": true, "files": ["a\\u0000"]}']  # fmt: skip
+            '{"format": 1, "digest": "", "done": true, "files": [{}]}']  # fmt: skip
 
 
 def test_a_journal_we_cannot_read_is_refused(tmp_path: Path, source: Path) -> None:

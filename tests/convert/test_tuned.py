@@ -16,7 +16,7 @@ from openquant.options import Run
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan
-from openquant.reporter import Reporter
+from openquant.result import Reporter
 from openquant.run import carry_out
 from openquant.weights.weight import WeightTransform, WeightTransforms
 from support import small_checkpoints

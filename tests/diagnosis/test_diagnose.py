@@ -321,7 +321,7 @@ def test_the_smaller_groups_that_compress_falls_back_to_are_measured(tmp_path: P
 def test_invalid_options_are_refused(example: Path, subtests: pytest.Subtests) -> None:
     for given, message in [
         ({"workers": 0}, "0 workers cannot work"),
-        ({"scratch": "there"}, "scratch is where stream=True keeps shards"),
+        ({"scratch": "there"}, "--scratch is where --stream keeps shards"),
         ({"scheme": "int1"}, "int1 is not a scheme"),
         ({"stream": True}, f"{EXAMPLE} is a local directory, nothing of it can be streamed"),
         ({"ignore": ["**"]}, None),
@@ -338,9 +338,9 @@ def test_invalid_options_are_refused(example: Path, subtests: pytest.Subtests) -
 
 
 def test_list_is_another_verb(example: Path) -> None:
-    with pytest.raises(UsageError, match="^ignore zzz matches no module$") as caught:
+    with pytest.raises(UsageError, match="^--ignore zzz matches no module$") as caught:
         diagnose(example, ignore=["zzz"])
-    assert caught.value.hint.endswith('; openquant.explain(MODEL, "**").layers lists them')
+    assert caught.value.hint.endswith("; compress --dry-run -v lists them")
 
 
 def test_the_table_and_json(example: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,7 +205,7 @@ def test_what_cannot_be_evaluated_is_refused(output: Path, tmp_path: Path) -> No
     for text in ("empty.txt", "short.txt"):
         assert text in refused(SourceError, output, text=[tmp_path / text])
     out = tmp_path / "short.txt" / "eval.json"
-    assert f'out="{out}": {tmp_path / "short.txt"} is no directory' in refused(UsageError, output, out=out)
+    assert f"--out {out}: {tmp_path / 'short.txt'} is no directory" in refused(UsageError, output, out=out)
     assert "given twice" in refused_options(outputs=["one", "one"])
     assert "no output" in refused_options(outputs=[])
     assert "not a device" in refused_options(outputs=["one"], device="tpu")
@@ -276,7 +276,7 @@ def test_tokenizers_are_held_against_each_other(output: Path) -> None:
 def test_what_has_no_place_is_refused_before_it_is_computed(output: Path, tmp_path: Path) -> None:
     (output / "eval.json").symlink_to(output / "config.json")
     assert "eval.json is a link" in refused(UsageError, output)
-    assert 'out="/dev/null" is a link, a pipe or a device' in refused(UsageError, output, out="/dev/null")
+    assert "--out /dev/null is a link, a pipe or a device" in refused(UsageError, output, out="/dev/null")
 
 
 def test_a_full_disk_is_told(output: Path) -> None:

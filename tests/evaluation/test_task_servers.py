@@ -174,7 +174,7 @@ def test_prompts_are_chats_to_which_servers_apply_their_template(output: Path, t
 
 
 def test_choices_are_not_asked_for_in_a_chat(output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match=r"^apply_chat_template=True is for server$"):
+    with pytest.raises(UsageError, match=r"^--apply-chat-template is for --server$"):
         evaluate(output, EXAMPLE, tasks="x", apply_chat_template=True)
     tasks = f"{write_lines(tmp_path / 'mine.jsonl')},{write_generation(tmp_path / 'tasks')}"
     with servers(output, knows(1), knows(1)) as (first, second):
@@ -249,7 +249,7 @@ def test_other_urls_are_refused_and_not_shown() -> None:
 
 
 def test_a_server_is_for_tasks_that_generate(output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match=r"^server is for tasks$"):
+    with pytest.raises(UsageError, match=r"^--server is for --tasks$"):
         evaluate(output, EXAMPLE, server="http://127.0.0.1:1")
     with pytest.raises(UsageError, match=r"^a server is given twice$"):
         evaluate(output, EXAMPLE, tasks="x", server=["http://h:1", "http://h:1/v1/"])

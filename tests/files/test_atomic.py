@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,17 +24,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"c.html cannot be written: Is a directory"):
         write_atomic(tmp_path / "c.html", b"x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.html", "c.html", "mine.txt", "new"]
-
-
-def test_directories_may_be_deeper_than_python_recurses(tmp_path: Path) -> None:
-    path = Path(tmp_path, *("b" for _ in range(1800)), "a.html")
-    try:
-        require_place(path, "it")
-        write_atomic(path, b"x")
-        assert path.read_bytes() == b"x"
-    finally:
-        # What pytest removes directories with recurses too.
-        subprocess.run(["rm", "-r", tmp_path / "b"], check=True)
 
 
 def test_the_longest_names_are_written(tmp_path: Path) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from conftest import ROOT
 from openquant.errors import UsageError
-from openquant.files.destination import Destination, FileKind, ProtectedPaths, require_all
+from openquant.files.destination import Destination, FileKind, Taken, require_all, taken_by
 from openquant.files.evaluation import EVALUATION
 from openquant.report.figure import draw_picture
 from openquant.report.html import PAGE, PICTURE, PageContent, render_page
@@ -39,10 +35,10 @@ def model(tmp_path: Path) -> Path:
     return root
 
 
-def refused(path: Path, protected: ProtectedPaths, beside: Path | None = None) -> str:
+def refused(path: Path, taken: Taken, beside: Path | None = None) -> str:
     """What is said of a file that is not written."""
     before = path.read_bytes() if path.exists() else None
-    file = Destination(path, "--report", KIND, protected, beside)
+    file = Destination(path, "--report", KIND, taken, beside)
     with pytest.raises(UsageError) as caught:
         file.require()
     with pytest.raises(UsageError, match=r"."):
@@ -52,7 +48,7 @@ def refused(path: Path, protected: ProtectedPaths, beside: Path | None = None) -
 
 
 def test_nothing_in_the_directory_of_a_model_is_written(model: Path, tmp_path: Path) -> None:
-    protected = ProtectedPaths(models=(model,))
+    taken = taken_by(models=(model,))
     (tmp_path / "link").symlink_to(model)
     for path in (
         model / "config.json",
@@ -63,53 +59,37 @@ def test_nothing_in_the_directory_of_a_model_is_written(model: Path, tmp_path: P
         tmp_path / "link" / "config.json",
         tmp_path / "link" / "tokenizer" / "new.html",
     ):
-        assert refused(path, protected) == f"--report FILE lies in the model {model}"
-
-
-def test_a_file_of_a_model_has_other_names(model: Path, tmp_path: Path) -> None:
-    os.link(model / "tokenizer" / "vocab.txt", tmp_path / "hard")
-    (tmp_path / "blobs").mkdir()
-    (model / "model.safetensors").rename(tmp_path / "blobs" / "5f70")
-    (model / "model.safetensors").symlink_to(tmp_path / "blobs" / "5f70")
-    protected = ProtectedPaths(models=(model,))
-    assert refused(tmp_path / "hard", protected) == f"--report FILE is tokenizer/vocab.txt of the model {model}"
-    assert refused(tmp_path / "blobs" / "5f70", protected) == f"--report FILE is model.safetensors of the model {model}"
+        assert refused(path, taken) == f"--report FILE lies in the model {model}"
 
 
 def test_an_output_has_a_place_for_an_evaluation(model: Path, tmp_path: Path) -> None:
-    protected = ProtectedPaths(models=(model,))
-    Destination(model / "note.txt", "--out", KIND, protected, model).write(b"new")
+    taken = taken_by(models=(model,))
+    Destination(model / "note.txt", "--out", KIND, taken, model).write(b"new")
     assert (model / "note.txt").read_bytes() == b"new"
     with pytest.raises(UsageError) as caught:
-        Destination(model / "other.txt", "--out", KIND, protected, model).require()
-    assert caught.value.hint == f"give a place outside of it, or {model / 'note.txt'}"
-    with pytest.raises(UsageError) as caught:
-        Destination(model / "note.txt", "--out", KIND, protected).require()
-    assert caught.value.hint == (
-        "give a place outside of it; note.txt of an output that is evaluated alone may lie in its directory"
-    )
+        Destination(model / "other.txt", "--out", KIND, taken, model).require()
+    assert caught.value.hint == f"give another place, or {model / 'note.txt'}"
     (tmp_path / "other").mkdir()
-    assert "lies in the model" in refused(model / "config.json", protected, model)
-    assert "lies in the model" in refused(model / "tokenizer" / "note.txt", protected, model)
-    assert "lies in the model" in refused(model / "note.txt", protected, tmp_path / "other")
+    assert "lies in the model" in refused(model / "config.json", taken, model)
+    assert "lies in the model" in refused(model / "tokenizer" / "note.txt", taken, model)
+    assert "lies in the model" in refused(model / "note.txt", taken, tmp_path / "other")
 
 
 def test_what_a_run_reads_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(NOTE)
     (tmp_path / "data").mkdir()
-    protected = ProtectedPaths(inputs=((tmp_path / "text", "a text"), (tmp_path / "data", "the dataset")))
-    os.link(tmp_path / "text", tmp_path / "hard")
-    for name in ("text", "hard", "data/../text"):
-        assert refused(tmp_path / name, protected) == "--report FILE is a text that this run reads"
-    assert refused(tmp_path / "data" / "new", protected) == "--report FILE lies in the dataset that this run reads"
+    taken = taken_by(inputs=((tmp_path / "text", "a text"), (tmp_path / "data", "the dataset")))
+    for name in ("text", "data/../text"):
+        assert refused(tmp_path / name, taken) == "--report FILE is a text that this run reads"
+    assert refused(tmp_path / "data" / "new", taken) == "--report FILE lies in the dataset that this run reads"
 
 
 def test_what_a_run_writes_is_written_once(tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    protected = ProtectedPaths(outputs=(out,))
-    assert refused(out, protected) == f"--report FILE is {out}, which this run writes"
-    assert refused(out / "a.html", protected) == f"--report FILE lies in {out}, which this run writes"
-    assert refused(tmp_path / "new", protected) == f"--report FILE has no place: this run writes {out}"
+    taken = taken_by(outputs=(out,))
+    assert refused(out, taken) == f"--report FILE is {out}, which this run writes"
+    assert refused(out / "a.html", taken) == f"--report FILE lies in {out}, which this run writes"
+    assert refused(tmp_path / "new", taken) == f"--report FILE holds {out}, which this run writes"
     one = Destination(tmp_path / "a" / ".." / "b", "--out", KIND)
     other = Destination(tmp_path / "b", "--figure", KIND)
     with pytest.raises(UsageError, match="^--out and --figure name one file, "):
@@ -119,10 +99,7 @@ def test_what_a_run_writes_is_written_once(tmp_path: Path) -> None:
 
 def test_a_file_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_bytes(b"mine")
-    assert (
-        refused(tmp_path / "mine.txt", ProtectedPaths())
-        == "--report FILE exists and is not a note that openquant wrote"
-    )
+    assert refused(tmp_path / "mine.txt", ()) == "--report FILE exists and is not a note that openquant wrote"
     (tmp_path / "empty").write_bytes(b"")
     for name in ("empty", "empty", "new/one"):
         Destination(tmp_path / name, "--report", KIND).write(NOTE)
@@ -136,21 +113,6 @@ def test_a_file_that_comes_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists and is not a note"):
         file.write(NOTE)
     assert (tmp_path / "a").read_bytes() == b"mine"
-
-
-def test_a_stream_of_the_command_is_not_replaced(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom openquant.errors import UsageError\n"
-        "from openquant.files.destination import Destination, FileKind\n"
-        "try:\n    Destination(Path(sys.argv[1]), '--out', FileKind('a note', bool)).require()\n"
-        "except UsageError as error:\n    sys.exit(0 if error.message.endswith(sys.argv[2]) else 3)\n"
-    )
-    path = tmp_path / "out.json"
-    path.touch()
-    for name in ("stdin", "stdout", "stderr"):
-        with path.open("r+b") as file:
-            command = [sys.executable, "-c", code, path, f"is {name} of this command"]
-            assert subprocess.run(command, cwd=ROOT, **{name: file}).returncode == 0, name
 
 
 def test_what_openquant_writes_is_recognized_as_its_kind_alone(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from conftest import tree
 from openquant import compress, dequantize, verify
-from openquant.errors import OutputError, SourceError
+from openquant.errors import SourceError
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import (
     MAX_ITEMS,
@@ -24,7 +23,7 @@ from openquant.files.evaluation import (
     find_evaluation,
     read_evaluation,
 )
-from openquant.files.names import EVALUATION_FILES
+from openquant.files.model_files import EVALUATION_FILES
 from support import small_checkpoints
 from support.evaluation_files import evaluate, evaluation
 
@@ -139,18 +138,6 @@ def test_an_evaluation_of_another_model_is_refused(out: Path) -> None:
         found(out)
 
 
-def test_a_link_or_a_pipe_is_refused(out: Path, tmp_path: Path) -> None:
-    evaluate(out)
-    (out / "eval.json").rename(tmp_path / "elsewhere.json")
-    (out / "eval.json").symlink_to(tmp_path / "elsewhere.json")
-    with pytest.raises(SourceError, match="not a regular file"):
-        found(out)
-    (out / "eval.json").unlink()
-    os.mkfifo(out / "eval.json")
-    with pytest.raises(SourceError, match="not a regular file"):
-        found(out)
-
-
 def put_all(out: Path) -> None:
     evaluate(out)
     for name in EVALUATION_FILES[1:]:
@@ -182,14 +169,6 @@ def test_overwriting_removes_the_evaluation(source: Path, out: Path) -> None:
     put_all(out)
     compress(source, out, "block", overwrite=True)
     assert not set(tree(out)) & set(EVALUATION_FILES)
-
-
-def test_a_link_with_the_name_of_an_evaluation_is_not_overwritten(source: Path, out: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text("mine")
-    (out / "eval.json").symlink_to(tmp_path / "mine.json")
-    with pytest.raises(OutputError, match="eval.json was not made by openquant"):
-        compress(source, out, overwrite=True)
-    assert (tmp_path / "mine.json").read_text() == "mine"
 
 
 def test_an_evaluation_of_the_source_is_not_copied(out: Path, tmp_path: Path) -> None:

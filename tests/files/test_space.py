@@ -14,7 +14,7 @@ from conftest import EXAMPLE
 from openquant import Reporter, Result, compress
 from openquant.errors import OutputError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.space import require_space
+from openquant.files.destination import require_space
 from openquant.report.cells import gigabytes
 from support import small_checkpoints
 

@@ -99,7 +99,7 @@ def test_budgets_are_read() -> None:
 def test_other_budgets_are_refused(tmp_path: Path) -> None:
     texts = ["24", "0GB", "0x24GB", "-1GB", "kl=0", "kl=-1", "kl=x", "size=", "0bits", "bits", "24GB 8k", "0x4090"]
     for text in (*texts, "9" * 400 + "GB"):
-        with pytest.raises(UsageError, match="^fit=.* is no size$") as caught:
+        with pytest.raises(UsageError, match="^--fit .* is no size$") as caught:
             compress(EXAMPLE, tmp_path / "out", fit=text)
         assert "5.0bits" in caught.value.hint, text
     done = run_openquant("compress", "-m", EXAMPLE, "-o", tmp_path / "out", "--fit", "")
@@ -267,31 +267,31 @@ def test_where_one_scheme_is_as_good_it_is_written(scored: Path, capsys: pytest.
 def test_a_budget_that_holds_the_whole_model_is_answered_with_an_example(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         compress(EXAMPLE, tmp_path / "out", fit="4090")
-    assert caught.value.hint == 'serve the model as it is, or give a smaller budget, such as fit="5.0bits"'
+    assert caught.value.hint == "serve the model as it is, or give a smaller budget, such as --fit 5.0bits"
 
 
 def test_what_cannot_be_chosen_is_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
     whole = (
         "2 GB of GPU memory leave nothing for weights: a KV cache of 8,192 tokens takes 0.0 GB, and engines take 2 GB"
     )
-    small = 'fit="2bits" leaves 0.00289 GB for weights, and the smallest mixture takes 0.00373 GB (4.13 bits a weight)'
+    small = "--fit 2bits leaves 0.00289 GB for weights, and the smallest mixture takes 0.00373 GB (4.13 bits a weight)"
     rows: list[tuple[type[OpenQuantError], dict[str, Any], str]] = [
         (PlanError, {"fit": "2bits"}, small),
-        (PlanError, {"fit": "24GB"}, 'fit="24GB" leaves 20.1 GB for weights, and the unquantized ones take 0.00839 GB'),
+        (PlanError, {"fit": "24GB"}, '--fit 24GB leaves 20.1 GB for weights, and the unquantized ones take 0.00839 GB'),
         (PlanError, {"fit": "2GB"}, whole),
         (PlanError, {"fit": "3x24GB"}, "3 GPUs cannot share this model: they do not divide it"),
-        (UsageError, {"scheme": "int4"}, "fit chooses the schemes, and scheme is given"),
-        (UsageError, {"awq": True, "scheme": "int4"}, "fit chooses the schemes, and scheme is given"),
-        (UsageError, {"group_size": 64}, "fit chooses the schemes, and group_size is given"),
-        (UsageError, {"activation_scheme": "static"}, "fit chooses the schemes, and activation_scheme is given"),
-        (UsageError, {"smooth": 0.5, "scheme": "int8"}, "fit chooses the schemes, and scheme is given"),
-        (UsageError, {"dry_run": True}, "dry_run=True writes nothing, and there are no scores of this model in "),
+        (UsageError, {"scheme": "int4"}, "--fit chooses the schemes, and --scheme is given"),
+        (UsageError, {"awq": True, "scheme": "int4"}, "--fit chooses the schemes, and --scheme is given"),
+        (UsageError, {"group_size": 64}, "--fit chooses the schemes, and --group-size is given"),
+        (UsageError, {"activation_scheme": "static"}, "--fit chooses the schemes, and --activation-scheme is given"),
+        (UsageError, {"smooth": 0.5, "scheme": "int8"}, "--fit chooses the schemes, and --scheme is given"),
+        (UsageError, {"dry_run": True}, "--dry-run writes nothing, and there are no scores of this model in "),
         (UsageError, {"context": 0}, "a context of 0 tokens holds nothing"),
-        (UsageError, {"candidates": "tensor"}, "candidates names tensor, whose `fp8` config has one scheme for all layers"),
-        (UsageError, {"candidates": ["int4", "int4"]}, "candidates names a scheme twice"),
+        (UsageError, {"candidates": "tensor"}, "--candidates names tensor, whose `fp8` config has one scheme for all layers"),
+        (UsageError, {"candidates": ["int4", "int4"]}, "--candidates names a scheme twice"),
         (OpenQuantError, {"candidates": "int4,int5"}, "SGLang does not load int5 of this model: "),
         (OpenQuantError, {"fit": "T4", "candidates": "int4"}, "T4 has no kernel for int4"),
-        (UsageError, {"fit": None, "context": 4096}, "context, engines and candidates are for fit"),
+        (UsageError, {"fit": None, "context": 4096}, "--context, --for and --candidates are for --fit"),
     ]  # fmt: skip
     for kind, given, message in rows:
         with subtests.test(given=given):

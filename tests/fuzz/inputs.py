@@ -571,7 +571,7 @@ PATHS = [
 
 def paths(case: Case) -> Trial:
     """Files to write, in a directory where much is something else than a file."""
-    from openquant.files.destination import Destination, ProtectedPaths
+    from openquant.files.destination import Destination, taken_by
     from openquant.files.evaluation import EVALUATION as FIGURES
     from openquant.report.html import PAGE, PICTURE
     from openquant.weights.statistics import calibrations
@@ -615,8 +615,8 @@ def paths(case: Case) -> Trial:
     inputs = ((here / "some.txt", "a text"),)
 
     def read() -> object:
-        protected = ProtectedPaths([here / "model", here / "output"], inputs, [here / "out"])
-        destination = Destination(here / name, "--report", kind, protected, rng.choice([None, here / "output"]))
+        taken = taken_by([here / "model", here / "output"], inputs, [here / "out"])
+        destination = Destination(here / name, "--report", kind, taken, rng.choice([None, here / "output"]))
         before = contents(here)
         destination.write(b"data")
         after = contents(here)

@@ -22,7 +22,7 @@ from conftest import EXAMPLE, change_json
 from openquant import compress, evaluate
 from openquant.errors import UsageError
 from openquant.evaluation import answers
-from openquant.files.names import EVAL_FILE
+from openquant.files.model_files import EVAL_FILE
 from openquant.hub.fetch import AHEAD
 from openquant.options import Evaluate
 from support import forked_ranks, small_checkpoints
@@ -264,5 +264,5 @@ def test_what_cannot_be_streamed_is_refused(output: Path, tmp_path: Path) -> Non
         evaluate([output], EXAMPLE, stream=True)
     assert (caught.value.message, caught.value.hint) == (
         "all models are local directories, nothing of them can be streamed",
-        "leave stream out",
+        "leave --stream out",
     )

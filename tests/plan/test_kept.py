@@ -313,16 +313,16 @@ def test_what_engines_cannot_load_so(tmp_path: Path, change: Callable[[Path], No
 
 def test_options_that_would_change_weights(tmp_path: Path) -> None:
     given: dict[str, dict[str, Any]] = {
-        "ignore": {"ignore": "**"},
-        "format": {"format": "fp8"},
-        "gptq=True": {"gptq": True},
-        "calibrate=True": {"calibrate": True},
-        "quantize_lm_head=True": {"quantize_lm_head": True},
+        "--ignore": {"ignore": "**"},
+        "--format": {"format": "fp8"},
+        "--gptq": {"gptq": True},
+        "--calibrate": {"calibrate": True},
+        "--quantize-lm-head": {"quantize_lm_head": True},
     }
     for told, options in given.items():
         with pytest.raises(UsageError) as caught:
             compress(tmp_path, tmp_path / "out", "keep", **options)
-        assert caught.value.message == f'scheme="keep" leaves weights as they are, and {told} is given'
+        assert caught.value.message == f"--scheme keep leaves weights as they are, and {told} is given"
     # An unquantized source has no codes to keep.
     with pytest.raises(PlanError, match="^nothing in .* is quantized$"):
         compress(small_checkpoints.write(tmp_path / "source"), tmp_path / "out", "keep")

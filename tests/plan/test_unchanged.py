@@ -95,9 +95,9 @@ def test_another_output_of_it_is_the_same(tmp_path: Path) -> None:
 def test_quantized_weights_and_sizes_that_heads_do_not_divide_by_are_refused(tmp_path: Path) -> None:
     source = small_checkpoints.write(tmp_path / "source")
     compress(source, tmp_path / "fp8")
-    with pytest.raises(PlanError, match='14 weights of .* are quantized, and scheme="none" writes unquantized ones'):
+    with pytest.raises(PlanError, match="14 weights of .* are quantized, and --scheme none writes unquantized ones"):
         compress(tmp_path / "fp8", tmp_path / "out", "none", kv_cache="fp8")
-    with pytest.raises(PlanError, match="tp=3 cannot serve this model"):
+    with pytest.raises(PlanError, match="--tp 3 cannot serve this model"):
         compress(source, None, "none", kv_cache="fp8", tp=3)
     with pytest.raises(UsageError, match="--tp 0 is no number of ranks"):
         make_unchanged_plan(open_checkpoint(source), PlanOptions(tp=0, fp8_kv_cache=True))
@@ -105,20 +105,20 @@ def test_quantized_weights_and_sizes_that_heads_do_not_divide_by_are_refused(tmp
 
 def test_what_says_how_weights_are_stored_is_refused() -> None:
     given: list[tuple[dict[str, Any], str]] = [
-        ({"group_size": "32"}, "group_size"),
-        ({"ignore": ["**.up_proj"]}, "ignore"),
-        ({"scheme_for": {"**.up_proj": "channel"}}, "scheme_for"),
-        ({"activation_scheme": "static"}, "activation_scheme"),
-        ({"quantize_lm_head": True}, "quantize_lm_head=True"),
-        ({"format": "fp8"}, "format"),
+        ({"group_size": "32"}, "--group-size"),
+        ({"ignore": ["**.up_proj"]}, "--ignore"),
+        ({"scheme_for": {"**.up_proj": "channel"}}, "--scheme-for"),
+        ({"activation_scheme": "static"}, "--activation-scheme"),
+        ({"quantize_lm_head": True}, "--quantize-lm-head"),
+        ({"format": "fp8"}, "--format"),
     ]
     for options, named in given:
-        with pytest.raises(UsageError, match=f'scheme="none" leaves weights as they are, and {named} is given'):
+        with pytest.raises(UsageError, match=f"--scheme none leaves weights as they are, and {named} is given"):
             compress("anything", None, "none", kv_cache="fp8", **options)
     with pytest.raises(UsageError) as caught:
         compress("anything", None, "none")
-    assert caught.value.message == 'scheme="none" leaves weights as they are, and nothing else is asked for'
-    assert caught.value.hint == 'give kv_cache="fp8" too, for KV-cache scales, or choose another scheme'
+    assert caught.value.message == "--scheme none leaves weights as they are, and nothing else is asked for"
+    assert caught.value.hint == "give --kv-cache fp8 too, for KV-cache scales, or choose another scheme"
 
 
 def test_scales_that_sglang_fails_on_are_said(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import openquant.cli.arguments
 from openquant.api import compress
 from openquant.fit.table import fit_table
-from openquant.reporter import Reporter
+from openquant.result import Reporter
 from openquant.web.view import fit_html, plan_html
 from support import small_checkpoints
 

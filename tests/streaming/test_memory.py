@@ -150,7 +150,7 @@ def test_python_refuses_the_same(wide: Path, stored: Path, tmp_path: Path) -> No
         ):
             with pytest.raises(UsageError, match=rf"^a memory of {limit} bytes is too little: ") as caught:
                 call(max_memory=limit)
-            assert re.match(r'give max_memory="[\d.]+[MG]B" or more', caught.value.hint)
+            assert re.match(r"give --max-memory [\d.]+[MG]B or more", caught.value.hint)
     assert list(tmp_path.iterdir()) == []
 
 

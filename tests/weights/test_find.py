@@ -395,7 +395,7 @@ def test_layers_without_an_input_scale_cannot_be_static(tmp_path: Path) -> None:
     assert make_plan(open_checkpoint(source), TENSOR_STATIC).notes == (
         "no static activation scale is known for 1 of 14 layers (11.1 % of their bytes), which stay unquantized",
     )
-    with pytest.raises(OpenQuantError, match='scheme="block" has no static activations'):
+    with pytest.raises(OpenQuantError, match="--scheme block has no static activations"):
         compress(source, tmp_path / "no", "block", activation_scheme="static")
     with pytest.raises(PlanError) as caught:
         make_plan(open_checkpoint(small_checkpoints.write(tmp_path / "plain")), TENSOR_STATIC)
@@ -411,10 +411,10 @@ def test_a_plan_that_quantizes_nothing_is_an_error_unless_asked_for(tmp_path: Pa
         compress(source, tmp_path / "out", activation_scheme="static")
     assert (caught.value.message, caught.value.hint) == (
         "nothing would be quantized: its input_scale is F32 [2], not a single float (14 layers)",
-        'choose other options, or say ignore="**" if a copy is what you want',
+        "choose other options, or say --ignore '**' if a copy is what you want",
     )
     assert not (tmp_path / "out").exists()
-    with pytest.raises(PlanError, match=r'^nothing would be quantized: ignore="model.layers.0.\*\*" \(7 lay'):
+    with pytest.raises(PlanError, match=r"^nothing would be quantized: --ignore model.layers.0.\*\* \(7 lay"):
         compress(source, tmp_path / "out", activation_scheme="static", ignore=["model.layers.0.**"])
     result = compress(source, tmp_path / "out", activation_scheme="static", ignore=["**"])
     assert result.quantized_tensors == 0
