@@ -83,7 +83,6 @@ NIGHTLY = (
     "test_benchmarks.py",
     "test_distributed.py::test_ranks_on_two_hosts",
     "test_packaging.py::test_every_verb_works_from_the_wheel",
-    "web/test_page.py::test_a_run_that_was_killed_continues",
 )
 
 
