@@ -78,7 +78,6 @@ NIGHTLY = (
     "serve/test_serve_int8.py",
     "serve/test_serve_quantized.py",
     "serve/test_serve_smoothing.py",
-    "serve/test_serve_tasks.py",
     "serve/test_serve_widths.py",
     "test_benchmarks.py",
     "test_distributed.py::test_ranks_on_two_hosts",

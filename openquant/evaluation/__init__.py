@@ -11,7 +11,6 @@ generate, answers    greedy continuations of prompts by source and output, and w
 counters, gathering  distances of hidden states and routes of tokens; figures of several ranks put together
 saved_measurements   what is measured so far, for a run that continues an interrupted one
 task_requests        multiple-choice questions as token ids; `task_passes` runs them among the texts
-task_servers         has running servers generate the answers to other tasks
 task_statistics      intervals, paired tests; `task_results` makes what eval.json has of tasks
 under_test           the checkpoints that are compared, with their settings
 verdict_word         "same", "close", "similar", "changed" or "broken"; `verdict` finds the layers that stand out

@@ -37,7 +37,6 @@ from .results import Evaluation, Measurements, make_evaluation
 from .saved_measurements import EvaluationState
 from .task_passes import TaskPasses
 from .task_results import evaluate_tasks
-from .task_servers import generate_texts
 from .types import counted_questions
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .weight_changes import compare_weights
@@ -111,8 +110,6 @@ class _Comparison:
             served_models = [output.served for output in self.outputs]
             names = [source.name, *(output.name for output in outputs)]
             self.tasks = TaskPasses(settings.tasks, self.model, served_models, names, settings.ranks)
-        # The texts that each model's server generates for tasks.
-        self.generated: list[list[str]] = [[] for _ in range(1 + len(outputs))]
         # Units whose weights are compared already, by name and pass.
         self.compared: set[tuple[str, int]] = set()
         # The most probable next token at each position of the first document, by pass.
@@ -138,8 +135,6 @@ class _Comparison:
         if self.tasks is not None:
             text_tokens += self.tasks.models * self.tasks.local_tokens
         answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_prompts else 0
-        if not self.continues:
-            answer_tokens += self.generated_tokens
         resumed = frozenset() if self.checkpoint is None else self.checkpoint.done
         costs = layer_costs(self.model, [unit for unit in (*self.model.layers, *self.head) if unit not in resumed])
         self.progress = PassProgress(costs, text_tokens, progress, answer_tokens)
@@ -160,12 +155,6 @@ class _Comparison:
         """Number of forward passes of each document: two of the source, and one or two of each output."""
         return self.outputs[-1].last + 1 if self.outputs else 2
 
-    @property
-    def generated_tokens(self) -> int:
-        """The most tokens of the texts that servers generate."""
-        tasks = self.settings.tasks
-        return 0 if tasks is None else len(tasks.servers) * sum(text.max_tokens for text in tasks.tasks.generations)
-
     def description(self) -> str:
         """Say what is to be done: "16 documents of 512 tokens: code (8), docs (8); 4 passes"."""
         return f"{self._description()}{'; an earlier run is continued' if self.continues else ''}"
@@ -174,13 +163,8 @@ class _Comparison:
         described = f"{self.corpus.described}; {self.passes} passes"
         if self.tasks is None or self.settings.tasks is None:
             return described
-        described += f"; {counted_questions(self.settings.tasks.tasks.questions)} of tasks"
-        if self.tasks.tokens:
-            described += f", {self.tasks.tokens:,} tokens in {self.tasks.models} passes"
-        if self.generated_tokens:
-            names = ", ".join(server.url for server in self.settings.tasks.servers)
-            described += f", answered by {names} with {self.generated_tokens:,} tokens at most"
-        return described
+        questions = counted_questions(self.settings.tasks.tasks.questions)
+        return f"{described}; {questions} of tasks, {self.tasks.tokens:,} tokens in {self.tasks.models} passes"
 
     def run(self) -> Evaluation:
         """Run all passes of all documents, and return the figures."""
@@ -201,19 +185,13 @@ class _Comparison:
             yield
 
     def _run(self) -> Evaluation:
-        tasks = self.settings.tasks
-        servers, requests = (tasks.servers, tasks.tasks.generations) if tasks is not None else ((), ())
-        if servers and not self.continues:
-            # First, as servers are what fails most easily.
-            self.generated = generate_texts(servers, requests, self.progress.more_done)
         if self.checkpoint is not None:
             generators = list(self.generators.values())
-            state = EvaluationState(self.measurements, self.compared, generators, self.generated)
+            state = EvaluationState(self.measurements, self.compared, generators)
             self.checkpoint.extra = state.to_bytes
             if self.checkpoint.saved is not None:
                 with self.checkpoint.continuing():
-                    texts = len(requests) if servers else 0
-                    state.add_bytes(bytes(self.checkpoint.saved), self.checkpoint.done, texts)
+                    state.add_bytes(bytes(self.checkpoint.saved), self.checkpoint.done)
         run_interleaved(
             [*map(self._passes_of, self.local_documents), *self._task_passes()],
             finished=self._finished,
@@ -249,7 +227,7 @@ class _Comparison:
         ]
         evaluation = make_evaluation(self.measurements, self._answers(), notes)
         if self.tasks is not None and self.settings.tasks is not None:
-            figures = evaluate_tasks(self.settings.tasks, self.tasks, self.generated, self.settings.seed)
+            figures = evaluate_tasks(self.settings.tasks, self.tasks, self.settings.seed)
             for output, of_tasks in zip(evaluation.outputs, figures, strict=True):
                 output["tasks"] = of_tasks
         return evaluation

@@ -61,8 +61,6 @@ def evaluate(
     prompts: str | os.PathLike[str] | None = None,
     no_prompts: bool = False,
     tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    server: str | Sequence[str] = (),
-    apply_chat_template: bool = False,
     limit: int | None = None,
     kv_cache: CacheScheme = "auto",
     device: str = "cpu",
@@ -106,8 +104,6 @@ def evaluate(
         prompts=prompts,
         no_prompts=no_prompts,
         tasks=tasks,
-        server=server,
-        apply_chat_template=apply_chat_template,
         limit=limit,
         kv_cache=kv_cache,
         device=device,
@@ -145,7 +141,7 @@ def _evaluate(
             progress(done, total)
 
     with ExitStack() as stack:
-        source_tokenizer, servers = tokenizers[0], tasks.servers if tasks is not None else ()
+        source_tokenizer = tokenizers[0]
         subjects = [
             ModelUnderTest(
                 name,
@@ -187,7 +183,7 @@ def _evaluate(
             "outputs": _sha256(of_models[1:]),
             "texts": corpus.sha256,
             "tasks": tasks.sha256 if tasks is not None else "",
-            "options": _sha256([options.seed, options.kv_cache, device, texts.length, list(map(vars, servers))]),
+            "options": _sha256([options.seed, options.kv_cache, device, texts.length]),
             "number of ranks": str(ranks.size),
             "versions of libraries": ", ".join(f"{name} {value}" for name, value in versions().items()),
         }
@@ -235,8 +231,6 @@ class _Inputs(NamedTuple):
 
 def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     """Open all models, read texts and tasks, and refuse what cannot be done, before anything is computed or written."""
-    if options.server and ranks.size > 1:
-        raise UsageError("several ranks cannot share --server", "run one process, without torchrun")
     models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
     if options.stream and all(model.repo is None for model in models):
         raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
@@ -248,12 +242,8 @@ def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     from ..data.corpus import read_corpus
     from ..data.tasks import read_tasks
     from .task_requests import TaskRequests, encode_requests, longest_sequence
-    from .task_servers import find_servers
 
-    servers = find_servers(options.server, models) if options.server else []
-    read = None
-    if options.tasks:
-        read = read_tasks(options.tasks, options.limit, bool(servers), options.apply_chat_template)
+    read = read_tasks(options.tasks, options.limit) if options.tasks else None
     tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
     corpus = read_corpus(texts, tokenizers[0], vocabulary=vocabulary_of(checkpoints[0]))
     tasks = None
@@ -262,7 +252,7 @@ def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
         requests = encode_requests(read.requests, tokenizers[0], longest, vocabulary_of(checkpoints[0]))
         # Private directories are not published.
         given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
-        tasks = TaskRequests(read, requests, given, options.limit, texts.length, tuple(servers))
+        tasks = TaskRequests(read, requests, given, options.limit, texts.length)
     shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
     require_same(ranks, [corpus.sha256, tasks and tasks.sha256, shards])
     return _Inputs(models, checkpoints, named, files, tokenizers, corpus, tasks)
@@ -291,7 +281,6 @@ def preview_evaluation(options: Evaluate, texts: Texts) -> Preview:
         reads=(
             *map(model_place, inputs.models, inputs.checkpoints),
             *file_places({**vars(options), **vars(texts)}),
-            *(Place(url, "a server") for url in options.server),
         ),
         does=tuple(does),
         writes=tuple(

@@ -2,7 +2,7 @@
 
 What is measured of logits is not among it: passes are saved before the output head.
 
-    state = EvaluationState(measurements, compared, generators, generated)
+    state = EvaluationState(measurements, compared, generators)
     checkpoint.extra = state.to_bytes
     state.add_bytes(checkpoint.saved, checkpoint.done)
 """
@@ -35,13 +35,11 @@ class EvaluationState:
         measurements: distances, routes, clipped activations, and the outputs with the differences of their weights.
         compared: units whose weights are compared already, by name and pass.
         generators: generators of the rounding noise, one for each document of this process.
-        generated: the texts that the server of each model has generated for tasks; of each model none or all.
     """
 
     measurements: Measurements
     compared: set[tuple[str, int]]
     generators: Sequence[torch.Generator]
-    generated: list[list[str]]
 
     def to_bytes(self) -> bytes:
         """Return a safetensors file with the counts as JSON and the states of the generators, uint8."""
@@ -49,19 +47,17 @@ class EvaluationState:
             "counts": self.measurements.counts(),
             "changes": [[astuple(change) for change in output.changes] for output in self.measurements.outputs],
             "compared": sorted(self.compared),
-            "generated": self.generated,
         }
         noise = [generator.get_state().numpy() for generator in self.generators]
         arrays = {"facts": np.frombuffer(json.dumps(facts).encode(), np.uint8)}
         return save(arrays | {f"noise {number}": state for number, state in enumerate(noise)})
 
-    def add_bytes(self, data: bytes, done: Set[str], texts: int) -> None:
+    def add_bytes(self, data: bytes, done: Set[str]) -> None:
         """Add what an interrupted run of the same evaluation has measured.
 
         Args:
             data: what its `to_bytes` returned.
             done: names of the units that all its passes are through, without embedding tables.
-            texts: the number of texts that servers generate for each model.
 
         Raises:
             ValueError: a figure is invalid or missing, or of another model.
@@ -69,16 +65,15 @@ class EvaluationState:
         """
         arrays = load(data)
         facts = json.loads(arrays["facts"].tobytes())
-        self._check(facts, done, texts)
+        self._check(facts, done)
         self.measurements.add({}, facts["counts"])
         for output, changes in zip(self.measurements.outputs, facts["changes"], strict=True):
             output.changes.extend(WeightChange(*change) for change in changes)
         self.compared.update((unit, number) for unit, number in facts["compared"])
-        self.generated[:] = facts["generated"]
         for number, generator in enumerate(self.generators):
             generator.set_state(torch.from_numpy(arrays[f"noise {number}"]))
 
-    def _check(self, facts: Any, done: Set[str], texts: int) -> None:
+    def _check(self, facts: Any, done: Set[str]) -> None:
         """Refuse figures that no run writes; wrong ones of the right form cannot be told.
 
         Raises:
@@ -111,10 +106,6 @@ class EvaluationState:
             if _EXPERT.sub("", name) not in weights or type(quantized) is not bool or not _are_figures(errors, 4):
                 raise ValueError("its differences of weights are invalid")
         _require_keys("weights", facts["compared"], lambda unit, number: unit in model.units and number in passes)
-        if [len(of_model) for of_model in facts["generated"]] != [texts] * len(self.generated) or not all(
-            type(text) is str for of_model in facts["generated"] for text in of_model
-        ):
-            raise ValueError("its generated texts are invalid")
 
 
 def _require_keys(what: str, rows: Sequence[Sequence[Any]], is_valid: Callable[[Any, Any], bool]) -> None:

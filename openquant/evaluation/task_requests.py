@@ -7,7 +7,6 @@ requests[0].choice      # (21048,)
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,6 @@ from ..data.tokenizer import Tokenizer
 from ..errors import SourceError
 from ..files.small_files import short_repr
 from ..streaming.packing import ChoiceRequest
-from .task_servers import ModelOnServer
 
 # Keys of config.json that say the longest sequence; and its length if nothing says it: lm_eval/models/huggingface.py.
 _LENGTH_KEYS = ("n_positions", "max_position_embeddings", "n_ctx")
@@ -39,7 +37,6 @@ class TaskRequests:
         named: what the user named: tasks and names of files.
         limit: the most questions of a task; None for all.
         length: the most tokens of a pack.
-        servers: what generates the texts of the source and of each output; empty if no task asks for texts.
     """
 
     tasks: Tasks
@@ -47,7 +44,6 @@ class TaskRequests:
     named: tuple[str, ...]
     limit: int | None
     length: int
-    servers: tuple[ModelOnServer, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -61,13 +57,11 @@ class TaskRequests:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the token ids of all requests, and of the prompts and settings of generated texts, hexadecimal."""
+        """SHA-256 of the token ids of all requests, hexadecimal."""
         digest = hashlib.sha256()
         for request in self.requests:
             for ids in (request.context, request.choice):
                 digest.update(np.array([len(ids), *ids], "<i4").tobytes())
-        for generation in self.tasks.generations:
-            digest.update(json.dumps(vars(generation), sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
 

@@ -29,31 +29,28 @@ from .types import MeanMetric, TaskFigures, TaskMetric, TasksEvaluation, counted
 ALL = "all questions"
 
 
-def evaluate_tasks(
-    task_requests: TaskRequests, passes: TaskPasses, generated: Sequence[Sequence[str]], seed: int
-) -> list[TasksEvaluation]:
+def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -> list[TasksEvaluation]:
     """Compute the figures of each output.
 
     Args:
         task_requests: the questions.
         passes: their passes, after all are finished.
-        generated: for the source and each output the texts that it generates [generations].
         seed: seed of the bootstrap.
 
     Returns:
         For each output what its eval.json has as `tasks`.
     """
     scores, tasks = passes.scores, task_requests.tasks
-    source = tasks.answers(scores.loglikelihoods(0), scores.greedy(0), generated[0])
+    source = tasks.answers(scores.loglikelihoods(0), scores.greedy(0))
     choice_tokens = np.array([len(request.choice) for request in task_requests.requests], np.float64)
     evaluations = []
     for model in range(1, passes.models):
-        output = tasks.answers(scores.loglikelihoods(model), scores.greedy(model), generated[model])
+        output = tasks.answers(scores.loglikelihoods(model), scores.greedy(model))
         kl = scores.kl(model)
 
-        def mean_kl(answers: Sequence[TaskAnswers], kl: Figures = kl) -> float | None:
+        def mean_kl(answers: Sequence[TaskAnswers], kl: Figures = kl) -> float:
             requests = np.concatenate([of_task.requests for of_task in answers])
-            return float(kl[requests].sum() / choice_tokens[requests].sum()) if len(requests) else None
+            return float(kl[requests].sum() / choice_tokens[requests].sum())
 
         of_tasks = [
             _figures(before.task, [before], [after], mean_kl([before]), seed)
@@ -67,12 +64,11 @@ def evaluate_tasks(
             TasksEvaluation(
                 named=list(task_requests.named),
                 limit=task_requests.limit,
-                chat=any(request.is_chat for request in tasks.generations),
                 sha256=task_requests.sha256,
                 questions=pooled["questions"],
-                requests=len(task_requests.requests) + len(tasks.generations),
+                requests=len(task_requests.requests),
                 tokens=passes.tokens,
-                packed=passes.packed and bool(task_requests.requests),
+                packed=passes.packed,
                 tasks=of_tasks,
                 pooled=pooled,
                 mean=_means(source, output, seed),
@@ -84,7 +80,7 @@ def evaluate_tasks(
 
 
 def _figures(
-    name: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], kl: float | None, seed: int
+    name: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], kl: float, seed: int
 ) -> TaskFigures:
     """Compute the figures of the questions of some tasks together, with the metrics that all of them have."""
     picked = [np.concatenate([answers.picked for answers in model]) for model in (source, output)]

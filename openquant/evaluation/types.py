@@ -193,13 +193,13 @@ class MeanMetric(TypedDict):
 
 
 class TaskFigures(TypedDict):
-    """The figures of one task, or of the questions of all tasks; `kl` is None if all answers are generated texts."""
+    """The figures of one task, or of the questions of all tasks."""
 
     task: str
     questions: int
     metrics: list[TaskMetric]
     answered_otherwise: float
-    kl: float | None
+    kl: float
 
 
 class TasksEvaluation(TypedDict):
@@ -207,7 +207,6 @@ class TasksEvaluation(TypedDict):
 
     named: list[str]
     limit: int | None
-    chat: bool
     sha256: str
     questions: int
     requests: int
