@@ -5,17 +5,24 @@ and then each output has one pass with rounded weights alone and, if engines rou
 
     evaluation = compare_outputs(ModelUnderTest("Qwen3-8B", source), [ModelUnderTest("Qwen3-8B-FP8", output)], corpus)
     evaluation.outputs[0]["kl"]["mean"]      # 0.0031
+
+The noise floor is what bfloat16 rounding alone changes: the source runs again with noise after each layer. Two programs
+that compute the same model in bfloat16 add in different orders, so their results are sometimes rounded to different
+neighbours. A difference between two models that is no larger than this noise means nothing.
+
+Each layer's output is in bfloat16 already. Its value before rounding is taken to lie anywhere within half a step of it,
+and is rounded stochastically: one value in eight moves a step up, one a step down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.corpus import Corpus
 from ..data.prompts import Prompt
@@ -27,14 +34,11 @@ from ..streaming.meta_model import REST
 from ..streaming.model import StreamedModel, shards_by_unit
 from ..streaming.progress import Advanced, PassProgress, layer_costs
 from ..streaming.session import documents_of_rank
-from .answers import compare_answers, prompts_to_answer
 from .as_served import ServedModel, logits
-from .gathering import pack_records, unpack_records
-from .generate import TOKENS, teacher_forced
+from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
 from .kl import ModelNames, compare_logits
-from .noise_floor import RoundingNoise
 from .results import Evaluation, Measurements, make_evaluation
-from .saved_measurements import EvaluationState
+from .saved_measurements import EvaluationState, pack_records, unpack_records
 from .task_passes import TaskPasses
 from .task_results import evaluate_tasks
 from .types import counted_questions
@@ -341,3 +345,72 @@ class _Comparison:
         self.measurements.records.setdefault(number, {})[index] = record
         if number + 1 == self.passes:
             self.source_logits = None
+
+
+class RoundingNoise:
+    """Adds bfloat16 rounding noise to the outputs of modules, while a context of `drawn_from` is entered.
+
+    Args:
+        modules: the decoder layers of a model. Their `forward` is replaced.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._generator: torch.Generator | None = None
+        for module in modules:
+            # Not a hook: hidden states must have the noise before other hooks compare them.
+            module.forward = self._noisy(module.forward)
+
+    def drawn_from(self, generator: torch.Generator) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that makes contexts in which noise is added, for `ForwardPass.around`.
+
+        Args:
+            generator: draws the noise, on the CPU. Give each pass its own: then its noise depends on the generator's
+                seed alone, not on other passes.
+        """
+
+        @contextmanager
+        def on() -> Iterator[None]:
+            self._generator = generator
+            try:
+                yield
+            finally:
+                self._generator = None
+
+        return on
+
+    def _noisy(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noisy(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if self._generator is None:
+                return output
+            if isinstance(output, tuple):
+                return (stochastic_round(output[0], self._generator), *output[1:])
+            return stochastic_round(output, self._generator)
+
+        return noisy
+
+
+def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round values stochastically to bfloat16.
+
+    A value between two bfloat16 numbers becomes either; the nearer it is to one, the more probable is that one. Values
+    of dtype bfloat16 have been rounded already: each moves a step up with a probability of 1/8, and a step down with
+    1/8. Zeros, infinities and NaN stay, and so do values that would become infinite.
+
+    Args:
+        values: any shape, any floating dtype.
+        generator: torch's generator of the noise, on the CPU; the device of `values` does not matter.
+
+    Returns:
+        The rounded values, with the shape and dtype of `values`.
+    """
+    bits = values.float().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, dtype=torch.int32).to(bits.device)
+    if values.dtype == torch.bfloat16:
+        rounded_off = torch.randint(-(1 << 15), 1 << 15, bits.shape, generator=generator, dtype=torch.int32)
+        noise += rounded_off.to(bits.device)
+    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    rounded_values = rounded.to(values.dtype)
+    # A step below zero would be NaN, a step above the largest value infinity, and one above a NaN could be a number.
+    valid = (values != 0) & values.isfinite() & rounded_values.isfinite()
+    return torch.where(valid, rounded_values, values)

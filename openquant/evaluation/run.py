@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ..streaming.pass_checkpoint import PassCheckpoint
     from ..streaming.session import ShardProvider
     from .results import Evaluation
-    from .task_requests import TaskRequests
+    from .task_passes import TaskRequests
 
 
 @documented(Evaluate, Texts)
@@ -241,7 +241,7 @@ def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     # These import transformers.
     from ..data.corpus import read_corpus
     from ..data.tasks import read_tasks
-    from .task_requests import TaskRequests, encode_requests, longest_sequence
+    from .task_passes import TaskRequests, encode_requests, longest_sequence
 
     read = read_tasks(options.tasks, options.limit) if options.tasks else None
     tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]

@@ -1,18 +1,25 @@
-"""Serializes what an evaluation has measured of the layers that all its texts are through, for its pass checkpoint.
+"""Serializes what an evaluation has measured: for its pass checkpoint, and for the first of several processes.
 
-What is measured of logits is not among it: passes are saved before the output head.
+A pass checkpoint has the layers that all texts are through, and nothing of logits: passes are saved before the output
+head.
 
     state = EvaluationState(measurements, compared, generators)
     checkpoint.extra = state.to_bytes
     state.add_bytes(checkpoint.saved, checkpoint.done)
+
+Processes send the figures of their documents. Arrays are in numpy's format, never pickled, and counts are JSON.
+
+    data = pack_records(records, counts)            # of this process's documents
+    records, counts = unpack_records(data, documents)
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -20,7 +27,9 @@ import numpy as np
 import torch
 from safetensors.numpy import load, save
 
+from ..data.corpus import Document
 from ..streaming.hooks import holds_experts
+from .kl import DocumentRecord
 from .results import Measurements
 from .weight_changes import WeightChange
 
@@ -122,3 +131,62 @@ def _are_figures(values: Any, count: int) -> bool:
         and len(values) == count
         and all(type(value) is float and math.isfinite(value) and value >= 0 for value in values)
     )
+
+
+# Fields of a DocumentRecord that are float64, and those that are bool.
+_FIGURES = ("kl", "confidence", "source_nll", "output_nll")
+_FLAGS = ("top1", "top5")
+
+# Records by pass number, then by document number.
+Records = Mapping[int, Mapping[int, DocumentRecord]]
+
+
+def pack_records(records: Records, counts: Mapping[str, Any]) -> bytes:
+    """Serialize the figures of documents, and counts, for another process.
+
+    Args:
+        records: by number of the pass through a model, then by the document's index in the corpus: KL divergence,
+            probabilities and token agreement at each position but the last, float64 or bool [length - 1]. All documents
+            have the same length.
+        counts: anything that JSON can hold, such as `Measurements.counts()`.
+
+    Returns:
+        The bytes of a npz file, for `unpack_records`.
+    """
+    arrays = {"counts": np.frombuffer(json.dumps(counts).encode(), np.uint8)}
+    for number, by_document in records.items():
+        arrays[f"{number}.documents"] = np.array(list(by_document), np.int64)
+        for kind, columns in (("figures", _FIGURES), ("flags", _FLAGS)):
+            arrays[f"{number}.{kind}"] = np.array(
+                [[getattr(record, column) for column in columns] for record in by_document.values()]
+            )
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    return file.getvalue()
+
+
+def unpack_records(
+    data: bytes, documents: Sequence[Document]
+) -> tuple[dict[int, dict[int, DocumentRecord]], dict[str, Any]]:
+    """Read what `pack_records` wrote.
+
+    Args:
+        data: bytes of a npz file from `pack_records`.
+        documents: all documents of the corpus; records get their domain and name from it.
+
+    Returns:
+        The records by number of the pass, then by the document's index in `documents`; and the counts. A record has
+        arrays [length - 1], float64 or bool, with a figure of each position but the last.
+    """
+    records: dict[int, dict[int, DocumentRecord]] = {}
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        counts: dict[str, Any] = json.loads(arrays["counts"].tobytes())
+        for name in arrays.files:
+            number, _, kind = name.partition(".")
+            if kind == "documents":
+                figures, flags = arrays[f"{number}.figures"], arrays[f"{number}.flags"]
+                records[int(number)] = {
+                    at: DocumentRecord(documents[at].domain, documents[at].name, *figure_rows, *flag_rows)
+                    for at, figure_rows, flag_rows in zip(arrays[name].tolist(), figures, flags, strict=True)
+                }
+    return records, counts

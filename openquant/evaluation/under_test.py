@@ -25,7 +25,7 @@ from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.session import DocumentRanks, ShardProvider
 from .as_served import ServedModel
-from .task_requests import TaskRequests
+from .task_passes import TaskRequests
 from .types import NamedModel
 from .weight_changes import WeightChange
 

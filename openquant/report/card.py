@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..evaluation.verdict_word import CHANGED, CLOSE, ENOUGH_TEXTS, SIMILAR, kl_text
+from ..evaluation.types import CHANGED, CLOSE, ENOUGH_TEXTS, SIMILAR, kl_text
 from ..files.cards import (
     COMMANDS,
     CONTEXT,

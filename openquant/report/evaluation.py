@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..evaluation.verdict_word import kl_text
+from ..evaluation.types import kl_text
 from .card import SIDES, answers, difference_text, percent
 from .cells import gigabytes, paragraphs, table
 from .escape import join_lines, terminal
