@@ -110,6 +110,7 @@ class QuestionTask:
         del greedy
         scores: dict[str, list[float]] = {metric: [] for metric in self.metrics[self.name]}
         picked, start = [], 0
+
         for question in self._questions:
             of_choices = loglikelihoods[start : start + len(question.choices)]
             start += len(question.choices)
@@ -118,6 +119,7 @@ class QuestionTask:
             if self._has_norm:
                 lengths = np.array([len(choice) for choice in question.choices])
                 scores["acc_norm"].append(question.grades[int((of_choices / lengths).argmax())])
+
         by_metric = {metric: np.array(values, np.float64) for metric, values in scores.items()}
         return [TaskAnswers(self.name, by_metric, np.array(picked, np.int64), np.arange(len(self.requests)))]
 
@@ -149,11 +151,14 @@ def _lines(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]:
             break
         if not line.strip():
             continue
+
         where = f"{file} line {number}"
         value = parse_json(line, where)
         if not isinstance(value, dict):
             raise SourceError(f"{where} is {short_repr(value)}, not a JSON object", _LINES_HINT)
+
         text = _text(value.get("question"), f"{where}: question", _LINES_HINT)
+
         choices = value.get("choices")
         if not isinstance(choices, list) or not 2 <= len(choices) <= _MAX_CHOICES:
             raise SourceError(
@@ -162,16 +167,20 @@ def _lines(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]:
         texts = tuple(_filled(choice, f"{where}: a choice", _LINES_HINT) for choice in choices)
         if len(set(texts)) < len(texts):
             raise SourceError(f"{where}: two choices are equal", _LINES_HINT)
+
         answer = value.get("answer")
         right = texts.index(answer) if isinstance(answer, str) and answer in texts else answer
         if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(texts):
             raise SourceError(
                 f"{where}: answer is {short_repr(answer)}, neither a choice nor the index of one", _LINES_HINT
             )
+
         grades = tuple(float(at == right) for at in range(len(texts)))
         questions.append(ChoiceQuestion(f"Question: {text}\nAnswer:", texts, grades))
+
     if not questions:
         raise SourceError(f"{file} has no questions", _LINES_HINT)
+
     return questions
 
 
@@ -192,11 +201,13 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
         raise SourceError(
             f"{file}: append_choices_to_input is {short_repr(lists_choices)}, not true or false", _BIG_BENCH_HINT
         )
+
     questions: list[ChoiceQuestion] = []
     for number, example in _scored(examples, file):
         if len(questions) == limit:
             break
         where = f"{file} example {number}"
+
         text = _text(example.get("input"), f"{where}: input", _BIG_BENCH_HINT)
         grades = example["target_scores"]
         if not isinstance(grades, dict) or not 2 <= len(grades) <= _MAX_CHOICES:
@@ -204,6 +215,7 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
                 f"{where}: target_scores is {short_repr(grades)}, not 2 to {_MAX_CHOICES} choices with scores",
                 _BIG_BENCH_HINT,
             )
+
         choices = tuple(_filled(choice, f"{where}: a choice", _BIG_BENCH_HINT) for choice in grades)
         for choice, grade in grades.items():
             if isinstance(grade, bool) or not isinstance(grade, (int, float)) or not 0 <= grade <= 1:
@@ -211,14 +223,18 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
                     f"{where}: the score of {short_repr(choice)} is {short_repr(grade)}, not a number from 0 to 1",
                     _BIG_BENCH_HINT,
                 )
+
         if lists_choices:
             # In random order, since in many files the right choice comes first; drawn anew for each example, as there.
             order = np.random.RandomState(_SEED).permutation(len(choices))
             text += "".join(f"{choice_prefix}{sorted(choices)[at]}" for at in order)
+
         prompt = _text(f"{task_prefix}{before}{text}{after}", f"{where}: its prompt", _BIG_BENCH_HINT)
         questions.append(ChoiceQuestion(prompt, choices, tuple(float(grades[choice]) for choice in choices)))
+
     if not questions:
         raise SourceError(f"{file} has no example with target_scores: it is no multiple-choice task", _BIG_BENCH_HINT)
+
     return questions
 
 

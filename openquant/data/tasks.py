@@ -277,6 +277,7 @@ def _name_in(path: Path) -> str:
     """Return the name of the task that a YAML file defines."""
     with readable():
         data = read_small(path, path.name)
+
     try:
         value = yaml.load(data, _Loader)
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
@@ -284,9 +285,11 @@ def _name_in(path: Path) -> str:
         raise SourceError(
             f"{path.name} is not YAML: {short_repr(str(error))}", "give the YAML of an lm-eval task"
         ) from None
+
     name = value.get("task", value.get("group")) if isinstance(value, dict) else None
     if not isinstance(name, str):
         raise SourceError(f"{path.name} has no name of a task", "give it a line such as `task: mine`")
+
     return name
 
 

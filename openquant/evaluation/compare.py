@@ -94,7 +94,9 @@ class _Comparison:
         settings: EvaluationSettings,
         progress: Advanced | None,
     ) -> None:
-        self.source, self.corpus, self.settings = source, corpus, settings
+        self.source = source
+        self.corpus = corpus
+        self.settings = settings
         with naming(source.name):
             self.model = StreamedModel(source.checkpoint, device=settings.device)
         self.local_documents = documents_of_rank(len(corpus.documents), settings.ranks)
@@ -103,17 +105,14 @@ class _Comparison:
         self.measurements.routes.register_hooks(self.model.model)
         self.noise = RoundingNoise(self.model.units[name] for name in self.model.layers)
         for output in outputs:
-            with naming(output.name):
-                model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
-            require_one_model(source, self.model, output, model)
-            self.measurements.routes.register_hooks(model.model)
-            served = ServedModel(model, settings.kv_cache)
-            self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
+            self._open_output(output)
+
         self.tasks: TaskPasses | None = None
         if settings.tasks is not None:
             served_models = [output.served for output in self.outputs]
             names = [source.name, *(output.name for output in outputs)]
             self.tasks = TaskPasses(settings.tasks, self.model, served_models, names, settings.ranks)
+
         # Units whose weights are compared already, by name and pass.
         self.compared: set[tuple[str, int]] = set()
         # The most probable next token at each position of the first document, by pass.
@@ -127,21 +126,43 @@ class _Comparison:
         }
         self.checkpoint = settings.pass_checkpoint
         self.continues = self.checkpoint is not None and self.checkpoint.saved is not None
+
         embedding = self.model.model.get_input_embeddings()
         self.vocabulary = int(getattr(embedding, "num_embeddings", 0))
-        self.prompts: Sequence[Prompt] = ()
-        if settings.tokenizer is not None and settings.answers_prompts:
-            nbytes = max(self.model.nbytes, *(output.served.model.nbytes for output in self.outputs))
-            self.prompts = prompts_to_answer(
-                settings.prompts, settings.tokenizer, self.vocabulary, nbytes, settings.answer_memory
-            )
-        text_tokens = self.passes * len(self.local_documents) * corpus.length
+        self.prompts = self._read_prompts()
+        self.progress = self._count_tokens(progress)
+
+    def _open_output(self, output: ModelUnderTest) -> None:
+        """Open an output, which must be of the source's model."""
+        with naming(output.name):
+            model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=self.settings.device)
+        require_one_model(self.source, self.model, output, model)
+        self.measurements.routes.register_hooks(model.model)
+
+        served = ServedModel(model, self.settings.kv_cache)
+        self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
+
+    def _read_prompts(self) -> Sequence[Prompt]:
+        """Read the prompts that the models answer; none if they answer none."""
+        settings = self.settings
+        if settings.tokenizer is None or not settings.answers_prompts:
+            return ()
+        nbytes = max(self.model.nbytes, *(output.served.model.nbytes for output in self.outputs))
+        return prompts_to_answer(settings.prompts, settings.tokenizer, self.vocabulary, nbytes, settings.answer_memory)
+
+    def _count_tokens(self, progress: Advanced | None) -> PassProgress:
+        """Make what tells of the progress, from the tokens of texts, tasks and answers."""
+        text_tokens = self.passes * len(self.local_documents) * self.corpus.length
         if self.tasks is not None:
             text_tokens += self.tasks.models * self.tasks.local_tokens
-        answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_prompts else 0
+
+        answer_tokens = 0
+        if self.answers_prompts:
+            answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs))
+
         resumed = frozenset() if self.checkpoint is None else self.checkpoint.done
         costs = layer_costs(self.model, [unit for unit in (*self.model.layers, *self.head) if unit not in resumed])
-        self.progress = PassProgress(costs, text_tokens, progress, answer_tokens)
+        return PassProgress(costs, text_tokens, progress, answer_tokens)
 
     @property
     def head(self) -> list[str]:
@@ -161,14 +182,13 @@ class _Comparison:
 
     def description(self) -> str:
         """Say what is to be done: "16 documents of 512 tokens: code (8), docs (8); 4 passes"."""
-        return f"{self._description()}{'; an earlier run is continued' if self.continues else ''}"
-
-    def _description(self) -> str:
         described = f"{self.corpus.described}; {self.passes} passes"
-        if self.tasks is None or self.settings.tasks is None:
-            return described
-        questions = counted_questions(self.settings.tasks.tasks.questions)
-        return f"{described}; {questions} of tasks, {self.tasks.tokens:,} tokens in {self.tasks.models} passes"
+        if self.tasks is not None and self.settings.tasks is not None:
+            questions = counted_questions(self.settings.tasks.tasks.questions)
+            described += f"; {questions} of tasks, {self.tasks.tokens:,} tokens in {self.tasks.models} passes"
+        if self.continues:
+            described += "; an earlier run is continued"
+        return described
 
     def run(self) -> Evaluation:
         """Run all passes of all documents, and return the figures."""
@@ -189,6 +209,7 @@ class _Comparison:
             yield
 
     def _run(self) -> Evaluation:
+        """Run all passes, and put the figures of all ranks together."""
         if self.checkpoint is not None:
             generators = list(self.generators.values())
             state = EvaluationState(self.measurements, self.compared, generators)
@@ -196,6 +217,7 @@ class _Comparison:
             if self.checkpoint.saved is not None:
                 with self.checkpoint.continuing():
                     state.add_bytes(bytes(self.checkpoint.saved), self.checkpoint.done)
+
         run_interleaved(
             [*map(self._passes_of, self.local_documents), *self._task_passes()],
             finished=self._finished,
@@ -204,31 +226,38 @@ class _Comparison:
             progress=self.progress.layer_done,
             checkpoint=self.checkpoint,
         )
+
         ranks = self.settings.ranks
         if ranks is None:
             return self._evaluation()
+
+        # The first rank has the figures of all.
         for data in ranks.gather(pack_records(self.measurements.records, self.measurements.counts())):
             self.measurements.add(*unpack_records(data, self.corpus.documents))
         if self.tasks is not None:
             for data in ranks.gather(self.tasks.scores.to_bytes()):
                 self.tasks.scores.add_bytes(data)
+
         evaluation = self._evaluation() if ranks.rank == 0 else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
         return evaluation or Evaluation(first["source"], first["floor"], first["outputs"], tuple(first["notes"]))
 
     def _evaluation(self) -> Evaluation:
+        """Make the results of what is measured."""
         notes = []
         if self.settings.prompts is not None and not self.prompts:
             notes.append(
                 "--prompts were not answered: a model takes more than half of the free memory, or more than "
                 "--max-memory leaves"
             )
+
         notes += [
             f"{output.subject.name}: AWQ or SmoothQuant changed its weights, so they were not compared one by one; "
             "openquant verify --source --full does that"
             for output in self.outputs
             if output.facts.smoothed
         ]
+
         evaluation = make_evaluation(self.measurements, self._answers(), notes)
         if self.tasks is not None and self.settings.tasks is not None:
             figures = evaluate_tasks(self.settings.tasks, self.tasks, self.settings.seed)
@@ -329,13 +358,16 @@ class _Comparison:
             assert self.tasks is not None
             self.tasks.finished(group - len(self.local_documents), number, pass_logits)
             return
+
         index = self.local_documents[group]
         if index == 0:
             self._compare_weights(REST, number)
             self.top_tokens[number] = pass_logits.argmax(-1).tolist()
+
         if number == 0:
             self.source_logits = pass_logits
             return
+
         assert self.source_logits is not None
         document = self.corpus.documents[index]
         output = next((output for output in self.outputs if output.first <= number <= output.last), None)
@@ -343,6 +375,7 @@ class _Comparison:
         ids = torch.tensor(document.ids)
         record = compare_logits(self.source_logits, pass_logits, ids, document.domain, document.name, names)
         self.measurements.records.setdefault(number, {})[index] = record
+
         if number + 1 == self.passes:
             self.source_logits = None
 

@@ -59,11 +59,13 @@ def end_tokens(directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
         settings = parse_json(data, "generation_config.json")
         values.append(settings.get("eos_token_id") if isinstance(settings, dict) else None)
     values += [level.get("eos_token_id") for level in config_levels(config)]
+
     for value in values:
         ids = value if isinstance(value, list) else [value]
         valid = [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token >= 0]
         if valid:
             return tuple(valid)
+
     return ()
 
 
@@ -105,7 +107,9 @@ def continue_prompts(
         # Required, but never used: there is one prompt at a time.
         pad_token_id=ends[0] if ends else 0,
     )
+
     continuations = []
+
     with streamed.resident() as resident:
         model: Any = resident
         # generate() would take settings that we leave open from the model's own.
@@ -124,6 +128,7 @@ def continue_prompts(
                     progress(number)
         finally:
             model.generation_config = own_config
+
     return continuations
 
 

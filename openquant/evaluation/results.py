@@ -267,6 +267,7 @@ def make_evaluation(
     seed = measurements.settings.seed
     floor = _brief(measurements.records_of_pass(1), seed)
     source = measurements.source.identity()
+
     common = {
         "floor": floor,
         "text": measurements.corpus.account,
@@ -275,15 +276,18 @@ def make_evaluation(
         "device": measurements.settings.device,
         "source": source,
     }
+
     outputs = [
         cast(OutputEvaluation, {**_figures(measurements, output, floor), "texts": answers, **common})
         for output, answers in zip(measurements.outputs, texts, strict=True)
     ]
+
     model_notes = (note for output in measurements.outputs for note in output.served.notes)
     documents = len(measurements.corpus.documents)
     few = (
         [] if documents >= ENOUGH_TEXTS else [f"{_few(documents)}: take 16 or more to publish the figures (--samples)"]
     )
+
     all_notes = dict.fromkeys([*measurements.corpus.notes, *few, *model_notes, *notes])
     return Evaluation(source, floor, outputs, tuple(all_notes))
 
@@ -297,16 +301,20 @@ def _figures(measurements: Measurements, output: OutputUnderTest, floor: Brief) 
     weights_only, as_served = measurements.records_of_pass(output.first), measurements.records_of_pass(output.last)
     seed = measurements.settings.seed
     figures = summarize(as_served, seed)
+
     # Layers of vision towers are not among them, as no text runs through those.
     layers = [_layer(measurements, name, output) for name in measurements.distances.layers]
+
     suspects = [
         *_suspects_by_files(measurements, output),
         *suspects_by_weights(output.changes, output.served.quantized_routers, output.facts.gptq),
         *suspects_by_layers(layers),
     ]
+
     verdict = verdict_word(figures["kl"]["mean"], floor["kl"])
     if output.subject.tokenizer_differences:
         verdict = "broken"
+
     errors = [change.error for change in output.changes if change.quantized]
     return {
         **figures,

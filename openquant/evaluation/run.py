@@ -112,7 +112,9 @@ def evaluate(
         seed=seed,
         fail_above=fail_above,
     )
+
     texts = Texts.parse(text=text, dataset=dataset, samples=samples, length=length)
+
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
@@ -151,15 +153,10 @@ def _evaluate(
             )
             for model, (name, checkpoint), tokenizer in zip(models, named, tokenizers, strict=True)
         ]
+
+        # Hidden states that do not fit into memory wait in a file.
         directory = _scratch_directory(options, models)
-        # Two passes through each model.
-        tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
-        hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
-        if tasks is not None:
-            # One pass, with a mask of up to four bytes for each pair of tokens.
-            task_tokens = -(-tasks.tokens // ranks.size)
-            mask = 4 * max(tasks.length, tasks.longest) * task_tokens
-            hidden += len(checkpoints) * (hidden_bytes(checkpoints[0], task_tokens) + mask)
+        hidden = _all_hidden_bytes(checkpoints, corpus, tasks, ranks)
         longest_text = max(corpus.length, tasks.longest if tasks is not None else 0)
         left = memory_left(options.max_memory, evaluation_steps(named, longest_text))
         scratch_file = scratch_for(hidden, directory, BUDGET if left is None else left, options.scratch is not None)
@@ -174,6 +171,7 @@ def _evaluate(
                     for supply, shards, subject in zip(supplies, needs, subjects, strict=True)
                 ]
 
+        # What must be the same for a run to be continued.
         of_models = [
             _sha256([subject.fingerprint.stamp, model.digests(subject.checkpoint)])
             for model, subject in zip(models, subjects, strict=True)
@@ -187,6 +185,7 @@ def _evaluate(
             "number of ranks": str(ranks.size),
             "versions of libraries": ", ".join(f"{name} {value}" for name, value in versions().items()),
         }
+
         pass_checkpoint = _pass_checkpoint(options, models[1], checkpoints[0], directory, ranks, conditions)
         settings = EvaluationSettings(
             options.seed,
@@ -202,19 +201,38 @@ def _evaluate(
             tasks=tasks,
             pass_checkpoint=pass_checkpoint,
         )
+
         evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
+
     if ranks.first and measured is not None:
         measured(evaluation)
     for file, value in zip(files, _results(options, evaluation), strict=True) if ranks.first else ():
         if file is not None:
             file.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
+
     # The other ranks keep their checkpoints until the results are written.
     ranks.agree(None)
     if pass_checkpoint is not None:
         pass_checkpoint.remove()
     return replace(evaluation, written=tuple(file.path for file in files if file is not None))
+
+
+def _all_hidden_bytes(
+    checkpoints: Sequence[Checkpoint], corpus: Corpus, tasks: TaskRequests | None, ranks: Ranks
+) -> int:
+    """Return the bytes of the hidden states of all passes of this rank."""
+    # Two passes of a text through each model.
+    tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
+    nbytes = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
+    if tasks is None:
+        return nbytes
+
+    # One pass of tasks, with a mask of up to four bytes for each pair of tokens.
+    task_tokens = -(-tasks.tokens // ranks.size)
+    mask = 4 * max(tasks.length, tasks.longest) * task_tokens
+    return nbytes + len(checkpoints) * (hidden_bytes(checkpoints[0], task_tokens) + mask)
 
 
 class _Inputs(NamedTuple):
@@ -273,10 +291,13 @@ def preview_evaluation(options: Evaluate, texts: Texts) -> Preview:
     """
     device = find_device(options.device, 0)
     inputs = _checked(options, texts, Ranks())
+
     does = [f"{inputs.corpus.described} run through {len(inputs.models)} models on {device}"]
     if inputs.tasks is not None:
         does.append(f"{counted_questions(inputs.tasks.tasks.questions)} of tasks")
+
     written = [file.path for file in inputs.files if file is not None]
+
     return Preview(
         reads=(
             *map(model_place, inputs.models, inputs.checkpoints),

@@ -179,6 +179,7 @@ def unpack_records(
         arrays [length - 1], float64 or bool, with a figure of each position but the last.
     """
     records: dict[int, dict[int, DocumentRecord]] = {}
+
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         counts: dict[str, Any] = json.loads(arrays["counts"].tobytes())
         for name in arrays.files:
@@ -189,4 +190,5 @@ def unpack_records(
                     at: DocumentRecord(documents[at].domain, documents[at].name, *figure_rows, *flag_rows)
                     for at, figure_rows, flag_rows in zip(arrays[name].tolist(), figures, flags, strict=True)
                 }
+
     return records, counts

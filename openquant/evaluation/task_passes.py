@@ -91,17 +91,23 @@ class RequestScores:
         scores[_GREEDY] = 1
         slots, rows, tokens = pack.predictions.T
         step = max(1, CHUNK // logits.shape[-1])
+
+        # As many rows at a time as fit a chunk of logits.
         for start in range(0, len(pack.rows), step):
             log_q = log_probabilities(logits[start : start + step], start, "the tasks", names[model])
             here = (rows >= start) & (rows < start + step)
             chunk_rows, chunk_tokens = torch.from_numpy(rows[here] - start), torch.from_numpy(tokens[here])
+
+            # Log-probabilities of the choices, and whether each token is the top one.
             np.add.at(scores[_LOGLIKELIHOOD], slots[here], log_q[chunk_rows, chunk_tokens].double().cpu().numpy())
             is_top = (log_q.argmax(-1).cpu()[chunk_rows] == chunk_tokens).numpy()
             np.minimum.at(scores[_GREEDY], slots[here], is_top)
+
             if source is not logits:
                 log_p = log_probabilities(source[start : start + step], start, "the tasks", names[0])
                 kl = divergences(log_p.exp(), log_p, log_q).cpu().numpy()
                 np.add.at(scores[_KL], slots[here], kl[rows[here] - start])
+
         self._scores[model][:, list(pack.requests)] = scores
 
     def to_bytes(self) -> bytes:

@@ -39,6 +39,7 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
     scores, tasks = passes.scores, task_requests.tasks
     source = tasks.answers(scores.loglikelihoods(0), scores.greedy(0))
     choice_tokens = np.array([len(request.choice) for request in task_requests.requests], np.float64)
+
     evaluations = []
     for model in range(1, passes.models):
         output = tasks.answers(scores.loglikelihoods(model), scores.greedy(model))
@@ -53,9 +54,11 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
             for before, after in zip(source, output, strict=True)
         ]
         pooled = _figures(ALL, source, output, mean_kl(source), seed)
+
         first = pooled["metrics"][0]
         changed = _paired(first["metric"], source, output).changed
         loss = smallest_loss(changed, pooled["questions"])
+
         evaluations.append(
             TasksEvaluation(
                 named=list(task_requests.named),
@@ -72,6 +75,7 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
                 reading=_reading(pooled, first, loss, graded=changed != first["lost"] + first["gained"]),
             )
         )
+
     return evaluations
 
 
@@ -80,6 +84,7 @@ def _figures(
 ) -> TaskFigures:
     """Compute the figures of the questions of some tasks together, with the metrics that all of them have."""
     picked = [np.concatenate([answers.picked for answers in model]) for model in (source, output)]
+
     return {
         "task": name,
         "questions": len(picked[0]),
@@ -101,6 +106,7 @@ def _paired(metric: str, source: Sequence[TaskAnswers], output: Sequence[TaskAns
 def _metric(metric: str, scores: PairedScores, seed: int) -> TaskMetric:
     before, after, questions = float(scores.source.mean()), float(scores.output.mean()), len(scores.source)
     means = bootstrap_means([scores], seed)
+
     return {
         "metric": metric,
         "source": before,
@@ -126,11 +132,14 @@ def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: i
             for before, after in zip(source, output, strict=True)
             if metric in before.scores
         ]
+
         before, after = (
             float(np.mean([scores.mean() for scores in model]))
             for model in ([task.source for task in tasks], [task.output for task in tasks])
         )
+
         resampled = bootstrap_means(tasks, seed)
+
         means.append(
             {
                 "metric": metric,
@@ -143,6 +152,7 @@ def _means(source: Sequence[TaskAnswers], output: Sequence[TaskAnswers], seed: i
                 "recovery_interval": recovery_interval(*resampled),
             }
         )
+
     return means
 
 
@@ -151,17 +161,20 @@ def _reading(pooled: TaskFigures, metric: TaskMetric, loss: float, graded: bool)
     changed = metric["lost"] + metric["gained"]
     count = f"{changed:,}" if changed else "none"
     flips = f"{count} got another score" if graded else f"{count} went from right to wrong or back"
+
     difference, p = 100 * metric["difference"], metric["p"]
     if p >= 0.05:
         found = f"the difference of {difference:+.1f} points is within chance (p = {p:.2g})"
     else:
         found = f"the difference of {difference:+.1f} points is more than chance (p = {p:.2g})"
+
     if mcnemar(pooled["questions"], 0) >= 0.05:
         power = "so few questions show no loss, not even of all right answers"
     else:
         power = (
             f"a loss of {100 * loss:.1f} points or more would show in 4 of 5 such evaluations, a smaller one mostly not"
         )
+
     return f"of {counted_questions(pooled['questions'])} {flips}; {power}; {found}"
 
 

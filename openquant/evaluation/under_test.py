@@ -154,6 +154,7 @@ def require_one_model(
         size = getattr(embedding, "num_embeddings", None)
         layers = sum(not isinstance(module, nn.Embedding) for module in model.units.values())
         facts.append((type(model.model).__name__, f"{size} tokens", f"{layers} layers"))
+
     for source_fact, output_fact in zip(*facts, strict=True):
         if source_fact != output_fact:
             raise UsageError(

@@ -89,6 +89,7 @@ def serve_page(roots: Roots, port: int, ready: Callable[[str], None]) -> None:
         UsageError: the extra `web` is not installed, or the port is taken.
     """
     require_gradio()
+
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -96,6 +97,7 @@ def serve_page(roots: Roots, port: int, ready: Callable[[str], None]) -> None:
     except OSError as error:
         listener.close()
         raise UsageError(f"port {port} cannot be used: {error.strerror}", "give another --port") from None
+
     runs = Runs(roots.paths[0])
     try:
         _serve(runs, roots, listener, ready)
