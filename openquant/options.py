@@ -21,7 +21,6 @@ from dataclasses import KW_ONLY, MISSING, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 from .errors import UsageError
 from .formats.names import (
@@ -221,35 +220,6 @@ def share(text: str) -> float:
     if not re.fullmatch(r"0?\.\d{1,9}|1(\.0{1,9})?", text) or not float(text):
         raise argparse.ArgumentTypeError(f"{text} is no number above 0 and at most 1, such as 0.5")
     return float(text)
-
-
-def server_url(text: str) -> str:
-    """Check the URL of a server with OpenAI's API.
-
-    Args:
-        text: such as "http://127.0.0.1:8000"; "/v1" may follow.
-
-    Returns:
-        The URL without "/v1".
-
-    Raises:
-        UsageError: it is no such URL. The message does not show it, as it may have a password.
-    """
-    hint = "give one such as http://127.0.0.1:8000"
-    try:
-        parts = urlsplit(text)
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-        # Spaces and control characters, of which urlsplit drops some.
-        sound = sound and text.isascii() and text.isprintable() and " " not in text
-    except ValueError:
-        sound = False
-    if not sound:
-        raise UsageError("--server is no URL of http or https", hint)
-    if "@" in parts.netloc:
-        raise UsageError("--server has a user name or a password", hint)
-    if parts.query or parts.fragment:
-        raise UsageError("--server has more than the address of a server", hint)
-    return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def filled(text: str) -> str:
@@ -1016,27 +986,12 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         (),
         "Tasks, separated by commas: files, or names of lm-eval. A file is JSON Lines with `question`, `choices` and "
         "`answer`, the JSON of a BIG-bench task, or the YAML of an lm-eval task. Names and YAML need lm-eval, the "
-        "extra `tasks`. Tasks that generate texts need `server` too.",
+        "extra `tasks`. Tasks that generate texts are for lm-eval itself (docs/evaluation.md).",
         TEXTS,
         "TASK",
         read=filled,
         repeated=True,
         completes="file",
-    )
-    server: Sequence[str] = option(
-        (),
-        "URL of a server of one model, for generation tasks. Give one for the source and one for each output, in any "
-        "order: each server says what it serves. They have OpenAI's API, as `vllm serve` does.",
-        TEXTS,
-        "URL",
-        read=filled,
-        repeated=True,
-    )
-    apply_chat_template: bool = option(
-        False,
-        "Send prompts as chats, to which servers apply their chat template. This is lm-eval's model "
-        "`local-chat-completions`; multiple-choice tasks cannot be asked so.",
-        TEXTS,
     )
     limit: int | None = option(
         None, "Questions of each task that are asked (default: all). They are the first ones.", TEXTS, "N", read=int
@@ -1067,13 +1022,6 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
             raise UsageError("--tasks has an empty name", "separate tasks by single commas")
         if len({os.fspath(task) for task in self.tasks}) < len(self.tasks):
             raise UsageError("a task is given twice", "give each once")
-        object.__setattr__(self, "server", tuple(map(server_url, self.server)))
-        if len(set(self.server)) < len(self.server):
-            raise UsageError("a server is given twice", "give each once")
-        if self.server and not self.tasks:
-            raise UsageError("--server is for --tasks", "give --tasks too, or leave --server out")
-        if self.apply_chat_template and not self.server:
-            raise UsageError("--apply-chat-template is for --server", "give --server too, or leave it out")
         if self.limit is not None and not self.tasks:
             raise UsageError("--limit is for --tasks", "give --tasks too, or leave --limit out")
         if self.limit is not None and self.limit < 1:

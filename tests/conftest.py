@@ -78,12 +78,10 @@ NIGHTLY = (
     "serve/test_serve_int8.py",
     "serve/test_serve_quantized.py",
     "serve/test_serve_smoothing.py",
-    "serve/test_serve_tasks.py",
     "serve/test_serve_widths.py",
     "test_benchmarks.py",
     "test_distributed.py::test_ranks_on_two_hosts",
     "test_packaging.py::test_every_verb_works_from_the_wheel",
-    "web/test_page.py::test_a_run_that_was_killed_continues",
 )
 
 

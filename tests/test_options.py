@@ -64,7 +64,6 @@ FORMS = {
     "outputs": PATHS,
     "push": "Push | str | None",
     "scheme_for": "Mapping[str, SchemeName] | Sequence[tuple[str, SchemeName]] | None",
-    "server": "str | Sequence[str]",
     "tasks": PATHS,
     "text": PATHS,
 }

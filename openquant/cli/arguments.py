@@ -399,7 +399,6 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
         "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
         "Qwen3-8B-FP8 --source Qwen3-8B --tasks arc_easy,hellaswag --limit 200",
-        "Qwen3-8B-FP8 --source Qwen3-8B --tasks gsm8k --server http://host:8000 --server http://host:8001",
         "you/Qwen3-8B-FP8 --source Qwen/Qwen3-8B --stream",
     ).add_options(
         *(Evaluate, Texts, DryRun, RendezvousOptions, JsonOutput, ProgressLines, ReportPage, ReportFigure),

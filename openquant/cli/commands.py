@@ -406,7 +406,7 @@ def _calibrate(given: Given, interrupts: Interrupts) -> int:
 
 def _eval(given: Given, interrupts: Interrupts) -> int:
     from ..evaluation.run import evaluate, preview_evaluation
-    from ..evaluation.verdict_word import rounded
+    from ..evaluation.types import rounded
     from ..result import Place
 
     command, options = _command(given), Evaluate(**values_for(Evaluate, given))

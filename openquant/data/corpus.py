@@ -121,13 +121,16 @@ def read_corpus(
     """
     if options.length <= len(tokenizer.prefix):
         raise UsageError(f"samples of {options.length} tokens have no room for text", "give a larger --length")
+
     domains, origin, notes = _domains(options, purpose)
+
     if options.samples < len(domains):
         raise UsageError(
             f"--samples {options.samples} is fewer than the {len(domains)} texts: "
             + ", ".join(domain.name for domain in domains),
             f"give --samples {len(domains)} or more",
         )
+
     documents: list[Document] = []
     for number, domain in enumerate(domains):
         count = options.samples // len(domains) + (number < options.samples % len(domains))
@@ -137,6 +140,7 @@ def read_corpus(
                 f"{domain.name} has {len(pieces)} documents of {options.length} tokens for {purpose}, not {count}"
             )
         documents += (Document(domain.name, f"{domain.name} {at}", ids) for at, ids in enumerate(pieces, 1))
+
     ids = np.array([document.ids for document in documents], dtype="<i4")
     tokenizer.require_in_vocabulary(int(ids.max()), vocabulary)
     return Corpus(tuple(documents), hashlib.sha256(ids.tobytes()).hexdigest(), origin, tuple(notes))
@@ -149,15 +153,18 @@ def _domains(options: Texts, purpose: Purpose) -> tuple[Sequence[Domain], dict[s
         names = [path.name for path in paths]
         if len(set(paths)) < len(paths):
             raise UsageError("a text is given twice", "give each once")
+
         # Files of the same name in several directories are named by their paths.
         names = names if len(set(names)) == len(names) else [str(path) for path in paths]
         return [open_file(path, name) for path, name in zip(paths, names, strict=True)], {"files": names}, []
+
     if options.dataset:
         # A document lies within one block, so this many of them fit.
         documents_per_block = max(1, BLOCK // (_CHARACTERS * options.length))
         blocks = max(min(options.samples, _DATASET_BLOCKS), -(-options.samples // documents_per_block))
         dataset = open_dataset(options.dataset, len(PURPOSES) * blocks)
         return [dataset], {"dataset": dataset.name}, []
+
     python = f"Python {platform.python_version()}"
     note = (
         f"no text was given: {_USES[purpose]} the source and the documentation strings of {python}'s standard library, "
@@ -176,8 +183,10 @@ def _documents(
     """
     order = list(range(PURPOSES.index(purpose), domain.count, len(PURPOSES)))
     random.Random(0).shuffle(order)
+
     # Documents that are taken from a block; doubled as long as all blocks together give too few.
     per_block = -(-count // max(1, len(order)))
+
     while True:
         documents: list[tuple[int, ...]] = []
         longest, exhausted, remaining = 0, True, order
@@ -194,9 +203,11 @@ def _documents(
                     indices = ((2 * at + 1) * len(pieces) // (2 * per_block) for at in range(per_block))
                     pieces = [pieces[index] for index in indices]
                 documents += pieces
+
         if len(documents) >= count or exhausted:
             break
         per_block *= 2
+
     if not documents:
         [other] = (name for name in PURPOSES if name != purpose)
         raise SourceError(
@@ -204,6 +215,7 @@ def _documents(
             f"fewer than --length {length}",
             f"give a longer text, or --length {longest} or less" if longest > 1 else "give a longer text",
         )
+
     return documents[:count]
 
 
@@ -230,19 +242,23 @@ def _render(
             start.append(located)
             characters += located.characters
         selected.append((start, len(start) == len(block)))
+
     chats = [located for start, _ in selected for located in start if not isinstance(located.content, str)]
     conversations = [located.content for located in chats if not isinstance(located.content, str)]
     chat_texts = iter(
         tokenizer.render_chats(conversations, [chat.where for chat in chats], answered=True) if chats else ()
     )
+
     rendered = []
     for start, complete in selected:
         texts = [
             (located.content if isinstance(located.content, str) else next(chat_texts), located) for located in start
         ]
+
         # A block of a text file is a single text, and mostly longer than the limit.
         complete = complete and (limit is None or all(len(text) <= limit for text, _ in texts))
         rendered.append(([(text[:limit], located) for text, located in texts], complete))
+
     return rendered
 
 

@@ -145,11 +145,13 @@ class _File:
             data, start = data[line:], start + line
         else:
             data = data.removeprefix(b"\xef\xbb\xbf")
+
         if number < self.count - 1:
             # The block may end within a character, with at most three of its bytes.
             cut = next((at for at in range(1, min(4, len(data)) + 1) if data[-at] & 0xC0 != 0x80), 0)
             data = data[:-cut] if cut and data[-cut] >= 0xC0 else data
             data = data[: data.rfind(b"\n", len(data) // 2) + 1] or data
+
         try:
             return [LocatedText(data.decode(), self.path)]
         except UnicodeDecodeError as error:
@@ -164,9 +166,11 @@ class _File:
         # The byte before the block says whether a line begins with the block.
         data = self._bytes(max(0, start - 1), end)
         first_line_start = 0 if not number else data.find(b"\n", 0, len(data) - 1) + 1
+
         if number and not first_line_start:
             self._check_line_length(start)
             return []
+
         at = max(0, start - 1) + first_line_start
         data = data[first_line_start:]
         last = data.rfind(b"\n", 0, len(data) - 1) + 1
@@ -176,12 +180,14 @@ class _File:
                 raise SourceError(
                     f"{FileLine(self.path, at + last)} is longer than {MAX_LINE:,} bytes", "is it JSON lines?"
                 )
+
         texts = []
         for line in data.split(b"\n"):
             if line.strip():
                 json_line = line if at else line.removeprefix(b"\xef\xbb\xbf")
                 texts.append(_parse_line(json_line, FileLine(self.path, at)))
             at += len(line) + 1
+
         return texts
 
     def _check_line_length(self, end: int) -> None:
@@ -259,14 +265,17 @@ def open_dataset(name: str, count: int) -> Domain:
         import datasets
     except ImportError:
         raise UsageError("--dataset needs datasets, which is not installed", install_hint("datasets")) from None
+
     # Older versions execute scripts that come with a dataset.
     if int(datasets.__version__.partition(".")[0]) < 4:
         raise UsageError(
             f"--dataset needs datasets 4 or newer; {datasets.__version__} is installed",
             install_hint("datasets"),
         )
+
     path, _, rest = name.partition(":")
     subset, _, split = rest.partition(":")
+
     try:
         rows: Any = datasets.load_dataset(path, subset or None, split=split or None, streaming=True)
         if not split:
@@ -279,6 +288,7 @@ def open_dataset(name: str, count: int) -> Domain:
         raise SourceError(
             f"dataset {name} cannot be read: {first_line(error)}", "check NAME:SUBSET:SPLIT, or give --text"
         ) from None
+
     return Domain(f"{path}:{subset}:{split}" if subset else f"{path}:{split}", len(blocks), blocks.__getitem__)
 
 
@@ -291,16 +301,20 @@ def _blocks(rows: Iterable[object], where: str, count: int) -> list[list[Located
             located = LocatedText(parse_row(row), f"{where} row {number}")
         except SourceError as error:
             raise SourceError(f"{where} row {number}{error.message}", error.hint) from None
+
         if size >= BLOCK:
             if len(blocks) == count:
                 break
             blocks.append([])
             size = 0
+
         blocks[-1].append(located)
         size += located.characters
+
     if len(blocks) == 1:
         middle = len(blocks[0]) // 2
         blocks = [blocks[0][: middle + 1], blocks[0][middle + 1 :]]
+
     return blocks
 
 
@@ -318,20 +332,24 @@ def standard_library() -> tuple[Domain, Domain]:
         directories[:] = [name for name in directories if name not in _SKIPPED and not name.startswith("config-")]
         files += [Path(directory) / name for name in names if name.endswith(".py")]
     files.sort()
+
     if len(files) < 100:
         raise UsageError(
             f"this Python has no source of its standard library in {root}, which is read without a text",
             "give --text FILE or --dataset NAME",
         )
+
     # Neighbouring files are similar, so domains and purposes alternate: two files for code, then two for docs.
     code = [file for number, file in enumerate(files) if number % 4 < 2]
     others = [file for number, file in enumerate(files) if number % 4 >= 2]
+
     # Several files make a block, because few have much documentation. A block has files of one purpose only.
     docs = [
         others[start + purpose : start + 2 * _FILES_PER_BLOCK : 2]
         for start in range(0, len(others), 2 * _FILES_PER_BLOCK)
         for purpose in (0, 1)
     ]
+
     return (
         Domain("code", len(code), lambda number: [LocatedText(_source(code[number]), code[number])]),
         Domain("docs", len(docs), lambda number: [LocatedText(_documentation(file), file) for file in docs[number]]),

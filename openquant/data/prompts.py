@@ -121,20 +121,24 @@ def read_prompts(
         ]
     else:
         raw_prompts = _read_file(Path(file), tokenizer)
+
     # All chats are rendered together, because the subprocess takes a second to start.
     chats = [prompt for prompt in raw_prompts if prompt.chat is not None]
     conversations = [prompt.chat or () for prompt in chats]
     rendered = iter(tokenizer.render_chats(conversations, [prompt.where for prompt in chats]) if chats else ())
+
     prompts = []
     for prompt in raw_prompts:
         if prompt.chat is None:
             ids = (*tokenizer.prefix, *tokenizer.encode(prompt.text))
         else:
             ids = tuple(tokenizer.encode(next(rendered)))
+
         if not 0 < len(ids) <= MAX_TOKENS:
             raise SourceError(f"{prompt.where} has {len(ids)} tokens", f"give prompts of 1 to {MAX_TOKENS:,} tokens")
         tokenizer.require_in_vocabulary(max(ids), vocabulary)
         prompts.append(Prompt(prompt.text, ids))
+
     return tuple(prompts)
 
 
@@ -146,6 +150,7 @@ def _user_prompt(text: str, tokenizer: Tokenizer, where: str) -> _RawPrompt:
 def _read_file(path: Path, tokenizer: Tokenizer) -> list[_RawPrompt]:
     with readable():
         data = read_small(path, str(path), _MAX_FILE)
+
     prompts: list[_RawPrompt] = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         where = f"{path} line {number}"
@@ -153,34 +158,42 @@ def _read_file(path: Path, tokenizer: Tokenizer) -> list[_RawPrompt]:
             continue
         if len(prompts) == MAX_PROMPTS:
             raise SourceError(f"{path} has more than {MAX_PROMPTS} prompts", "give fewer")
+
         try:
             prompts.append(_parse_line(line, path.suffix == ".jsonl", tokenizer, where))
         except UnicodeError:
             raise SourceError(f"{where} is not UTF-8", "convert it, with iconv say") from None
+
     if not prompts:
         raise SourceError(f"{path} has no prompts", _LINES)
+
     return prompts
 
 
 def _parse_line(line: bytes, is_json: bool, tokenizer: Tokenizer, where: str) -> _RawPrompt:
     if not is_json:
         return _user_prompt(line.decode().rstrip("\r"), tokenizer, where)
+
     row = parse_json(line, where)
     if not isinstance(row, dict):
         raise SourceError(f"{where} is {short_repr(row)}, not an object", _LINES)
     prompt, messages, text = (row.get(key) for key in ("prompt", "messages", "text"))
+
     # JSON may have half of a surrogate pair, which raises UnicodeError here.
     json.dumps([prompt, messages, text], ensure_ascii=False).encode()
+
     if messages is not None:
         problem = chat_problem(messages)
         if problem:
             raise SourceError(f"{where} has `messages` that {problem}", _LINES)
         lines = [f"{message['role']}: {message.get('content', '')}" for message in messages]
         return _RawPrompt("\n".join(lines), messages, where)
+
     if isinstance(prompt, str):
         return _user_prompt(prompt, tokenizer, where)
     if isinstance(text, str):
         return _RawPrompt(text, None, where)
+
     raise SourceError(
         f"{where} has none of `prompt`, `messages` and `text`, only {short_repr(', '.join(map(str, row)))}", _LINES
     )

@@ -10,7 +10,7 @@ choice with the highest probability is the model's answer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,37 +34,14 @@ _BIG_BENCH_HINT = "give the task.json of a BIG-bench task that has examples with
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
-    """A prompt that a model continues greedily.
-
-    Attributes:
-        prompt: the text, or the messages of a chat, to which the server applies its chat template.
-        stop: texts at which the answer ends; they are not part of it.
-        max_tokens: the most tokens of the answer.
-        settings: other settings of the completion, as OpenAI's API names them.
-    """
-
-    prompt: str | Sequence[Mapping[str, str]]
-    stop: tuple[str, ...]
-    max_tokens: int
-    settings: Mapping[str, Any]
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the prompt is a chat."""
-        return not isinstance(self.prompt, str)
-
-
-@dataclass(frozen=True)
 class TaskAnswers:
     """A model's answers to the questions of one task.
 
     Attributes:
         task: name of the task.
         scores: for each metric ("acc", "acc_norm") the score of each question, from 0 to 1 [questions].
-        picked: for each question the index of the choice that the model prefers, or a hash of the text that it
-            generates [questions].
-        requests: numbers of all requests of the task for the probability of a choice; none if it generates texts.
+        picked: for each question the index of the choice that the model prefers [questions].
+        requests: numbers of all requests of the task for the probability of a choice.
     """
 
     task: str
@@ -78,23 +55,20 @@ class Tasks(Protocol):
 
     Attributes:
         requests: context and continuation of each request for a probability, as text.
-        generations: the requests for generated texts.
         questions: the number of questions.
         metrics: the metrics of each task, by its name.
     """
 
     requests: Sequence[tuple[str, str]]
-    generations: Sequence[GenerationRequest]
     questions: int
     metrics: Mapping[str, Sequence[str]]
 
-    def answers(self, loglikelihoods: Figures, greedy: Flags, texts: Sequence[str] = ()) -> list[TaskAnswers]:
+    def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers.
 
         Args:
             loglikelihoods: log-probability of each request's continuation, in nats [requests].
             greedy: whether each token of it is the most probable one [requests].
-            texts: the generated texts [generations].
         """
 
 
@@ -123,8 +97,6 @@ class QuestionTask:
         has_norm: whether it has `acc_norm` too, which divides log-probabilities by the characters of the choices.
     """
 
-    generations: Sequence[GenerationRequest] = ()
-
     def __init__(self, name: str, questions: Sequence[ChoiceQuestion], space: str, has_norm: bool) -> None:
         self.name, self._questions, self._has_norm = name, questions, has_norm
         self.questions = len(questions)
@@ -133,11 +105,12 @@ class QuestionTask:
             (question.prompt, f"{space}{choice}") for question in questions for choice in question.choices
         ]
 
-    def answers(self, loglikelihoods: Figures, greedy: Flags, texts: Sequence[str] = ()) -> list[TaskAnswers]:
+    def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers; see `Tasks`."""
-        del greedy, texts
+        del greedy
         scores: dict[str, list[float]] = {metric: [] for metric in self.metrics[self.name]}
         picked, start = [], 0
+
         for question in self._questions:
             of_choices = loglikelihoods[start : start + len(question.choices)]
             start += len(question.choices)
@@ -146,6 +119,7 @@ class QuestionTask:
             if self._has_norm:
                 lengths = np.array([len(choice) for choice in question.choices])
                 scores["acc_norm"].append(question.grades[int((of_choices / lengths).argmax())])
+
         by_metric = {metric: np.array(values, np.float64) for metric, values in scores.items()}
         return [TaskAnswers(self.name, by_metric, np.array(picked, np.int64), np.arange(len(self.requests)))]
 
@@ -177,11 +151,14 @@ def _lines(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]:
             break
         if not line.strip():
             continue
+
         where = f"{file} line {number}"
         value = parse_json(line, where)
         if not isinstance(value, dict):
             raise SourceError(f"{where} is {short_repr(value)}, not a JSON object", _LINES_HINT)
+
         text = _text(value.get("question"), f"{where}: question", _LINES_HINT)
+
         choices = value.get("choices")
         if not isinstance(choices, list) or not 2 <= len(choices) <= _MAX_CHOICES:
             raise SourceError(
@@ -190,16 +167,20 @@ def _lines(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]:
         texts = tuple(_filled(choice, f"{where}: a choice", _LINES_HINT) for choice in choices)
         if len(set(texts)) < len(texts):
             raise SourceError(f"{where}: two choices are equal", _LINES_HINT)
+
         answer = value.get("answer")
         right = texts.index(answer) if isinstance(answer, str) and answer in texts else answer
         if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(texts):
             raise SourceError(
                 f"{where}: answer is {short_repr(answer)}, neither a choice nor the index of one", _LINES_HINT
             )
+
         grades = tuple(float(at == right) for at in range(len(texts)))
         questions.append(ChoiceQuestion(f"Question: {text}\nAnswer:", texts, grades))
+
     if not questions:
         raise SourceError(f"{file} has no questions", _LINES_HINT)
+
     return questions
 
 
@@ -220,11 +201,13 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
         raise SourceError(
             f"{file}: append_choices_to_input is {short_repr(lists_choices)}, not true or false", _BIG_BENCH_HINT
         )
+
     questions: list[ChoiceQuestion] = []
     for number, example in _scored(examples, file):
         if len(questions) == limit:
             break
         where = f"{file} example {number}"
+
         text = _text(example.get("input"), f"{where}: input", _BIG_BENCH_HINT)
         grades = example["target_scores"]
         if not isinstance(grades, dict) or not 2 <= len(grades) <= _MAX_CHOICES:
@@ -232,6 +215,7 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
                 f"{where}: target_scores is {short_repr(grades)}, not 2 to {_MAX_CHOICES} choices with scores",
                 _BIG_BENCH_HINT,
             )
+
         choices = tuple(_filled(choice, f"{where}: a choice", _BIG_BENCH_HINT) for choice in grades)
         for choice, grade in grades.items():
             if isinstance(grade, bool) or not isinstance(grade, (int, float)) or not 0 <= grade <= 1:
@@ -239,14 +223,18 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
                     f"{where}: the score of {short_repr(choice)} is {short_repr(grade)}, not a number from 0 to 1",
                     _BIG_BENCH_HINT,
                 )
+
         if lists_choices:
             # In random order, since in many files the right choice comes first; drawn anew for each example, as there.
             order = np.random.RandomState(_SEED).permutation(len(choices))
             text += "".join(f"{choice_prefix}{sorted(choices)[at]}" for at in order)
+
         prompt = _text(f"{task_prefix}{before}{text}{after}", f"{where}: its prompt", _BIG_BENCH_HINT)
         questions.append(ChoiceQuestion(prompt, choices, tuple(float(grades[choice]) for choice in choices)))
+
     if not questions:
         raise SourceError(f"{file} has no example with target_scores: it is no multiple-choice task", _BIG_BENCH_HINT)
+
     return questions
 
 
@@ -288,18 +276,18 @@ class SeveralTasks:
     def __init__(self, parts: Sequence[Tasks]) -> None:
         self._parts = parts
         self.requests: Sequence[tuple[str, str]] = [request for part in parts for request in part.requests]
-        self.generations: Sequence[GenerationRequest] = [request for part in parts for request in part.generations]
         self.questions = sum(part.questions for part in parts)
         self.metrics: Mapping[str, Sequence[str]] = {
             task: metrics for part in parts for task, metrics in part.metrics.items()
         }
 
-    def answers(self, loglikelihoods: Figures, greedy: Flags, texts: Sequence[str] = ()) -> list[TaskAnswers]:
+    def answers(self, loglikelihoods: Figures, greedy: Flags) -> list[TaskAnswers]:
         """Score a model's answers; see `Tasks`."""
-        answers, start, first_text = [], 0, 0
+        answers = []
+        start = 0
         for part in self._parts:
-            end, last_text = start + len(part.requests), first_text + len(part.generations)
-            for of_task in part.answers(loglikelihoods[start:end], greedy[start:end], texts[first_text:last_text]):
-                answers.append(TaskAnswers(of_task.task, of_task.scores, of_task.picked, of_task.requests + start))
-            start, first_text = end, last_text
+            end = start + len(part.requests)
+            for of_task in part.answers(loglikelihoods[start:end], greedy[start:end]):
+                answers.append(replace(of_task, requests=of_task.requests + start))
+            start = end
         return answers

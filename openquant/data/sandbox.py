@@ -78,6 +78,7 @@ def render(
     """
     if not conversations:
         return []
+
     cpu = bounds.cpu + len(conversations) // 100
     task = {
         "template": template,
@@ -87,6 +88,7 @@ def render(
         "memory": bounds.memory,
         "characters": bounds.characters,
     }
+
     try:
         answer = _run(task, cpu)
     except _EndlessError:
@@ -99,12 +101,14 @@ def render(
             f"the chat template could not be rendered: {short_repr(str(error))}",
             "give texts without messages, or a model whose template works",
         ) from None
+
     if "problem" in answer:
         where = f" for {names[answer['at']]}" if "at" in answer else ""
         raise SourceError(
             f"the model's chat template fails{where}: {short_repr(answer['problem'])}",
             "see which messages it takes, or give texts without messages",
         )
+
     return [str(text) for text in answer["rendered"]]
 
 
@@ -131,6 +135,7 @@ def _run(task: Mapping[str, Any], cpu: int) -> Any:
     script = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import serve; serve()"
     # More threads would only reserve memory.
     single_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+
     try:
         process = subprocess.run(
             [sys.executable, "-c", script, *map(os.path.abspath, sys.path)],
@@ -141,9 +146,11 @@ def _run(task: Mapping[str, Any], cpu: int) -> Any:
         )
     except subprocess.TimeoutExpired:
         raise _EndlessError from None
+
     # The kernel sends SIGXCPU at the CPU limit, and SIGKILL if the machine runs out of memory.
     if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         raise _EndlessError
+
     try:
         return json.loads(process.stdout)
     except ValueError:

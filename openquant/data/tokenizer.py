@@ -133,6 +133,7 @@ class Tokenizer:
         """
         if self.digest == other.digest:
             return ()
+
         differences = []
         ours, theirs = self.inner.get_vocab(), other.inner.get_vocab()
         if ours != theirs:
@@ -140,16 +141,19 @@ class Tokenizer:
                 theirs.keys() - ours.keys()
             )
             differences.append(f"{count} of {len(ours)} tokens")
+
         probes = [PROBE, *map(str, self.inner.special_tokens_map.values())]
         encoded = [(_encode(tokenizer.inner, text, tokenizer.where) for text in probes) for tokenizer in (self, other)]
         if any(mine != yours for mine, yours in zip(*encoded, strict=True)) or _backend_json(self) != _backend_json(
             other
         ):
             differences.append("how text becomes tokens")
+
         if self.inner.special_tokens_map != other.inner.special_tokens_map:
             differences.append("the special tokens")
         if self.template != other.template:
             differences.append("the chat template")
+
         return tuple(differences)
 
 
@@ -172,14 +176,17 @@ def load_tokenizer(directory: Path, where: str | None = None) -> Tokenizer:
             f"{where} has no tokenizer: none of {', '.join(FILES[:1] + FILES[4:9])} is there",
             "copy the tokenizer's files from the model it was made from",
         )
+
     digest = hashlib.sha256()
     for name, data in files.items():
         digest.update(f"{name} {hashlib.sha256(data).hexdigest()}\n".encode())
+
     template = _template(files)
     inner = _load(directory, files, where)
     text = _encode(inner, "a", where, special=False)
     added = _encode(inner, "a", where)
     prefix = next((added[:at] for at in range(len(added)) if added[at : at + len(text)] == text), [])
+
     return Tokenizer(inner, where, tuple(prefix), template, digest.hexdigest())
 
 
@@ -208,14 +215,17 @@ def _template(files: dict[str, bytes]) -> str | None:
             return files["chat_template.jinja"].decode()
         except UnicodeDecodeError as error:
             raise SourceError(f"chat_template.jinja is not UTF-8: {error}", "download or copy it again") from None
+
     for name in ("tokenizer_config.json", "chat_template.json"):
         template = _object(files, name).get("chat_template")
         if isinstance(template, list):
             # Several named templates, such as for tool use and for RAG.
             named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
             template = named.get("default")
+
         if isinstance(template, str):
             return template
+
     return None
 
 

@@ -66,8 +66,10 @@ def round_activations(values: Tensor, inputs: ActivationQuantization, scale: flo
     if width is not None and tokens.shape[1] % width:
         # Zeros do not change the absmax of the last group.
         tokens = nn.functional.pad(tokens, (0, -tokens.shape[1] % width))
+
     floor = _SMALLEST_POWER if inputs.power_of_two else SMALLEST_SCALE
     fmt = Format(inputs.number, inputs.group, Scale("", power_of_two=inputs.power_of_two, floor=floor))
+
     if inputs.static:
         assert scale is not None
         scales = tokens.new_full((1, 1), scale)
@@ -76,6 +78,7 @@ def round_activations(values: Tensor, inputs: ActivationQuantization, scale: flo
         scales = group_scale(group_absmax(tokens, inputs.group), _LOCAL, tokens.new_full((1, 1), scale))
     else:
         scales = group_scale(group_absmax(tokens, inputs.group), fmt)
+
     rounded = decode(encode(tokens, scales, fmt), scales, fmt)
     return rounded[:, : values.shape[-1]].reshape(values.shape).to(values.dtype)
 

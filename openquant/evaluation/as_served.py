@@ -60,14 +60,18 @@ class ServedModel:
         self.clipped = ClippedCount()
         self.notes: list[str] = []
         self.scales: dict[str, list[str]] = {}
+
         config = with_tool_config(checkpoint.config, checkpoint.root)
         quantization = read_quantization(config) if quantization_places(config) else None
         rules = ModuleRules(known_architecture(checkpoint) or GENERIC)
+
         layers, experts = self._quantized_inputs(quantization, rules)
         self._rounding = ActivationRounding(model.model, layers, experts, self.clipped) if layers or experts else None
+
         # Names of the scale tensors of keys and values by layer, None for a cache in bfloat16; and scales already read.
         self._cache_scale_names: Mapping[int, tuple[str | None, str | None]] | None = None
         self._cache_scales: dict[int, tuple[float, float]] = {}
+
         if kv_cache == "fp8" or (quantization is not None and says_fp8_cache(quantization.settings)):
             refuse_latent_cache(model.model.config)
             self._cache_scale_names = cache_scales(checkpoint.tensors)
@@ -75,6 +79,7 @@ class ServedModel:
             names = [name for pair in pairs for name in dict.fromkeys(pair) if name is not None]
             for name, unit in model.nearest_units(names).items():
                 self.scales.setdefault(unit, []).append(name)
+
         self.quantized_routers = [
             module for module, weight in model.quantized.items() if rules.rule(weight.module).keep == ROUTER
         ]
@@ -140,11 +145,13 @@ class ServedModel:
         by_module = {weight.module: weight for weight in weights.values()}
         fused = rules.fused_groups(by_module)
         modules = dict(self.model.model.named_modules())
+
         for name, weight in self.model.quantized.items():
             assert quantization is not None
             inputs = quantization.inputs_of(weight.module)
             if inputs is None:
                 continue
+
             parts = self.model.made_of.get(f"{name}.weight") or self.model.made_of[name]
             layer = QuantizedInputs(inputs)
             if inputs.static or inputs.has_global_scale:
@@ -161,16 +168,20 @@ class ServedModel:
                     inputs, partial(self._static_scale, weight.module, tuple(dict.fromkeys(scale_names)), inverse)
                 )
                 self.scales.setdefault(self.model.unit_of(name), []).extend(scale_names)
+
             if name in modules:
                 layers[name] = layer
                 continue
+
             owner, _, last = name.rpartition(".")
             stacks.setdefault(owner, {})[last] = layer
+
         # Hooks know only transformers' usual modules of stacked experts.
         hooked = {owner: parts for owner, parts in stacks.items() if holds_experts(modules[owner])}
         if hooked.keys() != stacks.keys():
             kind = type(modules[next(iter(stacks.keys() - hooked.keys()))]).__name__
             self.notes.append(f"activations inside {kind} are not rounded, which engines do")
+
         return layers, {
             owner: ExpertWeights(_first_of(parts, FIRST), _first_of(parts, DOWN)) for owner, parts in hooked.items()
         }

@@ -5,17 +5,24 @@ and then each output has one pass with rounded weights alone and, if engines rou
 
     evaluation = compare_outputs(ModelUnderTest("Qwen3-8B", source), [ModelUnderTest("Qwen3-8B-FP8", output)], corpus)
     evaluation.outputs[0]["kl"]["mean"]      # 0.0031
+
+The noise floor is what bfloat16 rounding alone changes: the source runs again with noise after each layer. Two programs
+that compute the same model in bfloat16 add in different orders, so their results are sometimes rounded to different
+neighbours. A difference between two models that is no larger than this noise means nothing.
+
+Each layer's output is in bfloat16 already. Its value before rounding is taken to lie anywhere within half a step of it,
+and is rounded stochastically: one value in eight moves a step up, one a step down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.corpus import Corpus
 from ..data.prompts import Prompt
@@ -34,17 +41,13 @@ from ..streaming.model import (
     threads_for,
 )
 from ..streaming.session import documents_of_rank
-from .answers import compare_answers, prompts_to_answer
 from .as_served import ServedModel, logits
-from .gathering import pack_records, unpack_records
-from .generate import TOKENS, teacher_forced
+from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
 from .kl import ModelNames, compare_logits
-from .noise_floor import RoundingNoise
 from .results import Evaluation, Measurements, make_evaluation
-from .saved_measurements import EvaluationState
+from .saved_measurements import EvaluationState, pack_records, unpack_records
 from .task_passes import TaskPasses
 from .task_results import evaluate_tasks
-from .task_servers import generate_texts
 from .types import counted_questions
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
 from .weight_changes import compare_weights
@@ -98,7 +101,9 @@ class _Comparison:
         settings: EvaluationSettings,
         progress: Advanced | None,
     ) -> None:
-        self.source, self.corpus, self.settings = source, corpus, settings
+        self.source = source
+        self.corpus = corpus
+        self.settings = settings
         with naming(source.name):
             self.model = StreamedModel(source.checkpoint, device=settings.device)
         self.local_documents = documents_of_rank(len(corpus.documents), settings.ranks)
@@ -107,19 +112,14 @@ class _Comparison:
         self.measurements.routes.register_hooks(self.model.model)
         self.noise = RoundingNoise(self.model.units[name] for name in self.model.layers)
         for output in outputs:
-            with naming(output.name):
-                model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=settings.device)
-            require_one_model(source, self.model, output, model)
-            self.measurements.routes.register_hooks(model.model)
-            served = ServedModel(model, settings.kv_cache)
-            self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
+            self._open_output(output)
+
         self.tasks: TaskPasses | None = None
         if settings.tasks is not None:
             served_models = [output.served for output in self.outputs]
             names = [source.name, *(output.name for output in outputs)]
             self.tasks = TaskPasses(settings.tasks, self.model, served_models, names, settings.ranks)
-        # The texts that each model's server generates for tasks.
-        self.generated: list[list[str]] = [[] for _ in range(1 + len(outputs))]
+
         # Units whose weights are compared already, by name and pass.
         self.compared: set[tuple[str, int]] = set()
         # The most probable next token at each position of the first document, by pass.
@@ -133,23 +133,43 @@ class _Comparison:
         }
         self.checkpoint = settings.pass_checkpoint
         self.continues = self.checkpoint is not None and self.checkpoint.saved is not None
+
         embedding = self.model.model.get_input_embeddings()
         self.vocabulary = int(getattr(embedding, "num_embeddings", 0))
-        self.prompts: Sequence[Prompt] = ()
-        if settings.tokenizer is not None and settings.answers_prompts:
-            nbytes = max(self.model.nbytes, *(output.served.model.nbytes for output in self.outputs))
-            self.prompts = prompts_to_answer(
-                settings.prompts, settings.tokenizer, self.vocabulary, nbytes, settings.answer_memory
-            )
-        text_tokens = self.passes * len(self.local_documents) * corpus.length
+        self.prompts = self._read_prompts()
+        self.progress = self._count_tokens(progress)
+
+    def _open_output(self, output: ModelUnderTest) -> None:
+        """Open an output, which must be of the source's model."""
+        with naming(output.name):
+            model = StreamedModel(output.checkpoint, dtype=self.model.dtype, device=self.settings.device)
+        require_one_model(self.source, self.model, output, model)
+        self.measurements.routes.register_hooks(model.model)
+
+        served = ServedModel(model, self.settings.kv_cache)
+        self.outputs.append(OutputUnderTest(output, served, self.passes, 2 if served.rounds else 1))
+
+    def _read_prompts(self) -> Sequence[Prompt]:
+        """Read the prompts that the models answer; none if they answer none."""
+        settings = self.settings
+        if settings.tokenizer is None or not settings.answers_prompts:
+            return ()
+        nbytes = max(self.model.nbytes, *(output.served.model.nbytes for output in self.outputs))
+        return prompts_to_answer(settings.prompts, settings.tokenizer, self.vocabulary, nbytes, settings.answer_memory)
+
+    def _count_tokens(self, progress: Advanced | None) -> PassProgress:
+        """Make what tells of the progress, from the tokens of texts, tasks and answers."""
+        text_tokens = self.passes * len(self.local_documents) * self.corpus.length
         if self.tasks is not None:
             text_tokens += self.tasks.models * self.tasks.local_tokens
-        answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs)) if self.answers_prompts else 0
-        if not self.continues:
-            answer_tokens += self.generated_tokens
+
+        answer_tokens = 0
+        if self.answers_prompts:
+            answer_tokens = TOKENS * len(self.prompts) * (1 + len(self.outputs))
+
         resumed = frozenset() if self.checkpoint is None else self.checkpoint.done
         costs = layer_costs(self.model, [unit for unit in (*self.model.layers, *self.head) if unit not in resumed])
-        self.progress = PassProgress(costs, text_tokens, progress, answer_tokens)
+        return PassProgress(costs, text_tokens, progress, answer_tokens)
 
     @property
     def head(self) -> list[str]:
@@ -167,26 +187,14 @@ class _Comparison:
         """Number of forward passes of each document: two of the source, and one or two of each output."""
         return self.outputs[-1].last + 1 if self.outputs else 2
 
-    @property
-    def generated_tokens(self) -> int:
-        """The most tokens of the texts that servers generate."""
-        tasks = self.settings.tasks
-        return 0 if tasks is None else len(tasks.servers) * sum(text.max_tokens for text in tasks.tasks.generations)
-
     def description(self) -> str:
         """Say what is to be done: "16 documents of 512 tokens: code (8), docs (8); 4 passes"."""
-        return f"{self._description()}{'; an earlier run is continued' if self.continues else ''}"
-
-    def _description(self) -> str:
         described = f"{self.corpus.described}; {self.passes} passes"
-        if self.tasks is None or self.settings.tasks is None:
-            return described
-        described += f"; {counted_questions(self.settings.tasks.tasks.questions)} of tasks"
-        if self.tasks.tokens:
-            described += f", {self.tasks.tokens:,} tokens in {self.tasks.models} passes"
-        if self.generated_tokens:
-            names = ", ".join(server.url for server in self.settings.tasks.servers)
-            described += f", answered by {names} with {self.generated_tokens:,} tokens at most"
+        if self.tasks is not None and self.settings.tasks is not None:
+            questions = counted_questions(self.settings.tasks.tasks.questions)
+            described += f"; {questions} of tasks, {self.tasks.tokens:,} tokens in {self.tasks.models} passes"
+        if self.continues:
+            described += "; an earlier run is continued"
         return described
 
     def run(self) -> Evaluation:
@@ -208,19 +216,15 @@ class _Comparison:
             yield
 
     def _run(self) -> Evaluation:
-        tasks = self.settings.tasks
-        servers, requests = (tasks.servers, tasks.tasks.generations) if tasks is not None else ((), ())
-        if servers and not self.continues:
-            # First, as servers are what fails most easily.
-            self.generated = generate_texts(servers, requests, self.progress.more_done)
+        """Run all passes, and put the figures of all ranks together."""
         if self.checkpoint is not None:
             generators = list(self.generators.values())
-            state = EvaluationState(self.measurements, self.compared, generators, self.generated)
+            state = EvaluationState(self.measurements, self.compared, generators)
             self.checkpoint.extra = state.to_bytes
             if self.checkpoint.saved is not None:
                 with self.checkpoint.continuing():
-                    texts = len(requests) if servers else 0
-                    state.add_bytes(bytes(self.checkpoint.saved), self.checkpoint.done, texts)
+                    state.add_bytes(bytes(self.checkpoint.saved), self.checkpoint.done)
+
         run_interleaved(
             [*map(self._passes_of, self.local_documents), *self._task_passes()],
             finished=self._finished,
@@ -229,34 +233,41 @@ class _Comparison:
             progress=self.progress.layer_done,
             checkpoint=self.checkpoint,
         )
+
         ranks = self.settings.ranks
         if ranks is None:
             return self._evaluation()
+
+        # The first rank has the figures of all.
         for data in ranks.gather(pack_records(self.measurements.records, self.measurements.counts())):
             self.measurements.add(*unpack_records(data, self.corpus.documents))
         if self.tasks is not None:
             for data in ranks.gather(self.tasks.scores.to_bytes()):
                 self.tasks.scores.add_bytes(data)
+
         evaluation = self._evaluation() if ranks.rank == 0 else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
         return evaluation or Evaluation(first["source"], first["floor"], first["outputs"], tuple(first["notes"]))
 
     def _evaluation(self) -> Evaluation:
+        """Make the results of what is measured."""
         notes = []
         if self.settings.prompts is not None and not self.prompts:
             notes.append(
                 "--prompts were not answered: a model takes more than half of the free memory, or more than "
                 "--max-memory leaves"
             )
+
         notes += [
             f"{output.subject.name}: AWQ or SmoothQuant changed its weights, so they were not compared one by one; "
             "openquant verify --source --full does that"
             for output in self.outputs
             if output.facts.smoothed
         ]
+
         evaluation = make_evaluation(self.measurements, self._answers(), notes)
         if self.tasks is not None and self.settings.tasks is not None:
-            figures = evaluate_tasks(self.settings.tasks, self.tasks, self.generated, self.settings.seed)
+            figures = evaluate_tasks(self.settings.tasks, self.tasks, self.settings.seed)
             for output, of_tasks in zip(evaluation.outputs, figures, strict=True):
                 output["tasks"] = of_tasks
         return evaluation
@@ -354,13 +365,16 @@ class _Comparison:
             assert self.tasks is not None
             self.tasks.finished(group - len(self.local_documents), number, pass_logits)
             return
+
         index = self.local_documents[group]
         if index == 0:
             self._compare_weights(REST, number)
             self.top_tokens[number] = pass_logits.argmax(-1).tolist()
+
         if number == 0:
             self.source_logits = pass_logits
             return
+
         assert self.source_logits is not None
         document = self.corpus.documents[index]
         output = next((output for output in self.outputs if output.first <= number <= output.last), None)
@@ -368,5 +382,75 @@ class _Comparison:
         ids = torch.tensor(document.ids)
         record = compare_logits(self.source_logits, pass_logits, ids, document.domain, document.name, names)
         self.measurements.records.setdefault(number, {})[index] = record
+
         if number + 1 == self.passes:
             self.source_logits = None
+
+
+class RoundingNoise:
+    """Adds bfloat16 rounding noise to the outputs of modules, while a context of `drawn_from` is entered.
+
+    Args:
+        modules: the decoder layers of a model. Their `forward` is replaced.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._generator: torch.Generator | None = None
+        for module in modules:
+            # Not a hook: hidden states must have the noise before other hooks compare them.
+            module.forward = self._noisy(module.forward)
+
+    def drawn_from(self, generator: torch.Generator) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that makes contexts in which noise is added, for `ForwardPass.around`.
+
+        Args:
+            generator: draws the noise, on the CPU. Give each pass its own: then its noise depends on the generator's
+                seed alone, not on other passes.
+        """
+
+        @contextmanager
+        def on() -> Iterator[None]:
+            self._generator = generator
+            try:
+                yield
+            finally:
+                self._generator = None
+
+        return on
+
+    def _noisy(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noisy(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            if self._generator is None:
+                return output
+            if isinstance(output, tuple):
+                return (stochastic_round(output[0], self._generator), *output[1:])
+            return stochastic_round(output, self._generator)
+
+        return noisy
+
+
+def stochastic_round(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round values stochastically to bfloat16.
+
+    A value between two bfloat16 numbers becomes either; the nearer it is to one, the more probable is that one. Values
+    of dtype bfloat16 have been rounded already: each moves a step up with a probability of 1/8, and a step down with
+    1/8. Zeros, infinities and NaN stay, and so do values that would become infinite.
+
+    Args:
+        values: any shape, any floating dtype.
+        generator: torch's generator of the noise, on the CPU; the device of `values` does not matter.
+
+    Returns:
+        The rounded values, with the shape and dtype of `values`.
+    """
+    bits = values.float().view(torch.int32)
+    noise = torch.randint(0, 1 << 16, bits.shape, generator=generator, dtype=torch.int32).to(bits.device)
+    if values.dtype == torch.bfloat16:
+        rounded_off = torch.randint(-(1 << 15), 1 << 15, bits.shape, generator=generator, dtype=torch.int32)
+        noise += rounded_off.to(bits.device)
+    rounded = ((bits + noise) & -(1 << 16)).view(torch.float32)
+    rounded_values = rounded.to(values.dtype)
+    # A step below zero would be NaN, a step above the largest value infinity, and one above a NaN could be a number.
+    valid = (values != 0) & values.isfinite() & rounded_values.isfinite()
+    return torch.where(valid, rounded_values, values)

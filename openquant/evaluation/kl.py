@@ -100,6 +100,7 @@ def compare_logits(
             f"{models.source} has logits for {source.shape[-1]} tokens, {models.output} for {output.shape[-1]}",
             "compare models of one vocabulary",
         )
+
     chunks = []
     next_tokens = ids[1:].to(source.device)
     step = max(1, CHUNK // source.shape[-1])
@@ -108,6 +109,7 @@ def compare_logits(
         log_p = log_probabilities(source[rows], start, name, models.source)
         log_q = log_probabilities(output[rows], start, name, models.output)
         chunks.append(_position_figures(log_p, log_q, next_tokens[rows]))
+
     columns = [torch.cat(column).cpu().numpy() for column in zip(*chunks, strict=True)]
     kl, confidence, source_nll, output_nll, top1, top5 = columns
     return DocumentRecord(domain, name, kl, confidence, source_nll, output_nll, top1, top5)
@@ -145,9 +147,11 @@ def _position_figures(log_p: Tensor, log_q: Tensor, next_tokens: Tensor) -> tupl
     """Return the columns of a DocumentRecord, each [n], from log-probabilities [n, vocabulary] and next tokens [n]."""
     p = log_p.exp()
     kl = divergences(p, log_p, log_q)
+
     top = log_p.argmax(-1, keepdim=True)
     rank = (log_q > log_q.gather(-1, top)).sum(-1)
     token = next_tokens[:, None]
+
     return (
         kl,
         p.gather(-1, top)[:, 0].double(),
@@ -195,10 +199,9 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
     confidence = _concatenate(records, lambda record: record.confidence)
     source_nll = _concatenate(records, lambda record: record.source_nll)
     output_nll = _concatenate(records, lambda record: record.output_nll)
-    position = np.concatenate([np.arange(len(record.kl)) for record in records])
     median, p90, p99, p999 = (float(quantile) for quantile in np.quantile(kl, [0.5, 0.9, 0.99, 0.999]))
-    domains = list(dict.fromkeys(record.domain for record in records))
     nll_interval = bootstrap_interval([(record.output_nll - record.source_nll) for record in records], seed)
+
     return {
         "kl": {
             "mean": mean(kl),
@@ -210,31 +213,9 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
             "max": float(kl.max()),
             f"share_above_{LARGE_KL}": float((kl > LARGE_KL).mean()),
         },
-        "kl_by_confidence": [
-            {
-                "from": low,
-                "to": high,
-                "positions": int(in_bin.sum()),
-                "kl": mean(kl[in_bin]) if in_bin.any() else None,
-            }
-            for low, high in pairwise(CONFIDENCE_EDGES)
-            for in_bin in [(confidence >= low) & ((confidence < high) | (high == 1))]
-        ],
-        "kl_by_position": [
-            {"from": low, "to": high, "positions": int(in_bin.sum()), "kl": mean(kl[in_bin])}
-            for low, high in _position_bins(int(position.max()) + 1)
-            for in_bin in [(position >= low) & (position < high)]
-        ],
-        "kl_by_domain": [
-            {
-                "domain": domain,
-                "positions": sum(map(len, domain_kl)),
-                "kl": mean(np.concatenate(domain_kl)),
-                "interval": bootstrap_interval(domain_kl, seed),
-            }
-            for domain in domains
-            for domain_kl in [[record.kl for record in records if record.domain == domain]]
-        ],
+        "kl_by_confidence": _kl_by_confidence(kl, confidence),
+        "kl_by_position": _kl_by_position(records, kl),
+        "kl_by_domain": _kl_by_domain(records, seed),
         "kl_by_document": [mean(record.kl) for record in records],
         "top1": float(_concatenate(records, lambda record: record.top1).mean()),
         "top5": float(_concatenate(records, lambda record: record.top5).mean()),
@@ -246,6 +227,43 @@ def summarize(records: Sequence[DocumentRecord], seed: int = 0) -> dict[str, Any
         },
         "rms_dp": math.sqrt(mean((np.exp(-output_nll) - np.exp(-source_nll)) ** 2)),
     }
+
+
+def _kl_by_confidence(kl: Figures, confidence: Figures) -> list[dict[str, Any]]:
+    """The mean KL by the source's largest probability; the last bin has its upper edge."""
+    bins = []
+    for low, high in pairwise(CONFIDENCE_EDGES):
+        in_bin = (confidence >= low) & ((confidence < high) | (high == 1))
+        of_bin = mean(kl[in_bin]) if in_bin.any() else None
+        bins.append({"from": low, "to": high, "positions": int(in_bin.sum()), "kl": of_bin})
+    return bins
+
+
+def _kl_by_position(records: Sequence[DocumentRecord], kl: Figures) -> list[dict[str, Any]]:
+    """The mean KL by the place in the document, in bins that double."""
+    position = np.concatenate([np.arange(len(record.kl)) for record in records])
+    bins = []
+    for low, high in _position_bins(int(position.max()) + 1):
+        in_bin = (position >= low) & (position < high)
+        bins.append({"from": low, "to": high, "positions": int(in_bin.sum()), "kl": mean(kl[in_bin])})
+    return bins
+
+
+def _kl_by_domain(records: Sequence[DocumentRecord], seed: int) -> list[dict[str, Any]]:
+    """The mean KL of each file or subset, with its interval."""
+    of_domains: dict[str, list[Figures]] = {}
+    for record in records:
+        of_domains.setdefault(record.domain, []).append(record.kl)
+
+    return [
+        {
+            "domain": domain,
+            "positions": sum(map(len, kl)),
+            "kl": mean(np.concatenate(kl)),
+            "interval": bootstrap_interval(kl, seed),
+        }
+        for domain, kl in of_domains.items()
+    ]
 
 
 def kl_histogram(records: Sequence[DocumentRecord]) -> list[float]:

@@ -1,13 +1,18 @@
 """Builds the results of an evaluation, as eval.json and `--json` have them; docs/evaluation.md explains the keys.
 
-make_evaluation(measurements, texts).outputs[0]["kl"]["mean"]      # 0.0031
+    make_evaluation(measurements, texts).outputs[0]["kl"]["mean"]      # 0.0031
+
+Distances of hidden states and routes of tokens are counted by layer and pass; those of several processes add up. The
+results do not depend on the order of documents or on the number of processes: counts are integers, and distances are
+kept for each document and summed exactly (math.fsum).
 """
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -15,16 +20,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 import transformers
+from torch import Tensor, nn
 
 from ..data.corpus import Corpus
+from ..streaming.hooks import holds_experts
 from ..streaming.model import StreamedModel
 from ..version import __version__
-from .counters import HiddenStateDistances, RouteCounts
 from .kl import EDGES, DocumentRecord, kl_histogram, summarize
-from .types import Brief, NamedModel, OutputEvaluation
+from .types import CHANGED, ENOUGH_TEXTS, Brief, NamedModel, OutputEvaluation, kl_text, verdict_word
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest
 from .verdict import LayerFigures, Suspect, suspects_by_config, suspects_by_layers, suspects_by_weights
-from .verdict_word import CHANGED, ENOUGH_TEXTS, kl_text, verdict_word
 
 # Settings of config.json that do not change what a model computes. Other such settings never come from config.json.
 _IRRELEVANT = frozenset(
@@ -55,6 +60,140 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """Return the dictionary that `--json` prints."""
         return {"source": self.source, "floor": self.floor, "outputs": self.outputs}
+
+
+class HiddenStateDistances:
+    """Relative distances of hidden states from the source's, ||h' - h|| / ||h||, averaged over all tokens.
+
+    Attributes:
+        layers: names of the decoder layers as keys, in the order in which they run.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[str, None] = {}
+        self._sums: dict[tuple[str, int], list[float]] = {}
+        self._tokens: dict[tuple[str, int], int] = {}
+        self._source: Tensor | None = None
+
+    def add(self, layer: str, number: int, hidden: Tensor) -> None:
+        """Add the hidden states of one document after a layer.
+
+        Args:
+            layer: name of the layer.
+            number: number of the pass. Pass 0 is the source's; it must come first for each layer and document.
+            hidden: hidden states [..., hidden], any floating dtype.
+        """
+        states = hidden.reshape(-1, hidden.shape[-1]).float()
+        if number == 0:
+            self._source = states
+            return
+        assert self._source is not None
+        norms = self._source.norm(dim=-1)
+        distances = (states - self._source).norm(dim=-1) / norms.clamp(min=torch.finfo(torch.float32).tiny)
+        self._add(layer, number, [float(distances.double().sum())], len(distances))
+
+    def _add(self, layer: str, number: int, sums: Iterable[float], tokens: int) -> None:
+        self.layers[layer] = None
+        self._sums.setdefault((layer, number), []).extend(sums)
+        self._tokens[layer, number] = self._tokens.get((layer, number), 0) + tokens
+
+    def mean(self, layer: str, number: int) -> float:
+        """Return the mean relative distance of all tokens after a layer in a pass.
+
+        Args:
+            layer: name of the layer.
+            number: number of the pass, from 1; the source's has no distances.
+
+        Raises:
+            KeyError: no document went through that layer in that pass.
+        """
+        return math.fsum(self._sums[layer, number]) / self._tokens[layer, number]
+
+    def counts(self) -> Counts:
+        """Return rows for `add_counts` of another process: layer, pass, list of each document's sum, tokens."""
+        return [[*key, sums, self._tokens[key]] for key, sums in self._sums.items()]
+
+    def add_counts(self, counts: Counts) -> None:
+        """Add the rows that `counts` of another process returned."""
+        for layer, number, sums, tokens in counts:
+            self._add(layer, number, sums, tokens)
+
+
+def _expert_choice(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None
+) -> Tensor:
+    """Return [tokens, ...], rows that are equal if two passes send a token to the same experts.
+
+    The parameters are those of the forward of transformers' modules of stacked experts.
+    """
+    del top_k_weights
+    if top_k_index is not None:
+        return top_k_index.sort(-1).values
+    # Llama 4 passes all tokens to every expert, as zeros to those that were not chosen.
+    return hidden_states.view(module.num_experts, -1, hidden_states.shape[-1]).any(-1).T
+
+
+class RouteCounts:
+    """Counts tokens that are routed to other experts than in the source, by module and pass.
+
+    Attributes:
+        pass_number: number of the pass that runs now, set by the caller. Pass 0 is the source's and must come first.
+            None if nothing is to be counted, such as while prompts are answered.
+    """
+
+    def __init__(self) -> None:
+        self.pass_number: int | None = None
+        self._source: dict[str, Tensor] = {}
+        self._counts: dict[tuple[str, int], list[int]] = {}
+
+    def register_hooks(self, model: nn.Module) -> None:
+        """Register hooks on all modules of stacked experts of a model."""
+        for name, module in model.named_modules():
+            if holds_experts(module):
+                module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.pass_number is None:
+                return
+            experts = _expert_choice(module, *args, **kwargs)
+            if self.pass_number == 0:
+                self._source[name] = experts
+                return
+            self._add(name, self.pass_number, int((experts != self._source[name]).any(-1).sum()), len(experts))
+
+        return before
+
+    def _add(self, name: str, number: int, rerouted: int, tokens: int) -> None:
+        counts = self._counts.setdefault((name, number), [0, 0])
+        counts[0] += rerouted
+        counts[1] += tokens
+
+    def share(self, layer: str, number: int) -> float | None:
+        """Return the share of tokens of a pass that a layer routes to other experts than in the source.
+
+        Args:
+            layer: name of the decoder layer.
+            number: number of the pass, from 1.
+
+        Returns:
+            The largest share in any of its modules of experts, 0 to 1; None if it has none or nothing was counted.
+        """
+        shares = [
+            rerouted / total
+            for (name, counted_pass), (rerouted, total) in self._counts.items()
+            if counted_pass == number and name.startswith(f"{layer}.")
+        ]
+        return max(shares, default=None)
+
+    def counts(self) -> Counts:
+        """Return rows for `add_counts` of another process: module, pass, rerouted tokens, all tokens."""
+        return [[*key, *counts] for key, counts in self._counts.items()]
+
+    def add_counts(self, counts: Counts) -> None:
+        """Add the rows that `counts` of another process returned."""
+        for row in counts:
+            self._add(*row)
 
 
 @dataclass
@@ -128,6 +267,7 @@ def make_evaluation(
     seed = measurements.settings.seed
     floor = _brief(measurements.records_of_pass(1), seed)
     source = measurements.source.identity()
+
     common = {
         "floor": floor,
         "text": measurements.corpus.account,
@@ -136,15 +276,18 @@ def make_evaluation(
         "device": measurements.settings.device,
         "source": source,
     }
+
     outputs = [
         cast(OutputEvaluation, {**_figures(measurements, output, floor), "texts": answers, **common})
         for output, answers in zip(measurements.outputs, texts, strict=True)
     ]
+
     model_notes = (note for output in measurements.outputs for note in output.served.notes)
     documents = len(measurements.corpus.documents)
     few = (
         [] if documents >= ENOUGH_TEXTS else [f"{_few(documents)}: take 16 or more to publish the figures (--samples)"]
     )
+
     all_notes = dict.fromkeys([*measurements.corpus.notes, *few, *model_notes, *notes])
     return Evaluation(source, floor, outputs, tuple(all_notes))
 
@@ -158,16 +301,20 @@ def _figures(measurements: Measurements, output: OutputUnderTest, floor: Brief) 
     weights_only, as_served = measurements.records_of_pass(output.first), measurements.records_of_pass(output.last)
     seed = measurements.settings.seed
     figures = summarize(as_served, seed)
+
     # Layers of vision towers are not among them, as no text runs through those.
     layers = [_layer(measurements, name, output) for name in measurements.distances.layers]
+
     suspects = [
         *_suspects_by_files(measurements, output),
         *suspects_by_weights(output.changes, output.served.quantized_routers, output.facts.gptq),
         *suspects_by_layers(layers),
     ]
+
     verdict = verdict_word(figures["kl"]["mean"], floor["kl"])
     if output.subject.tokenizer_differences:
         verdict = "broken"
+
     errors = [change.error for change in output.changes if change.quantized]
     return {
         **figures,
@@ -270,3 +417,7 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
+
+
+# Rows that JSON can hold.
+Counts = list[list[Any]]

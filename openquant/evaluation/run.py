@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ..streaming.pass_checkpoint import PassCheckpoint
     from ..streaming.session import ShardProvider
     from .results import Evaluation
-    from .task_requests import TaskRequests
+    from .task_passes import TaskRequests
 
 
 @documented(Evaluate, Texts)
@@ -61,8 +61,6 @@ def evaluate(
     prompts: str | os.PathLike[str] | None = None,
     no_prompts: bool = False,
     tasks: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
-    server: str | Sequence[str] = (),
-    apply_chat_template: bool = False,
     limit: int | None = None,
     kv_cache: CacheScheme = "auto",
     device: str = "cpu",
@@ -106,8 +104,6 @@ def evaluate(
         prompts=prompts,
         no_prompts=no_prompts,
         tasks=tasks,
-        server=server,
-        apply_chat_template=apply_chat_template,
         limit=limit,
         kv_cache=kv_cache,
         device=device,
@@ -116,7 +112,9 @@ def evaluate(
         seed=seed,
         fail_above=fail_above,
     )
+
     texts = Texts.parse(text=text, dataset=dataset, samples=samples, length=length)
+
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
@@ -145,7 +143,7 @@ def _evaluate(
             progress(done, total)
 
     with ExitStack() as stack:
-        source_tokenizer, servers = tokenizers[0], tasks.servers if tasks is not None else ()
+        source_tokenizer = tokenizers[0]
         subjects = [
             ModelUnderTest(
                 name,
@@ -155,15 +153,10 @@ def _evaluate(
             )
             for model, (name, checkpoint), tokenizer in zip(models, named, tokenizers, strict=True)
         ]
+
+        # Hidden states that do not fit into memory wait in a file.
         directory = _scratch_directory(options, models)
-        # Two passes through each model.
-        tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
-        hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
-        if tasks is not None:
-            # One pass, with a mask of up to four bytes for each pair of tokens.
-            task_tokens = -(-tasks.tokens // ranks.size)
-            mask = 4 * max(tasks.length, tasks.longest) * task_tokens
-            hidden += len(checkpoints) * (hidden_bytes(checkpoints[0], task_tokens) + mask)
+        hidden = _all_hidden_bytes(checkpoints, corpus, tasks, ranks)
         longest_text = max(corpus.length, tasks.longest if tasks is not None else 0)
         left = memory_left(options.max_memory, evaluation_steps(named, longest_text))
         scratch_file = scratch_for(hidden, directory, BUDGET if left is None else left, options.scratch is not None)
@@ -178,6 +171,7 @@ def _evaluate(
                     for supply, shards, subject in zip(supplies, needs, subjects, strict=True)
                 ]
 
+        # What must be the same for a run to be continued.
         of_models = [
             _sha256([subject.fingerprint.stamp, model.digests(subject.checkpoint)])
             for model, subject in zip(models, subjects, strict=True)
@@ -187,10 +181,11 @@ def _evaluate(
             "outputs": _sha256(of_models[1:]),
             "texts": corpus.sha256,
             "tasks": tasks.sha256 if tasks is not None else "",
-            "options": _sha256([options.seed, options.kv_cache, device, texts.length, list(map(vars, servers))]),
+            "options": _sha256([options.seed, options.kv_cache, device, texts.length]),
             "number of ranks": str(ranks.size),
             "versions of libraries": ", ".join(f"{name} {value}" for name, value in versions().items()),
         }
+
         pass_checkpoint = _pass_checkpoint(options, models[1], checkpoints[0], directory, ranks, conditions)
         settings = EvaluationSettings(
             options.seed,
@@ -206,19 +201,38 @@ def _evaluate(
             tasks=tasks,
             pass_checkpoint=pass_checkpoint,
         )
+
         evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
+
     if ranks.first and measured is not None:
         measured(evaluation)
     for file, value in zip(files, _results(options, evaluation), strict=True) if ranks.first else ():
         if file is not None:
             file.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
+
     # The other ranks keep their checkpoints until the results are written.
     ranks.agree(None)
     if pass_checkpoint is not None:
         pass_checkpoint.remove()
     return replace(evaluation, written=tuple(file.path for file in files if file is not None))
+
+
+def _all_hidden_bytes(
+    checkpoints: Sequence[Checkpoint], corpus: Corpus, tasks: TaskRequests | None, ranks: Ranks
+) -> int:
+    """Return the bytes of the hidden states of all passes of this rank."""
+    # Two passes of a text through each model.
+    tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
+    nbytes = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
+    if tasks is None:
+        return nbytes
+
+    # One pass of tasks, with a mask of up to four bytes for each pair of tokens.
+    task_tokens = -(-tasks.tokens // ranks.size)
+    mask = 4 * max(tasks.length, tasks.longest) * task_tokens
+    return nbytes + len(checkpoints) * (hidden_bytes(checkpoints[0], task_tokens) + mask)
 
 
 class _Inputs(NamedTuple):
@@ -235,8 +249,6 @@ class _Inputs(NamedTuple):
 
 def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     """Open all models, read texts and tasks, and refuse what cannot be done, before anything is computed or written."""
-    if options.server and ranks.size > 1:
-        raise UsageError("several ranks cannot share --server", "run one process, without torchrun")
     models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
     if options.stream and all(model.repo is None for model in models):
         raise UsageError("all models are local directories, nothing of them can be streamed", "leave --stream out")
@@ -247,13 +259,9 @@ def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     # These import transformers.
     from ..data.corpus import read_corpus
     from ..data.tasks import read_tasks
-    from .task_requests import TaskRequests, encode_requests, longest_sequence
-    from .task_servers import find_servers
+    from .task_passes import TaskRequests, encode_requests, longest_sequence
 
-    servers = find_servers(options.server, models) if options.server else []
-    read = None
-    if options.tasks:
-        read = read_tasks(options.tasks, options.limit, bool(servers), options.apply_chat_template)
+    read = read_tasks(options.tasks, options.limit) if options.tasks else None
     tokenizers = [find_tokenizer(model, checkpoint) for model, checkpoint in zip(models, checkpoints, strict=True)]
     corpus = read_corpus(texts, tokenizers[0], vocabulary=vocabulary_of(checkpoints[0]))
     tasks = None
@@ -262,7 +270,7 @@ def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
         requests = encode_requests(read.requests, tokenizers[0], longest, vocabulary_of(checkpoints[0]))
         # Private directories are not published.
         given = tuple(Path(task).name if Path(task).is_absolute() else os.fspath(task) for task in options.tasks)
-        tasks = TaskRequests(read, requests, given, options.limit, texts.length, tuple(servers))
+        tasks = TaskRequests(read, requests, given, options.limit, texts.length)
     shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
     require_same(ranks, [corpus.sha256, tasks and tasks.sha256, shards])
     return _Inputs(models, checkpoints, named, files, tokenizers, corpus, tasks)
@@ -283,15 +291,17 @@ def preview_evaluation(options: Evaluate, texts: Texts) -> Preview:
     """
     device = find_device(options.device, 0)
     inputs = _checked(options, texts, Ranks())
+
     does = [f"{inputs.corpus.described} run through {len(inputs.models)} models on {device}"]
     if inputs.tasks is not None:
         does.append(f"{counted_questions(inputs.tasks.tasks.questions)} of tasks")
+
     written = [file.path for file in inputs.files if file is not None]
+
     return Preview(
         reads=(
             *map(model_place, inputs.models, inputs.checkpoints),
             *file_places({**vars(options), **vars(texts)}),
-            *(Place(url, "a server") for url in options.server),
         ),
         does=tuple(does),
         writes=tuple(

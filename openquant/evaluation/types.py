@@ -1,10 +1,11 @@
-"""Types of the keys of eval.json, for callers' type checkers. docs/evaluation.md says what each key means.
+"""Types of the keys of eval.json, for callers' type checkers, and the word of the verdict, which the mean KL decides.
 
-Types of the keys of eval.json that come from tasks. docs/evaluation.md says what each key means.
+docs/evaluation.md says what each key means. Reports import this module, so it imports no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypedDict
 
 Divergence = TypedDict(
@@ -193,13 +194,13 @@ class MeanMetric(TypedDict):
 
 
 class TaskFigures(TypedDict):
-    """The figures of one task, or of the questions of all tasks; `kl` is None if all answers are generated texts."""
+    """The figures of one task, or of the questions of all tasks."""
 
     task: str
     questions: int
     metrics: list[TaskMetric]
     answered_otherwise: float
-    kl: float | None
+    kl: float
 
 
 class TasksEvaluation(TypedDict):
@@ -207,7 +208,6 @@ class TasksEvaluation(TypedDict):
 
     named: list[str]
     limit: int | None
-    chat: bool
     sha256: str
     questions: int
     requests: int
@@ -223,3 +223,46 @@ class TasksEvaluation(TypedDict):
 def counted_questions(count: int) -> str:
     """Return a number of questions in words: "1 question", "1,319 questions"."""
     return "1 question" if count == 1 else f"{count:,} questions"
+
+
+# "same": mean KL up to this many times the floor's, which another program's rounding could cause.
+AT_FLOOR = 2.0
+# "close", "similar" and "changed": mean KL up to these, in nats. On two models and in all schemes the share of tokens
+# that differ was half the square root of the KL (docs/results.md): one token in 18, in 6 and in 3.
+CLOSE, SIMILAR, CHANGED = 0.01, 0.1, 0.5
+# The interval of fewer texts than this says next to nothing: there are too few to draw anew from.
+ENOUGH_TEXTS = 8
+
+
+def verdict_word(kl: float, floor: float) -> str:
+    """Return the verdict on an output: "same", "close", "similar", "changed" or "broken".
+
+    Args:
+        kl: mean KL divergence of the output from the source, in nats.
+        floor: mean KL divergence of the noise floor, the source with rounding noise, in nats.
+    """
+    if kl <= AT_FLOOR * floor:
+        return "same"
+    limits = {"close": CLOSE, "similar": SIMILAR, "changed": CHANGED}
+    return next((word for word, limit in limits.items() if kl <= limit), "broken")
+
+
+def kl_text(kl: float, floor: float) -> str:
+    """Format a mean KL divergence with three digits, or as many as its verdict needs: "0.0123"; "0.1003" is "changed".
+
+    Args:
+        kl: mean KL divergence of the output from the source, in nats.
+        floor: that of the noise floor.
+    """
+    return rounded(kl, lambda figure: verdict_word(figure, floor))
+
+
+def rounded(figure: float, said: Callable[[float], object]) -> str:
+    """Format a figure with three digits, or as many as it takes to say the same of it.
+
+    Args:
+        figure: a finite number.
+        said: what is said of a figure, such as whether it is above a limit.
+    """
+    texts = (f"{figure:.{digits}g}" for digits in range(3, 18))
+    return next(text for text in texts if said(float(text)) == said(figure))

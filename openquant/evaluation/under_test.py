@@ -25,7 +25,7 @@ from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.session import DocumentRanks, ShardProvider
 from .as_served import ServedModel
-from .task_requests import TaskRequests
+from .task_passes import TaskRequests
 from .types import NamedModel
 from .weight_changes import WeightChange
 
@@ -154,6 +154,7 @@ def require_one_model(
         size = getattr(embedding, "num_embeddings", None)
         layers = sum(not isinstance(module, nn.Embedding) for module in model.units.values())
         facts.append((type(model.model).__name__, f"{size} tokens", f"{layers} layers"))
+
     for source_fact, output_fact in zip(*facts, strict=True):
         if source_fact != output_fact:
             raise UsageError(

@@ -77,11 +77,13 @@ def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str],
     quantized = [change for change in changes if change.quantized]
     unquantized = [change for change in changes if not change.quantized]
     median_ratio = statistics.median([_error_ratio(change) for change in quantized]) if quantized else 1.0
+
     # A method that compensates errors, as GPTQ does, moves weights in most layers.
     compensated = bool(quantized) and (
         gptq or median_ratio > MOVED or statistics.median([change.bad_groups for change in quantized]) > 0
     )
     limit = (ERROR_MOVED if compensated else ERROR) * max(1.0, median_ratio)
+
     ranked = []
     for change in quantized:
         ratio = _error_ratio(change)
@@ -97,7 +99,9 @@ def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str],
             )
         else:
             continue
+
         ranked.append((ratio, Suspect(change.name, why)))
+
     changed = [change for change in unquantized if change.bad_groups]
     # Smoothing changes most norms on purpose.
     if len(changed) <= len(unquantized) / 2:
@@ -105,10 +109,12 @@ def suspects_by_weights(changes: Sequence[WeightChange], routers: Iterable[str],
             (change.error / ROUNDED, Suspect(change.name, f"it is not quantized, but differs by {change.error:.2g}"))
             for change in changed
         ]
+
     quantized_names = {change.name for change in quantized}
     quantized_routers = [
         Suspect(name, "it is a router and must not be quantized") for name in routers if name in quantized_names
     ]
+
     return [*quantized_routers, *(suspect for _, suspect in sorted(ranked, key=lambda pair: -pair[0]))]
 
 
@@ -133,27 +139,33 @@ def suspects_by_layers(layers: Sequence[LayerFigures]) -> list[Suspect]:
     suspects = []
     added = _added_distances([layer.distance for layer in layers])
     noise = _added_distances([layer.floor for layer in layers])
+
     # The first layer's inputs are small and exact, so it adds more than others in good models too.
     median_added, median_noise = (
         statistics.median(values[1:]) if len(layers) > 2 else math.inf for values in (added, noise)
     )
+
     for number, layer in enumerate(layers):
         # A layer in which the source's own noise grows as suddenly is not suspect.
         noise_growth = max(1.0, noise[number] / median_noise) if median_noise else 1.0
         before = layers[number - 1].distance if number else math.inf
+
         # If later layers reduce the distance, the median is small. Good layers still add less than all before them.
         if added[number] > max(LEAST_JUMP, JUMP * median_added * noise_growth, before):
             why = f"the distance from the source grows from {before:.3g} to {layer.distance:.3g} in it"
             suspects.append(Suspect(layer.name, why))
+
         if layer.clipped > CLIPPED:
             why = f"static scales clip {layer.clipped:.2g} of its activations"
             suspects.append(Suspect(layer.name, why))
+
     shares = [layer.routed_otherwise for layer in layers if layer.routed_otherwise is not None]
     median_share = statistics.median(shares) if len(shares) > 1 else 1.0
     for layer in layers:
         share = layer.routed_otherwise
         if share is not None and share > max(LEAST_ROUTED, ROUTED * median_share):
             suspects.append(Suspect(layer.name, f"{share:.2g} of its tokens are routed to other experts"))
+
     return suspects
 
 

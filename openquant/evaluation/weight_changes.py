@@ -87,6 +87,7 @@ def compare_weights(
     """
     if _equal(source, output, between):
         return WeightChange(name, fmt is not None, 0.0, 0.0, 0.0)
+
     if fmt is None:
         flat_source, flat_output = source.flatten(), output.flatten()
         signal = noise = 0.0
@@ -95,13 +96,17 @@ def compare_weights(
             signal += float(piece.square().sum())
             noise += float((flat_output[start : start + CHUNK].double() - piece).square().sum())
             between()
+
         error = _relative(noise, signal)
         return WeightChange(name, False, error, 0.0, float(error > ROUNDED))
+
     if transposed:
         source, output = source.T, output.T
+
     columns = [torch.cat(column) for column in zip(*_group_energies(source, output, fmt), strict=True)]
     if fmt.shared:
         columns = [column.sum(0, keepdim=True) for column in columns]
+
     errors, rounding_errors, signals, products = columns
     rounding, signal = float(rounding_errors.sum()), float(signals.sum())
     mean_rounding = rounding / signal if signal else 0.0
@@ -159,14 +164,18 @@ def _group_energies(source: Tensor, output: Tensor, fmt: Format) -> Iterator[tup
     divisor = None if largest is None else group_global_scale(largest, fmt)
     step = max(1, CHUNK // source.shape[1])
     step = max(height, step // height * height) if height else step
+
     for start in range(0, len(source), step):
         weight, output_weight = source[start : start + step].float(), output[start : start + step].float()
         group: Group = (height if height else len(weight), width if width else weight.shape[1])
         weight, output_weight = _padded(weight, group), _padded(output_weight, group)
+
         piece_fmt = replace(fmt, group=group)
         scale, zero_point = choose_unsearched_scales(weight, piece_fmt, largest if fmt.shared else None, divisor)
         rounded = _round_trip(weight, scale, zero_point, piece_fmt)
+
         error, rounding_error = output_weight - weight, rounded - weight
+
         yield (
             _group_sums(error * error, group),
             _group_sums(rounding_error * rounding_error, group),

@@ -40,7 +40,7 @@ class _Finite:
 
 
 # Plotted numbers are below 1e100, because matplotlib overflows with numbers near the largest float.
-NUMBER, FINITE, COUNT, TEXT, FLAG = float, _Finite, int, str, bool
+NUMBER, FINITE, COUNT, TEXT = float, _Finite, int, str
 _LARGEST = 1e100
 INTERVAL = Nullable((NUMBER, NUMBER))
 # Scores of source and output in one metric; and the figures of a task.
@@ -57,7 +57,7 @@ TASK: dict[str, Any] = {
     "questions": COUNT,
     "metrics": [{"metric": TEXT, **PAIR, "p": NUMBER, "lost": COUNT, "gained": COUNT}],
     "answered_otherwise": NUMBER,
-    "kl": Nullable(NUMBER),
+    "kl": NUMBER,
 }
 # The keys that are read, and the kind of each value: a number, count or text, a list of one kind, a tuple for a list of
 # that length, or an object. Keys that end in "?" may be missing; other keys of the file are ignored.
@@ -88,7 +88,6 @@ SCHEMA: dict[str, Any] = {
     "tasks?": {
         "named": [TEXT],
         "limit": Nullable(COUNT),
-        "chat?": FLAG,
         "questions": COUNT,
         "tasks": [TASK],
         "pooled": TASK,
@@ -204,8 +203,6 @@ def _check_histogram(histogram: Mapping[str, list[float]]) -> None:
 def _is_plain(value: Any, kind: Any) -> bool:
     if kind is TEXT:
         return isinstance(value, str) and len(value) <= MAX_CHARACTERS
-    if kind is FLAG:
-        return isinstance(value, bool)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     if kind is COUNT:

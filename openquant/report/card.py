@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 import yaml
 
-from ..evaluation.verdict_word import CHANGED, CLOSE, ENOUGH_TEXTS, SIMILAR, kl_text
+from ..evaluation.types import CHANGED, CLOSE, ENOUGH_TEXTS, SIMILAR, kl_text
 from ..files.cards import (
     COMMANDS,
     CONTEXT,
@@ -255,13 +255,9 @@ def _eval_command(repo: str, source: str, evaluation: Mapping[str, Any]) -> str:
     words += [("--text", name) for name in text.get("files", ())]
     words += [("--dataset", text["dataset"])] if text.get("dataset") else []
     words += [("--tasks", name) for name in tasks["named"]] if tasks else []
-    if tasks and any(figures["kl"] is None for figures in tasks["tasks"]):
-        # One server for the source and one for the output.
-        words += [("--server", "URL"), ("--server", "URL")]
     words += [("--limit", str(tasks["limit"]))] if tasks and tasks["limit"] is not None else []
     words += [("--samples", str(text["documents"])), ("--length", str(text["length"]))]
     command = [f"{flag} {shell_word(value)}" for flag, value in words]
-    command += ["--apply-chat-template"] if tasks and tasks.get("chat") else []
     # The card shows no answers then, and they can take longer than all else.
     command += [] if answers(evaluation) else ["--no-prompts"]
     return " ".join(command)

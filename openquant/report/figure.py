@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..evaluation.verdict_word import kl_text
+from ..evaluation.types import kl_text
 from ..files.evaluation import evaluation_digest
 from ..version import __version__
 from .cells import gigabytes, per_cent

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import OpenQuantError, UsageError
-from ..evaluation.verdict_word import kl_text
+from ..evaluation.types import kl_text
 from ..files.checkpoint import open_checkpoint
 from ..files.destination import Destination, FileKind
 from ..files.evaluation import evaluation_digest

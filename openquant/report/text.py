@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnosis.result import MODEL, Diagnosis, activations, measured_kl
-from ..evaluation.verdict_word import kl_text
+from ..evaluation.types import kl_text
 from ..files.destination import DiskSpace
 from ..formats.schemes import SCHEMES
 from ..hub.fetch import Download

@@ -194,8 +194,7 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
         tasks: `tasks` of its eval.json.
 
     Returns:
-        The rows, with the same number of cells: a title, then each metric of each task, and those of all tasks. If all
-        answers are generated texts, there is no column of KL.
+        The rows, with the same number of cells: a title, then each metric of each task, and those of all tasks.
     """
     rows: list[tuple[str, ...]] = [
         ("", "questions", "source", "output", "difference", "95 %", "p", "recovery", "lost", "gained", "other", "KL")
@@ -216,14 +215,14 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
                     str(metric["lost"]),
                     str(metric["gained"]),
                     _percent(figures["answered_otherwise"]) if first else "",
-                    f"{figures['kl']:.3g}" if first and figures["kl"] is not None else "",
+                    f"{figures['kl']:.3g}" if first else "",
                 )
             )
     for mean in tasks["mean"] if several else ():
         name = f"mean of {mean['tasks']} tasks, {terminal(mean['metric'])}"
         scores = _percent(mean["source"]), _percent(mean["output"])
         rows.append((name, "", *scores, *_difference(mean), "", recovery_text(mean), "", "", "", ""))
-    return rows if tasks["pooled"]["kl"] is not None else [row[:-1] for row in rows]
+    return rows
 
 
 def recovery_text(metric: Mapping[str, Any]) -> str:

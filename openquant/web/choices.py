@@ -1,24 +1,38 @@
-"""What a visitor chose on the page, checked, and the words of the command lines that do it.
+"""What a visitor chose on the page, checked, the words of the command lines that do it, and its plan.
 
 Only options of an allow list go into a command, and none that names a file.
 
     choice = Chosen(model="Qwen/Qwen3-8B", scheme="int4", gptq=True)
     choice.compress(Roots((Path.cwd(),)))       # ["compress", "-m", "Qwen/Qwen3-8B", "--scheme", "int4", "--gptq", ..]
+
+Plans are made by `python -m openquant.web.choices`, a process that has the visitor's token in its environment, and ends
+with it. Headers are read, and no weights.
+
+    stdin     {"compress": arguments of openquant.compress or null, "fit": arguments of openquant.fit_table}
+    stdout    {"html": the sections, "scheme": of the plan, "shards": .., "refused": whether}
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..errors import OpenQuantError, UsageError
 from ..files.small_files import short_repr
 from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of
+from ..result import Reporter
+from .view import fit_html, plan_html, problem_html
+
+if TYPE_CHECKING:
+    from ..hub.source import Source
+    from ..plan.plan import Plan
 
 # Options behind the page's fold, by the class that has them.
 _ADVANCED: Mapping[type, tuple[str, ...]] = {
@@ -38,6 +52,7 @@ MOST_LETTERS = 1000
 MOST_FILES = 10_000
 _REPOSITORY = re.compile(r"(?!-)[\w.-]{1,96}/[\w.-]{1,96}(@[\w./-]{1,200})?", re.ASCII)
 _NAME = re.compile(r"(?!-)([\w.-]{1,96}/)?[\w.-]{1,96}", re.ASCII)
+_DIRECTORY = re.compile(r"[\w][\w.-]{0,199}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class Roots:
     """The directories that the page may read and write.
 
     Attributes:
-        paths: the directories with links resolved. Runs are kept in the first.
+        paths: the directories with links resolved. Outputs are written in the first.
     """
 
     paths: tuple[Path, ...]
@@ -65,20 +80,29 @@ class Roots:
         hint = f"name one below {' or '.join(map(str, self.paths))}; openquant web --root DIR allows others"
         try:
             path = Path(os.path.realpath(self.paths[0] / text, strict=True))
-            inside = self._holds(path)
-            # Small files are copied into outputs, which may be published.
-            for number, found in enumerate(path.rglob("*") if inside and path.is_dir() else ()):
-                if number > MOST_FILES:
-                    raise UsageError(f"{path} has more than {MOST_FILES:,} files", "name the model's own directory")
-                inside = inside and (not found.is_symlink() or self._holds(Path(os.path.realpath(found))))
+            is_inside = self._holds(path) and self._holds_links_of(path)
         except (OSError, ValueError):
             raise UsageError(f"{short_repr(text)} is no directory or file that can be read", hint) from None
-        if not inside:
+
+        if not is_inside:
             raise UsageError(f"{short_repr(text)} is outside of the directories of this page", hint)
         return path
 
     def _holds(self, path: Path) -> bool:
+        """Whether a resolved path lies in one of the directories."""
         return any(path == root or root in path.parents for root in self.paths)
+
+    def _holds_links_of(self, directory: Path) -> bool:
+        """Whether no link of a model leads out: its small files are copied into outputs, which may be published."""
+        if not directory.is_dir():
+            return True
+
+        for number, path in enumerate(directory.rglob("*")):
+            if number > MOST_FILES:
+                raise UsageError(f"{directory} has more than {MOST_FILES:,} files", "name the model's own directory")
+            if path.is_symlink() and not self._holds(Path(os.path.realpath(path))):
+                return False
+        return True
 
 
 def is_local(model: str) -> bool:
@@ -86,7 +110,7 @@ def is_local(model: str) -> bool:
     return model.startswith(("/", "."))
 
 
-def checked_model(model: str, roots: Roots) -> str:
+def check_model(model: str, roots: Roots) -> str:
     """Check the model that a visitor names.
 
     Args:
@@ -101,6 +125,7 @@ def checked_model(model: str, roots: Roots) -> str:
     """
     if is_local(model):
         return str(roots.find(model))
+
     if not _REPOSITORY.fullmatch(model):
         raise UsageError(
             f"{short_repr(model)} is no model" if model else "no model is named",
@@ -119,6 +144,7 @@ class Chosen:
         fit: the size that a mixture of schemes is to have, as --fit takes it; "" for a single scheme.
         context: tokens of KV cache beside a mixture, as --context takes it; "" for the default.
         gptq: whether GPTQ rounds the weights.
+        output: name of the directory in the first root that the output goes to; "" for that of `compress`.
         push: repository that the output goes to, shard by shard, so that none is kept here; "" to keep it here.
         private: whether that repository becomes private if it is created.
         create_pr: whether a pull request is opened there.
@@ -131,6 +157,7 @@ class Chosen:
     fit: str = ""
     context: str = ""
     gptq: bool = False
+    output: str = ""
     push: str = ""
     private: bool = False
     create_pr: bool = False
@@ -138,23 +165,27 @@ class Chosen:
     advanced: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.advanced if name not in ADVANCED]
-        if unknown:
-            raise UsageError(f"{short_repr(unknown[0])} is no option of this page", "use the command line")
+        for name in self.advanced:
+            if name not in ADVANCED:
+                raise UsageError(f"{short_repr(name)} is no option of this page", "use the command line")
+
         for text in (self.model, self.scheme, self.fit, self.context, self.push, *self.advanced.values()):
             if len(text) > MOST_LETTERS or not text.replace("\n", "").isprintable():
                 raise UsageError(f"{short_repr(text)} has control characters, or is too long", "write it anew")
+
+        if self.output and not _DIRECTORY.fullmatch(self.output):
+            raise UsageError(
+                f"{short_repr(self.output)} is no name of a directory", "name one without slashes, such as Qwen3-8B-A"
+            )
         if self.push:
-            _checked_name(self.push)
+            _check_name(self.push)
 
     def steps(self, roots: Roots) -> list[list[str]]:
         """Return the commands of a run: compress, and eval if it is wanted, as words after `openquant`."""
         compress = self.compress(roots)
         if not self.evaluate:
             return [compress]
-        model = checked_model(self.model, roots)
-        stream = [] if is_local(model) else ["--stream"]
-        return [compress, ["eval", OUTPUT, "--source", model, *stream]]
+        return [compress, ["eval", OUTPUT, "--source", check_model(self.model, roots), *self._stream()]]
 
     def compress(self, roots: Roots) -> list[str]:
         """Return the words of the compress command.
@@ -165,34 +196,61 @@ class Chosen:
         Raises:
             UsageError: the model is not allowed.
         """
-        model = checked_model(self.model, roots)
-        words = ["compress", *_pair("-m", model)]
-        words += _pair("--fit", self.fit) if self.fit else _pair("--scheme", self.scheme)
-        words += _pair("--context", self.context) if self.fit and self.context else []
-        words += ["--gptq"] if self.gptq else []
+        words = ["compress", *_pair("-m", check_model(self.model, roots))]
+        if self.output:
+            words += ["-o", self.output]
+
+        if self.fit:
+            words += _pair("--fit", self.fit)
+        else:
+            words += _pair("--scheme", self.scheme)
+        if self.fit and self.context:
+            words += _pair("--context", self.context)
+        if self.gptq:
+            words.append("--gptq")
+
         for name, option in ADVANCED.items():
             flag = flags_of(name, option)[-1]
             for value in self._values(name):
                 words += [flag] if option.value is None else _pair(flag, value)
-        words += [] if is_local(model) else ["--stream"]
+
+        words += self._stream()
         if self.push:
-            words += [*_pair("--push-to-hub", self.push), "--push-only", *_published(self.private, self.create_pr)]
+            words += [*_pair("--push-to-hub", self.push), "--push-only"]
+            words += _visibility(self.private, self.create_pr)
         return words
 
     def keywords(self, roots: Roots) -> dict[str, Any]:
         """Return the same as arguments of `openquant.compress`, without where it is published."""
-        values = {name: self._values(name) for name in ADVANCED}
-        chosen: dict[str, Any] = {
-            name: value if ADVANCED[name].repeated else True if ADVANCED[name].value is None else value[0]
-            for name, value in values.items()
-            if value
-        }
-        chosen |= {"model": checked_model(self.model, roots), "gptq": self.gptq}
-        return chosen | ({"fit": self.fit} if self.fit else {"scheme": self.scheme})
+        chosen: dict[str, Any] = {"model": check_model(self.model, roots), "gptq": self.gptq}
+        if self.output:
+            chosen["output"] = self.output
+
+        if self.fit:
+            chosen["fit"] = self.fit
+        else:
+            chosen["scheme"] = self.scheme
+
+        for name, option in ADVANCED.items():
+            values = self._values(name)
+            if not values:
+                continue
+            if option.repeated:
+                chosen[name] = values
+            elif option.value is None:
+                chosen[name] = True
+            else:
+                chosen[name] = values[0]
+        return chosen
+
+    def _stream(self) -> list[str]:
+        """The option by which a model of the Hub does not stay here."""
+        return [] if is_local(self.model) else ["--stream"]
 
     def _values(self, name: str) -> list[str]:
         """The values of an advanced option: one a line if it is repeatable, none if it has its default."""
-        option, text = ADVANCED[name], self.advanced.get(name, "").strip()
+        option = ADVANCED[name]
+        text = self.advanced.get(name, "").strip()
         lines = [line.strip() for line in text.split("\n")] if option.repeated else [text]
         return [line for line in lines if line and line != str(option.default)]
 
@@ -209,16 +267,55 @@ def push_words(directory: Path, name: str, private: bool, create_pr: bool) -> li
     Raises:
         UsageError: it is no name of a repository.
     """
-    return ["push", str(directory), _checked_name(name), *_published(private, create_pr)]
+    return ["push", str(directory), _check_name(name), *_visibility(private, create_pr)]
 
 
 def shown(words: Sequence[str]) -> str:
-    """Return a command as one line for a shell.
+    """Return a command, without the word `openquant`, as one line for a shell."""
+    return shlex.join(["openquant", *words])
+
+
+def make_sections(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Make what the page shows of a model.
 
     Args:
-        words: the words after `openquant`.
+        request: what stdin has. Without a `scheme` in `compress`, the plan has the best that fits the GPU.
+
+    Returns:
+        What is printed. `refused` is True if the command would be refused; the HTML then has its error.
     """
-    return shlex.join(["openquant", *words])
+    from ..api import compress
+    from ..fit.table import fit_table
+
+    answer: dict[str, Any] = {"html": "", "scheme": "", "shards": 0, "refused": False}
+    table = ""
+    try:
+        found = fit_table(**request["fit"])
+        table = fit_html(found)
+
+        if request["compress"] is not None:
+            chosen = dict(request["compress"])
+            chosen["scheme"] = chosen.get("scheme") or found.best or "tensor"
+            reporter = _PlanSection(str(chosen["model"]))
+            result = compress(**chosen, dry_run=True, reporter=reporter)
+            answer |= {"html": reporter.html, "scheme": chosen["scheme"], "shards": result.shards}
+    except OpenQuantError as problem:
+        answer |= {"html": problem_html(problem), "refused": True}
+
+    answer["html"] += table
+    return answer
+
+
+class _PlanSection(Reporter):
+    """Keeps the plan as HTML."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.html = ""
+
+    def planned(self, plan: Plan, source: Source, output: Path) -> None:  # noqa: ARG002
+        """Keep the plan."""
+        self.html = plan_html(plan, self.model)
 
 
 def _pair(flag: str, value: str) -> list[str]:
@@ -226,7 +323,8 @@ def _pair(flag: str, value: str) -> list[str]:
     return [f"{flag}={value}"] if value.startswith("-") and flag.startswith("--") else [flag, value]
 
 
-def _checked_name(name: str) -> str:
+def _check_name(name: str) -> str:
+    """Refuse what is no name of a repository."""
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{short_repr(name)} is no name of a repository" if name else "no repository is named",
@@ -235,5 +333,15 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _published(private: bool, create_pr: bool) -> list[str]:
-    return [*(["--private"] if private else []), *(["--create-pr"] if create_pr else [])]
+def _visibility(private: bool, create_pr: bool) -> list[str]:
+    """The options that say how a repository is published."""
+    words = []
+    if private:
+        words.append("--private")
+    if create_pr:
+        words.append("--create-pr")
+    return words
+
+
+if __name__ == "__main__":
+    print(json.dumps(make_sections(json.load(sys.stdin))))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,18 @@ from ..fit.budget import read_budget
 from ..formats.names import SCHEME_NAMES
 from ..options import FitOptions, Option, flags_of
 from .choices import ADVANCED, Chosen, Roots, is_local, push_words
-from .running import result_html, run_title, status_html
-from .runs import DONE, FAILED, STOPPED, PageRun, Runs, environment, without_tokens
+from .runs import (
+    DONE,
+    RUNNING,
+    WAITING,
+    PageRun,
+    Runs,
+    environment,
+    result_html,
+    run_title,
+    status_html,
+    without_tokens,
+)
 from .server import OWNER
 from .view import problem_html
 
@@ -41,13 +52,17 @@ INTRODUCTION = (
 )
 # The choice of a scheme that the GPU decides.
 BEST = ""
+# A request and its answer each. Gradio's queue shares one stream of answers among all events of a page, and loses the
+# answer of an event that joins in the moment in which the stream ends; a timer that waits for one stands still.
+HIDDEN: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
+SHOWN: dict[str, Any] = {**HIDDEN, "show_progress": "minimal"}
 
 
 class Page:
     """What the page does when somebody types or clicks.
 
     Args:
-        runs: the queue of runs.
+        runs: the runs.
         roots: directories that may be read.
 
     Attributes:
@@ -55,48 +70,52 @@ class Page:
     """
 
     def __init__(self, runs: Runs, roots: Roots) -> None:
-        self.runs, self.roots = runs, roots
+        self.runs = runs
+        self.roots = roots
         self.tokens: dict[str, str] = {}
         self._planning = threading.BoundedSemaphore(PLANS)
 
     def search(self, text: str, request: gr.Request) -> Any:
         """Find repositories on the Hub whose names have a text in them."""
         text = text.strip()
-        names = [] if is_local(text) or len(text) < FEWEST_LETTERS else find_names(text, self._token(request))
+        names = []
+        if not is_local(text) and len(text) >= FEWEST_LETTERS:
+            names = find_names(text, self._token(request))
         return gr.update(choices=names, value=None, visible=bool(names))
 
     def use_token(self, text: str, request: gr.Request) -> tuple[str, str]:
         """Keep a token in memory for this browser, or forget it; the field is emptied."""
         text = text.strip()
-        if text and not (text.isascii() and text.isprintable() and " " not in text and len(text) <= 200):
+        if not text:
+            self.tokens.pop(owner_of(request), None)
+            return "", "<p>No token of yours is used.</p>"
+
+        if not text.isascii() or not text.isprintable() or " " in text or len(text) > 200:
             return "", problem_html(UsageError("this is no token", "copy it from huggingface.co/settings/tokens"))
-        if text:
-            self.tokens[owner_of(request)] = text
-            return "", "<p>Your token is used. It is kept in memory, for this browser alone, until the server ends.</p>"
-        self.tokens.pop(owner_of(request), None)
-        return "", "<p>No token of yours is used.</p>"
+
+        self.tokens[owner_of(request)] = text
+        return "", "<p>Your token is used. It is kept in memory, for this browser alone, until the server ends.</p>"
 
     def plan(self, request: gr.Request, *values: Any) -> str:
         """Plan what is chosen now: the sections."""
         try:
-            choice = choice_of(*values)
-            found = self._planned(choice, values[GPU], self._token(request))
+            sections = self._ask_planner(choice_of(*values), values[GPU], self._token(request))
         except OpenQuantError as problem:
             return problem_html(problem)
-        return str(found["html"])
+        return str(sections["html"])
 
     def convert(self, request: gr.Request, *values: Any) -> tuple[Any, ...]:
         """Put a run into the queue, once its plan has no error."""
+        token = self._token(request)
         try:
-            choice, token = choice_of(*values), self._token(request)
+            choice = choice_of(*values)
             if choice.fit:
-                # A mixture is planned when it is measured; its options are checked now.
-                read_budget(choice.fit)
-                given = choice.keywords(self.roots)
-                FitOptions.parse(**{name: given[name] for name in ("fit", "engines", "candidates") if name in given})
-            found = self._planned(choice, values[GPU], token)
+                self._check_mixture(choice)
+
+            found = self._ask_planner(choice, values[GPU], token)
             if found["refused"]:
                 return found["html"], gr.skip()
+
             if not choice.fit and not choice.scheme:
                 choice = choice_of(*values, scheme=found["scheme"])
             run = self.runs.add(owner_of(request), choice.model, choice.steps(self.roots), token, found["shards"])
@@ -104,53 +123,38 @@ class Page:
             return problem_html(problem), gr.skip()
         return "", run.id
 
-    def refresh(self, selected: str | None, seen: Mapping[str, str], request: gr.Request) -> tuple[Any, ...]:
+    def refresh(self, selected: str | None, seen: Sequence[str], request: gr.Request) -> tuple[Any, ...]:
         """Show the runs of this browser, and the selected one. Parts that are as they were are left alone."""
         owned = self.runs.of(owner_of(request))
         run = next((run for run in owned if run.id == selected), owned[0] if owned else None)
-        parts: dict[str, Any] = {"runs": [(run_title(one), one.id) for one in owned], "selected": run and run.id}
-        if run is not None:
-            status = self.runs.status(run)
-            parts |= {"status": status_html(status), "log": status.log, "state": run.state}
-            parts |= {"result": self._result(run) if run.state == DONE else ""}
-        new = {name: digest(value) for name, value in parts.items()}
+        parts: list[Any] = [
+            gr.update(
+                choices=[(run_title(one), one.id) for one in owned], value=run and run.id, visible=run is not None
+            )
+        ]
+        if run is None:
+            parts += ["<p>No run yet.</p>", "", gr.update(visible=False), "", gr.update(visible=False), None]
+        else:
+            free = shutil.disk_usage(self.runs.root).free
+            parts += [
+                status_html(run, self.runs.place(run), free),
+                gr.update(value="\n".join(run.log), visible=True),
+                gr.update(visible=run.state in (WAITING, RUNNING)),
+                result_html(run, read_card(run)) if run.state == DONE else "",
+                gr.update(visible=run.state == DONE and bool(run.output)),
+                run.id,
+            ]
 
-        def changed(name: str) -> bool:
-            return new.get(name) != seen.get(name)
+        digests = [digest(part) for part in parts]
+        before = seen or [""] * len(parts)
+        changes = [gr.skip() if new == old else part for part, new, old in zip(parts, digests, before, strict=True)]
+        return (*changes, digests)
 
-        done, output = run is not None and run.state == DONE, run is not None and bool(run.output)
-        ended = run is not None and run.state in (DONE, FAILED, STOPPED)
-        remove = "Remove from the list" if done else "Cancel, and remove what it wrote"
-        buttons = changed("state") or changed("selected")
-        return (
-            gr.update(choices=parts["runs"], value=parts["selected"], visible=bool(owned))
-            if changed("runs") or changed("selected")
-            else gr.skip(),
-            parts.get("status", "<p>No run yet.</p>") if changed("status") or not seen else gr.skip(),
-            gr.update(value=parts.get("log", ""), visible=run is not None) if changed("log") or buttons else gr.skip(),
-            gr.update(value=remove, visible=run is not None) if buttons or not seen else gr.skip(),
-            gr.update(visible=ended and not done) if buttons or not seen else gr.skip(),
-            parts.get("result", "") if changed("result") else gr.skip(),
-            gr.update(visible=output) if buttons or changed("result") or not seen else gr.skip(),
-            parts["selected"],
-            new,
-        )
-
-    def remove(self, displayed: str | None, request: gr.Request) -> None:
-        """Cancel a run, or take it off the list."""
+    def stop(self, displayed: str | None, request: gr.Request) -> None:
+        """End a run, or take it out of the queue."""
         run = self.runs.find(owner_of(request), displayed)
         if run is not None:
-            self.runs.remove(run)
-
-    def proceed(self, displayed: str | None, request: gr.Request) -> str:
-        """Continue a run that was stopped."""
-        run = self.runs.find(owner_of(request), displayed)
-        try:
-            if run is not None:
-                self.runs.proceed(run, self._token(request))
-        except OpenQuantError as problem:
-            return problem_html(problem)
-        return ""
+            self.runs.stop(run)
 
     def publish(
         self, displayed: str | None, name: str, private: bool, create_pr: bool, request: gr.Request
@@ -160,56 +164,55 @@ class Page:
         run = self.runs.find(owner, displayed)
         if run is None or not run.output:
             return problem_html(UsageError("there is no output to publish", "convert a model first")), gr.skip()
+
+        output = Path(run.output)
         try:
-            words = push_words(Path(run.output), name.strip(), private, create_pr)
-            added = self.runs.add(owner, Path(run.output).name, [words], self._token(request))
+            words = push_words(output, name.strip(), private, create_pr)
         except OpenQuantError as problem:
             return problem_html(problem), gr.skip()
+        added = self.runs.add(owner, output.name, [words], self._token(request))
         return "", added.id
 
     def _token(self, request: gr.Request) -> str | None:
+        """The token that a browser typed."""
         return self.tokens.get(owner_of(request))
 
-    def _planned(self, choice: Chosen, gpu: str, token: str | None) -> dict[str, Any]:
+    def _check_mixture(self, choice: Chosen) -> None:
+        """Check the options of a mixture, which is planned only when it is measured."""
+        read_budget(choice.fit)
+        given = choice.keywords(self.roots)
+        FitOptions.parse(**{name: given[name] for name in ("fit", "engines", "candidates") if name in given})
+
+    def _ask_planner(self, choice: Chosen, gpu: str, token: str | None) -> dict[str, Any]:
         """Plan in a process of its own, which has the token."""
         given = choice.keywords(self.roots)
         shared = ("model", "kv_cache", "quantize_lm_head", "quantize_embeddings", "ignore", "revision")
         fit = {name: given[name] for name in shared if name in given}
-        fit |= {"gpu": gpu} if gpu else {}
-        fit |= {"context": choice.context} if choice.context else {}
-        asked = json.dumps({"compress": None if choice.fit else given, "fit": fit})
-        command = [sys.executable, "-m", "openquant.web.planner"]
+        if gpu:
+            fit["gpu"] = gpu
+        if choice.context:
+            fit["context"] = choice.context
+
         try:
             with self._planning:
                 done = subprocess.run(
-                    command,
-                    input=asked,
+                    [sys.executable, "-m", "openquant.web.choices"],
+                    input=json.dumps({"compress": None if choice.fit else given, "fit": fit}),
                     capture_output=True,
                     text=True,
-                    cwd=self.runs.folder,
+                    cwd=self.runs.root,
                     env=environment(token),
                     timeout=PLAN_SECONDS,
                 )
         except subprocess.TimeoutExpired:
             raise SourceError("the plan took too long", "try again, or plan on the command line") from None
+
         try:
             found: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
             last = without_tokens(done.stderr.strip().rpartition("\n")[2])
             raise SourceError(f"the plan failed: {last}", "this is a mistake of openquant; please report it") from None
         return found
-
-    def _result(self, run: PageRun) -> str:
-        found = self.runs.result(run, 0)
-        card = ""
-        if run.output:
-            try:
-                with (Path(run.output) / "README.md").open("rb") as file:
-                    card = file.read(MOST_CARD).decode("utf-8", "replace")
-            except OSError:
-                card = ""
-        pushed = str(found.get("pushed_to") or "")
-        return result_html(run, found, card, pushed, self.runs.report(run) is not None)
 
 
 def owner_of(request: gr.Request) -> str:
@@ -220,6 +223,17 @@ def owner_of(request: gr.Request) -> str:
 def digest(value: Any) -> str:
     """Return a digest of a value, by which a later one is told from it."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def read_card(run: PageRun) -> str:
+    """Return the model card of a run's output; "" if it has none here."""
+    if not run.output:
+        return ""
+    try:
+        with (Path(run.output) / "README.md").open("rb") as file:
+            return file.read(MOST_CARD).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def find_names(text: str, token: str | None) -> list[str]:
@@ -240,7 +254,7 @@ def find_names(text: str, token: str | None) -> list[str]:
 
 
 # The values of the form, in the order of its fields.
-MODEL, KIND, SCHEME, SIZE, GPU, CONTEXT, GPTQ, EVALUATE, WHERE, NAME, PRIVATE, REQUEST = range(12)
+MODEL, KIND, SCHEME, SIZE, GPU, CONTEXT, GPTQ, EVALUATE, WHERE, OUTPUT, NAME, PRIVATE, REQUEST = range(13)
 
 
 def choice_of(*values: Any, scheme: str | None = None) -> Chosen:
@@ -254,26 +268,33 @@ def choice_of(*values: Any, scheme: str | None = None) -> Chosen:
         UsageError: a value is not allowed.
     """
     texts = [value.strip() if isinstance(value, str) else value for value in values]
-    advanced = {
-        name: ("1" if value else "") if option.value is None else str(value or "")
-        for (name, option), value in zip(ADVANCED.items(), texts[REQUEST + 1 :], strict=True)
-    }
-    mixed, there = texts[KIND] == MIXED, texts[WHERE] == THERE
-    if mixed and not (texts[SIZE] or texts[GPU]):
+    is_mixture = texts[KIND] == MIXED
+    is_pushed = texts[WHERE] == THERE
+    size = texts[SIZE] or texts[GPU]
+    if is_mixture and not size:
         raise UsageError("no size is named", "name a GPU, or a size such as size=20GB, 5.0bits or kl=0.02")
-    if there and not texts[NAME]:
+    if is_pushed and not texts[NAME]:
         raise UsageError("no repository is named", "name the repository that the output goes to")
+
+    if scheme is None:
+        scheme = texts[SCHEME] or ""
+
+    # Switches are booleans, and those that are off say nothing.
+    fields = zip(ADVANCED, texts[REQUEST + 1 :], strict=True)
+    advanced = {name: "1" if value is True else str(value) for name, value in fields if value}
+
     return Chosen(
         model=texts[MODEL] or "",
-        scheme=scheme if scheme is not None else texts[SCHEME] or "",
-        fit=(texts[SIZE] or texts[GPU]) if mixed else "",
+        scheme=scheme,
+        fit=size if is_mixture else "",
         context=texts[CONTEXT] or "",
         gptq=bool(texts[GPTQ]),
-        push=texts[NAME] if there else "",
-        private=there and bool(texts[PRIVATE]),
-        create_pr=there and bool(texts[REQUEST]),
+        output=texts[OUTPUT] or "",
+        push=texts[NAME] if is_pushed else "",
+        private=is_pushed and bool(texts[PRIVATE]),
+        create_pr=is_pushed and bool(texts[REQUEST]),
         evaluate=bool(texts[EVALUATE]),
-        advanced={name: value for name, value in advanced.items() if value},
+        advanced=advanced,
     )
 
 
@@ -292,114 +313,157 @@ def option_field(name: str, option: Option) -> Any:
     return gr.Textbox(**about, lines=3 if option.repeated else 1, placeholder=option.value)
 
 
-def build(page: Page) -> gr.Blocks:
-    """Lay the page out.
+class PageLayout:
+    """The parts of the page from top to bottom. Make it inside of `gr.Blocks`."""
 
-    Args:
-        page: what it does.
-
-    Returns:
-        The page, to be mounted.
-    """
-    # A request and its answer each. Gradio's queue shares one stream of answers among all events of a page, and loses
-    # the answer of an event that joins in the moment in which the stream ends; a timer that waits for one stands still.
-    hidden: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
-    shown: dict[str, Any] = {**hidden, "show_progress": "minimal"}
-    with gr.Blocks(title="openquant", analytics_enabled=False) as blocks:
+    def __init__(self) -> None:
         gr.HTML(INTRODUCTION)
-        selected, displayed = gr.State(), gr.State()
+        self.selected = gr.State()
+        self.displayed = gr.State()
         # Kept by the page, so that it is of what the page shows, also if two answers overtake each other.
-        seen = gr.JSON({}, visible=False)
+        self.seen = gr.JSON([], visible=False)
+
+        self._lay_out_model()
+        self._lay_out_goal()
+        self._lay_out_run()
+        self._lay_out_result()
+        self.timer = gr.Timer(1)
+
+    def _lay_out_model(self) -> None:
+        """Make the fields that name a model."""
         with gr.Column(elem_id="model-section"):
             gr.HTML("<h2>1. Model</h2>")
-            model = gr.Textbox(
+            self.model = gr.Textbox(
                 label="Model",
                 info="A repository on the Hub, such as Qwen/Qwen3-8B, or a directory that begins with / or ./",
                 elem_id="model",
             )
-            matches = gr.Radio([], label="Repositories on the Hub", visible=False, elem_id="matches")
+            self.matches = gr.Radio([], label="Repositories on the Hub", visible=False, elem_id="matches")
+
             with gr.Accordion("Token of the Hub", open=False):
                 gr.HTML(
                     "<p>Only private models and publishing need one. Without one typed here, the login of this machine "
                     "is used (<code>hf auth login</code>, HF_TOKEN).</p>"
                 )
-                token = gr.Textbox(label="Token", type="password", max_length=200, elem_id="token")
-                use = gr.Button("Use this token")
-                told = gr.HTML(elem_id="token-state")
+                self.token = gr.Textbox(label="Token", type="password", max_length=200, elem_id="token")
+                self.use_token = gr.Button("Use this token")
+                self.token_state = gr.HTML(elem_id="token-state")
+
+    def _lay_out_goal(self) -> None:
+        """Make the fields that say what is to become of it."""
+        best = ("the best that fits the GPU", BEST)
+        schemes = [(f"{name}: {about.stored}", name) for name, about in SCHEME_NAMES.items()]
+
         with gr.Column(elem_id="goal-section"):
             gr.HTML("<h2>2. Goal</h2>")
             with gr.Row():
-                gpu = gr.Textbox(label="GPU", info="4090, 2xA100-80, 24GB or cpu", elem_id="gpu")
-                context = gr.Textbox(label="Context", info="Tokens, such as 8192 or 32k", elem_id="context")
-            kind = gr.Radio([ONE, MIXED], value=ONE, label="Schemes", elem_id="kind")
-            scheme = gr.Dropdown(
-                [
-                    ("the best that fits the GPU", BEST),
-                    *((f"{name}: {SCHEME_NAMES[name].stored}", name) for name in SCHEME_NAMES),
-                ],
-                value=BEST,
-                label="Scheme",
-                elem_id="scheme",
-            )
-            size = gr.Textbox(
+                self.gpu = gr.Textbox(label="GPU", info="4090, 2xA100-80, 24GB or cpu", elem_id="gpu")
+                self.context = gr.Textbox(label="Context", info="Tokens, such as 8192 or 32k", elem_id="context")
+            self.kind = gr.Radio([ONE, MIXED], value=ONE, label="Schemes", elem_id="kind")
+            self.scheme = gr.Dropdown([best, *schemes], value=BEST, label="Scheme", elem_id="scheme")
+            self.size = gr.Textbox(
                 label="Size", info="size=20GB, 5.0bits or kl=0.02; empty: the GPU above", visible=False, elem_id="size"
             )
-            gptq = gr.Checkbox(label="Calibrate with GPTQ", info="Loses less, and takes longer", elem_id="gptq")
-            evaluate = gr.Checkbox(
+            self.gptq = gr.Checkbox(label="Calibrate with GPTQ", info="Loses less, and takes longer", elem_id="gptq")
+            self.evaluate = gr.Checkbox(
                 label="Measure what is lost", info="Compares the output with its source at the end", elem_id="evaluate"
             )
-            where = gr.Radio([HERE, THERE], value=HERE, label="Output", elem_id="where")
-            with gr.Column(visible=False) as target:
-                name = gr.Textbox(label="Repository", info="you/Qwen3-8B-INT4", elem_id="name")
-                private = gr.Checkbox(label="Private, if it is created", elem_id="private")
-                request = gr.Checkbox(label="As a pull request", elem_id="recipes")
+
+            self.where = gr.Radio([HERE, THERE], value=HERE, label="Output", elem_id="where")
+            self.output = gr.Textbox(
+                label="Directory", info="Its name; empty: by the model and the scheme", elem_id="output"
+            )
+            with gr.Column(visible=False) as self.repository:
+                self.name = gr.Textbox(label="Repository", info="you/Qwen3-8B-INT4", elem_id="name")
+                self.private = gr.Checkbox(label="Private, if it is created", elem_id="private")
+                self.request = gr.Checkbox(label="As a pull request", elem_id="request")
+
             with gr.Accordion("Advanced options", open=False, elem_id="advanced"):
-                fields = [option_field(one, option) for one, option in ADVANCED.items()]
-            plan = gr.Button("Plan", elem_id="plan")
-            sections = gr.HTML(elem_id="plan-sections", min_height=10)
-            convert = gr.Button("Convert", variant="primary", elem_id="convert")
-            problem = gr.HTML(elem_id="problem")
+                self.advanced = [option_field(name, option) for name, option in ADVANCED.items()]
+            self.plan = gr.Button("Plan", elem_id="plan")
+            self.sections = gr.HTML(elem_id="plan-sections", min_height=10)
+            self.convert = gr.Button("Convert", variant="primary", elem_id="convert")
+            self.problem = gr.HTML(elem_id="problem")
+
+    def _lay_out_run(self) -> None:
+        """Make the list of runs, and what is known of the one that is selected."""
         with gr.Column(elem_id="run-section"):
             gr.HTML("<h2>3. Run</h2>")
-            runs = gr.Radio([], label="Your runs", visible=False, elem_id="runs")
-            status = gr.HTML(elem_id="status")
-            with gr.Row():
-                proceed = gr.Button("Continue", visible=False, elem_id="proceed")
-                remove = gr.Button("Cancel, and remove what it wrote", visible=False, variant="stop", elem_id="remove")
-            log = gr.Textbox(
+            self.runs = gr.Radio([], label="Your runs", visible=False, elem_id="runs")
+            self.status = gr.HTML(elem_id="status")
+            self.stop = gr.Button("Stop", visible=False, variant="stop", elem_id="stop")
+            self.log = gr.Textbox(
                 label="Log", lines=8, max_lines=20, interactive=False, buttons=["copy"], visible=False, elem_id="log"
             )
+
+    def _lay_out_result(self) -> None:
+        """Make what shows a finished output, and publishes it."""
         with gr.Column(elem_id="result-section"):
             gr.HTML("<h2>4. Result</h2>")
-            result = gr.HTML(elem_id="result")
-            with gr.Column(visible=False) as publishing:
-                to = gr.Textbox(label="Publish in the repository", info="you/Qwen3-8B-INT4", elem_id="publish-name")
-                to_private = gr.Checkbox(label="Private, if it is created", elem_id="publish-private")
-                to_request = gr.Checkbox(label="As a pull request", elem_id="publish-request")
-                publish = gr.Button("Publish", elem_id="publish")
-        timer = gr.Timer(1)
+            self.result = gr.HTML(elem_id="result")
+            with gr.Column(visible=False) as self.publishing:
+                self.to = gr.Textbox(
+                    label="Publish in the repository", info="you/Qwen3-8B-INT4", elem_id="publish-name"
+                )
+                self.to_private = gr.Checkbox(label="Private, if it is created", elem_id="publish-private")
+                self.to_request = gr.Checkbox(label="As a pull request", elem_id="publish-request")
+                self.publish = gr.Button("Publish", elem_id="publish")
 
-        form = [model, kind, scheme, size, gpu, context, gptq, evaluate, where, name, private, request, *fields]
-        model.input(page.search, [model], [matches], trigger_mode="always_last", **hidden)
-        kind.change(
-            lambda chosen: (gr.update(visible=chosen == ONE), gr.update(visible=chosen == MIXED)),
-            [kind],
-            [scheme, size],
-            **hidden,
-        )
-        where.change(lambda chosen: gr.update(visible=chosen == THERE), [where], [target], **hidden)
-        use.click(page.use_token, [token], [token, told], **hidden)
-        chosen = matches.select(lambda found: (found, gr.update(visible=False)), [matches], [model, matches], **hidden)
-        plans = {"fn": page.plan, "inputs": form, "outputs": sections}
-        chosen.then(**plans, **shown)
-        gr.on([model.submit, gpu.submit, context.submit, plan.click], **plans, **shown)
-        refreshed = [runs, status, log, remove, proceed, result, publishing, displayed, seen]
-        refresh = {"fn": page.refresh, "inputs": [selected, seen], "outputs": refreshed}
-        convert.click(page.convert, form, [problem, selected], **shown).then(**refresh, **hidden)
-        publish.click(page.publish, [displayed, to, to_private, to_request], [problem, selected], **hidden)
-        remove.click(page.remove, [displayed], None, **hidden).then(**refresh, **hidden)
-        proceed.click(page.proceed, [displayed], [problem], **hidden)
-        runs.select(lambda found: found, [runs], [selected], **hidden).then(**refresh, **hidden)
-        timer.tick(**refresh, **hidden)
-        blocks.load(**refresh, **hidden)
+    def form(self) -> list[Any]:
+        """Return the fields of the form, in the order of its values."""
+        return [
+            *(self.model, self.kind, self.scheme, self.size, self.gpu, self.context, self.gptq, self.evaluate),
+            *(self.where, self.output, self.name, self.private, self.request, *self.advanced),
+        ]
+
+
+def build(page: Page) -> gr.Blocks:
+    """Lay the page out, to be mounted, and connect it with what it does."""
+    with gr.Blocks(title="openquant", analytics_enabled=False) as blocks:
+        parts = PageLayout()
+        _connect_form(page, parts)
+        _connect_runs(page, parts, blocks)
     return blocks
+
+
+def _connect_form(page: Page, parts: PageLayout) -> None:
+    """Search, show the fields that belong to a choice, and plan."""
+    parts.model.input(page.search, [parts.model], [parts.matches], trigger_mode="always_last", **HIDDEN)
+    parts.use_token.click(page.use_token, [parts.token], [parts.token, parts.token_state], **HIDDEN)
+
+    parts.kind.change(
+        lambda kind: (gr.update(visible=kind == ONE), gr.update(visible=kind == MIXED)),
+        [parts.kind],
+        [parts.scheme, parts.size],
+        **HIDDEN,
+    )
+    parts.where.change(lambda where: gr.update(visible=where == THERE), [parts.where], [parts.repository], **HIDDEN)
+
+    plan: dict[str, Any] = {"fn": page.plan, "inputs": parts.form(), "outputs": parts.sections, **SHOWN}
+    gr.on([parts.model.submit, parts.gpu.submit, parts.context.submit, parts.plan.click], **plan)
+    matched = parts.matches.select(
+        lambda name: (name, gr.update(visible=False)), [parts.matches], [parts.model, parts.matches], **HIDDEN
+    )
+    matched.then(**plan)
+
+
+def _connect_runs(page: Page, parts: PageLayout, blocks: gr.Blocks) -> None:
+    """Begin, stop and show runs, and publish outputs."""
+    refresh: dict[str, Any] = {
+        "fn": page.refresh,
+        "inputs": [parts.selected, parts.seen],
+        "outputs": [
+            *(parts.runs, parts.status, parts.log, parts.stop, parts.result, parts.publishing, parts.displayed),
+            parts.seen,
+        ],
+        **HIDDEN,
+    }
+    begun = [parts.problem, parts.selected]
+    parts.convert.click(page.convert, parts.form(), begun, **SHOWN).then(**refresh)
+    to_publish = [parts.displayed, parts.to, parts.to_private, parts.to_request]
+    parts.publish.click(page.publish, to_publish, begun, **HIDDEN)
+    parts.stop.click(page.stop, [parts.displayed], None, **HIDDEN).then(**refresh)
+
+    parts.runs.select(lambda name: name, [parts.runs], [parts.selected], **HIDDEN).then(**refresh)
+    parts.timer.tick(**refresh)
+    blocks.load(**refresh)

@@ -1,378 +1,239 @@
-"""The runs of the page: one at a time, each a subprocess of the command line, others in a queue.
+"""The runs of the page: a table in memory and one thread, which runs one `openquant` at a time as a child process.
 
-A run has a directory of its own, in which its commands work. It holds the run's journal (`run.json`), the log of its
-commands, and what they write, until the output is finished and moves beside it. So a cancelled run leaves nothing, and
-a server that starts again finds every run: those that still compute go on, and those that ended can be continued.
+The commands work in the first root. When the server ends, so does the command that runs. The same command continues
+what an earlier one left, since `compress` resumes by its journal: nothing about a run is kept on disk.
 
     runs = Runs(Path("models"))
     run = runs.add(owner, "Qwen/Qwen3-8B", choice.steps(roots), token=None)
-    runs.status(run)            # its state, place, progress, memory
+    status_html(run, runs.place(run), free_bytes)
 
-Tokens are kept in memory, and given to a command in its environment.
+Tokens are given to a command in its environment.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
+import queue
 import re
 import secrets
-import shutil
-import signal
 import subprocess
 import sys
+import tempfile
 import threading
-import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from ..errors import OutputError, UsageError
-from ..files.destination import write_atomic
+from ..report.cells import gigabytes, spoken
 from .choices import OUTPUT, shown
+from .view import command_html, text_html
 
-FOLDER = ".openquant-web"
-# Begins the line of a log that has a command.
-PROMPT = "$ "
-JOURNAL, LOG, LOCK, REPORT = "run.json", "log", "lock", "report.html"
-# Seconds between two looks at a process, and for which one that is cancelled may still run.
-PAUSE, GRACE = 0.1, 10.0
-# Bytes at the end of a log that the page shows.
-SHOWN_LOG = 1 << 16
-MOST_RUNS = 200
+# Seconds for which a command that is told to end may still run when the server ends.
+GRACE = 10.0
+# Lines at the end of a log that the page shows, and letters of a line.
+MOST_LINES = 200
+MOST_LETTERS = 2000
 WAITING, RUNNING, DONE, FAILED, STOPPED = "waiting", "running", "done", "failed", "stopped"
 # What huggingface.co's tokens look like.
 _TOKEN = re.compile(r"hf_[A-Za-z0-9]{8,}")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PageRun:
-    """A run, as its journal has it.
+    """A run, which its thread changes while the page shows it.
 
     Attributes:
-        id: name of its directory.
         owner: digest of the browser that started it.
         model: the model, for the list of runs.
         steps: its commands, as words after `openquant`.
-        state: WAITING, RUNNING, DONE, FAILED, or STOPPED if it ended with the server or the machine.
-        step: the index of the command that runs, or ran last.
-        own_token: whether it needs a token that was typed.
-        created: seconds since 1970.
         shards: shards of the output; 0 if not known.
+        token: a token that was typed; None for the login of this machine.
+        step: the index of the command that runs, or ran last.
         error: why it failed, and what to do next; else empty.
-        output: where its output lies now; "" if it has none here.
-        process: the id of its process while it runs.
+        progress: the last line of `--progress json`; empty if there is none.
+        results: what each finished command printed.
+        output: where its output lies; "" if it has none here.
+        report: the page of its evaluation; None if there is none.
     """
 
-    id: str
     owner: str
     model: str
-    steps: tuple[tuple[str, ...], ...]
+    steps: Sequence[Sequence[str]]
+    shards: int = 0
+    token: str | None = field(default=None, repr=False)
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
     state: str = WAITING
     step: int = 0
-    own_token: bool = False
-    created: float = 0.0
-    shards: int = 0
     error: tuple[str, str] = ("", "")
-    output: str = ""
-    process: int = 0
-
-
-@dataclass(frozen=True)
-class Status:
-    """What the page shows of a run.
-
-    Attributes:
-        run: the run.
-        place: how many runs are before it in the queue.
-        progress: the last line of `--progress json`; empty if there is none.
-        memory: bytes of resident memory of its process; 0 if it does not run.
-        disk: bytes that are free where it writes.
-        log: what its commands said.
-    """
-
-    run: PageRun
-    place: int
     progress: dict[str, Any] = field(default_factory=dict)
-    memory: int = 0
-    disk: int = 0
-    log: str = ""
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_LINES))
+    results: list[dict[str, Any]] = field(default_factory=list)
+    output: str = ""
+    report: Path | None = None
+    process: subprocess.Popen[str] | None = None
+    is_told_to_stop: bool = False
+
+    def fail(self, error: str, hint: str) -> None:
+        """End with an error."""
+        self.error = (error, hint)
+        self.state = FAILED
 
 
 class Runs:
-    """The runs of one directory, which one server holds at a time.
+    """The runs of a server.
 
     Args:
-        root: directory in which outputs are written. Runs are kept below it, in FOLDER.
-
-    Raises:
-        UsageError: another server holds it, or it cannot be written.
+        root: directory in which commands work, and outputs are written.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.folder = root, root / FOLDER
-        self._changed = threading.Condition()
-        self._runs: dict[str, PageRun] = {}
-        self._tokens: dict[str, str] = {}
-        self._cancelled: set[str] = set()
-        self._closing = False
-        try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            # Closed when the process ends.
-            self._lock = (self.folder / LOCK).open("ab")
-        except OSError as error:
-            raise UsageError(f"{self.folder} cannot be written: {error.strerror}", "give another --root") from None
-        if not _take(self._lock):
-            self._lock.close()
-            raise UsageError(f"another openquant web serves {root}", "use that one, or give another --root")
-        self._read()
+        self.root = root
+        self._runs: list[PageRun] = []
+        self._queue: queue.SimpleQueue[PageRun | None] = queue.SimpleQueue()
+        # Held while a run begins, starts a command, or is told to stop.
+        self._lock = threading.Lock()
+        self._reports = tempfile.TemporaryDirectory(prefix="openquant-web-")
         self._worker = threading.Thread(target=self._work, name="openquant-runs", daemon=True)
         self._worker.start()
 
     def add(
         self, owner: str, model: str, steps: Sequence[Sequence[str]], token: str | None = None, shards: int = 0
     ) -> PageRun:
-        """Put a run at the end of the queue.
-
-        Args:
-            owner: digest of the browser that starts it.
-            model: the model's name, for the list of runs.
-            steps: its commands, as words after `openquant`.
-            token: a token that was typed; None for the login of this machine.
-            shards: shards of the output; 0 if not known.
-
-        Raises:
-            UsageError: there are too many runs.
-        """
-        commands = tuple(tuple(words) for words in steps)
-        run = PageRun(secrets.token_hex(8), owner, model, commands, own_token=token is not None, created=time.time())
-        run = replace(run, shards=shards)
-        with self._changed:
-            if len(self._runs) >= MOST_RUNS:
-                raise UsageError(f"there are {MOST_RUNS} runs", "remove some")
-            (self.folder / run.id).mkdir(mode=0o700)
-            if token is not None:
-                self._tokens[run.id] = token
-            self._keep(run)
-            self._changed.notify_all()
+        """Put a run at the end of the queue. The arguments are those of PageRun."""
+        run = PageRun(owner=owner, model=model, steps=steps, token=token, shards=shards)
+        self._runs.append(run)
+        self._queue.put(run)
         return run
 
     def of(self, owner: str) -> list[PageRun]:
         """Return the runs of a browser, the newest first."""
-        with self._changed:
-            return sorted((run for run in self._runs.values() if run.owner == owner), key=lambda run: -run.created)
+        return [run for run in reversed(self._runs) if run.owner == owner]
 
     def find(self, owner: str, name: str | None) -> PageRun | None:
         """Return a run of a browser by its id; None if it has none of that id."""
         return next((run for run in self.of(owner) if run.id == name), None)
 
-    def proceed(self, run: PageRun, token: str | None) -> None:
-        """Continue a run that was stopped or failed, at the end of the queue.
+    def place(self, run: PageRun) -> int:
+        """Return how many runs are before one in the queue."""
+        before = self._runs[: self._runs.index(run)]
+        return sum(one.state in (WAITING, RUNNING) for one in before)
 
-        Args:
-            run: the run.
-            token: a token that was typed; None for the login of this machine.
-
-        Raises:
-            UsageError: it needs a token.
-        """
-        if run.own_token and token is None:
-            raise UsageError("this run needs your token, which was kept in memory alone", "type it once more")
-        with self._changed:
-            now = self._runs.get(run.id)
-            if now is None or now.state not in (STOPPED, FAILED):
-                return
-            if token is not None:
-                self._tokens[run.id] = token
-            run = replace(now, state=WAITING, error=("", ""), own_token=token is not None, created=time.time())
-            self._keep(run)
-            self._changed.notify_all()
-
-    def remove(self, run: PageRun) -> None:
-        """Cancel a run, and remove all that it wrote; of one that is done, everything but the finished output."""
-        with self._changed:
-            self._cancelled.add(run.id)
-            self._changed.notify_all()
-            # The thread that runs it removes it.
-            if self._runs[run.id].state != RUNNING:
-                self._forget(run.id)
-            else:
-                self._changed.wait_for(lambda: run.id not in self._runs, timeout=2 * GRACE)
+    def stop(self, run: PageRun) -> None:
+        """End a run. What it wrote stays, and the same command continues it."""
+        with self._lock:
+            if run.state == WAITING:
+                run.state = STOPPED
+            elif run.state == RUNNING:
+                run.is_told_to_stop = True
+                if run.process is not None:
+                    run.process.terminate()
 
     def close(self) -> None:
-        """End the command that runs. A later server can continue the run."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._worker.join(2 * GRACE)
-        self._lock.close()
+        """End the command that runs, and all that wait."""
+        self._queue.put(None)
+        for run in self._runs:
+            self.stop(run)
 
-    def status(self, run: PageRun) -> Status:
-        """Return what the page shows of a run."""
-        with self._changed:
-            waiting = [
-                one for one in self._runs.values() if one.state in (WAITING, RUNNING) and one.created < run.created
-            ]
-        directory = self.folder / run.id
-        lines = [] if not directory.is_dir() else _tail(directory / LOG).split("\n")
-        progress: dict[str, Any] = {}
-        for line in reversed(lines):
-            if line.startswith(PROMPT):
-                break
-            if line.startswith("{"):
-                with suppress(ValueError):
-                    progress = json.loads(line)
-                    break
-        text = "\n".join(line for line in lines if not line.startswith("{"))
-        memory = _memory(run.process) if run.state == RUNNING else 0
-        return Status(run, len(waiting), progress, memory, shutil.disk_usage(self.root).free, without_tokens(text))
+        self._worker.join(GRACE)
+        for run in self._runs:
+            if run.process is not None and run.process.poll() is None:
+                run.process.kill()
 
-    def result(self, run: PageRun, step: int) -> dict[str, Any]:
-        """Return what a command of a run printed as JSON; empty if there is nothing yet."""
-        return _result(self.folder / run.id, step)
-
-    def report(self, run: PageRun) -> Path | None:
-        """Return the page of a run's evaluation; None if there is none."""
-        path = self.folder / run.id / REPORT
-        return path if path.is_file() else None
-
-    def _read(self) -> None:
-        """Find the runs of earlier servers."""
-        for path in sorted(self.folder.glob(f"*/{JOURNAL}")):
-            try:
-                known = json.loads(path.read_text())
-                known |= {"steps": tuple(map(tuple, known["steps"])), "error": tuple(known["error"])}
-                run = PageRun(**known)
-            except (OSError, ValueError, TypeError, KeyError):
-                continue
-            if run.id != path.parent.name:
-                continue
-            self._runs[run.id] = run
-            if run.state == WAITING or (run.state == RUNNING and not _held(path.parent)):
-                self._keep(replace(run, state=STOPPED))
-
-    def _keep(self, run: PageRun) -> None:
-        self._runs[run.id] = run
-        write_atomic(self.folder / run.id / JOURNAL, json.dumps(asdict(run)).encode())
-
-    def _forget(self, name: str) -> None:
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        self._runs.pop(name, None)
-        self._tokens.pop(name, None)
-        self._cancelled.discard(name)
-        self._changed.notify_all()
-
-    def _next(self) -> PageRun | None:
-        running = [run for run in self._runs.values() if run.state == RUNNING]
-        waiting = sorted((run for run in self._runs.values() if run.state == WAITING), key=lambda run: run.created)
-        return next(iter([*running, *waiting]), None)
+        self._worker.join(GRACE)
+        self._reports.cleanup()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._next() is not None)
-                run = self._next()
-                if self._closing or run is None:
-                    return
-            run = replace(run, state=RUNNING)
+        """Run what waits, one run at a time."""
+        while (run := self._queue.get()) is not None:
+            with self._lock:
+                if run.state != WAITING:
+                    continue
+                run.state = RUNNING
+
+            # No memory or disk for a process, or no directory any more: the next run may find them.
             try:
-                with self._changed:
-                    self._keep(run)
-                run = self._run(run)
-            except (OSError, OutputError) as error:
-                run = replace(run, state=FAILED, error=(f"the run cannot be kept: {error}", "continue it once it can"))
-            with self._changed:
-                if run.id in self._cancelled:
-                    self._forget(run.id)
-                else:
-                    self._tokens.pop(run.id, None)
-                    with suppress(OutputError):
-                        self._keep(run)
-                self._changed.notify_all()
+                self._run_steps(run)
+            except OSError as error:
+                run.fail(f"openquant cannot be started: {error}", "begin the run again once it can")
+            run.token = None
 
-    def _run(self, run: PageRun) -> PageRun:
-        directory = self.folder / run.id
-        for step in range(run.step, len(run.steps)):
-            run = replace(run, step=step)
-            if not _held(directory):
-                process = self._start(run, directory)
-                run = replace(run, process=process.pid)
-                with self._changed:
-                    self._keep(run)
-                self._wait(run, directory, process)
-            else:
-                self._wait(run, directory, None)
-            found = _result(directory, step)
-            if run.id in self._cancelled:
-                return run
-            if "error" in found and found["error"] != "interrupted":
-                return replace(run, state=FAILED, process=0, error=(str(found["error"]), str(found.get("hint", ""))))
-            if not found or "error" in found:
-                text = "the command ended before it was done"
-                return replace(run, state=STOPPED, process=0, error=(text, "its log may say why; the run can continue"))
-        return self._finish(replace(run, state=DONE, process=0), directory)
+    def _run_steps(self, run: PageRun) -> None:
+        """Run the commands of a run up to the first that fails."""
+        for step in range(len(run.steps)):
+            run.step = step
+            run.progress = {}
+            result = self._run_command(run)
 
-    def _start(self, run: PageRun, directory: Path) -> subprocess.Popen[bytes]:
-        words = [self._output(run) if word == OUTPUT else word for word in run.steps[run.step]]
-        words += ["--json"] if words[0] == "push" else ["--json", "--progress", "json"]
-        if words[0] == "eval" and find_spec("matplotlib"):
-            words += ["--report", REPORT]
-        with (
-            (directory / LOG).open("ab") as log,
-            (directory / LOCK).open("ab") as lock,
-            (directory / f"{run.step}.json").open("wb") as result,
-        ):
-            log.write(f"{PROMPT}{shown(run.steps[run.step])}\n".encode())
-            log.flush()
-            _take(lock)
-            # The process holds the lock as long as it lives, also beyond this server.
-            return subprocess.Popen(
+            if run.is_told_to_stop or result.get("error") == "interrupted":
+                run.state = STOPPED
+                return
+            if not result:
+                run.fail("the command ended before it was done", "its log may say why; the same button continues it")
+                return
+            if "error" in result:
+                run.fail(str(result["error"]), str(result.get("hint", "")))
+                return
+
+            run.results.append(result)
+            if run.steps[step][0] == "compress" and not result.get("repository"):
+                run.output = str(self.root / str(result["output"]))
+
+        run.state = DONE
+
+    def _run_command(self, run: PageRun) -> dict[str, Any]:
+        """Run a command to its end, and return what it printed as JSON; empty if it printed none."""
+        words = self._words(run)
+        run.log.append(f"$ {shown(words)}")
+        with self._lock:
+            if run.is_told_to_stop:
+                return {}
+            process = subprocess.Popen(
                 [sys.executable, "-m", "openquant", *words],
-                cwd=directory,
-                env=environment(self._tokens.get(run.id)),
+                cwd=self.root,
+                env=environment(run.token),
                 stdin=subprocess.DEVNULL,
-                stdout=result,
-                stderr=log,
-                pass_fds=(lock.fileno(),),
-                start_new_session=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
             )
+            run.process = process
 
-    def _wait(self, run: PageRun, directory: Path, process: subprocess.Popen[bytes] | None) -> None:
-        """Wait until the command of a run ends, which this server need not have started."""
-        until = None
-        while (process.poll() is None) if process else _held(directory):
-            # Without an id the server was killed in the moment in which it started the process, which goes on alone.
-            if run.process and (run.id in self._cancelled or self._closing):
-                until = until or time.monotonic() + GRACE
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(run.process, signal.SIGTERM if time.monotonic() < until else signal.SIGKILL)
-            time.sleep(PAUSE)
+        # The JSON of the progress, texts, and the JSON of the result: each is a line.
+        result: dict[str, Any] = {}
+        with process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                found = _read_json(line)
+                if found is None:
+                    run.log.append(without_tokens(line.rstrip()[:MOST_LETTERS]))
+                elif "stage" in found:
+                    run.progress = found
+                else:
+                    result = found
+        return result
 
-    def _output(self, run: PageRun) -> str:
-        """What the first command wrote: a directory beside the journal, or a repository."""
-        found = _result(self.folder / run.id, 0)
-        if found.get("repository"):
-            revision = found.get("pushed_revision")
-            return f"{found['repository']}@{revision}" if revision else str(found["repository"])
-        return str(found["output"])
+    def _words(self, run: PageRun) -> list[str]:
+        """Return the words of the command that is next."""
+        words = list(run.steps[run.step])
+        if OUTPUT in words:
+            words[words.index(OUTPUT)] = _written(run.results[0])
 
-    def _finish(self, run: PageRun, directory: Path) -> PageRun:
-        """Move the finished output out of the run's directory."""
-        found = _result(directory, 0)
-        made = directory / Path(str(found.get("output", ""))).name
-        if run.steps[0][0] != "compress" or found.get("repository") or not made.is_dir():
-            return run
-        place = self.root / made.name
-        for number in range(2, 1000):
-            if not place.exists() and not place.is_symlink():
-                break
-            place = self.root / f"{made.name}-{number}"
-        made.rename(place)
-        return replace(run, output=str(place))
+        words.append("--json")
+        if words[0] != "push":
+            words += ["--progress", "json"]
+        if words[0] == "eval" and find_spec("matplotlib"):
+            run.report = Path(self._reports.name) / f"{run.id}.html"
+            words += ["--report", str(run.report)]
+        return words
 
 
 def environment(token: str | None) -> dict[str, str]:
@@ -393,43 +254,134 @@ def without_tokens(text: str) -> str:
     return _TOKEN.sub("hf_...", text)
 
 
-def _take(lock: BinaryIO) -> bool:
-    """Take a lock, unless another process holds it."""
+def run_title(run: PageRun) -> str:
+    """Say in a line which run it is: "org/name: int4 (done)"."""
+    words = run.steps[0]
+    what = next((word for flag, word in pairwise(words) if flag in ("--scheme", "--fit")), words[0])
+    return f"{run.model}: {what} ({run.state})"
+
+
+def status_html(run: PageRun, place: int, free: int) -> str:
+    """Show state, progress and commands of a run.
+
+    Args:
+        run: the run.
+        place: how many runs are before it.
+        free: bytes that are free where it writes.
+    """
+    parts = ['<section class="oq">', f'<p role="status"><strong>{text_html(_state(run, place))}</strong></p>']
+    if run.state == RUNNING:
+        parts.append(_progress_html(run, free))
+
+    error, hint = run.error
+    if error:
+        parts.append(f'<div class="oq-problem" role="alert"><p><strong>error:</strong> {text_html(error)}</p>')
+        parts.append(f"<p><strong>hint:</strong> {text_html(hint)}</p></div>")
+
+    # What a command leaves to the next one is known when it is done.
+    parts.append("<p>The same on a command line:</p>")
+    parts += [command_html(shown(words).replace("'{output}'", "OUTPUT")) for words in run.steps]
+    return "".join([*parts, "</section>"])
+
+
+def result_html(run: PageRun, card: str) -> str:
+    """Show where the output is, its evaluation and its card.
+
+    Args:
+        run: a run that is done.
+        card: the text of the output's README.md; "" if it is not here.
+    """
+    result = run.results[0]
+    parts = ['<section class="oq">']
+    if "source_bytes" in result:
+        parts.append(f"<p>{gigabytes(result['source_bytes'])} before, {gigabytes(result['output_bytes'])} after.</p>")
+    if run.output:
+        parts.append(f"<p>The output is in <code>{text_html(run.output)}</code>.</p>")
+
+    pushed = str(result.get("pushed_to") or "")
+    if pushed.startswith(("https://", "http://")):
+        link = text_html(pushed)
+        parts.append(f'<p>Published: <a href="{link}" rel="noreferrer noopener">{link}</a></p>')
+
+    if run.report is not None:
+        address = f"/report/{run.id}"
+        parts.append("<h3>Evaluation</h3>")
+        parts.append(f'<iframe class="oq-report" src="{address}" title="Evaluation of the output"></iframe>')
+        parts.append(
+            f'<p><a href="{address}" target="_blank" rel="noopener">The evaluation on a page of its own</a></p>'
+        )
+
+    if card:
+        parts.append("<details><summary>The model card as it will be published</summary>")
+        parts.append(f'<pre class="oq-command">{text_html(card)}</pre></details>')
+    return "".join([*parts, "</section>"])
+
+
+def _read_json(line: str) -> dict[str, Any] | None:
+    """Read an object of JSON; None if a line is something else."""
+    if not line.startswith("{"):
+        return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        found: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return found
 
 
-def _held(directory: Path) -> bool:
-    """Whether a process of a run still lives."""
-    with (directory / LOCK).open("ab") as lock:
-        return not _take(lock)
+def _written(result: dict[str, Any]) -> str:
+    """What a compress command wrote: a directory, or a repository at its new commit."""
+    repository = result.get("repository")
+    if not repository:
+        return str(result["output"])
+    revision = result.get("pushed_revision")
+    return f"{repository}@{revision}" if revision else str(repository)
 
 
-def _tail(path: Path) -> str:
-    """The end of a file, from the beginning of a line on."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - SHOWN_LOG))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    return text if size <= SHOWN_LOG else text.partition("\n")[2]
-
-
-def _result(directory: Path, step: int) -> dict[str, Any]:
-    try:
-        found = json.loads((directory / f"{step}.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _memory(process: int) -> int:
+def _memory_of(process: int) -> int:
     """Bytes of resident memory; 0 if it is not known."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def _state(run: PageRun, place: int) -> str:
+    """Say in a sentence how far a run is."""
+    if run.state == WAITING:
+        return "Waiting: 1 run is before this one." if place == 1 else f"Waiting: {place} runs are before this one."
+    if run.state == RUNNING:
+        begun = "uploading" if run.steps[run.step][0] == "push" else "starting"
+        return f"Step {run.step + 1} of {len(run.steps)}: {run.progress.get('stage', begun)}"
+    return {
+        DONE: "The run is done.",
+        FAILED: "The run failed.",
+        STOPPED: "The run was stopped. The same button continues it.",
+    }[run.state]
+
+
+def _progress_html(run: PageRun, free: int) -> str:
+    """The bar of a command that runs, and what is known of it."""
+    facts = []
+    bar = '<progress aria-label="progress"></progress>'
+
+    done = run.progress.get("done")
+    total = run.progress.get("total")
+    if done is not None and total:
+        bar = f'<progress aria-label="progress" value="{done}" max="{total}">{100 * done // total} %</progress>'
+        unit = run.progress["unit"]
+        if unit == "bytes":
+            facts.append(("Converted", f"{gigabytes(done)} of {gigabytes(total)}"))
+        else:
+            facts.append(("Done", f"{done:,} of {total:,} {unit}"))
+        if unit == "bytes" and run.shards:
+            shard = min(run.shards, max(1, ceil(done / total * run.shards)))
+            facts.append(("Shard", f"about {shard} of {run.shards}"))
+
+    left = run.progress.get("seconds_left")
+    if left is not None:
+        facts.append(("Left", f"about {spoken(left)}"))
+    if run.process is not None:
+        facts.append(("Memory", gigabytes(_memory_of(run.process.pid))))
+    facts.append(("Free disk", gigabytes(free)))
+
+    rows = "".join(f"<div><dt>{name}</dt><dd>{text_html(value)}</dd></div>" for name, value in facts)
+    return f"{bar}<dl>{rows}</dl>"

@@ -86,9 +86,10 @@ def serve_page(roots: Roots, port: int, ready: Callable[[str], None]) -> None:
         ready: called with the page's address once it answers.
 
     Raises:
-        UsageError: the extra `web` is not installed, the port is taken, or another server has the directory.
+        UsageError: the extra `web` is not installed, or the port is taken.
     """
     require_gradio()
+
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -96,6 +97,7 @@ def serve_page(roots: Roots, port: int, ready: Callable[[str], None]) -> None:
     except OSError as error:
         listener.close()
         raise UsageError(f"port {port} cannot be used: {error.strerror}", "give another --port") from None
+
     runs = Runs(roots.paths[0])
     try:
         _serve(runs, roots, listener, ready)
@@ -105,31 +107,52 @@ def serve_page(roots: Roots, port: int, ready: Callable[[str], None]) -> None:
 
 
 def _serve(runs: Runs, roots: Roots, listener: socket.socket, ready: Callable[[str], None]) -> None:
-    import gradio
+    """Serve the page on a socket that is bound."""
     import uvicorn
+
+    port = listener.getsockname()[1]
+    server = uvicorn.Server(
+        uvicorn.Config(
+            Guard(_application(runs, roots, port), port),
+            # uvicorn has a traceback for each page that is open when the server ends.
+            log_level="critical",
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    start = server.startup
+
+    async def startup(sockets: list[socket.socket] | None = None) -> None:
+        await start(sockets)
+        ready(f"http://{HOST}:{port}")
+
+    server.startup = startup
+    server.run([listener])
+
+
+def _application(runs: Runs, roots: Roots, port: int) -> Any:
+    """The page, and the reports that it has in frames."""
+    import gradio
     from fastapi import FastAPI
     from starlette.requests import Request
     from starlette.responses import FileResponse, Response
     from starlette.routing import Route
 
     from .page import Page, build
-    from .server import OWNER, Guard
 
-    port = listener.getsockname()[1]
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-
-    def report(request: Request) -> Response:
+    def send_report(request: Request) -> Response:
         run = runs.find(request.headers[OWNER], request.path_params["name"])
-        path = None if run is None else runs.report(run)
-        return Response("there is no such report", 404) if path is None else FileResponse(path, media_type="text/html")
+        if run is None or run.report is None or not run.report.is_file():
+            return Response("there is no such report", 404)
+        return FileResponse(run.report, media_type="text/html")
 
-    app.router.routes.append(Route("/report/{name}", report))
-    fonts = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]
-    theme = gradio.themes.Base(font=fonts[0], font_mono=fonts[1]).set(**_COLOURS)
-    page = build(Page(runs, roots))
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.routes.append(Route("/report/{name}", send_report))
+    theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     gradio.mount_gradio_app(
         app,
-        page,
+        build(Page(runs, roots)),
         path="/",
         server_name=HOST,
         server_port=port,
@@ -141,21 +164,10 @@ def _serve(runs: Runs, roots: Roots, listener: socket.socket, ready: Callable[[s
         mcp_server=False,
         enable_monitoring=False,
         max_file_size=0,
-        theme=theme,
+        theme=theme.set(**_COLOURS),
         css=style() + _LOOK,
     )
-    settings = uvicorn.Config(
-        Guard(app, port), log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(settings)
-    started = server.startup
-
-    async def startup(sockets: list[socket.socket] | None = None) -> None:
-        await started(sockets)
-        ready(f"http://{HOST}:{port}")
-
-    server.startup = startup
-    server.run([listener])
+    return app
 
 
 Scope = MutableMapping[str, Any]
@@ -199,7 +211,8 @@ class Guard:
     """
 
     def __init__(self, app: App, port: int) -> None:
-        self._app, self._port = app, port
+        self._app = app
+        self._port = port
         self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
         self._cookie = f"openquant-{port}"
 
@@ -211,6 +224,7 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+
         given = [(name.lower().decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         headers = dict(given)
         reason = self._refusal(scope, headers, [name for name, _ in given])
@@ -220,6 +234,8 @@ class Guard:
         if reason is not None:
             await _refuse(send, reason)
             return
+
+        # The page knows the browser by a digest of its cookie.
         secret = known or secrets.token_hex(32)
         owner = hashlib.sha256(secret.encode()).hexdigest()
         kept = [(name, value) for name, value in scope["headers"] if name.lower() != OWNER.encode()]
@@ -236,21 +252,25 @@ class Guard:
         """Why a request is refused; None if it is not."""
         if names.count("host") != 1 or headers["host"] not in self._hosts:
             return f"the Host header is not that of this page: open http://127.0.0.1:{self._port}"
+
         if names.count("origin") > 1 or headers.get("origin", self._origin(headers)) != self._origin(headers):
             return "the request comes from another page"
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and scope["path"] != "/":
             return "the request comes from another page"
+
         if not _allowed(scope["method"], scope["path"]):
             return "this page does not have that"
+
+        # Of a body in chunks nobody knows the length.
         length = headers.get("content-length", "0")
         is_short = length.isdecimal() and int(length) <= MOST_BODY
-        # Of a body in chunks nobody knows the length.
         if scope["method"] == "POST" and (not is_short or "transfer-encoding" in headers):
             return "the request is too large"
         return None
 
     @staticmethod
     def _origin(headers: dict[str, str]) -> str:
+        """The origin of the page itself."""
         return f"http://{headers['host']}"
 
     def _known(self, cookies: str) -> str | None:
@@ -262,6 +282,7 @@ class Guard:
         return found.value if found is not None and _COOKIE.fullmatch(found.value) else None
 
     def _added(self, path: str, secret: str) -> list[tuple[bytes, bytes]]:
+        """The headers that are added to an answer."""
         policy = _REPORT_POLICY if path.startswith("/report/") else _POLICY
         added = {
             "content-security-policy": policy,
@@ -276,11 +297,13 @@ class Guard:
 
 
 def _allowed(method: str, path: str) -> bool:
+    """Whether the page asks for a path."""
     pattern = _PATHS.get("GET" if method == "HEAD" else method)
     return pattern is not None and pattern.fullmatch(path) is not None and ".." not in path
 
 
 async def _refuse(send: Send, reason: str) -> None:
+    """Answer with 403 and the reason."""
     body = f"refused: {reason}\n".encode()
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 403, "headers": headers})

@@ -77,6 +77,7 @@ def plan_html(plan: Plan, model: str) -> str:
     """
     before, after = summary.source_bytes(plan), summary.output_bytes(plan)
     sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
+
     facts = [
         ("Model", model),
         ("Architecture", plan.model.name),
@@ -86,6 +87,7 @@ def plan_html(plan: Plan, model: str) -> str:
         ("GPUs that can share it", sizes),
     ]
     facts = facts if plan.quantization_config else facts[:4]
+
     serving = summary.serving(plan)
     parts = [
         '<section class="oq"><h3>Plan</h3>',
@@ -98,6 +100,7 @@ def plan_html(plan: Plan, model: str) -> str:
         _weights_table(plan),
         "</details></section>",
     ]
+
     return "".join(parts)
 
 
@@ -124,20 +127,25 @@ def _advice(found: FitTable) -> str:
     """Say what to type."""
     if len(found.targets) != 1:
         return "<p>The table is for common sizes. Name your GPU to get the command for it.</p>"
+
     if found.command is None:
         reason = f"<p>{text_html(nothing_fits(found, found.targets[0]))}</p>"
         return reason if found.instead is None else f"{reason}<p>This fits:</p>{command_html(found.instead)}"
+
     parts = [f"<p>The best scheme that fits is <strong>{text_html(str(found.best))}</strong>:</p>"]
     parts.append(command_html(found.command))
+
     if found.calibrated is not None:
         calibrated = text_html(found.calibrated.options)
         parts.append(
             f"<p>With a calibration, <code>{calibrated}</code>, {text_html(found.measured_on)} lost "
             f"{found.calibrated.kl:.4f} nats.</p>"
         )
+
     if found.mixture is not None:
         parts.append("<p>A mixture of schemes fills the memory, and may lose less:</p>")
         parts.append(command_html(found.mixture))
+
     return "".join(parts)
 
 
@@ -184,6 +192,7 @@ def _weights_table(plan: Plan) -> str:
         ]
         for line in weight_lines(plan.lines)
     ]
+
     heads = ["layers", "before", "after", "stored in", "shape", "why"]
     return _table("Layers that are alike share a row", heads, rows, numbers=(1, 2))
 

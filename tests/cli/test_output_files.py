@@ -12,7 +12,7 @@ from conftest import EXAMPLE
 from openquant import calibrate, compress, evaluate
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, UsageError
-from openquant.evaluation import answers
+from openquant.evaluation import generate
 
 SMALL = ("--samples", "2", "--length", "16")
 
@@ -38,7 +38,7 @@ def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """What models answer to more of them is no matter here."""
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    monkeypatch.setattr(generate, "BUILT_IN", 1)
 
 
 VERBS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from openquant.evaluation.counters import HiddenStateDistances, RouteCounts
+from openquant.evaluation.results import HiddenStateDistances, RouteCounts
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming.model import StreamedModel
 from support import small_checkpoints

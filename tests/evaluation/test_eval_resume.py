@@ -20,7 +20,7 @@ from openquant import compress, evaluate
 from openquant.data.corpus import Corpus, Document
 from openquant.distributed import Ranks
 from openquant.errors import OutputError, SourceError
-from openquant.evaluation import answers, results
+from openquant.evaluation import generate, results
 from openquant.evaluation import run as evaluation_run
 from openquant.evaluation.compare import compare_outputs
 from openquant.evaluation.results import Evaluation
@@ -34,8 +34,7 @@ from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from support import small_checkpoints
 from support.killed import run_killed
-from support.loopback_engine import Answer, LoopbackEngine, text
-from support.task_files import write_generation, write_lines
+from support.task_files import write_lines
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 48}
 WORDS = ("--source", EXAMPLE, "--samples", 2, "--length", 48)
@@ -50,7 +49,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes are saved after every layer; answers take most of the time, of which one is enough here."""
     monkeypatch.setattr(pass_checkpoint, "EVERY", 0)
     monkeypatch.setattr(pass_checkpoint, "TIMES", 0)
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    monkeypatch.setattr(generate, "BUILT_IN", 1)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +116,7 @@ def test_a_run_that_is_ended_twice_gives_the_same_bytes(
 def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a scratch file too, which hidden states are saved from and come back to. No layer is computed twice."""
     # Answers would load all layers once more.
-    monkeypatch.setattr(answers, "BUILT_IN", 0)
+    monkeypatch.setattr(generate, "BUILT_IN", 0)
     (output, _), file = outputs, tmp_path / "results.json"
     evaluate(output, EXAMPLE, out=file, **SMALL)
     expected = file.read_bytes()
@@ -257,27 +256,6 @@ def test_the_place_of_saved_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert saved_at(tmp_path) is None
 
 
-def test_servers_do_not_answer_twice(outputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output, task = outputs[0], write_generation(tmp_path / "tasks")
-    count = iter(range(10**6))
-
-    def complete(body: dict[str, Any]) -> Answer:
-        # Never the same again.
-        return text(f"answer {next(count)}")
-
-    with (
-        LoopbackEngine({"a-name": EXAMPLE}, complete) as first,
-        LoopbackEngine({str(output): output}, complete) as second,
-    ):
-        given = {"tasks": task, "server": [first.url, second.url], "no_prompts": True, **SMALL}
-        stopped(output, monkeypatch, **given)
-        asked = next(count)
-        found = evaluate(output, EXAMPLE, **given)
-        assert next(count) == asked + 1
-    # No two answers are the same.
-    assert found.outputs[0]["tasks"]["pooled"]["answered_otherwise"] == 1
-
-
 # Of a mixture of experts, whose values are in part beyond what FP8 holds.
 IDS = tuple(tuple((7 * at * at + 31 * number) % 500 for at in range(24)) for number in range(3))
 CORPUS = Corpus(tuple(Document(f"domain {at % 2}", f"text {at}", each) for at, each in enumerate(IDS)), "", {})
@@ -378,8 +356,6 @@ INVALID: list[tuple[Callable[[Facts], object], str]] = [
     (lambda facts: facts["changes"][0][0].__setitem__(2, "x"), "differences of weights are invalid"),
     (lambda facts: facts["changes"][0][0].__delitem__(5), "differences of weights are invalid"),
     (lambda facts: facts["compared"].append(["x", 2]), "weights are of another model"),
-    (lambda facts: facts.update(generated=[[]]), "generated texts are invalid"),
-    (lambda facts: facts.update(generated=[[], ["x"]]), "generated texts are invalid"),
 ]  # fmt: skip
 
 

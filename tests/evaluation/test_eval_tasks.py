@@ -23,11 +23,10 @@ from openquant.data.questions import read_questions
 from openquant.data.tasks import read_tasks
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import OpenQuantError, SourceError, UsageError
-from openquant.evaluation import answers, run
+from openquant.evaluation import generate, run
 from openquant.evaluation.as_served import ServedModel
 from openquant.evaluation.results import Evaluation
-from openquant.evaluation.task_passes import TaskPasses
-from openquant.evaluation.task_requests import TaskRequests, encode_requests, longest_sequence
+from openquant.evaluation.task_passes import TaskPasses, TaskRequests, encode_requests, longest_sequence
 from openquant.files.checkpoint import open_checkpoint
 from openquant.files.evaluation import check_evaluation
 from openquant.report.card import evaluated_card
@@ -46,7 +45,7 @@ SMALL: dict[str, Any] = {"samples": 2, "length": 48}
 @pytest.fixture(autouse=True)
 def one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers take most of the time, of which one is enough here."""
-    monkeypatch.setattr(answers, "BUILT_IN", 1)
+    monkeypatch.setattr(generate, "BUILT_IN", 1)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from openquant.evaluation.noise_floor import RoundingNoise, stochastic_round
+from openquant.evaluation.compare import RoundingNoise, stochastic_round
 
 
 def chance(seed: int = 0) -> torch.Generator:

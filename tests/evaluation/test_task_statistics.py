@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from openquant.evaluation.task_statistics import (
+from openquant.evaluation.task_results import (
     PairedScores,
     bootstrap_means,
     difference_interval,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from openquant.evaluation.types import AT_FLOOR, CHANGED, CLOSE, SIMILAR, kl_text, verdict_word
 from openquant.evaluation.verdict import (
     CLIPPED,
     ERROR,
@@ -20,7 +21,6 @@ from openquant.evaluation.verdict import (
     suspects_by_layers,
     suspects_by_weights,
 )
-from openquant.evaluation.verdict_word import AT_FLOOR, CHANGED, CLOSE, SIMILAR, kl_text, verdict_word
 from openquant.evaluation.weight_changes import WeightChange
 
 FLOOR = 0.0001

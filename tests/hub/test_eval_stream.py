@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from conftest import EXAMPLE, change_json
 from openquant import compress, evaluate
 from openquant.errors import UsageError
-from openquant.evaluation import answers
+from openquant.evaluation import generate
 from openquant.files.model_files import EVAL_FILE
 from openquant.hub.fetch import AHEAD
 from openquant.options import Evaluate
@@ -151,7 +151,7 @@ def named(found: object, source: str, output: str) -> Any:
 @pytest.fixture
 def expected(source: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What is found of the files themselves, with texts along a document, as where a model has no room."""
-    monkeypatch.setattr(answers, "available_memory", lambda: 1000)
+    monkeypatch.setattr(generate, "available_memory", lambda: 1000)
     found = evaluate([output], source, samples=2, length=32, out=tmp_path / "local.json").to_json()
     return dict(named(found, "name", "out"))
 

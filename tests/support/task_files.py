@@ -61,20 +61,3 @@ def write_lm_eval(folder: Path, name: str = "mine", **settings: Any) -> Path:
     path = folder / f"{name}.yaml"
     path.write_text(json.dumps(config))
     return path
-
-
-def write_generation(folder: Path, name: str = "made", **settings: Any) -> Path:
-    """A task of lm-eval that generates a line, from which two filters take the answer."""
-    generated = {
-        "output_type": "generate_until",
-        "doc_to_target": "{{choices[answer]}}",
-        "doc_to_choice": None,
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
-        "filter_list": [
-            {"name": kind, "filter": [{"function": "regex", "regex_pattern": pattern}, {"function": "take_first"}]}
-            for kind, pattern in (("strict-match", r"^ (.+)$"), ("flexible-extract", r"([\w.]+(?: [\w.]+)?)"))
-        ],
-        **settings,
-    }
-    return write_lm_eval(folder, name, **generated)

@@ -19,6 +19,7 @@ def test_values_stay_values(tmp_path):
         "org/name@v1",
         "int4",
         gptq=True,
+        output="made",
         push="you/made",
         private=True,
         create_pr=True,
@@ -29,6 +30,7 @@ def test_values_stay_values(tmp_path):
     given = vars(verb_parser(words).parse_args(words))
     assert given["ignore"] == ["--overwrite", "**.up_proj"]
     assert (given["model"], given["scheme"], given["name"]) == ("org/name@v1", "int4", "you/made")
+    assert given["output"] == "made"
     assert (
         given["gptq"] and given["awq"] and given["stream"] and given["only"] and given["private"] and given["create_pr"]
     )
@@ -39,6 +41,9 @@ def test_other_names_are_no_models_or_repositories(subtests, tmp_path):
     for model in ("", "name", "-m/x", "a/b/c", "org/na me", "https://host/x", "org/name\x1b", "a/b --x"):
         with subtests.test(model=model), pytest.raises(UsageError):
             Chosen(model).compress(Roots((tmp_path,)))
+    for name in ("..", ".hidden", "-o", "a/b", "/tmp/x"):
+        with subtests.test(output=name), pytest.raises(UsageError, match="is no name of a directory"):
+            Chosen("org/name", output=name)
     for name in ("", "-x", "--private", "a/b/c", "a b"):
         with subtests.test(name=name), pytest.raises(UsageError):
             push_words(tmp_path, name, False, False)

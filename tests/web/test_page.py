@@ -91,8 +91,10 @@ class Server:
         assert self.process.stdout is not None
         self.process.stdout.close()
 
-    def journals(self) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in sorted(self.root.glob(".openquant-web/*/run.json"))]
+    def commands(self) -> list[int]:
+        """The ids of the commands that its runs have begun."""
+        listed = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout
+        return [int(line) for line in listed.split()]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, hub: LoopbackHub, outside: 
     # No token in any file or log.
     for path in served.root.parent.rglob("*"):
         assert not path.is_file() or b"SecretOf" not in path.read_bytes(), path
-    assert "Traceback" not in served.log.read_text()
+    log = served.log.read_text()
+    assert "Traceback" not in log, log
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +188,7 @@ class Visitor:
             self.page.locator(f"#{section}").get_by_text(text).first.wait_for()
         except api.TimeoutError:
             shown = {one: self.text(one) for one in ("status", "problem", "run-section")}
-            raise AssertionError(f"{text!r} is not shown, but {shown}, of {self.server.journals()}") from None
+            raise AssertionError(f"{text!r} is not shown, but {shown}") from None
 
     def text(self, section: str) -> str:
         return str(self.page.locator(f"#{section}").inner_text())
@@ -195,11 +198,10 @@ class Visitor:
 def visitor(chromium: Any, server: Server) -> Iterator[Visitor]:
     found = Visitor(chromium, server)
     yield found
-    # Whatever a test leaves, the next one finds no run.
-    for _ in range(10):
-        if found.page.locator("#remove").is_visible():
-            found.page.locator("#remove").click()
-            found.page.wait_for_timeout(1500)
+    # Whatever a test leaves, the next one waits for no run.
+    if found.page.locator("#stop").is_visible():
+        found.page.locator("#stop").click()
+        found.wait("The run was stopped.")
     found.context.close()
     assert {
         request.split("?")[0] for request in found.requests if not request.startswith(server.address + "/")
@@ -235,14 +237,13 @@ def test_from_a_repository_to_a_repository(visitor: Visitor, hub: LoopbackHub, s
     visitor.wait("The run is done.")
     assert f"Published: {hub.endpoint}/user/made/commit/" in visitor.text("result")
     assert "model.safetensors.index.json" in hub.files("user/made")
-    assert [path.name for path in server.root.iterdir()] == [".openquant-web"]
+    assert not list(server.root.rglob("*.safetensors"))
     assert TOKEN not in visitor.page.content()
-    visitor.page.locator("#remove").click()
-    visitor.wait("No run yet.")
-    assert server.journals() == []
 
 
-def test_an_output_that_is_kept_is_measured_and_published(visitor: Visitor, hub: LoopbackHub, server: Server) -> None:
+def test_an_output_that_is_kept_is_measured_and_published(
+    chromium: Any, visitor: Visitor, hub: LoopbackHub, server: Server
+) -> None:
     visitor.sign_in(TOKEN)
     visitor.write("gpu", "4090")
     text = visitor.plan(str(EXAMPLE))
@@ -252,6 +253,10 @@ def test_an_output_that_is_kept_is_measured_and_published(visitor: Visitor, hub:
     output = server.root / "tiny-qwen3-INT8-W8A16"
     assert open_checkpoint(output).config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert json.loads((output / "eval.json").read_text())["verdict"]
+    address = visitor.page.locator("#result iframe").get_attribute("src")
+    other = Visitor(chromium, server)
+    assert other.page.request.get(server.address + address).status == 404
+    other.context.close()
     report = visitor.page.frame_locator("#result iframe").locator("body")
     report.get_by_text("mean KL").first.wait_for()
     assert "Texts side by side" in report.inner_text()
@@ -266,20 +271,41 @@ def test_an_output_that_is_kept_is_measured_and_published(visitor: Visitor, hub:
         "mean KL" in hub.files("user/kept")["README.md"].read_text()
         or "KL to the source" in hub.files("user/kept")["README.md"].read_text()
     )
+    # Another choice does not replace it: it gets a name.
+    visitor.tick("Calibrate with GPTQ")
+    refused = visitor.plan(str(EXAMPLE), "#plan-sections [role=alert]")
+    assert "holds the output of another run" in refused
+    visitor.write("output", "second")
+    visitor.plan(str(EXAMPLE))
     shutil.rmtree(output)
 
 
-def test_a_cancelled_run_leaves_nothing(visitor: Visitor, server: Server, hub: LoopbackHub, slow: None) -> None:
-    before = {path for path in server.root.parent.rglob("*") if "hf" not in path.parts}
+def test_a_run_that_was_stopped_continues(visitor: Visitor, server: Server, hub: LoopbackHub, slow: None) -> None:
+    visitor.sign_in(TOKEN)
     visitor.plan("org/tiny-qwen3")
-    visitor.convert("compressing")
-    [run] = server.journals()
-    visitor.page.locator("#remove").click()
-    visitor.wait("No run yet.")
-    assert {path for path in server.root.parent.rglob("*") if "hf" not in path.parts} == before
-    assert not list((server.root.parent / "hf").rglob("*.safetensors"))
+    visitor.straight_to("user/continued")
+    visitor.convert("of 8.39 MB")
+    visitor.page.locator("#stop").click()
+    visitor.wait("The run was stopped.")
+    assert server.commands() == []
+    # The command that runs ends with its server.
+    visitor.convert("of 8.39 MB")
+    [command] = server.commands()
+    server.stop()
     with pytest.raises(ProcessLookupError):
-        os.kill(run["process"], 0)
+        os.kill(command, 0)
+    # The next server knows nothing of it. The same button goes on.
+    hub.rate = None
+    server.start(server.port)
+    visitor.page.close()
+    visitor.open()
+    assert "No run yet." in visitor.text("status")
+    visitor.sign_in(TOKEN)
+    visitor.plan("org/tiny-qwen3")
+    visitor.straight_to("user/continued")
+    visitor.convert("The run is done.")
+    assert "model.safetensors.index.json" in hub.files("user/continued")
+    assert not list(server.root.rglob("*.safetensors"))
 
 
 def test_a_misfit_says_what_the_command_line_says(visitor: Visitor, server: Server, tmp_path: Path) -> None:
@@ -294,7 +320,7 @@ def test_a_misfit_says_what_the_command_line_says(visitor: Visitor, server: Serv
         # It does not become a run either.
         visitor.page.locator("#convert").click()
         visitor.wait(said["error"], "problem")
-        assert server.journals() == []
+        assert "No run yet." in visitor.text("status")
     finally:
         shutil.rmtree(model)
     assert "is outside of the directories" in visitor.plan(
@@ -324,43 +350,7 @@ def test_neither_of_two_pages_sees_the_other(chromium: Any, visitor: Visitor, se
     other.page.wait_for_selector("#status p")
     other.page.wait_for_timeout(1500)
     assert "No run yet." in other.text("status") and "hidden" not in other.text("run-section")
-    [run] = server.journals()
-    theirs = other.page.request.get(f"{server.address}/report/{run['id']}")
-    assert theirs.status == 404
     other.context.close()
-
-
-def test_a_run_that_was_killed_continues(visitor: Visitor, server: Server, hub: LoopbackHub, slow: None) -> None:
-    # Two servers have to start meanwhile.
-    hub.rate = 60_000
-    visitor.sign_in(TOKEN)
-    visitor.plan("org/tiny-qwen3")
-    visitor.straight_to("user/continued")
-    visitor.convert("compressing")
-    [run] = server.journals()
-    # The run outlives a server that is killed, and the next one finds it.
-    server.stop(signal.SIGKILL)
-    server.start(server.port)
-    visitor.page.close()
-    visitor.open()
-    visitor.wait("compressing")
-    [found] = server.journals()
-    assert found["process"] == run["process"]
-    os.kill(run["process"], 0)
-    server.stop(signal.SIGKILL)
-    os.killpg(run["process"], signal.SIGKILL)
-    hub.rate = None
-    server.start(server.port)
-    visitor.page.close()
-    visitor.open()
-    visitor.wait("The run was stopped.")
-    # The token was in memory alone.
-    visitor.page.locator("#proceed").click()
-    visitor.wait("type it once more", "problem")
-    visitor.sign_in(TOKEN)
-    visitor.page.locator("#proceed").click()
-    visitor.wait("The run is done.")
-    assert "model.safetensors.index.json" in hub.files("user/continued")
 
 
 def test_what_a_model_says_is_text(visitor: Visitor, server: Server) -> None:
@@ -460,7 +450,5 @@ def test_everybody_can_use_it(subtests: pytest.Subtests, chromium: Any, server: 
             assert serious == []
             # A phone shows all of it without scrolling sideways.
             assert visitor.page.evaluate("document.documentElement.scrollWidth") <= width
-            visitor.page.locator("#remove").click()
-            visitor.wait("No run yet.")
             visitor.context.close()
             shutil.rmtree(server.root / "tiny-qwen3-INT8-W8A16")

@@ -1,87 +1,77 @@
-"""The queue of runs: one at a time, and what is left when a server or a run ends."""
+"""The runs: one at a time, and what is left when a run or the server ends."""
 
-import json
 import subprocess
 import sys
 import time
 
 import pytest
 
-from openquant.errors import OutputError, UsageError
-from openquant.files.destination import write_atomic
-from openquant.web.runs import DONE, FAILED, RUNNING, STOPPED, Runs, without_tokens
+from openquant.web.runs import DONE, FAILED, RUNNING, STOPPED, WAITING, Runs, status_html, without_tokens
 
 
 @pytest.fixture
 def runs(tmp_path):
-    queue = Runs(tmp_path)
-    yield queue
-    queue.close()
+    root = tmp_path / "root"
+    root.mkdir()
+    table = Runs(root)
+    yield table
+    table.close()
 
 
-def wait(runs, run, *states):
+def wait(run, *states):
     until = time.monotonic() + 120
-    while (now := runs.find(run.owner, run.id)) is None or now.state not in states:
-        assert time.monotonic() < until, now
+    while run.state not in states:
+        assert time.monotonic() < until, (run, list(run.log))
         time.sleep(0.05)
-    return now
 
 
 def test_runs_wait_their_turn_and_belong_to_their_owner(runs, example):
     words = ["compress", "-m", str(example)]
     first, second = (runs.add(owner, "tiny", [words]) for owner in ("a", "b"))
-    assert runs.status(second).place == 1
-    assert runs.find("a", second.id) is None and runs.find("b", second.id) == second
-    done = wait(runs, second, DONE)
-    assert wait(runs, first, DONE).output == str(runs.root / "tiny-qwen3-FP8")
-    # A name that is taken is not replaced.
-    assert done.output == str(runs.root / "tiny-qwen3-FP8-2")
-    assert runs.result(done, 0)["scheme"] == "tensor"
-    runs.remove(done)
-    assert runs.of("b") == [] and not (runs.folder / done.id).exists()
-    assert (runs.root / "tiny-qwen3-FP8-2" / "config.json").exists()
+    assert runs.place(second) == 1
+    assert "Waiting: 1 run is before this one." in status_html(second, 1, 0)
+    assert runs.find("a", second.id) is None and runs.find("b", second.id) is second
+    wait(second, DONE)
+    assert first.state == DONE and first.output == second.output == str(runs.root / "tiny-qwen3-FP8")
+    # The same command continues what is there, or finds it finished.
+    assert (first.results[0]["resumed"], second.results[0]["resumed"]) == (False, True)
+    assert [path.name for path in runs.root.iterdir()] == ["tiny-qwen3-FP8"]
 
 
-def test_an_error_is_that_of_the_command(runs, tmp_path):
-    run = runs.add("a", "none", [["compress", "-m", str(tmp_path / "none")]])
-    failed = wait(runs, run, FAILED)
-    assert str(tmp_path / "none") in failed.error[0] and failed.error[1]
+def test_an_error_is_that_of_the_command_and_the_next_run_goes_on(runs, example, tmp_path):
+    failed = runs.add("a", "none", [["compress", "-m", str(tmp_path / "none")], ["eval", "{output}"]])
+    wait(failed, FAILED)
+    assert str(tmp_path / "none") in failed.error[0] and failed.error[1] and failed.step == 0
+    # As on a disk without space for a process or its directory.
+    runs.root.rename(tmp_path / "gone")
+    unstarted = runs.add("a", "tiny", [["compress", "-m", str(example), "--dry-run"]])
+    wait(unstarted, FAILED)
+    assert unstarted.error[0].startswith("openquant cannot be started: ")
+    (tmp_path / "gone").rename(runs.root)
+    wait(runs.add("a", "tiny", [["compress", "-m", str(example), "--dry-run"]]), DONE)
 
 
-def test_a_full_disk_ends_one_run_and_the_next_one_goes_on(runs, example, monkeypatch):
-    kept, full = write_atomic, iter([True])
-
-    def write(path, data):
-        if next(full, False):
-            raise OutputError("the journal cannot be written: No space left on device", "free some space")
-        kept(path, data)
-
-    with runs._changed:
-        first, second = (runs.add("a", "tiny", [["compress", "-m", str(example), "--dry-run"]]) for _ in range(2))
-        monkeypatch.setattr("openquant.web.runs.write_atomic", write)
-    assert "No space left on device" in wait(runs, first, FAILED).error[0]
-    assert wait(runs, second, DONE)
+def test_a_command_that_is_killed_fails_its_run(runs, example):
+    run = runs.add("a", "tiny", [["compress", "-m", str(example)]])
+    wait(run, RUNNING)
+    while run.process is None:
+        time.sleep(0.01)
+    run.process.kill()
+    wait(run, FAILED)
+    assert run.error[0] == "the command ended before it was done"
 
 
-def test_a_later_server_finds_runs_and_one_server_holds_them(tmp_path, runs):
-    with pytest.raises(UsageError, match="another openquant web serves"):
-        Runs(tmp_path)
-    run = runs.add("a", "none", [["compress", "-m", "x"]], token="hf_secretsecret")
-    wait(runs, run, FAILED)
-    assert b"secretsecret" not in b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+def test_stop_and_the_end_of_the_server_end_the_command(runs, example):
+    words = ["compress", "-m", str(example)]
+    first, second, third = (runs.add("a", "tiny", [words]) for _ in range(3))
+    runs.stop(third)
+    assert third.state == STOPPED
+    wait(first, RUNNING)
+    runs.stop(first)
+    wait(first, STOPPED)
     runs.close()
-    journal = runs.folder / run.id / "run.json"
-    known = json.loads(journal.read_text())
-    # As a killed machine leaves it.
-    journal.write_text(json.dumps({**known, "state": RUNNING, "process": 0}))
-    later = Runs(tmp_path)
-    try:
-        found = later.find("a", run.id)
-        assert found.state == STOPPED
-        with pytest.raises(UsageError, match="this run needs your token"):
-            later.proceed(found, None)
-    finally:
-        later.close()
+    assert second.state == STOPPED and WAITING not in {run.state for run in runs.of("a")}
+    assert all(run.process is None or run.process.poll() is not None for run in (first, second, third))
 
 
 def test_what_looks_like_a_token_is_not_shown():
