@@ -21,10 +21,9 @@ from .diagnosis.result import Diagnosis, choices, measured_kl, normal_row_error
 from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import metadata_notes, source_of, split_card, stated_facts
-from .files.checkpoint import readable
+from .files.checkpoint import Fingerprint, readable
 from .files.destination import DiskSpace, Shortage, find_shortages
 from .files.evaluation import evaluation_notes
-from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors, read_journal
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard
 from .files.small_files import read_small

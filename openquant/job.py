@@ -18,9 +18,8 @@ from .convert.conversion import COMPILED_MEMORY, worker_memory, worth_compiling
 from .distributed import RERUN_CONTINUES, Ranks, attempt
 from .errors import SourceError, UsageError
 from .files.cards import card_of, metadata_notes, split_card
-from .files.checkpoint import Checkpoint, readable
+from .files.checkpoint import Checkpoint, Stamp, readable
 from .files.destination import Needs
-from .files.fingerprint import Stamp
 from .files.journal import WeightFacts
 from .files.model_files import CARD_FILE
 from .files.output import Claim, OutputContents, refuse_overlap, refuse_root

@@ -17,9 +17,8 @@ from .convert.conversion import Progress, WeightFindings, check_written, convert
 from .distributed import Ranks, attempt
 from .errors import OutputError, PlanError, SourceError, UsageError
 from .files.cards import card_of
-from .files.checkpoint import open_checkpoint, readable
+from .files.checkpoint import Fingerprint, Stamp, open_checkpoint, readable
 from .files.evaluation import evaluation_digest, evaluation_files, find_evaluation
-from .files.fingerprint import Fingerprint, Stamp
 from .files.journal import output_errors
 from .files.model_files import CARD_FILE, EVAL_FILE, EVAL_PICTURE, INDEX_FILE
 from .files.output import REPLACE, Claim

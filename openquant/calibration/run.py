@@ -24,10 +24,9 @@ from ..convert.conversion import COMPILED_MEMORY
 from ..convert.devices import loops
 from ..distributed import Ranks
 from ..errors import UsageError
-from ..files.checkpoint import Checkpoint
+from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.destination import Destination, taken_by
-from ..files.fingerprint import Fingerprint
-from ..files.layer_store import LayerStore, TensorPlace
+from ..files.shardfile import LayerStore, TensorPlace
 from ..hub.fetch import supply_shards
 from ..hub.source import Source, model_folder
 from ..job import Prepared, file_places, in_all_ranks, model_place, open_model

@@ -3,7 +3,7 @@
 domains    where texts come from: files, datasets, the standard library of Python
 corpus     texts as documents of equally many tokens; those for evaluation and for calibration never overlap
 prompts    texts that a model continues
-tasks      questions of tasks, which lm-eval makes and scores; `questions` reads them from files of one's own
+tasks      questions of tasks, from files of one's own or made and scored by lm-eval
 tokenizer  a checkpoint's tokenizer
 sandbox    runs chat templates that came with a checkpoint in a subprocess with limits
 

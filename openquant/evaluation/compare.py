@@ -44,13 +44,12 @@ from ..streaming.session import documents_of_rank
 from .as_served import ServedModel, logits
 from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
 from .kl import ModelNames, compare_logits
-from .results import Evaluation, Measurements, make_evaluation
-from .saved_measurements import EvaluationState, pack_records, unpack_records
+from .results import Evaluation, EvaluationState, Measurements, make_evaluation, pack_records, unpack_records
 from .task_passes import TaskPasses
 from .task_results import evaluate_tasks
 from .types import counted_questions
 from .under_test import EvaluationSettings, ModelUnderTest, OutputUnderTest, require_one_model
-from .weight_changes import compare_weights
+from .verdict import compare_weights
 
 
 def compare_outputs(

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..distributed import Ranks
 from ..errors import UsageError
-from ..files.checkpoint import Checkpoint
+from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.destination import Destination, Taken, taken_by
 from ..files.evaluation import EVALUATION
-from ..files.fingerprint import Fingerprint
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..formats.names import CacheScheme
 from ..hub.fetch import Needs, supply_shards

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..data.questions import Tasks
+from ..data.tasks import Tasks
 from ..data.tokenizer import Tokenizer
 from ..errors import SourceError
 from ..files.small_files import short_repr

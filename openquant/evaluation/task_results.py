@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..data.questions import Figures, TaskAnswers
+from ..data.tasks import Figures, TaskAnswers
 from .task_passes import TaskPasses, TaskRequests
 from .types import MeanMetric, TaskFigures, TaskMetric, TasksEvaluation, counted_questions
 

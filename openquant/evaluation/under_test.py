@@ -16,8 +16,7 @@ from torch import nn
 from ..data.tokenizer import Tokenizer
 from ..errors import UsageError
 from ..files.cards import stated_facts
-from ..files.checkpoint import Checkpoint
-from ..files.fingerprint import Fingerprint
+from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.journal import WeightFacts
 from ..hub.fetch import Needs
 from ..streaming.model import StreamedModel, shards_by_unit
@@ -27,7 +26,7 @@ from ..streaming.session import DocumentRanks, ShardProvider
 from .as_served import ServedModel
 from .task_passes import TaskRequests
 from .types import NamedModel
-from .weight_changes import WeightChange
+from .verdict import WeightChange
 
 
 @dataclass(frozen=True)

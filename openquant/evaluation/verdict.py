@@ -1,4 +1,10 @@
-"""The layers of an output that are suspect. docs/evaluation.md has the limits.
+"""How each layer of an output differs from the source's, and which layers are suspect. docs/evaluation.md has the
+limits.
+
+The decoded weights of two loaded models are compared, so names, stacked experts and fused layers are those of the
+model's class, whatever the checkpoints call them: the error, and how much of it rounding explains.
+
+    compare_weights("model.layers.0.mlp.up_proj", source, output, fmt)   # WeightChange(error=0.0264, ...)
 
 A layer is suspect if it differs by more than rounding to its format explains, and by more than most other layers: a
 change to all layers, such as GPTQ, makes none suspect.
@@ -8,12 +14,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ..weights.quant_error import ERROR_MOVED, MOVED, OTHER_WEIGHTS, ROUNDED
-from .weight_changes import WeightChange
+import torch
+from torch import Tensor, nn
+
+from ..formats.format import Format, Group, grid_of
+from ..formats.reference import choose_unsearched_scales, decode, encode, group_absmax, group_global_scale
+from ..formats.schemes import SCHEMES
+from ..weights.quant_error import ERROR_MOVED, FEW_WEIGHTS, MOVED, OTHER_WEIGHTS, ROUNDED, WRONG_SCALE
 
 # Limit of a layer's error relative to its format's rounding error, and relative to the median layer's ratio of the two.
 # weights/quant_error.py has the limits for methods that compensate errors.
@@ -199,3 +210,195 @@ def suspects_by_config(source: Mapping[str, object], output: Mapping[str, object
 def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:120]}..."
+
+
+# Elements that are converted to float32 at a time.
+CHUNK = 1 << 21
+# Elements that are tested for equality at a time.
+PIECE = 1 << 24
+# A group is bad if its error is more than this many times its rounding error (in norm).
+MAX_GROUP_ERROR = 2.0
+# Groups of fewer weights than FEW_WEIGHTS say something only if more than this share of them is wrong: in the first
+# layer of SmolLM2-135M it was up to 0.015.
+MOST_MOVED = 0.02
+# Groups with less than this share of the mean energy in their row do not count as wrong: the errors that GPTQ
+# propagates into them from other groups may be larger than they are.
+SMALL_GROUP = 0.25
+# Numeric formats that the torch kernels encode; others are encoded with numpy.
+_TORCH_NUMBERS = {scheme.format.number for scheme in SCHEMES.values()}
+
+
+@dataclass(frozen=True)
+class WeightChange:
+    """How one weight of an output differs from the source's.
+
+    Attributes:
+        name: name of the module, such as "model.layers.0.mlp.up_proj"; of a stacked expert
+            "model.layers.0.mlp.experts.down_proj[3]".
+        quantized: whether the output stores it quantized.
+        error: relative error, ||output - source|| / ||source|| in Frobenius norms.
+        rounding_error: relative error of the source's weight rounded to nearest in the output's format; 0 if the weight
+            is not quantized.
+        bad_groups: share of the scale groups whose error is more than MAX_GROUP_ERROR times their rounding error. If
+            the weight is not quantized: 1 if it differs by more than bfloat16 explains, else 0.
+        wrong_scales: share of the scale groups whose weights are larger or smaller than the source's by WRONG_SCALE,
+            measured as <source, output> / <source, source>; groups of small weights do not count, and few groups of
+            fewer than FEW_WEIGHTS weights.
+    """
+
+    name: str
+    quantized: bool
+    error: float
+    rounding_error: float
+    bad_groups: float
+    wrong_scales: float = 0.0
+
+
+def compare_weights(
+    name: str,
+    source: Tensor,
+    output: Tensor,
+    fmt: Format | None,
+    transposed: bool = False,
+    between: Callable[[], None] = lambda: None,
+) -> WeightChange:
+    """Compare one weight of an output with the source's.
+
+    Args:
+        name: name of the module.
+        source: the source's weight [out, in], any floating dtype; any shape if `fmt` is None.
+        output: the output's decoded weight, of the same shape, any floating dtype.
+        fmt: format in which the output stores it; None if it is not quantized.
+        transposed: whether both are stored as [in, out].
+        between: called after each piece that is tested for equality, and after each of an unquantized weight that is
+            compared, to free the pages of mapped files.
+
+    Returns:
+        The relative error ||output - source|| / ||source||, 1 if that is not finite; the rounding error of the format;
+        and the shares (of 1) of scale groups with a large error or a wrong scale. All are 0 if both weights are equal.
+    """
+    if _equal(source, output, between):
+        return WeightChange(name, fmt is not None, 0.0, 0.0, 0.0)
+
+    if fmt is None:
+        flat_source, flat_output = source.flatten(), output.flatten()
+        signal = noise = 0.0
+        for start in range(0, len(flat_source), CHUNK):
+            piece = flat_source[start : start + CHUNK].double()
+            signal += float(piece.square().sum())
+            noise += float((flat_output[start : start + CHUNK].double() - piece).square().sum())
+            between()
+
+        error = _relative(noise, signal)
+        return WeightChange(name, False, error, 0.0, float(error > ROUNDED))
+
+    if transposed:
+        source, output = source.T, output.T
+
+    columns = [torch.cat(column) for column in zip(*_group_energies(source, output, fmt), strict=True)]
+    if fmt.shared:
+        columns = [column.sum(0, keepdim=True) for column in columns]
+
+    errors, rounding_errors, signals, products = columns
+    rounding, signal = float(rounding_errors.sum()), float(signals.sum())
+    mean_rounding = rounding / signal if signal else 0.0
+    bad = errors > MAX_GROUP_ERROR**2 * torch.maximum(rounding_errors, mean_rounding * signals)
+    return WeightChange(
+        name,
+        True,
+        _relative(float(errors.sum()), signal),
+        _relative(rounding, signal),
+        float(bad.double().mean()),
+        _wrong_scales(signals, products, source.numel(), grid_of(fmt.group, (source.shape[0], source.shape[1]))[1]),
+    )
+
+
+def _wrong_scales(signals: Tensor, products: Tensor, weights: int, groups_per_row: int) -> float:
+    """Return the share of groups whose scale is wrong.
+
+    Args:
+        signals: <source, source> of each group, float64 [groups], row by row.
+        products: <source, output> of each group, float64 [groups], row by row.
+        weights: number of weights in all groups.
+        groups_per_row: number of groups in a row.
+    """
+    mean_energy = signals.reshape(-1, groups_per_row).mean(1, keepdim=True)
+    large = (signals.reshape(-1, groups_per_row) > SMALL_GROUP * mean_energy).flatten()
+    right = (products < WRONG_SCALE * signals) & (products > signals / WRONG_SCALE)
+    share = float((large & ~right).double().mean())
+    return share if share > MOST_MOVED or weights >= FEW_WEIGHTS * len(signals) else 0.0
+
+
+def _equal(source: Tensor, output: Tensor, between: Callable[[], None]) -> bool:
+    flat_source, flat_output = source.flatten(), output.flatten()
+    for start in range(0, max(len(flat_source), len(flat_output)), PIECE):
+        if not torch.equal(flat_source[start : start + PIECE], flat_output[start : start + PIECE]):
+            return False
+        between()
+    return True
+
+
+def _relative(noise: float, signal: float) -> float:
+    """Return the relative error, given the energies of the error and of the weight."""
+    error = math.sqrt(noise / signal) if signal else float(noise > 0)
+    return error if math.isfinite(error) else 1.0
+
+
+def _group_energies(source: Tensor, output: Tensor, fmt: Format) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Compute sums of squares of each scale group, some rows of groups at a time.
+
+    Yields:
+        Four float64 [groups]: energy of the error, of the rounding error and of the source's weight, and
+        <source, output>.
+    """
+    height, width = fmt.group
+    largest = group_absmax(source, (None, None)) if fmt.shares_scale else None
+    divisor = None if largest is None else group_global_scale(largest, fmt)
+    step = max(1, CHUNK // source.shape[1])
+    step = max(height, step // height * height) if height else step
+
+    for start in range(0, len(source), step):
+        weight, output_weight = source[start : start + step].float(), output[start : start + step].float()
+        group: Group = (height if height else len(weight), width if width else weight.shape[1])
+        weight, output_weight = _padded(weight, group), _padded(output_weight, group)
+
+        piece_fmt = replace(fmt, group=group)
+        scale, zero_point = choose_unsearched_scales(weight, piece_fmt, largest if fmt.shared else None, divisor)
+        rounded = _round_trip(weight, scale, zero_point, piece_fmt)
+
+        error, rounding_error = output_weight - weight, rounded - weight
+
+        yield (
+            _group_sums(error * error, group),
+            _group_sums(rounding_error * rounding_error, group),
+            _group_sums(weight * weight, group),
+            _group_sums(weight * output_weight, group),
+        )
+
+
+def _round_trip(weight: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: Format) -> Tensor:
+    """Encode float32 weights [out, in] and decode them again."""
+    rows, cols = fmt.group
+    assert rows is not None and cols is not None
+    if fmt.number in _TORCH_NUMBERS:
+        return decode(encode(weight, scale, fmt, zero_point), scale, fmt, zero_point)
+    scales = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: weight.shape[0], : weight.shape[1]]
+    codes = fmt.number.encode((weight / scales).contiguous().cpu().numpy())
+    return torch.from_numpy(fmt.number.decode(codes)).to(weight.device) * scales
+
+
+def _padded(weight: Tensor, group: Group) -> Tensor:
+    """Pad with zeros to whole groups."""
+    rows, cols = group
+    assert rows is not None and cols is not None
+    down, along = -weight.shape[0] % rows, -weight.shape[1] % cols
+    return nn.functional.pad(weight, (0, along, 0, down)) if down or along else weight
+
+
+def _group_sums(values: Tensor, group: Group) -> Tensor:
+    """Sum each group of [out, in]; returns float64 [groups] on the CPU, row by row."""
+    rows, cols = group
+    assert rows is not None and cols is not None
+    grid = values.reshape(values.shape[0] // rows, rows, values.shape[1] // cols, cols)
+    # A sum of at most CHUNK values is exact enough in float32; float64 takes several times as long.
+    return grid.sum((1, 3)).double().flatten().cpu()

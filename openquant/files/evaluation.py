@@ -17,9 +17,8 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from ..errors import SourceError
 from .cards import shell_word
-from .checkpoint import Checkpoint, readable
+from .checkpoint import Checkpoint, Fingerprint, readable
 from .destination import FileKind
-from .fingerprint import Fingerprint
 from .model_files import EVAL_FILE, EVAL_PAGE, EVAL_PICTURE
 from .small_files import MAX_SMALL, parse_json, read_small, short_repr
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..calibration.observers import Observer, RunningStatistics
 from ..data.corpus import Corpus
 from ..errors import PlanError
-from ..evaluation.activation_rounding import ActivationRounding, QuantizedInputs
+from ..evaluation.as_served import ActivationRounding, QuantizedInputs
 from ..evaluation.kl import DocumentRecord, ModelNames, compare_logits
 from ..formats import kernels
 from ..formats.format import read_activation_quantization

@@ -21,8 +21,8 @@ from ..convert.devices import loops
 from ..distributed import Ranks
 from ..errors import OpenQuantError, UsageError
 from ..evaluation.kl import DocumentRecord
+from ..files.checkpoint import Fingerprint
 from ..files.destination import Destination, FileKind, taken_by
-from ..files.fingerprint import Fingerprint
 from ..files.small_files import parse_json, read_small
 from ..hub.fetch import supply_shards
 from ..hub.source import model_folder

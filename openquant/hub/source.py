@@ -24,14 +24,15 @@ from typing import TypeVar
 from ..errors import SourceError, UsageError
 from ..files.checkpoint import (
     Checkpoint,
+    Stamp,
     header_digest,
     open_checkpoint,
     read_json,
     readable,
     refuse_other_weights,
     refuse_without_weights,
+    stamps_of,
 )
-from ..files.fingerprint import Stamp, stamps_of
 from ..files.gguf import read_gguf_header
 from ..files.model_files import INDEX_FILE, SINGLE_FILE, deciding, left_out_part
 from ..files.small_files import file_sha256, read_small, similar_path

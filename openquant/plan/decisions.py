@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ..errors import PlanError
-from ..files.layer_store import TensorPlace
+from ..files.shardfile import TensorPlace
 from ..files.tensors import TensorInfo
 from ..formats.numbers import with_fp8_cache
 from ..formats.schemes import Scheme

@@ -28,7 +28,7 @@ from typing import Any
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
 from ..files.journal import Provenance
-from ..files.layer_store import TensorPlace
+from ..files.shardfile import TensorPlace
 from ..formats.format import FLOATS, ActivationQuantization, Format, read_activation_quantization
 from ..formats.names import UNCHANGED
 from ..formats.numbers import DENSE, says_fp8_cache, with_fp8_cache

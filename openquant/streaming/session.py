@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..distributed import Ranks, attempt
 from ..errors import SourceError
-from ..files.checkpoint import Checkpoint
-from ..files.fingerprint import Fingerprint
+from ..files.checkpoint import Checkpoint, Fingerprint
 from ..hub.fetch import ShardSupply
 from ..hub.source import Source
 

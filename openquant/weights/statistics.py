@@ -66,11 +66,11 @@ class Calibration:
 
     Attributes:
         inputs: statistics of the inputs of layers.
-        model: digest of the checkpoint (files/fingerprint.py), SHA-256 in hexadecimal; "" for a placeholder.
+        model: digest of the checkpoint (files/checkpoint.py), SHA-256 in hexadecimal; "" for a placeholder.
         texts: the calibration texts in the form of eval.json: {"files": ["wiki.txt"], "documents": 128, ..}.
         cached: largest magnitudes of keys and of values in the KV cache, by number of the decoder layer:
             {0: (21.5, 3.25)}. Layers without a cache of their own are missing.
-        stamp: the checkpoint's stamp (files/fingerprint.py), by which it is recognized without reading it.
+        stamp: the checkpoint's stamp (files/checkpoint.py), by which it is recognized without reading it.
         file: path that it was read from, for messages.
     """
 
@@ -137,7 +137,7 @@ def calibrations(matches: Callable[[str, str], bool] | None = None) -> FileKind:
     """Return the kind of file that `openquant calibrate` writes.
 
     Args:
-        matches: returns whether a checkpoint's digest and stamp (files/fingerprint.py) are those of the model, such as
+        matches: returns whether a checkpoint's digest and stamp (files/checkpoint.py) are those of the model, such as
             `Fingerprint.matches`. With it, `recognizes` raises UsageError for a calibration of another model. If None,
             calibrations of all models are recognized.
 

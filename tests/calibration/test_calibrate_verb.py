@@ -19,8 +19,7 @@ from conftest import EXAMPLE, run_openquant
 from openquant import Reporter, calibrate, compress, evaluate, verify
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
-from openquant.files.checkpoint import open_checkpoint
-from openquant.files.fingerprint import Fingerprint
+from openquant.files.checkpoint import Fingerprint, open_checkpoint
 from openquant.plan.plan import Plan
 from openquant.weights.statistics import Calibration, InputStatistics, read_calibration
 from support import small_checkpoints

@@ -21,7 +21,7 @@ from openquant.calibration.hessian import Hessian
 from openquant.data.corpus import Corpus, Document
 from openquant.errors import PlanError, SourceError
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.layer_store import LayerStore
+from openquant.files.shardfile import LayerStore
 from openquant.formats import kernels
 from openquant.formats.kernels import choose_scales
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme

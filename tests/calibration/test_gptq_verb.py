@@ -23,7 +23,7 @@ from openquant import Reporter, compress, evaluate, verify
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, OutputError, SourceError, UsageError
 from openquant.evaluation import generate
-from openquant.files.layer_store import LayerStore
+from openquant.files.shardfile import LayerStore
 from openquant.report.text import verification_text
 from openquant.streaming import pass_checkpoint
 from support import forked_ranks, mixture_of_experts, small_checkpoints
@@ -163,7 +163,7 @@ def test_verify_recomputes_scales_but_not_codes(made: Path, tmp_path: Path) -> N
 KILLED = """
 import os, signal, sys
 from openquant.files.checkpoint import open_checkpoint
-from openquant.files.layer_store import LayerStore
+from openquant.files.shardfile import LayerStore
 from openquant.formats.schemes import INT4_W4A16
 from openquant.streaming import pass_checkpoint
 from openquant.cli.commands import main

@@ -23,7 +23,7 @@ from openquant.calibration.hessian import (
 )
 from openquant.data.corpus import Corpus, Document
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
-from openquant.files.layer_store import LayerStore
+from openquant.files.shardfile import LayerStore
 from openquant.formats import kernels
 from openquant.models import MODELS
 from openquant.plan.decisions import PlanOptions

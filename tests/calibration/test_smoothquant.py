@@ -27,8 +27,7 @@ from openquant.calibration.smoothing import (
     usable_mappings,
 )
 from openquant.errors import OutputError, PlanError, SourceError, UsageError
-from openquant.files.checkpoint import open_checkpoint
-from openquant.files.fingerprint import Fingerprint
+from openquant.files.checkpoint import Fingerprint, open_checkpoint
 from openquant.formats.schemes import SCHEMES
 from openquant.plan.decisions import PlanOptions
 from openquant.plan.plan import Plan, make_plan

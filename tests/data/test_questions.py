@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openquant.data.questions import read_questions
-from openquant.data.tasks import read_tasks
+from openquant.data.tasks import read_questions, read_tasks
 from openquant.errors import OpenQuantError, SourceError, UsageError
 from support.task_files import write_big_bench, write_lines
 

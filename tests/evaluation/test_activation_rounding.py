@@ -12,7 +12,7 @@ from transformers import Llama4TextConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3M
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from openquant.errors import UsageError
-from openquant.evaluation.activation_rounding import (
+from openquant.evaluation.as_served import (
     SMALLEST_SCALE,
     ActivationRounding,
     ClippedCount,

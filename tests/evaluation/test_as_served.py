@@ -14,8 +14,7 @@ from openquant import compress
 from openquant.data.prompts import read_prompts
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import SourceError
-from openquant.evaluation.activation_rounding import Fp8Cache, round_activations
-from openquant.evaluation.as_served import ServedModel, logits
+from openquant.evaluation.as_served import Fp8Cache, ServedModel, logits, round_activations
 from openquant.evaluation.generate import compare_answers
 from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.format import ActivationQuantization

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from conftest import EXAMPLE, change_json
 from openquant import compress, evaluate
 from openquant.cli.commands import main
-from openquant.data.questions import read_questions
-from openquant.data.tasks import read_tasks
+from openquant.data.tasks import read_questions, read_tasks
 from openquant.data.tokenizer import load_tokenizer
 from openquant.errors import OpenQuantError, SourceError, UsageError
 from openquant.evaluation import generate, run

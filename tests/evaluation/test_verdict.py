@@ -17,11 +17,11 @@ from openquant.evaluation.verdict import (
     ROUTED,
     LayerFigures,
     Suspect,
+    WeightChange,
     suspects_by_config,
     suspects_by_layers,
     suspects_by_weights,
 )
-from openquant.evaluation.weight_changes import WeightChange
 
 FLOOR = 0.0001
 

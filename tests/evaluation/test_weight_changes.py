@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from openquant.evaluation import weight_changes
-from openquant.evaluation.weight_changes import MOST_MOVED, WeightChange, compare_weights
+from openquant.evaluation import verdict
+from openquant.evaluation.verdict import MOST_MOVED, WeightChange, compare_weights
 from openquant.formats.format import Format
 from openquant.formats.numbers import E2M1, INT4
 from openquant.formats.reference import decode, encode, group_absmax, group_ranges, group_scale
@@ -131,7 +131,7 @@ def test_groups_at_the_edge_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None
     whole = compare_weights("up", weight, weight * 1.02, BLOCK.format)
     # Blocks of 256 fill 200 rows up with zeros.
     assert whole.error == pytest.approx(0.02, rel=0.05)
-    monkeypatch.setattr(weight_changes, "CHUNK", 1000)
+    monkeypatch.setattr(verdict, "CHUNK", 1000)
     pieces = compare_weights("up", weight, weight * 1.02, BLOCK.format)
     assert pieces.error == pytest.approx(whole.error, rel=1e-6)
     assert pieces.rounding_error == pytest.approx(whole.rounding_error, rel=1e-6)
@@ -165,8 +165,8 @@ def test_what_zeros_became_is_not_explained() -> None:
 
 
 def test_what_is_mapped_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_changes, "PIECE", 1000)
-    monkeypatch.setattr(weight_changes, "CHUNK", 1000)
+    monkeypatch.setattr(verdict, "PIECE", 1000)
+    monkeypatch.setattr(verdict, "CHUNK", 1000)
     weight, calls = weights(50, 60), []
     other = weight.clone()
     same = compare_weights("norm", weight, other, None, between=lambda: calls.append("same"))

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from openquant.errors import SourceError
-from openquant.files.checkpoint import open_checkpoint
-from openquant.files.fingerprint import Fingerprint
+from openquant.files.checkpoint import Fingerprint, open_checkpoint
 from support import small_checkpoints
 
 

@@ -108,9 +108,8 @@ class Case:
 def make(root: Path) -> Sound:
     """All of it, below a directory."""
     from openquant import calibrate, compress
-    from openquant.files.checkpoint import open_checkpoint
-    from openquant.files.fingerprint import Fingerprint
-    from openquant.files.layer_store import LayerStore
+    from openquant.files.checkpoint import Fingerprint, open_checkpoint
+    from openquant.files.shardfile import LayerStore
     from openquant.streaming import pass_checkpoint
     from support import small_checkpoints
     from support.evaluation_files import evaluation
@@ -359,7 +358,7 @@ def raw(rng: random.Random, data: bytes) -> bytes:
 
 
 def rounded(case: Case) -> Trial:
-    from openquant.files.layer_store import LayerStore
+    from openquant.files.shardfile import LayerStore
 
     folder = case.here / "out.rounded"
     folder.mkdir()

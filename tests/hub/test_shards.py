@@ -19,8 +19,7 @@ import pytest
 from openquant import diagnose
 from openquant.distributed import Ranks
 from openquant.errors import OutputError, SourceError, UsageError
-from openquant.files.checkpoint import Checkpoint
-from openquant.files.fingerprint import Fingerprint
+from openquant.files.checkpoint import Checkpoint, Fingerprint
 from openquant.hub.fetch import ShardSupply, supply_shards
 from openquant.hub.source import Source
 from openquant.streaming.session import ArrivingShards

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from openquant import Reporter
-from openquant.files.fingerprint import Fingerprint
+from openquant.files.checkpoint import Fingerprint
 from openquant.plan.plan import Plan
 from openquant.weights.statistics import Calibration, InputStatistics
 
