@@ -37,6 +37,8 @@ _Value = TypeVar("_Value")
 _MOST_LOST = 1_000
 _MOST_EXPERTS = 10_000
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+# What notes begin with that say nothing about a source.
+NOT_CHECKED = "completeness not checked"
 _TASK_HEAD = "the head of its task: no tensor is named score, classifier or the like"
 
 
@@ -415,8 +417,8 @@ def completeness_notes(
     """
     comparison = compare_with_class(entry, tensors, config, text)
     if comparison is None:
-        return [f"completeness not checked: nothing says which tensors {entry.model.name} has"]
-    names_only = f"completeness not checked by all sizes: transformers does not build all of {entry.model.name}"
+        return [f"{NOT_CHECKED}: nothing says which tensors {entry.model.name} has"]
+    names_only = f"{NOT_CHECKED} by all sizes: transformers does not build all of {entry.model.name}"
     return [
         *([] if comparison.is_whole else [names_only]),
         *(f"the source lacks {text}" for text in comparison.lost),

@@ -104,6 +104,7 @@ class Plan:
         quantization_config: that of the output's config.json; empty if it has none.
         parallel: tensor-parallel sizes, each with the reason for which it cannot serve the output, if any.
         notes: lines for the user.
+        source_notes: those of `notes` that are about the source, which the output's card repeats.
         identity: text that tells the source from another with the same headers.
         provenance: how the user asked for the output, which is recorded in it.
     """
@@ -116,6 +117,7 @@ class Plan:
     quantization_config: dict[str, Any]
     parallel: tuple[ParallelSize, ...]
     notes: tuple[str, ...]
+    source_notes: tuple[str, ...] = ()
     identity: str = ""
     provenance: Provenance = field(default_factory=Provenance)
 
@@ -292,18 +294,31 @@ def make_plan(
     # Describe.
     formats = ((layer, chosen.scheme.format if chosen.scheme else None) for layer, chosen in decisions.decided())
     parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
+    about_source = _notes_on_source(checkpoint, decoded, entry)
     notes = [
         *entry_notes(model),
         *check_task_head(checkpoint.architecture),
-        *source_notes(checkpoint, model),
         *scheme_notes,
-        *completeness_notes(entry, decoded.tensors.values(), decoded.config, config),
-        *token_misfits(checkpoint.root, entry, decoded.tensors.values()),
+        *about_source,
         *cache_notes,
         *output_notes(checkpoint, weights.values(), entry, decisions, options),
     ]
     settings = quantization_config(entry, decisions, options.fp8_kv_cache)
-    return Plan(checkpoint, decoded, entry, options, decisions, settings, parallel, tuple(notes), identity)
+    return Plan(
+        *(checkpoint, decoded, entry, options, decisions, settings, parallel, tuple(notes)),
+        source_notes=about_source,
+        identity=identity,
+    )
+
+
+def _notes_on_source(checkpoint: Checkpoint, decoded: Checkpoint, entry: ModuleRules) -> tuple[str, ...]:
+    """Notes on what the source lacks, what does not fit in it, and what of it is left out."""
+    tensors = decoded.tensors.values()
+    return (
+        *source_notes(checkpoint, entry.model),
+        *completeness_notes(entry, tensors, decoded.config, text_config(decoded, entry.model)),
+        *token_misfits(checkpoint.root, entry, tensors),
+    )
 
 
 _COMPRESSED_TENSORS = "compressed-tensors"
@@ -375,8 +390,10 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
             kept = PassthroughTensor(info, template(info.module), "" if weight else "not quantized", weight)
         items[decoded.where[info.name].shard].append(kept)
     entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
-    notes = tuple(left_behind(checkpoint, weights.values()))
-    return Plan(checkpoint, decoded, entry, PlanOptions(), Decisions(None, items), {}, (), notes, identity)
+    about_source = _notes_on_source(checkpoint, decoded, entry)
+    notes = (*about_source, *left_behind(checkpoint, weights.values()))
+    decisions = Decisions(None, items)
+    return Plan(checkpoint, decoded, entry, PlanOptions(), decisions, {}, (), notes, about_source, identity)
 
 
 _WHY = f"--scheme {UNCHANGED}"
@@ -426,9 +443,17 @@ def make_unchanged_plan(
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
     decisions = Decisions(None, items)
-    notes = (*entry_notes(model), *cache_notes, *serving_notes(model, decisions), *engine_notes(entry, decisions))
+    about_source = _notes_on_source(checkpoint, decoded, entry)
+    notes = (
+        *entry_notes(model),
+        *about_source,
+        *cache_notes,
+        *serving_notes(model, decisions),
+        *engine_notes(entry, decisions),
+    )
     parallel = check_parallel_sizes(decoded, entry, ((layer, None) for layer in layers.values()), options.tp)
-    return Plan(checkpoint, decoded, entry, options, decisions, with_fp8_cache(DENSE), parallel, notes, identity)
+    settings = with_fp8_cache(DENSE)
+    return Plan(checkpoint, decoded, entry, options, decisions, settings, parallel, notes, about_source, identity)
 
 
 def _passthrough(item: Item) -> PassthroughTensor:

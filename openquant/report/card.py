@@ -42,6 +42,7 @@ from ..formats.hardware import GENERATIONS, HARDWARE, arithmetic_on, find_kernel
 from ..formats.numbers import FLAG
 from ..patterns import collapse
 from ..plan import summary
+from ..plan.completeness import NOT_CHECKED
 from ..plan.decisions import tokens_of
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan, has_fp8_cache, required_package
@@ -127,8 +128,12 @@ def with_notes(card: str, notes: Sequence[str]) -> str:
     Returns:
         The text of the new README.md.
     """
-    lines = "".join(f"> Note: {markdown(note)}\n\n" for note in notes)
+    lines = "".join(f"{_note(note)}\n\n" for note in notes)
     return card.replace(f"{MADE_HEADING}\n", f"{lines}{MADE_HEADING}\n", 1)
+
+
+def _note(note: str) -> str:
+    return f"> Note: {markdown(note)}"
 
 
 def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture: str | None = None) -> str:
@@ -509,6 +514,7 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         "",
         *(engines or [engines_that_read(plan)]),
         "",
+        *(line for note in plan.source_notes if not note.startswith(NOT_CHECKED) for line in (_note(note), "")),
         MADE_HEADING,
         "",
         "| | |",

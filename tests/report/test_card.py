@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from conftest import EXAMPLE
-from openquant import __version__, compress, verify
+from openquant import __version__, compress, dequantize, verify
 from openquant import run as running
 from openquant.errors import SourceError
 from openquant.files import cards
@@ -515,6 +515,17 @@ LACKING = [
         ],
     ),
 ]
+
+
+def test_a_card_says_what_its_source_lacked(tmp_path: Path) -> None:
+    source = small_checkpoints.write(tmp_path / "source")
+    small_checkpoints.change_weights(source, lambda weights: weights.pop("model.layers.1.input_layernorm.weight"))
+    compress(source, tmp_path / "out", "channel")
+    compress(source, tmp_path / "copied", "none", kv_cache="fp8")
+    dequantize(tmp_path / "out", tmp_path / "plain")
+    note = "> Note: the source lacks model.layers.1.input&#95;layernorm\n"
+    for name in ("out", "copied", "plain"):
+        assert (tmp_path / name / "README.md").read_text().count(note) == 1, name
 
 
 def test_what_a_card_lacks_for_the_hub(subtests: pytest.Subtests) -> None:
