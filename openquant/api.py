@@ -44,6 +44,7 @@ from .hub.publish import Publisher
 from .hub.source import silent
 from .job import (
     MOST_WORKERS,
+    Opened,
     Prepared,
     claim_of,
     connected,
@@ -67,6 +68,7 @@ from .options import (
     Run,
     documented,
     push_target,
+    values_for,
 )
 from .plan import summary
 from .plan.decisions import PlanOptions
@@ -155,123 +157,151 @@ def compress(
     Raises:
         OpenQuantError: something that the caller can fix; errors.py has the kinds.
     """
-    recipe = Recipe.parse(
-        scheme=scheme,
-        format=format,
-        scale_format=scale_format,
-        activation_scheme=activation_scheme,
-        calibration=calibration,
-        calibrate=calibrate,
-        smooth=smooth,
-        awq=awq,
-        gptq=gptq,
-        kv_cache=kv_cache,
-        group_size=group_size,
-        asymmetric=asymmetric,
-        no_search=no_search,
-        ignore=ignore,
-        scheme_for=scheme_for,
-        tp=tp,
-        quantize_lm_head=quantize_lm_head,
-        quantize_embeddings=quantize_embeddings,
-        architecture=architecture,
-    )
-    texts = CalibrationTexts.parse(text=text, dataset=dataset, samples=samples, length=length)
-    wanted = FitOptions.parse(fit=fit, context=context, engines=engines, candidates=candidates)
-    if wanted.fit is not None:
-        refuse_options(recipe)
-    request = check_recipe(recipe, texts)
-    run = Run.parse(
-        model=model,
-        output=output,
-        dry_run=dry_run,
-        device=device,
-        workers=workers,
-        max_memory=max_memory,
-        revision=revision,
-        overwrite=overwrite,
-        copy=copy,
-        stream=stream,
-        push=push,
-    )
-    reporter, start = reporter or Reporter(), time.monotonic()
-    with connected(ranks) as ranks:
-        if run.dry_run or wanted.fit is not None:
-            _require_writable(run, ranks)
-        if wanted.fit is not None:
-            # Imports torch.
-            from .fit.run import choose_mixture
+    request = check_request(locals())
+    run = request.run
+    reporter = reporter or Reporter()
+    start = time.monotonic()
 
-            recipe, found = choose_mixture(
-                run, recipe, request.options, wanted, texts, request.architecture, ranks, reporter
-            )
-            # Without a calibration nothing else reads the texts.
-            texts = texts if recipe.gptq or recipe.calibrate or request.options.fp8_kv_cache else CalibrationTexts()
-            request = replace(check_recipe(recipe, texts), frontier=found.to_json())
-        options = request.options
-        if recipe.calibration is not None:
-            options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
-        fitted = wanted.fit is not None
-        prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks, again=fitted))
-        space = _report_plan(prepared, texts, ranks, reporter)
+    with connected(ranks) as ranks:
+        if run.dry_run or request.fit.fit is not None:
+            _require_writable(run, ranks)
+        request = complete_options(request, ranks, reporter)
+        prepared = plan_of(request, ranks)
+        space = _report_plan(prepared, request.texts, ranks, reporter)
+
         if run.dry_run:
-            if not isinstance(reporter, _PlanKeeper) and texts.text and prepared.plan.lacks:
-                read_texts(prepared.source, prepared.checkpoint, texts, ranks)
+            if request.texts.text and prepared.plan.lacks:
+                read_texts(prepared.source, prepared.checkpoint, request.texts, ranks)
             return _result(prepared, space, start, Outcome())
+
         corpus = None
         if prepared.plan.lacks:
             _require_writable(run, ranks, prepared.plan)
-            calibrated, corpus = in_all_ranks(
-                ranks, lambda: run_texts(prepared, recipe, texts, options, ranks, reporter)
-            )
-            prepared = prepare_alike(ranks, lambda: _plan(run, request, calibrated, ranks, again=True))
-            reporter.planned(prepared.plan, prepared.source, prepared.target)
+            prepared, corpus = _calibrate(request, prepared, ranks, reporter)
         return _write(prepared, corpus, space, ranks, reporter, start)
 
 
-def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again: bool = False) -> Prepared:
-    """Open the source and make the plan of compress().
+def check_request(given: Mapping[str, Any]) -> Request:
+    """Check options of compress() before anything is opened.
 
     Args:
-        run: options of the run.
-        request: checked options of the output.
-        options: plan options, with the results of a calibration if there was one.
-        ranks: the processes of this run, each with its number (rank) among them.
-        again: whether this is the second plan, after a calibration or --fit, which have required the memory. Too little
-            of it is then no error any more.
+        given: the options by name; others are ignored, and those that are missing have their defaults.
 
     Raises:
-        OpenQuantError: the source cannot be read or planned, or memory does not allow the run.
+        UsageError: an option makes no sense, alone or with others.
     """
-    recipe, texts, scheme = request.recipe, request.texts, request.scheme
+    recipe = Recipe.parse(**values_for(Recipe, given))
+    texts = CalibrationTexts.parse(**values_for(CalibrationTexts, given))
+    fit = FitOptions.parse(**values_for(FitOptions, given))
+    if fit.fit is not None:
+        refuse_options(recipe)
+    options = check_recipe(recipe, texts)
+    return Request(Run.parse(**values_for(Run, given)), recipe, texts, fit, *options)
+
+
+def complete_options(request: Request, ranks: Ranks, reporter: Reporter) -> Request:
+    """Read the calibration that is given, and with `fit` choose the mixture of schemes.
+
+    Args:
+        request: the checked options.
+        ranks: the processes of this run.
+        reporter: receives notes and progress.
+
+    Raises:
+        OpenQuantError: the calibration cannot be read, the model cannot be measured, or nothing fits.
+    """
+    if request.fit.fit is not None:
+        request = _choose_schemes(request, ranks, reporter)
+    file = request.recipe.calibration
+    if file is None:
+        return request
+    return replace(request, options=replace(request.options, calibration=read_calibration(Path(file))))
+
+
+def _choose_schemes(request: Request, ranks: Ranks, reporter: Reporter) -> Request:
+    """Choose the mixture of schemes for --fit."""
+    # Imports torch.
+    from .fit.run import choose_mixture
+
+    recipe, found = choose_mixture(request, ranks, reporter)
+    texts = request.texts
+    if not (recipe.gptq or recipe.calibrate or request.options.fp8_kv_cache):
+        # Without a calibration nothing else reads the texts.
+        texts = CalibrationTexts()
+
+    scheme, options = check_recipe(recipe, texts)
+    return replace(request, recipe=recipe, texts=texts, scheme=scheme, options=options, frontier=found.to_json())
+
+
+def plan_of(request: Request, ranks: Ranks, again: bool = False) -> Prepared:
+    """Open the source and make the plan of compress(), the same in all ranks.
+
+    Args:
+        request: the complete options.
+        ranks: the processes of this run.
+        again: whether this is the second plan, after a calibration.
+
+    Returns:
+        The plan, and what a run needs besides.
+
+    Raises:
+        OpenQuantError: the source cannot be read or planned, memory does not allow the run, or ranks differ.
+    """
+    # A calibration and --fit have required the memory already. Too little of it is then no error any more.
+    required = again or request.frontier is not None
+    return prepare_alike(ranks, lambda: _plan(request, ranks, required))
+
+
+def _plan(request: Request, ranks: Ranks, required: bool) -> Prepared:
+    """Open the source and make the plan in this rank."""
+    run, texts = request.run, request.texts
     opened = open_source(run, ranks)
-    source, checkpoint = opened.source, opened.checkpoint
-    kept = recipe.scheme == KEPT
     with without_collector():
-        calibration, fingerprint = options.calibration, Fingerprint(checkpoint, source.remote, source.identity)
-        if calibration is not None and not fingerprint.matches(calibration.model, calibration.stamp):
-            raise UsageError(
-                f"{recipe.calibration or calibration.file} is a calibration of another model than {run.model}",
-                "make one of this model: openquant calibrate MODEL -o FILE",
-            )
-        if kept:
-            plan = make_kept_plan(checkpoint, options, source.identity, request.architecture)
-        elif scheme is None:
-            plan = make_unchanged_plan(checkpoint, options, source.identity, request.architecture)
-        else:
-            plan = make_plan(checkpoint, scheme, options, source.identity, request.architecture)
-        plan = replace(plan, provenance=Provenance(recipe_of(recipe, texts), request.frontier))
-    if again:
+        plan = _make_plan(request, opened)
+    if required:
         return prepare(run, opened, plan, ranks, refuse=False)
+
     if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
         raise UsageError(
             "texts are given, and nothing is calibrated",
             "give --gptq, or --calibrate and what uses it, such as --kv-cache fp8, or leave them out",
         )
-    steps = texts_steps(
-        run, texts.length, source, checkpoint, plan, output_directory(run, source, summary.suffix(plan))
-    )
+    target = output_directory(run, opened.source, summary.suffix(plan))
+    steps = texts_steps(run, texts.length, opened.source, opened.checkpoint, plan, target)
     return prepare(run, opened, plan, ranks, steps)
+
+
+def _make_plan(request: Request, opened: Opened) -> Plan:
+    """Make the plan, after checking that the calibration is of this model."""
+    recipe, source, checkpoint = request.recipe, opened.source, opened.checkpoint
+    options = request.options
+    calibration = options.calibration
+    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+    if calibration is not None and not fingerprint.matches(calibration.model, calibration.stamp):
+        raise UsageError(
+            f"{recipe.calibration or calibration.file} is a calibration of another model than {request.run.model}",
+            "make one of this model: openquant calibrate MODEL -o FILE",
+        )
+
+    if recipe.scheme == KEPT:
+        plan = make_kept_plan(checkpoint, options, source.identity, recipe.architecture)
+    elif request.scheme is None:
+        plan = make_unchanged_plan(checkpoint, options, source.identity, recipe.architecture)
+    else:
+        plan = make_plan(checkpoint, request.scheme, options, source.identity, recipe.architecture)
+    return replace(plan, provenance=Provenance(recipe_of(recipe, request.texts), request.frontier))
+
+
+def _calibrate(
+    request: Request, prepared: Prepared, ranks: Ranks, reporter: Reporter
+) -> tuple[Prepared, Corpus | None]:
+    """Run texts through the model, and plan again with what this gives; the texts are those for GPTQ."""
+    options, corpus = in_all_ranks(
+        ranks, lambda: run_texts(prepared, request.recipe, request.texts, request.options, ranks, reporter)
+    )
+    prepared = plan_of(replace(request, options=options), ranks, again=True)
+    reporter.planned(prepared.plan, prepared.source, prepared.target)
+    return prepared, corpus
 
 
 @documented(Run)
@@ -305,24 +335,16 @@ def dequantize(
     Raises:
         OpenQuantError: nothing in it is quantized, or something else that the caller can fix.
     """
-    run = Run.parse(
-        model=model,
-        output=output,
-        dry_run=dry_run,
-        workers=workers,
-        max_memory=max_memory,
-        revision=revision,
-        overwrite=overwrite,
-        copy=copy,
-        stream=stream,
-        push=push,
-    )
-    reporter, start = reporter or Reporter(), time.monotonic()
+    run = Run.parse(**values_for(Run, locals()))
+    reporter = reporter or Reporter()
+    start = time.monotonic()
+
     with connected(ranks) as ranks:
         if run.dry_run:
             _require_writable(run, ranks)
         prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
         space = _report_plan(prepared, CalibrationTexts(), ranks, reporter)
+
         if run.dry_run:
             return _result(prepared, space, start, Outcome())
         return _write(prepared, None, space, ranks, reporter, start)
@@ -358,8 +380,8 @@ def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, repo
         PushError: in a dry run, the repository would be refused.
     """
     space, error = None, None
-    if ranks.first and not isinstance(reporter, _PlanKeeper):
-        space, error = attempt(lambda: _find_space(prepared, texts, ranks))
+    if ranks.first:
+        space, error = attempt(lambda: find_space(prepared, texts, ranks))
     if space is not None:
         reporter.disk_space(space)
     reporter.planned(prepared.plan, prepared.source, prepared.target)
@@ -367,11 +389,17 @@ def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, repo
     return space or DiskSpace(0, 0, prepared.run.stream)
 
 
-def _find_space(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> DiskSpace:
+def find_space(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> DiskSpace:
     """Find the disk space that a run needs. A dry run also checks the repository to push to.
 
+    Args:
+        prepared: the run with its plan.
+        texts: options that say how many texts are calibrated with, and how long.
+        ranks: the processes of this run.
+
     Raises:
-        OutputError: see `_report_plan`.
+        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
+        PushError: in a dry run, the repository would be refused.
     """
     run, plan, source, target = prepared.run, prepared.plan, prepared.source, prepared.target
     publisher = publisher_of(prepared)
@@ -488,22 +516,18 @@ def explain(
     for name in options:
         if name not in inspect.signature(compress).parameters:
             raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
-    reporter = _PlanKeeper()
-    result = compress(model, None, scheme, revision=revision, dry_run=True, reporter=reporter, **options)
+
+    request = check_request({**options, "model": model, "scheme": scheme, "revision": revision, "dry_run": True})
+    ranks = Ranks()
+    prepared = plan_of(complete_options(request, ranks, Reporter()), ranks)
+    plan = prepared.plan
     return Explanation(
-        model=result.model,
-        revision=result.revision,
-        architecture=result.architecture,
-        scheme=result.scheme,
-        layers=explain_modules(reporter.plan, layer),
+        model=os.fspath(model),
+        revision=prepared.source.revision,
+        architecture=plan.model.name,
+        scheme=summary.scheme_name(plan),
+        layers=explain_modules(plan, layer),
     )
-
-
-class _PlanKeeper(Reporter):
-    """Keeps the plan that is reported."""
-
-    def planned(self, plan: Plan, *_: object) -> None:
-        self.plan = plan
 
 
 @documented(Diagnose)
@@ -531,17 +555,7 @@ def diagnose(
     Raises:
         OpenQuantError: a weight that would be quantized has NaN or infinity, or something else that the caller can fix.
     """
-    request = Diagnose.parse(
-        model=model,
-        scheme=scheme,
-        ignore=ignore,
-        full=full,
-        architecture=architecture,
-        revision=revision,
-        stream=stream,
-        scratch=scratch,
-        workers=workers,
-    )
+    request = Diagnose.parse(**values_for(Diagnose, locals()))
     chosen = find_scheme(request.scheme)
     source, checkpoint = open_model(request.model, request.revision, request.stream)
     options = PlanOptions(tuple(request.ignore))

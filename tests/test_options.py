@@ -104,9 +104,6 @@ def test_signatures_are_the_fields() -> None:
 
 def test_every_argument_becomes_the_option_of_its_name() -> None:
     for function, kinds in {
-        openquant.compress: (Recipe, CalibrationTexts, Run),
-        openquant.dequantize: (Run,),
-        openquant.diagnose: (Diagnose,),
         openquant.fit_table: (CompareSchemes,),
         openquant.evaluate: (Evaluate, Texts),
         openquant.calibrate: (Calibrate, CalibrationTexts),

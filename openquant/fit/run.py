@@ -19,10 +19,11 @@ from ..distributed import Ranks
 from ..errors import PlanError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..job import open_source, output_directory, prepare
-from ..options import CalibrationTexts, FitOptions, Recipe, Run
+from ..options import FitOptions, Recipe
 from ..plan import summary
 from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
+from ..recipes import Request
 from ..result import Reporter
 from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
 from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
@@ -41,25 +42,11 @@ CLOSE_ENOUGH = 0.9
 SMALLEST = 1e-9
 
 
-def choose_mixture(
-    run: Run,
-    recipe: Recipe,
-    options: PlanOptions,
-    fit: FitOptions,
-    texts: CalibrationTexts,
-    architecture: str | None,
-    ranks: Ranks,
-    reporter: Reporter,
-) -> tuple[Recipe, SearchResult]:
+def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[Recipe, SearchResult]:
     """Find the mixture of schemes for a budget.
 
     Args:
-        run: options of the run: the model, the output, memory and device.
-        recipe: options of the output; its scheme is replaced.
-        options: what the plan is made with besides the scheme.
-        fit: the budget, the context and the engines.
-        texts: options that say which texts are read.
-        architecture: name of the registry's entry; None for that of the class.
+        request: the checked options of compress(), with `fit`; the scheme of the recipe is replaced.
         ranks: the processes of this run.
         reporter: receives notes and progress.
 
@@ -72,12 +59,13 @@ def choose_mixture(
         SourceError: the model or a text cannot be read.
         OutputError: hidden states or scores cannot be written.
     """
+    run, recipe, texts, fit = request.run, request.recipe, request.texts, request.fit
     assert fit.fit is not None
     budget = read_budget(fit.fit)
     refuse_ranks(ranks)
     opened = open_source(run, ranks)
-    menu = make_menu(opened, options, fit.candidates, fit.engines, budget.gpu, architecture)
-    limit = _limit(budget, menu, fit, options)
+    menu = make_menu(opened, request.options, fit.candidates, fit.engines, budget.gpu, recipe.architecture)
+    limit = _limit(budget, menu, fit, request.options)
     directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
     session = Session(opened, menu, texts, directory, run.stream, run.max_memory, ranks, reporter)
     compared = 1 if limit is None else 2
