@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -542,12 +543,12 @@ def diagnose(
     stream: bool = False,
     scratch: str | os.PathLike[str] | None = None,
     workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    reporter: Reporter | None = None,
 ) -> Diagnosis:
     """Estimate the quantization error of each layer of a checkpoint from its weights alone. Nothing is written.
 
     Args:
-        progress: called with the bytes of weights read so far and in all, from any thread, one at a time.
+        reporter: receives the progress in bytes of weights; nothing is reported if None.
 
     Returns:
         The errors of each layer; and `choices`, options of compress that were measured to lose less on another model.
@@ -556,7 +557,9 @@ def diagnose(
         OpenQuantError: a weight that would be quantized has NaN or infinity, or something else that the caller can fix.
     """
     request = Diagnose.parse(**values_for(Diagnose, locals()))
+    progress = partial((reporter or Reporter()).progressed, unit="bytes")
     chosen = find_scheme(request.scheme)
+
     source, checkpoint = open_model(request.model, request.revision, request.stream)
     options = PlanOptions(tuple(request.ignore))
     with without_collector():

@@ -95,11 +95,11 @@ def test_signatures_are_the_fields() -> None:
     compress = by_name(*said(Run), *said(Recipe), *said(FitOptions), *said(CalibrationTexts), *beside)
     assert by_name(*taken(openquant.compress)) == compress
     assert by_name(*taken(openquant.dequantize)) == by_name(*said(Run, without=("device",)), *beside)
-    assert by_name(*taken(openquant.verify)[:-2]) == by_name(*said(Check))
+    assert by_name(*taken(openquant.verify)[:-1]) == by_name(*said(Check))
     assert by_name(*taken(openquant.diagnose)[:-1]) == by_name(*said(Diagnose))
     assert by_name(*taken(openquant.fit_table)) == by_name(*said(CompareSchemes))
-    assert by_name(*taken(openquant.evaluate)[:-4]) == by_name(*said(Evaluate), *said(Texts))
-    assert by_name(*taken(openquant.calibrate)[:-3]) == by_name(*said(Calibrate), *said(CalibrationTexts))
+    assert by_name(*taken(openquant.evaluate)) == by_name(*said(Evaluate), *said(Texts), *beside)
+    assert by_name(*taken(openquant.calibrate)) == by_name(*said(Calibrate), *said(CalibrationTexts), *beside)
 
 
 def test_every_argument_becomes_the_option_of_its_name() -> None:

@@ -37,7 +37,6 @@ from ..options import (
 from .arguments import Parser, compress_parser, recipe_parser, verb_parser
 from .console import (
     Interrupts,
-    Progress,
     Terminal,
     columns,
     escaped_libraries,
@@ -321,16 +320,7 @@ def _convert(call: Call, work: Callable[..., Result]) -> int:
     if command.quiet:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 
-    silent = command.quiet or not call.ranks.first
-    with closing(
-        Terminal(
-            call.interrupts,
-            quiet=silent or command.json,
-            silent=silent,
-            verbose=command.verbose and not command.json,
-            lines=command.progress == "json",
-        )
-    ) as reporter:
+    with closing(Terminal(call.interrupts, command, call.ranks.first)) as reporter:
         result = work(**call.values(Run), push=_find_push(call), ranks=call.ranks, reporter=reporter)
     require_printed(reporter.failure)
     if command.json and call.ranks.first:
@@ -342,8 +332,8 @@ def _diagnose(call: Call) -> int:
     from ..api import diagnose
     from ..report.text import diagnosis_text
 
-    with closing(_Bar(call, "diagnosing", "diagnosed")) as bar:
-        diagnosis = diagnose(**call.values(Diagnose), progress=bar.advanced)
+    with closing(Terminal(call.interrupts, call.command, stage=("diagnosing", "diagnosed"))) as reporter:
+        diagnosis = diagnose(**call.values(Diagnose), reporter=reporter)
     return call.show(diagnosis.to_json, partial(diagnosis_text, diagnosis, call.command.verbose))
 
 
@@ -380,9 +370,7 @@ def _search(call: Call) -> int:
 
     command = call.command
     page = _page(call)
-    with closing(
-        Terminal(call.interrupts, quiet=True, silent=command.quiet, verbose=False, lines=command.progress == "json")
-    ) as reporter:
+    with closing(Terminal(call.interrupts, command)) as reporter:
         found = search_mixtures(**call.values(Search), reporter=reporter)
     require_printed(reporter.failure)
 
@@ -406,8 +394,8 @@ def _calibrate(call: Call) -> int:
         preview = preview_calibration(Calibrate(**options), CalibrationTexts(**texts))
         return call.show_preview(preview) if ranks.first else 0
 
-    with closing(_Bar(call, "calibrating", "calibrated", "tokens")) as bar:
-        written = calibrate(**options, **texts, begun=bar.begun, progress=bar.advanced, ranks=ranks)
+    with closing(Terminal(call.interrupts, call.command, ranks.first)) as reporter:
+        written = calibrate(**options, **texts, ranks=ranks, reporter=reporter)
     if not ranks.first:
         return 0
     return call.show_lines({"calibration": str(written)}, [f"wrote {written}"])
@@ -415,7 +403,6 @@ def _calibrate(call: Call) -> int:
 
 def _eval(call: Call) -> int:
     from ..evaluation.run import evaluate, preview_evaluation
-    from ..report.text import evaluation_text
     from ..result import Place
 
     options = Evaluate(**call.values(Evaluate))
@@ -425,25 +412,10 @@ def _eval(call: Call) -> int:
         files = tuple(Place(str(file.path.absolute()), file.kind.title) for file in (page, figure) if file is not None)
         return call.show_preview(replace(preview, writes=preview.writes + files)) if call.ranks.first else 0
 
-    unprinted: OpenQuantError | None = None
-
-    def show(evaluation: Evaluation) -> None:
-        nonlocal unprinted
-        bar.close()
-        try:
-            if call.command.json:
-                say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
-            call.show(evaluation.to_json, partial(evaluation_text, evaluation.to_json(), evaluation.notes))
-        except OpenQuantError as error:
-            unprinted = error  # The files are still written.
-
-    # The files come last, so that hours of work are printed even if a disk is full.
-    with closing(_Bar(call, "evaluating", "evaluated", "tokens")) as bar:
-        evaluation = evaluate(
-            **call.values(Evaluate, Texts), begun=bar.begun, progress=bar.advanced, measured=show, ranks=call.ranks
-        )
-    if unprinted is not None:
-        raise unprinted
+    with closing(_Figures(call)) as reporter:
+        evaluation = evaluate(**call.values(Evaluate, Texts), ranks=call.ranks, reporter=reporter)
+    if reporter.unprinted is not None:
+        raise reporter.unprinted
 
     if call.ranks.first and (page is not None or figure is not None):
         from ..report.html import write_evaluated
@@ -452,6 +424,32 @@ def _eval(call: Call) -> int:
     if call.ranks.first:
         call.say_written(*evaluation.written, page, figure)
     return _judge(call, evaluation, options.fail_above)
+
+
+class _Figures(Terminal):
+    """Prints the figures of eval before its files are written, so that hours of work are seen even if a disk is full.
+
+    Attributes:
+        unprinted: why they were not printed; the files are written all the same.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call.interrupts, call.command, call.ranks.first, ("evaluating", "evaluated"))
+        self.call = call
+        self.unprinted: OpenQuantError | None = None
+
+    def measured(self, evaluation: Evaluation) -> None:
+        """Print the figures."""
+        from ..report.text import evaluation_text
+
+        self.close()
+        figures = evaluation.to_json()
+        try:
+            if self.call.command.json:
+                say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
+            self.call.show(lambda: figures, partial(evaluation_text, figures, evaluation.notes))
+        except OpenQuantError as error:
+            self.unprinted = error
 
 
 def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
@@ -499,53 +497,12 @@ def _find_page_and_figure(call: Call, options: Evaluate) -> tuple[Destination | 
     return destinations.get("--report"), destinations.get("--figure")
 
 
-class _Bar:
-    """Prints what a verb begins with, and shows its progress as a bar, or with --progress json as lines.
-
-    Ranks other than the first print nothing.
-
-    Args:
-        call: the call of the verb.
-        doing: text before the bar: "verifying".
-        did: word in a line: "verified".
-        unit: "bytes" or "tokens".
-    """
-
-    def __init__(self, call: Call, doing: str, did: str, unit: str = "bytes") -> None:
-        self._interrupts, self._doing, self._did, self._unit = call.interrupts, doing, did, unit
-        self._lines, self._first = call.command.progress == "json", call.ranks.first
-        self._progress: Progress | None = None
-
-    def begun(self, about: str) -> None:
-        """Print a line that says what begins."""
-        if self._first:
-            say_lines([about], sys.stderr)
-
-    def advanced(self, done: int, total: int) -> None:
-        """Show that `done` of `total` units are done.
-
-        Raises:
-            KeyboardInterrupt: a signal came.
-        """
-        self._interrupts.check()
-        if self._first:
-            if self._progress is None:
-                self._progress = Progress(total, 0, self._doing, self._did, self._lines, self._unit)
-            self._progress.advance(done - self._progress.done)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._progress is not None:
-            self._progress.close()
-            self._progress = None
-
-
 def _verify(call: Call) -> int:
     from ..report.text import verification_text
     from ..verification.verify import verify
 
-    with closing(_Bar(call, "verifying", "verified")) as bar:
-        report = verify(**call.values(Check), progress=bar.advanced, begun=bar.begun)
+    with closing(Terminal(call.interrupts, call.command, stage=("verifying", "verified"))) as reporter:
+        report = verify(**call.values(Check), reporter=reporter)
 
     if report.quantized and not report.problems and not call.given.get("full"):
         option = "--source MODEL --full" if report.source is None else "--full"

@@ -116,7 +116,7 @@ def search_mixtures(
     if limit is not None and fills:
         named[f"fits {request.gpu}"] = best.best(limit)
     corpus = session.corpus()
-    reporter.calibrating(f"--search: comparing {len(named)} outputs on {corpus.described}")
+    reporter.noted(f"--search: comparing {len(named)} outputs on {corpus.described}")
     records = session.measure(corpus, list(named.values()))
     asked = Asked(
         model,
