@@ -23,7 +23,7 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import readable
-from .files.destination import DiskSpace, Shortage, find_shortages
+from .files.destination import DiskSpace, Needs, Shortage, find_shortages
 from .files.evaluation import evaluation_notes
 from .files.fingerprint import Fingerprint
 from .files.journal import Provenance, finished_files, output_errors, read_journal
@@ -363,10 +363,9 @@ def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
 
 def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
     """Check that the output can be pushed, before passes that may take hours; without them `carry_out` is as early."""
-    push = run.push
-    if push is not None:
+    if run.push is not None:
         shards = [shard.name for shard in plan.layout.shards] if plan else []
-        publisher = Publisher(push, Path(), "", shards)
+        publisher = Publisher(run.push, Path(), "", shards)
         in_all_ranks(ranks, lambda: publisher.require_writable() if ranks.first else None)
 
 
@@ -406,24 +405,36 @@ def find_space(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> Dis
     publisher = publisher_of(prepared)
     if publisher and run.dry_run:
         _preview_push(prepared, publisher)
+
     generated = {} if plan.lacks else generate_files(prepared, plan.files)
     claim = claim_of(prepared, generated, publisher, ranks, 0)
+    needs: list[Needs]
     if plan.lacks:
         needs = texts_needs(prepared, texts, ranks)
     else:
         needs = [[(target, claim.missing_bytes(final=True))]]
         if source.remote and not run.stream:
             needs.append([(source.root, source.remote_bytes(plan.source.shards))])
-    needed = max((sum(nbytes for path, nbytes in phase if path != source.root) for phase in needs), default=0)
-    notes = []
-    if run.dry_run and needed:
-        short: dict[object, Shortage] = {}
-        for shortage in (shortage for phase in needs for shortage in find_shortages(phase)):
-            # What lies beside the output is on its disk.
-            short.setdefault("the Hub's cache" if shortage.path == source.root else target, shortage)
-        for place, (_, nbytes, free) in short.items():
-            notes.append(f"the run needs {gigabytes(nbytes)} on the disk of {place}, which has {gigabytes(free)} free")
+
+    of_phases = [sum(nbytes for path, nbytes in phase if path != source.root) for phase in needs]
+    needed = max(of_phases, default=0)
+    notes = _disk_notes(needs, prepared) if run.dry_run and needed else []
     return DiskSpace(needed, sum(claim.contents.files.values()), run.stream, tuple(notes))
+
+
+def _disk_notes(needs: Sequence[Needs], prepared: Prepared) -> list[str]:
+    """Say which disks have less than a run needs."""
+    short: dict[object, Shortage] = {}
+    for phase in needs:
+        for shortage in find_shortages(phase):
+            # What lies beside the output is on its disk.
+            in_cache = shortage.path == prepared.source.root
+            short.setdefault("the Hub's cache" if in_cache else prepared.target, shortage)
+
+    return [
+        f"the run needs {gigabytes(nbytes)} on the disk of {place}, which has {gigabytes(free)} free"
+        for place, (_, nbytes, free) in short.items()
+    ]
 
 
 def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
@@ -437,6 +448,7 @@ def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
         # Neither the card nor what tells the uploads of this plan from others is final.
         publisher.require_writable()
         return
+
     source.fetch_files([CARD_FILE])
     with silent():
         publisher.prepare(generate_files(prepared)[CARD_FILE], source.downloaded_commit(), creates=False)
@@ -455,8 +467,11 @@ def _write(
 
 def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome) -> Result:
     """Return what a run that began at time `start` has done, or would do."""
-    plan, source, published, findings = prepared.plan, prepared.source, outcome.published, outcome.findings
+    plan, source = prepared.plan, prepared.source
+    published, findings = outcome.published, outcome.findings
+    served = summary.serving(plan)
     findings_notes = zero_notes(sorted(findings.zero_layers)) + lost_notes(sorted(findings.lost_layers))
+
     return Result(
         model=os.fspath(prepared.run.model),
         revision=source.revision,
@@ -479,7 +494,7 @@ def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome
         ignored_layers=ignored_layers(plan),
         shards=len(plan.layout.shards),
         tensor_parallel=summary.parallel_sizes(plan),
-        serving=serving_to_json(*served) if (served := summary.serving(plan)) else None,
+        serving=serving_to_json(*served) if served else None,
         seconds=round(time.monotonic() - start, 3),
         peak_rss_bytes=peak_rss(),
         resumed=outcome.resumed,
@@ -564,11 +579,13 @@ def diagnose(
     options = PlanOptions(tuple(request.ignore))
     with without_collector():
         plan = make_plan(checkpoint, chosen, options, source.identity, request.architecture)
+
     with supply_shards([(source, shards_to_read(plan))], request.stream, request.scratch) as [supply]:
         # More threads bring nothing and take long to start.
         limit = max(MOST_WORKERS, available_cpus())
         threads = min(request.workers or min(MOST_WORKERS, available_cpus()), limit)
         layers, not_finite = diagnose_layers(plan, supply, threads, request.full, progress)
+
     rows = sum(layer.shape[0] for layer in layers)
     return Diagnosis(
         model=os.fspath(model),
@@ -598,10 +615,12 @@ def push(directory: str | os.PathLike[str], target: Push | str) -> str:
     Raises:
         OpenQuantError: the directory is unfinished or damaged, the evaluation is of another model, or the Hub refuses.
     """
-    path, target = Path(directory), push_target(target)
+    path = Path(directory)
+    target = push_target(target)
     if _is_evaluation(path, target):
         with evaluation_publisher(path, target) as (publisher, names), publisher:
             return publisher.commit(names, "Evaluation by openquant").address
+
     publisher, others = _publisher(path, target)
     with silent():
         publisher.prepare(_published_card(path))
@@ -624,22 +643,19 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
     """
     path = Path(directory)
     if _is_evaluation(path, target):
-        with evaluation_publisher(path, target) as (publisher, names):
-            uploaded = f"{', '.join(names)} are uploaded, the card with the figures of this evaluation"
-            return Preview(
-                reads=(Place(str(path.absolute()), "an evaluation", path.stat().st_size),),
-                does=(f"{uploaded}; {_commit_to(publisher)}",),
-                writes=(Place(publisher.repo, "a repository that exists"),),
-            )
+        return _preview_evaluation(path, target)
+
     publisher, others = _publisher(path, target)
     with silent():
         exists = publisher.prepare(_published_card(path), creates=False)
+
     with output_errors(path, "read"):
         reads = tuple(
             Place(str((path / name).absolute()), "a shard" if name in publisher.shards else "a file", size)
             for name in sorted([*publisher.shards, *others])
             for size in [(path / name).stat().st_size]
         )
+
     created = f"is created{', private' if target.private else ''}"
     return Preview(
         reads=reads,
@@ -647,6 +663,17 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
         writes=(Place(publisher.repo, f"a repository that {'exists' if exists else created}"),),
         notes=tuple(push_notes(path)),
     )
+
+
+def _preview_evaluation(path: Path, target: Push) -> Preview:
+    """Say what the push of an evaluation would do."""
+    with evaluation_publisher(path, target) as (publisher, names):
+        uploaded = f"{', '.join(names)} are uploaded, the card with the figures of this evaluation"
+        return Preview(
+            reads=(Place(str(path.absolute()), "an evaluation", path.stat().st_size),),
+            does=(f"{uploaded}; {_commit_to(publisher)}",),
+            writes=(Place(publisher.repo, "a repository that exists"),),
+        )
 
 
 def push_notes(directory: str | os.PathLike[str]) -> list[str]:
@@ -664,6 +691,7 @@ def push_notes(directory: str | os.PathLike[str]) -> list[str]:
     path = Path(directory)
     if not path.is_dir():
         return []
+
     card = _published_card(path).decode(errors="replace")
     notes = metadata_notes(split_card(card)[1], str(path / CARD_FILE))
     return [*notes, *evaluation_notes(path)] if source_of(card) else notes
@@ -673,8 +701,11 @@ def _commit_to(publisher: Publisher) -> str:
     """Say where a push would commit to."""
     if not publisher.push.create_pr:
         return f"one commit to {publisher.revision or 'main'}"
+
     number = publisher.open_request
-    return "a pull request is opened" if number is None else f"one commit to pull request {number}, which is open"
+    if number is None:
+        return "a pull request is opened"
+    return f"one commit to pull request {number}, which is open"
 
 
 def _is_evaluation(path: Path, target: Push) -> bool:
@@ -702,6 +733,7 @@ def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:
 def _refuse_strangers(path: Path, files: Collection[str]) -> None:
     """Refuse an output with files that compress() does not copy: earlier versions copied all there was."""
     journal = read_journal(path) or {}
+
     with output_errors(path, "read"):
         belong = belonging(files, lambda name: (path / name).read_bytes(), journal.get("copy", ()))
     strangers = sorted(name for name in files if name not in belong and not is_shard(name) and name != INDEX_FILE)

@@ -176,7 +176,7 @@ def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.
         def noted(self, about: str) -> None:  # noqa: ARG002
             (place / "c.safetensors").write_text("mine")
 
-    with pytest.raises(UsageError, match=r"c\.safetensors\" exists and is not a calibration"):
+    with pytest.raises(UsageError, match=r"-o c\.safetensors exists and is not a calibration"):
         calibrate("source", "c.safetensors", samples=2, length=16, reporter=Writes())
     assert (place / "c.safetensors").read_text() == "mine"
 
