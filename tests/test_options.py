@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import fcntl
 import inspect
 import io
@@ -100,23 +99,6 @@ def test_signatures_are_the_fields() -> None:
     assert by_name(*taken(openquant.fit_table)) == by_name(*said(CompareSchemes))
     assert by_name(*taken(openquant.evaluate)) == by_name(*said(Evaluate), *said(Texts), *beside)
     assert by_name(*taken(openquant.calibrate)) == by_name(*said(Calibrate), *said(CalibrationTexts), *beside)
-
-
-def test_every_argument_becomes_the_option_of_its_name() -> None:
-    for function, kinds in {
-        openquant.fit_table: (CompareSchemes,),
-        openquant.evaluate: (Evaluate, Texts),
-        openquant.calibrate: (Calibrate, CalibrationTexts),
-    }.items():
-        made = {
-            ast.unparse(node.func): {each.arg: ast.unparse(each.value) for each in node.keywords}
-            for node in ast.walk(ast.parse(inspect.getsource(inspect.unwrap(function))))
-            if isinstance(node, ast.Call)
-        }
-        parameters = inspect.signature(function).parameters
-        for kind in kinds:
-            expected = {each.name: each.name for each in fields(kind) if each.name in parameters}
-            assert made[f"{kind.__name__}.parse"] == expected, function
 
 
 def test_positional_arguments_stay() -> None:

@@ -32,7 +32,7 @@ from ..hub.fetch import supply_shards
 from ..hub.source import Source, model_folder
 from ..job import Prepared, file_places, in_all_ranks, model_place, open_model
 from ..machine import find_device
-from ..options import Calibrate, CalibrationTexts, documented, files_read
+from ..options import Calibrate, CalibrationTexts, documented, files_read, values_for
 from ..plan.decisions import rounded_bytes
 from ..plan.plan import Plan
 from ..result import Place, Preview, Reporter
@@ -83,17 +83,10 @@ def calibrate(
     Raises:
         OpenQuantError: something the caller can fix.
     """
-    options = Calibrate.parse(
-        model=model,
-        out=out,
-        revision=revision,
-        stream=stream,
-        overwrite=overwrite,
-        device=device,
-        max_memory=max_memory,
-        scratch=scratch,
-    )
-    texts = CalibrationTexts.parse(text=text, dataset=dataset, samples=samples, length=length)
+    given = locals()
+    options = Calibrate.parse(**values_for(Calibrate, given))
+    texts = CalibrationTexts.parse(**values_for(CalibrationTexts, given))
+
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)

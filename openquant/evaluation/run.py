@@ -27,7 +27,7 @@ from ..hub.fetch import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..job import file_places, in_all_ranks, model_place
 from ..machine import find_device
-from ..options import Evaluate, Texts, documented, files_read
+from ..options import Evaluate, Texts, documented, files_read, values_for
 from ..plan.architecture import known_architecture
 from ..result import Place, Preview, Reporter
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
@@ -90,24 +90,9 @@ def evaluate(
     Raises:
         OpenQuantError: something that the caller can fix.
     """
-    options = Evaluate.parse(
-        outputs=outputs,
-        source=source,
-        out=out,
-        stream=stream,
-        prompts=prompts,
-        no_prompts=no_prompts,
-        tasks=tasks,
-        limit=limit,
-        kv_cache=kv_cache,
-        device=device,
-        max_memory=max_memory,
-        scratch=scratch,
-        seed=seed,
-        fail_above=fail_above,
-    )
-
-    texts = Texts.parse(text=text, dataset=dataset, samples=samples, length=length)
+    given = locals()
+    options = Evaluate.parse(**values_for(Evaluate, given))
+    texts = Texts.parse(**values_for(Texts, given))
 
     ranks = ranks or Ranks()
     with ranks:
