@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from .patterns import collapse
 
 if TYPE_CHECKING:
-    from .evaluation.results import Evaluation
     from .files.destination import DiskSpace
     from .hub.source import Source
     from .plan.plan import Plan
@@ -197,8 +196,8 @@ class Reporter:
             unit: "tokens", "layers" or "bytes".
         """
 
-    def measured(self, evaluation: Evaluation) -> None:
-        """Called by evaluate() with the figures, in the first rank only, before they are written.
+    def measured(self, evaluation: Any) -> None:
+        """Called by evaluate() with its `Evaluation`, in the first rank only, before that is written.
 
         So hours of work are not lost if a disk is full. `written` is still empty.
         """

@@ -373,7 +373,7 @@ def test_streams_that_fail_do_not_stop_the_work(subtests: pytest.Subtests, sourc
 
 
 def test_an_empty_architecture_is_refused(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="^architecture: it is empty$"):
+    with pytest.raises(UsageError, match="^--architecture: it is empty$"):
         compress(source, tmp_path / "out", architecture="")
     assert not (tmp_path / "out").exists()
 
