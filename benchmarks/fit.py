@@ -26,10 +26,8 @@ from openquant.convert.devices import loops
 from openquant.data.corpus import read_corpus
 from openquant.evaluation.kl import DocumentRecord
 from openquant.files.checkpoint import Checkpoint, open_checkpoint
-from openquant.fit.menu import find_frontier
-from openquant.fit.scores import replaced_tensors
-from openquant.fit.scores import measure_mixtures
-from openquant.fit.menu import UNQUANTIZED, Mixture, Unit, bits_per_weight, units_of
+from openquant.fit.menu import UNQUANTIZED, Mixture, Unit, bits_per_weight, find_frontier, units_of
+from openquant.fit.scores import measure_mixtures, replaced_tensors
 from openquant.formats.schemes import find_scheme
 from openquant.hub.source import find_source
 from openquant.options import Texts

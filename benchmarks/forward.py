@@ -66,8 +66,7 @@ def streamed(options: argparse.Namespace, batches: Any) -> tuple[float, float]:
     """Processor seconds of the pass, and of loading."""
     from openquant.files.checkpoint import open_checkpoint
     from openquant.streaming.interleaved import ForwardPass, run_interleaved
-    from openquant.streaming.model import products_in_float32
-    from openquant.streaming.model import StreamedModel
+    from openquant.streaming.model import StreamedModel, products_in_float32
     from openquant.streaming.offload import OffloadFile
 
     model = StreamedModel(open_checkpoint(options.model))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -48,7 +47,6 @@ def main() -> None:
             source,
             samples=options.samples,
             length=options.length,
-            begun=lambda line: print(line, file=sys.stderr),
         )
     print("| part | scheme | bytes | KL, nats |")
     print("|---|---|---|---|")

@@ -19,9 +19,8 @@ import torch
 
 from openquant.formats import compiled, kernels
 from openquant.formats.format import Format
-from openquant.formats.kernels import Loops
+from openquant.formats.kernels import Loops, choose_scales, choose_shared_scale
 from openquant.formats.reference import encode, group_absmax, group_scale
-from openquant.formats.kernels import choose_scales, choose_shared_scale
 from openquant.formats.schemes import SCHEMES, Scheme
 
 LOOPS: tuple[Loops, ...] = (kernels, compiled)

@@ -9,7 +9,6 @@ pass on the built-in texts. --scheme NAME measures that scheme alone.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 
@@ -39,7 +38,6 @@ def main() -> None:
             samples=options.samples,
             length=options.length,
             prompts=options.prompts,
-            begun=lambda line: print(line, file=sys.stderr),
         )
     print("| scheme | size | KL, nats | weights alone | same token | perplexity (ratio) | verdict | texts differ at |")
     print("|---|---|---|---|---|---|---|---|")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import metadata_notes, source_of, split_card, stated_facts
 from .files.checkpoint import Fingerprint, readable
-from .files.destination import DiskSpace, Shortage, find_shortages
+from .files.destination import DiskSpace, Needs, Shortage, find_shortages
 from .files.evaluation import evaluation_notes
 from .files.journal import Provenance, finished_files, output_errors, read_journal
 from .files.model_files import CARD_FILE, INDEX_FILE, belonging, is_shard
@@ -43,6 +44,7 @@ from .hub.publish import Publisher
 from .hub.source import silent
 from .job import (
     MOST_WORKERS,
+    Opened,
     Prepared,
     claim_of,
     connected,
@@ -66,6 +68,7 @@ from .options import (
     Run,
     documented,
     push_target,
+    values_for,
 )
 from .plan import summary
 from .plan.decisions import PlanOptions
@@ -154,123 +157,151 @@ def compress(
     Raises:
         OpenQuantError: something that the caller can fix; errors.py has the kinds.
     """
-    recipe = Recipe.parse(
-        scheme=scheme,
-        format=format,
-        scale_format=scale_format,
-        activation_scheme=activation_scheme,
-        calibration=calibration,
-        calibrate=calibrate,
-        smooth=smooth,
-        awq=awq,
-        gptq=gptq,
-        kv_cache=kv_cache,
-        group_size=group_size,
-        asymmetric=asymmetric,
-        no_search=no_search,
-        ignore=ignore,
-        scheme_for=scheme_for,
-        tp=tp,
-        quantize_lm_head=quantize_lm_head,
-        quantize_embeddings=quantize_embeddings,
-        architecture=architecture,
-    )
-    texts = CalibrationTexts.parse(text=text, dataset=dataset, samples=samples, length=length)
-    wanted = FitOptions.parse(fit=fit, context=context, engines=engines, candidates=candidates)
-    if wanted.fit is not None:
-        refuse_options(recipe)
-    request = check_recipe(recipe, texts)
-    run = Run.parse(
-        model=model,
-        output=output,
-        dry_run=dry_run,
-        device=device,
-        workers=workers,
-        max_memory=max_memory,
-        revision=revision,
-        overwrite=overwrite,
-        copy=copy,
-        stream=stream,
-        push=push,
-    )
-    reporter, start = reporter or Reporter(), time.monotonic()
-    with connected(ranks) as ranks:
-        if run.dry_run or wanted.fit is not None:
-            _require_writable(run, ranks)
-        if wanted.fit is not None:
-            # Imports torch.
-            from .fit.run import choose_mixture
+    request = check_request(locals())
+    run = request.run
+    reporter = reporter or Reporter()
+    start = time.monotonic()
 
-            recipe, found = choose_mixture(
-                run, recipe, request.options, wanted, texts, request.architecture, ranks, reporter
-            )
-            # Without a calibration nothing else reads the texts.
-            texts = texts if recipe.gptq or recipe.calibrate or request.options.fp8_kv_cache else CalibrationTexts()
-            request = replace(check_recipe(recipe, texts), frontier=found.to_json())
-        options = request.options
-        if recipe.calibration is not None:
-            options = replace(options, calibration=read_calibration(Path(recipe.calibration)))
-        fitted = wanted.fit is not None
-        prepared = prepare_alike(ranks, lambda: _plan(run, request, options, ranks, again=fitted))
-        space = _report_plan(prepared, texts, ranks, reporter)
+    with connected(ranks) as ranks:
+        if run.dry_run or request.fit.fit is not None:
+            _require_writable(run, ranks)
+        request = complete_options(request, ranks, reporter)
+        prepared = plan_of(request, ranks)
+        space = _report_plan(prepared, request.texts, ranks, reporter)
+
         if run.dry_run:
-            if not isinstance(reporter, _PlanKeeper) and texts.text and prepared.plan.lacks:
-                read_texts(prepared.source, prepared.checkpoint, texts, ranks)
+            if request.texts.text and prepared.plan.lacks:
+                read_texts(prepared.source, prepared.checkpoint, request.texts, ranks)
             return _result(prepared, space, start, Outcome())
+
         corpus = None
         if prepared.plan.lacks:
             _require_writable(run, ranks, prepared.plan)
-            calibrated, corpus = in_all_ranks(
-                ranks, lambda: run_texts(prepared, recipe, texts, options, ranks, reporter)
-            )
-            prepared = prepare_alike(ranks, lambda: _plan(run, request, calibrated, ranks, again=True))
-            reporter.planned(prepared.plan, prepared.source, prepared.target)
+            prepared, corpus = _calibrate(request, prepared, ranks, reporter)
         return _write(prepared, corpus, space, ranks, reporter, start)
 
 
-def _plan(run: Run, request: Request, options: PlanOptions, ranks: Ranks, again: bool = False) -> Prepared:
-    """Open the source and make the plan of compress().
+def check_request(given: Mapping[str, Any]) -> Request:
+    """Check options of compress() before anything is opened.
 
     Args:
-        run: options of the run.
-        request: checked options of the output.
-        options: plan options, with the results of a calibration if there was one.
-        ranks: the processes of this run, each with its number (rank) among them.
-        again: whether this is the second plan, after a calibration or --fit, which have required the memory. Too little
-            of it is then no error any more.
+        given: the options by name; others are ignored, and those that are missing have their defaults.
 
     Raises:
-        OpenQuantError: the source cannot be read or planned, or memory does not allow the run.
+        UsageError: an option makes no sense, alone or with others.
     """
-    recipe, texts, scheme = request.recipe, request.texts, request.scheme
+    recipe = Recipe.parse(**values_for(Recipe, given))
+    texts = CalibrationTexts.parse(**values_for(CalibrationTexts, given))
+    fit = FitOptions.parse(**values_for(FitOptions, given))
+    if fit.fit is not None:
+        refuse_options(recipe)
+    options = check_recipe(recipe, texts)
+    return Request(Run.parse(**values_for(Run, given)), recipe, texts, fit, *options)
+
+
+def complete_options(request: Request, ranks: Ranks, reporter: Reporter) -> Request:
+    """Read the calibration that is given, and with `fit` choose the mixture of schemes.
+
+    Args:
+        request: the checked options.
+        ranks: the processes of this run.
+        reporter: receives notes and progress.
+
+    Raises:
+        OpenQuantError: the calibration cannot be read, the model cannot be measured, or nothing fits.
+    """
+    if request.fit.fit is not None:
+        request = _choose_schemes(request, ranks, reporter)
+    file = request.recipe.calibration
+    if file is None:
+        return request
+    return replace(request, options=replace(request.options, calibration=read_calibration(Path(file))))
+
+
+def _choose_schemes(request: Request, ranks: Ranks, reporter: Reporter) -> Request:
+    """Choose the mixture of schemes for --fit."""
+    # Imports torch.
+    from .fit.run import choose_mixture
+
+    recipe, found = choose_mixture(request, ranks, reporter)
+    texts = request.texts
+    if not (recipe.gptq or recipe.calibrate or request.options.fp8_kv_cache):
+        # Without a calibration nothing else reads the texts.
+        texts = CalibrationTexts()
+
+    scheme, options = check_recipe(recipe, texts)
+    return replace(request, recipe=recipe, texts=texts, scheme=scheme, options=options, frontier=found.to_json())
+
+
+def plan_of(request: Request, ranks: Ranks, again: bool = False) -> Prepared:
+    """Open the source and make the plan of compress(), the same in all ranks.
+
+    Args:
+        request: the complete options.
+        ranks: the processes of this run.
+        again: whether this is the second plan, after a calibration.
+
+    Returns:
+        The plan, and what a run needs besides.
+
+    Raises:
+        OpenQuantError: the source cannot be read or planned, memory does not allow the run, or ranks differ.
+    """
+    # A calibration and --fit have required the memory already. Too little of it is then no error any more.
+    required = again or request.frontier is not None
+    return prepare_alike(ranks, lambda: _plan(request, ranks, required))
+
+
+def _plan(request: Request, ranks: Ranks, required: bool) -> Prepared:
+    """Open the source and make the plan in this rank."""
+    run, texts = request.run, request.texts
     opened = open_source(run, ranks)
-    source, checkpoint = opened.source, opened.checkpoint
-    kept = recipe.scheme == KEPT
     with without_collector():
-        calibration, fingerprint = options.calibration, Fingerprint(checkpoint, source.remote, source.identity)
-        if calibration is not None and not fingerprint.matches(calibration.model, calibration.stamp):
-            raise UsageError(
-                f"{recipe.calibration or calibration.file} is a calibration of another model than {run.model}",
-                "make one of this model: openquant calibrate MODEL -o FILE",
-            )
-        if kept:
-            plan = make_kept_plan(checkpoint, options, source.identity, request.architecture)
-        elif scheme is None:
-            plan = make_unchanged_plan(checkpoint, options, source.identity, request.architecture)
-        else:
-            plan = make_plan(checkpoint, scheme, options, source.identity, request.architecture)
-        plan = replace(plan, provenance=Provenance(recipe_of(recipe, texts), request.frontier))
-    if again:
+        plan = _make_plan(request, opened)
+    if required:
         return prepare(run, opened, plan, ranks, refuse=False)
+
     if texts != CalibrationTexts() and not plan.lacks & {"activations", "Hessians"}:
         raise UsageError(
             "texts are given, and nothing is calibrated",
             "give --gptq, or --calibrate and what uses it, such as --kv-cache fp8, or leave them out",
         )
-    steps = texts_steps(
-        run, texts.length, source, checkpoint, plan, output_directory(run, source, summary.suffix(plan))
-    )
+    target = output_directory(run, opened.source, summary.suffix(plan))
+    steps = texts_steps(run, texts.length, opened.source, opened.checkpoint, plan, target)
     return prepare(run, opened, plan, ranks, steps)
+
+
+def _make_plan(request: Request, opened: Opened) -> Plan:
+    """Make the plan, after checking that the calibration is of this model."""
+    recipe, source, checkpoint = request.recipe, opened.source, opened.checkpoint
+    options = request.options
+    calibration = options.calibration
+    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+    if calibration is not None and not fingerprint.matches(calibration.model, calibration.stamp):
+        raise UsageError(
+            f"{recipe.calibration or calibration.file} is a calibration of another model than {request.run.model}",
+            "make one of this model: openquant calibrate MODEL -o FILE",
+        )
+
+    if recipe.scheme == KEPT:
+        plan = make_kept_plan(checkpoint, options, source.identity, recipe.architecture)
+    elif request.scheme is None:
+        plan = make_unchanged_plan(checkpoint, options, source.identity, recipe.architecture)
+    else:
+        plan = make_plan(checkpoint, request.scheme, options, source.identity, recipe.architecture)
+    return replace(plan, provenance=Provenance(recipe_of(recipe, request.texts), request.frontier))
+
+
+def _calibrate(
+    request: Request, prepared: Prepared, ranks: Ranks, reporter: Reporter
+) -> tuple[Prepared, Corpus | None]:
+    """Run texts through the model, and plan again with what this gives; the texts are those for GPTQ."""
+    options, corpus = in_all_ranks(
+        ranks, lambda: run_texts(prepared, request.recipe, request.texts, request.options, ranks, reporter)
+    )
+    prepared = plan_of(replace(request, options=options), ranks, again=True)
+    reporter.planned(prepared.plan, prepared.source, prepared.target)
+    return prepared, corpus
 
 
 @documented(Run)
@@ -304,24 +335,16 @@ def dequantize(
     Raises:
         OpenQuantError: nothing in it is quantized, or something else that the caller can fix.
     """
-    run = Run.parse(
-        model=model,
-        output=output,
-        dry_run=dry_run,
-        workers=workers,
-        max_memory=max_memory,
-        revision=revision,
-        overwrite=overwrite,
-        copy=copy,
-        stream=stream,
-        push=push,
-    )
-    reporter, start = reporter or Reporter(), time.monotonic()
+    run = Run.parse(**values_for(Run, locals()))
+    reporter = reporter or Reporter()
+    start = time.monotonic()
+
     with connected(ranks) as ranks:
         if run.dry_run:
             _require_writable(run, ranks)
         prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
         space = _report_plan(prepared, CalibrationTexts(), ranks, reporter)
+
         if run.dry_run:
             return _result(prepared, space, start, Outcome())
         return _write(prepared, None, space, ranks, reporter, start)
@@ -339,10 +362,9 @@ def _plan_dequantized(run: Run, ranks: Ranks) -> Prepared:
 
 def _require_writable(run: Run, ranks: Ranks, plan: Plan | None = None) -> None:
     """Check that the output can be pushed, before passes that may take hours; without them `carry_out` is as early."""
-    push = run.push
-    if push is not None:
+    if run.push is not None:
         shards = [shard.name for shard in plan.layout.shards] if plan else []
-        publisher = Publisher(push, Path(), "", shards)
+        publisher = Publisher(run.push, Path(), "", shards)
         in_all_ranks(ranks, lambda: publisher.require_writable() if ranks.first else None)
 
 
@@ -357,8 +379,8 @@ def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, repo
         PushError: in a dry run, the repository would be refused.
     """
     space, error = None, None
-    if ranks.first and not isinstance(reporter, _PlanKeeper):
-        space, error = attempt(lambda: _find_space(prepared, texts, ranks))
+    if ranks.first:
+        space, error = attempt(lambda: find_space(prepared, texts, ranks))
     if space is not None:
         reporter.disk_space(space)
     reporter.planned(prepared.plan, prepared.source, prepared.target)
@@ -366,34 +388,52 @@ def _report_plan(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks, repo
     return space or DiskSpace(0, 0, prepared.run.stream)
 
 
-def _find_space(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> DiskSpace:
+def find_space(prepared: Prepared, texts: CalibrationTexts, ranks: Ranks) -> DiskSpace:
     """Find the disk space that a run needs. A dry run also checks the repository to push to.
 
+    Args:
+        prepared: the run with its plan.
+        texts: options that say how many texts are calibrated with, and how long.
+        ranks: the processes of this run.
+
     Raises:
-        OutputError: see `_report_plan`.
+        OutputError: openquant did not write the output directory, or with other options, or it cannot be written to.
+        PushError: in a dry run, the repository would be refused.
     """
     run, plan, source, target = prepared.run, prepared.plan, prepared.source, prepared.target
     publisher = publisher_of(prepared)
     if publisher and run.dry_run:
         _preview_push(prepared, publisher)
+
     generated = {} if plan.lacks else generate_files(prepared, plan.files)
     claim = claim_of(prepared, generated, publisher, ranks, 0)
+    needs: list[Needs]
     if plan.lacks:
         needs = texts_needs(prepared, texts, ranks)
     else:
         needs = [[(target, claim.missing_bytes(final=True))]]
         if source.remote and not run.stream:
             needs.append([(source.root, source.remote_bytes(plan.source.shards))])
-    needed = max((sum(nbytes for path, nbytes in phase if path != source.root) for phase in needs), default=0)
-    notes = []
-    if run.dry_run and needed:
-        short: dict[object, Shortage] = {}
-        for shortage in (shortage for phase in needs for shortage in find_shortages(phase)):
-            # What lies beside the output is on its disk.
-            short.setdefault("the Hub's cache" if shortage.path == source.root else target, shortage)
-        for place, (_, nbytes, free) in short.items():
-            notes.append(f"the run needs {gigabytes(nbytes)} on the disk of {place}, which has {gigabytes(free)} free")
+
+    of_phases = [sum(nbytes for path, nbytes in phase if path != source.root) for phase in needs]
+    needed = max(of_phases, default=0)
+    notes = _disk_notes(needs, prepared) if run.dry_run and needed else []
     return DiskSpace(needed, sum(claim.contents.files.values()), run.stream, tuple(notes))
+
+
+def _disk_notes(needs: Sequence[Needs], prepared: Prepared) -> list[str]:
+    """Say which disks have less than a run needs."""
+    short: dict[object, Shortage] = {}
+    for phase in needs:
+        for shortage in find_shortages(phase):
+            # What lies beside the output is on its disk.
+            in_cache = shortage.path == prepared.source.root
+            short.setdefault("the Hub's cache" if in_cache else prepared.target, shortage)
+
+    return [
+        f"the run needs {gigabytes(nbytes)} on the disk of {place}, which has {gigabytes(free)} free"
+        for place, (_, nbytes, free) in short.items()
+    ]
 
 
 def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
@@ -407,6 +447,7 @@ def _preview_push(prepared: Prepared, publisher: Publisher) -> None:
         # Neither the card nor what tells the uploads of this plan from others is final.
         publisher.require_writable()
         return
+
     source.fetch_files([CARD_FILE])
     with silent():
         publisher.prepare(generate_files(prepared)[CARD_FILE], source.downloaded_commit(), creates=False)
@@ -425,8 +466,11 @@ def _write(
 
 def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome) -> Result:
     """Return what a run that began at time `start` has done, or would do."""
-    plan, source, published, findings = prepared.plan, prepared.source, outcome.published, outcome.findings
+    plan, source = prepared.plan, prepared.source
+    published, findings = outcome.published, outcome.findings
+    served = summary.serving(plan)
     findings_notes = zero_notes(sorted(findings.zero_layers)) + lost_notes(sorted(findings.lost_layers))
+
     return Result(
         model=os.fspath(prepared.run.model),
         revision=source.revision,
@@ -449,7 +493,7 @@ def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome
         ignored_layers=ignored_layers(plan),
         shards=len(plan.layout.shards),
         tensor_parallel=summary.parallel_sizes(plan),
-        serving=serving_to_json(*served) if (served := summary.serving(plan)) else None,
+        serving=serving_to_json(*served) if served else None,
         seconds=round(time.monotonic() - start, 3),
         peak_rss_bytes=peak_rss(),
         resumed=outcome.resumed,
@@ -487,22 +531,18 @@ def explain(
     for name in options:
         if name not in inspect.signature(compress).parameters:
             raise TypeError(f"explain() got an unexpected keyword argument {name!r}")
-    reporter = _PlanKeeper()
-    result = compress(model, None, scheme, revision=revision, dry_run=True, reporter=reporter, **options)
+
+    request = check_request({**options, "model": model, "scheme": scheme, "revision": revision, "dry_run": True})
+    ranks = Ranks()
+    prepared = plan_of(complete_options(request, ranks, Reporter()), ranks)
+    plan = prepared.plan
     return Explanation(
-        model=result.model,
-        revision=result.revision,
-        architecture=result.architecture,
-        scheme=result.scheme,
-        layers=explain_modules(reporter.plan, layer),
+        model=os.fspath(model),
+        revision=prepared.source.revision,
+        architecture=plan.model.name,
+        scheme=summary.scheme_name(plan),
+        layers=explain_modules(plan, layer),
     )
-
-
-class _PlanKeeper(Reporter):
-    """Keeps the plan that is reported."""
-
-    def planned(self, plan: Plan, *_: object) -> None:
-        self.plan = plan
 
 
 @documented(Diagnose)
@@ -517,12 +557,12 @@ def diagnose(
     stream: bool = False,
     scratch: str | os.PathLike[str] | None = None,
     workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    reporter: Reporter | None = None,
 ) -> Diagnosis:
     """Estimate the quantization error of each layer of a checkpoint from its weights alone. Nothing is written.
 
     Args:
-        progress: called with the bytes of weights read so far and in all, from any thread, one at a time.
+        reporter: receives the progress in bytes of weights; nothing is reported if None.
 
     Returns:
         The errors of each layer; and `choices`, options of compress that were measured to lose less on another model.
@@ -530,27 +570,21 @@ def diagnose(
     Raises:
         OpenQuantError: a weight that would be quantized has NaN or infinity, or something else that the caller can fix.
     """
-    request = Diagnose.parse(
-        model=model,
-        scheme=scheme,
-        ignore=ignore,
-        full=full,
-        architecture=architecture,
-        revision=revision,
-        stream=stream,
-        scratch=scratch,
-        workers=workers,
-    )
+    request = Diagnose.parse(**values_for(Diagnose, locals()))
+    progress = partial((reporter or Reporter()).progressed, unit="bytes")
     chosen = find_scheme(request.scheme)
+
     source, checkpoint = open_model(request.model, request.revision, request.stream)
     options = PlanOptions(tuple(request.ignore))
     with without_collector():
         plan = make_plan(checkpoint, chosen, options, source.identity, request.architecture)
+
     with supply_shards([(source, shards_to_read(plan))], request.stream, request.scratch) as [supply]:
         # More threads bring nothing and take long to start.
         limit = max(MOST_WORKERS, available_cpus())
         threads = min(request.workers or min(MOST_WORKERS, available_cpus()), limit)
         layers, not_finite = diagnose_layers(plan, supply, threads, request.full, progress)
+
     rows = sum(layer.shape[0] for layer in layers)
     return Diagnosis(
         model=os.fspath(model),
@@ -580,10 +614,12 @@ def push(directory: str | os.PathLike[str], target: Push | str) -> str:
     Raises:
         OpenQuantError: the directory is unfinished or damaged, the evaluation is of another model, or the Hub refuses.
     """
-    path, target = Path(directory), push_target(target)
+    path = Path(directory)
+    target = push_target(target)
     if _is_evaluation(path, target):
         with evaluation_publisher(path, target) as (publisher, names), publisher:
             return publisher.commit(names, "Evaluation by openquant").address
+
     publisher, others = _publisher(path, target)
     with silent():
         publisher.prepare(_published_card(path))
@@ -606,22 +642,19 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
     """
     path = Path(directory)
     if _is_evaluation(path, target):
-        with evaluation_publisher(path, target) as (publisher, names):
-            uploaded = f"{', '.join(names)} are uploaded, the card with the figures of this evaluation"
-            return Preview(
-                reads=(Place(str(path.absolute()), "an evaluation", path.stat().st_size),),
-                does=(f"{uploaded}; {_commit_to(publisher)}",),
-                writes=(Place(publisher.repo, "a repository that exists"),),
-            )
+        return _preview_evaluation(path, target)
+
     publisher, others = _publisher(path, target)
     with silent():
         exists = publisher.prepare(_published_card(path), creates=False)
+
     with output_errors(path, "read"):
         reads = tuple(
             Place(str((path / name).absolute()), "a shard" if name in publisher.shards else "a file", size)
             for name in sorted([*publisher.shards, *others])
             for size in [(path / name).stat().st_size]
         )
+
     created = f"is created{', private' if target.private else ''}"
     return Preview(
         reads=reads,
@@ -629,6 +662,17 @@ def preview_push(directory: str | os.PathLike[str], target: Push) -> Preview:
         writes=(Place(publisher.repo, f"a repository that {'exists' if exists else created}"),),
         notes=tuple(push_notes(path)),
     )
+
+
+def _preview_evaluation(path: Path, target: Push) -> Preview:
+    """Say what the push of an evaluation would do."""
+    with evaluation_publisher(path, target) as (publisher, names):
+        uploaded = f"{', '.join(names)} are uploaded, the card with the figures of this evaluation"
+        return Preview(
+            reads=(Place(str(path.absolute()), "an evaluation", path.stat().st_size),),
+            does=(f"{uploaded}; {_commit_to(publisher)}",),
+            writes=(Place(publisher.repo, "a repository that exists"),),
+        )
 
 
 def push_notes(directory: str | os.PathLike[str]) -> list[str]:
@@ -646,6 +690,7 @@ def push_notes(directory: str | os.PathLike[str]) -> list[str]:
     path = Path(directory)
     if not path.is_dir():
         return []
+
     card = _published_card(path).decode(errors="replace")
     notes = metadata_notes(split_card(card)[1], str(path / CARD_FILE))
     return [*notes, *evaluation_notes(path)] if source_of(card) else notes
@@ -655,8 +700,11 @@ def _commit_to(publisher: Publisher) -> str:
     """Say where a push would commit to."""
     if not publisher.push.create_pr:
         return f"one commit to {publisher.revision or 'main'}"
+
     number = publisher.open_request
-    return "a pull request is opened" if number is None else f"one commit to pull request {number}, which is open"
+    if number is None:
+        return "a pull request is opened"
+    return f"one commit to pull request {number}, which is open"
 
 
 def _is_evaluation(path: Path, target: Push) -> bool:
@@ -684,6 +732,7 @@ def _publisher(path: Path, target: Push) -> tuple[Publisher, list[str]]:
 def _refuse_strangers(path: Path, files: Collection[str]) -> None:
     """Refuse an output with files that compress() does not copy: earlier versions copied all there was."""
     journal = read_journal(path) or {}
+
     with output_errors(path, "read"):
         belong = belonging(files, lambda name: (path / name).read_bytes(), journal.get("copy", ()))
     strangers = sorted(name for name in files if name not in belong and not is_shard(name) and name != INDEX_FILE)

@@ -182,6 +182,7 @@ def open_source(run: Run, ranks: Ranks) -> Opened:
         if not os.fspath(run.output):
             raise UsageError("-o is empty", "give a directory, or leave -o out")
         refuse_root(Path(run.output))
+
     source, checkpoint = open_model(run.model, run.revision, run.stream, run.copy)
     with without_collector():
         return Opened(source, checkpoint, source.stamps(checkpoint), device)
@@ -211,6 +212,7 @@ def open_model(
     if stream and source.repo is None:
         kind = "directory" if source.gguf is None else "file"
         raise UsageError(f"{name} is a local {kind}, nothing of it can be streamed", "leave --stream out")
+
     with without_collector():
         checkpoint = source.open(copy)
     for pattern in copy:
@@ -284,17 +286,21 @@ def prepare(
     source, device = opened.source, opened.device
     target = output_directory(run, source, summary.suffix(plan))
     refuse_overlap(source.root, target)
+
     limit = MOST_WORKERS if device == "cpu" else MOST_GPU_WORKERS
     workers = run.workers or min(limit, max(1, available_cpus() // ranks.local_size))
     fast = worth_compiling(plan)
+
     if run.max_memory is not None:
         per_worker = worker_memory(plan, device)
         nbytes = memory_needed(source) + per_worker
         converting = MemoryStep("converting with a single worker", nbytes, models=bool(before))
         memory_left(run.max_memory, [converting, *before], refuse)
+
         for_workers = run.max_memory - converting.needed + per_worker
         workers = max(1, min(workers, for_workers // per_worker))
         fast = fast and for_workers >= workers * per_worker + COMPILED_MEMORY
+
     if run.push is not None:
         plan = replace(plan, notes=(*plan.notes, *_card_notes(run, run.push, opened, plan, target)))
     return Prepared(run, source, opened.checkpoint, opened.stamps, plan, target, workers, device, fast)
@@ -302,13 +308,15 @@ def prepare(
 
 def _card_notes(run: Run, push: Push, opened: Opened, plan: Plan, target: Path) -> list[str]:
     """Say what the card that will be published does not give. Of a repository, the source's card is fetched."""
-    source, card = opened.source, target / CARD_FILE
+    source = opened.source
+    card = target / CARD_FILE
     with readable():
         earlier = card.is_file() and not run.overwrite
         text = read_small(card, str(card)).decode(errors="replace") if earlier else ""
     if not earlier and CARD_FILE in plan.files:
         source.fetch_files([CARD_FILE])
         text = card_of(opened.checkpoint)
+
     keys = {*split_card(text)[1]}
     if not earlier:
         # The card of an earlier run is published with what the user added. A new one has the base model that is known.
@@ -385,15 +393,20 @@ def claim_of(
         The claim, a context manager that is not entered yet.
     """
     plan, source, run = prepared.plan, prepared.source, prepared.run
+    # What replaces a file of the source counts as large as that, so that the size is known before it is made.
+    files = {**{name: len(data) for name, data in generated.items()}, **plan.files}
+    scratch = rounded
+    if run.stream:
+        scratch += scratch_bytes(source, source_needs(source, plan)) * ranks.size
+
     contents = OutputContents(
         plan.digest,
         {shard.name: shard.nbytes for shard in plan.layout.shards},
-        # What replaces a file of the source counts as large as that, so that the size is known before it is made.
-        {**{name: len(data) for name, data in generated.items()}, **plan.files},
+        files,
         plan.provenance._replace(copy=run.copy),
         _weight_facts(plan),
         at_once=AT_ONCE if run.push and run.push.only else None,
-        scratch=(scratch_bytes(source, source_needs(source, plan)) * ranks.size if run.stream else 0) + rounded,
+        scratch=scratch,
     )
     return Claim(
         prepared.target,
@@ -438,12 +451,14 @@ def calibration_needs(prepared: Prepared, ranks: Ranks, passing: int) -> list[Ne
     missing = claim_of(prepared, {}, None, ranks, rounded).missing_bytes(final=False)
     if not missing:
         return []
+
     # A calibration has three float32 statistics for each input of each layer.
     calibration = sum(12 * weight.shape[1] for weight in plan.layers.values())
     parent = target.absolute().parent
     cached = []
     if source.remote and not prepared.run.stream:
         cached.append((source.root, source.remote_bytes([*plan.source.shards, *plan.files])))
+
     # The files of the forward pass are deleted before the output is written.
     output: Needs = [(target, missing), (parent, calibration), *cached]
     forward: Needs = [(parent, passing + calibration), *cached]

@@ -270,22 +270,26 @@ class OptionGroup:
         return cls(**values)
 
     def __post_init__(self) -> None:
+        annotations = _annotations(type(self))
         for name, option in options_of(type(self)).items():
             given = getattr(self, name)
-            if option.repeated and isinstance(given, (str, os.PathLike)):
-                read: Any = (_read(name, option, given),)
-            elif option.repeated and isinstance(given, Sequence):
-                read = tuple(_read(name, option, item) for item in given)
-            elif option.repeated and not isinstance(given, (Mapping, type(None))):
-                raise UsageError(
-                    f"{name} is of type {type(given).__name__}, not a text or a list of texts",
-                    "give texts",
-                )
-            else:
-                read = _read(name, option, given)
+            read = _read_all(name, option, given) if option.repeated else _read(name, option, given)
+
             if not isinstance(given, Mapping):
-                _check_type(name, option, _annotations(type(self))[name], read)
+                _check_type(name, option, annotations[name], read)
             object.__setattr__(self, name, read)
+
+
+def _read_all(name: str, option: Option, given: Any) -> Any:
+    """Read the values of a repeatable option, of which a caller may give one alone."""
+    if isinstance(given, (str, os.PathLike)):
+        return (_read(name, option, given),)
+    if isinstance(given, Sequence):
+        return tuple(_read(name, option, item) for item in given)
+    if isinstance(given, (Mapping, type(None))):
+        return _read(name, option, given)
+
+    raise UsageError(f"{name} is of type {type(given).__name__}, not a text or a list of texts", "give texts")
 
 
 # What a caller may give for the types of fields. Other names are those of texts, such as SchemeName.

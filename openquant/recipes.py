@@ -28,7 +28,7 @@ from .files.model_files import JOURNAL_FILE
 from .files.small_files import parse_json, read_small, short_repr
 from .formats.names import KEPT, UNCHANGED
 from .formats.schemes import SCHEMES, Scheme, find_others, find_scheme
-from .options import CalibrationTexts, Option, Recipe, flags_of, options_of
+from .options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of
 from .plan.decisions import PlanOptions
 from .version import __version__
 from .weights.weight import UNDECIDED
@@ -186,24 +186,26 @@ class Request:
     """The checked options of a call of compress().
 
     Attributes:
+        run: what is read and written, and how.
         recipe: the options that decide the bytes of the output.
         texts: calibration texts, if the plan needs some.
+        fit: the size that schemes are chosen for, if any.
         scheme: scheme of all layers for which no pattern names another; None to leave all weights as they are, or to
             keep the codes and scales of a quantized source.
         options: plan options, before a calibration adds to them.
-        architecture: name of the registry entry; None for that of the class.
         frontier: what --fit chose from, as `fit --search --json` prints it; None without --fit.
     """
 
+    run: Run
     recipe: Recipe
     texts: CalibrationTexts
+    fit: FitOptions
     scheme: Scheme | None
     options: PlanOptions
-    architecture: str | None
     frontier: Mapping[str, Any] | None = None
 
 
-def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
+def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> tuple[Scheme | None, PlanOptions]:
     """Check options of compress() before anything is opened.
 
     Args:
@@ -211,7 +213,7 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
         texts: options of the calibration texts: files or a dataset, samples and length.
 
     Returns:
-        The same options, with the scheme, the options of the plan, and what finds the registry's entry.
+        The scheme of all layers for which no pattern names another, and the options of the plan (see Request).
 
     Raises:
         UsageError: options contradict each other, nothing uses one of them, or there is no such scheme.
@@ -239,7 +241,7 @@ def check_recipe(recipe: Recipe, texts: CalibrationTexts) -> Request:
         texts=expected,
         calibrate=recipe.calibrate or smoothing,
     )
-    return Request(recipe, texts, scheme, options, recipe.architecture)
+    return scheme, options
 
 
 def _require_use(recipe: Recipe, needs_scales: bool) -> None:

@@ -159,11 +159,12 @@ class Preview:
 
 
 class Reporter:
-    """Callbacks of compress() and dequantize(), called in the order below. The methods of this class do nothing.
+    """Callbacks of the functions that take a `reporter`. The methods of this class do nothing.
 
     Override those that you need. They may be called from any thread, but never by two at once. An exception that one of
-    them raises ends the run. A run calls only those whose work it has to do. GPTQ reports as a calibration does, after
-    the second plan.
+    them raises ends the run. A run calls only those whose work it has to do. compress() and dequantize() call them in
+    the order below; GPTQ reports as a calibration does, after the second plan. The other functions call `noted`,
+    `progressed` and, evaluate() only, `measured`.
     """
 
     def disk_space(self, space: DiskSpace) -> None:
@@ -179,20 +180,26 @@ class Reporter:
         before its texts run through the model.
         """
 
-    def calibrating(self, about: str) -> None:
-        """Called when a calibration begins.
+    def noted(self, about: str) -> None:
+        """Called when a calibration, an evaluation or a download begins.
 
         Args:
             about: a line that describes it, such as its texts.
         """
 
-    def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
-        """Called as the calibration advances, from 0 on.
+    def progressed(self, done: int, total: int, unit: str = "tokens") -> None:
+        """Called as a calibration or the work of another function advances, from 0 on.
 
         Args:
-            done: tokens or layers that are done.
-            total: all tokens or layers.
-            unit: "tokens" or "layers".
+            done: what is done. A token that is through layers of half the cost counts half; each pass of it counts.
+            total: all there is to do.
+            unit: "tokens", "layers" or "bytes".
+        """
+
+    def measured(self, evaluation: Any) -> None:
+        """Called by evaluate() with its `Evaluation`, in the first rank only, before that is written.
+
+        So hours of work are not lost if a disk is full. `written` is still empty.
         """
 
     def started(self, total: int, done: int) -> None:

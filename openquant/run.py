@@ -151,11 +151,13 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
     # Generated before the conversion, so that nothing about them can fail after hours.
     generated = generate_files(prepared)
     publisher = publisher_of(prepared)
+
     rounded = missing_bytes(prepared) if corpus is not None else 0
     claim = claim_of(prepared, generated, publisher, ranks, rounded)
     writing = _Writing(prepared, generated, claim, publisher, ranks, reporter)
     findings = WeightFindings()
     unread_shards = 0
+
     with ExitStack() as stack:
         if prepared.source.remote or publisher:
             stack.enter_context(silent())
@@ -164,17 +166,22 @@ def carry_out(prepared: Prepared, ranks: Ranks, reporter: Reporter, corpus: Corp
         if publisher:
             publisher.repo = work.repository
             stack.enter_context(publisher)
+
+        # GPTQ rounds layers before the conversion.
         if corpus is not None and (unfinished or work.changed):
             plan = in_all_ranks(ranks, lambda: apply_gptq(prepared, corpus, ranks, reporter))
             writing = replace(writing, prepared=replace(prepared, plan=plan))
+
         if unfinished is not None or work.changed:
             outdated = _outdated_shards(plan, work)
             _report_start(writing, work, outdated)
             if work.changed:
                 _recheck_shards(writing, outdated, set(work.changed))
+
         if unfinished is not None:
             findings = _convert_shards(writing, unfinished)
             unread_shards = in_all_ranks(ranks, lambda: _finish_output(writing, unfinished, findings))
+
         published = in_all_ranks(ranks, lambda: _publish(writing, work))
         if corpus is not None and ranks.first:
             rounded_layer_store(prepared.target).remove()
@@ -206,6 +213,7 @@ def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
     if claim.complete and not (push and push.only):
         # It may have been damaged since an earlier run finished it.
         require_sound(prepared.target, claim.contents.files.keys())
+
     gone = sorted(claim.changed_sources - prepared.stamps.keys())
     if gone:
         raise SourceError(f"{prepared.source.root / gone[0]} changed since {prepared.target} was made", REPLACE)
@@ -213,6 +221,7 @@ def _unfinished_work(writing: _Writing, claim: Claim) -> _Work:
         if claim.changed_sources:
             publisher.forget_uploads()
         publisher.prepare(writing.generated[CARD_FILE], prepared.source.downloaded_commit())
+
     unfinished = [shard.name for shard in prepared.plan.layout.shards if not claim.is_finished(shard.name)]
     repository = publisher.repo if publisher else ""
     return _Work(None if claim.complete else unfinished, sorted(claim.changed_sources), repository)
@@ -267,22 +276,30 @@ def _convert_shards(writing: _Writing, unfinished: list[str]) -> WeightFindings:
 def _convert_share(writing: _Writing, shards: Sequence[Shard]) -> WeightFindings:
     """Fetch, convert and upload shards. Returns what was found in their weights."""
     prepared, publisher, ranks = writing.prepared, writing.publisher, writing.ranks
-    plan, source, progress = prepared.plan, prepared.source, writing.advanced
+    plan, source = prepared.plan, prepared.source
     needs = source_needs(source, plan, [shard.name for shard in shards])
     scratch = writing.claim.directory.make_scratch(ranks.rank) if prepared.run.stream else None
     if source.remote and scratch is None:
         source.require_cache_space(needs)
+
     with ShardSupply(source, needs, scratch) as supply:
         transfer = _Transfer(supply, publisher, ranks)
-        workers, device = prepared.workers, prepared.device
         try:
             findings = convert(
-                plan, shards, transfer, writing.claim.directory, workers, device, progress, fast=prepared.fast
+                plan,
+                shards,
+                transfer,
+                writing.claim.directory,
+                prepared.workers,
+                prepared.device,
+                writing.advanced,
+                fast=prepared.fast,
             )
         except (SourceError, PlanError):
             # Bytes at the planned offsets of a replaced shard look like damaged weights.
             _find_moved(prepared)
             raise
+
     if publisher:
         publisher.wait_for_uploads()
     return findings
@@ -312,6 +329,7 @@ def _finish_output(writing: _Writing, unfinished: list[str], findings: WeightFin
             findings.lost_layers.update(earlier.lost_layers)
         else:
             unread_shards += 1
+
     _write_others(writing, findings.lost_layers)
     # A run that only pushes has deleted the shards that are on the Hub.
     if not (push and push.only):
@@ -326,9 +344,11 @@ def _publish(writing: _Writing, work: _Work) -> Published | None:
     prepared, publisher, push = writing.prepared, writing.publisher, writing.prepared.run.push
     if publisher is None or push is None or not writing.ranks.first:
         return None
+
     evaluation: list[str] = []
     if work.unfinished is None and not push.only:
         evaluation = take_evaluation(publisher)
+
     writing.reporter.publishing(publisher.repo)
     title = terminal(f"{prepared.source.name} in {summary.numbers(prepared.plan)} ({summary.title(prepared.plan)})")
     return publisher.commit(sorted([*prepared.plan.files.keys() | writing.generated.keys(), *evaluation]), title)
@@ -350,6 +370,7 @@ def take_evaluation(publisher: Publisher) -> list[str]:
     evaluated = find_evaluation(open_checkpoint(publisher.directory))
     if evaluated is None:
         return []
+
     picture = EVAL_PICTURE if EVAL_PICTURE in evaluated.files else None
     publisher.complete = partial(evaluated_card, evaluation=evaluated.evaluation, picture=picture)
     return evaluated.files
@@ -380,14 +401,18 @@ def evaluation_publisher(path: Path, target: Push) -> Iterator[tuple[Publisher, 
         raise UsageError(
             f"{target.name} names a revision to commit to, --create-pr opens a pull request", "give one of them"
         )
+
     files = evaluation_files(path)
     evaluation = json.loads(files[EVAL_FILE])
-    output, picture = evaluation["output"], EVAL_PICTURE if EVAL_PICTURE in files else None
+    output = evaluation["output"]
+    picture = EVAL_PICTURE if EVAL_PICTURE in files else None
+
     with silent(), output_errors(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory() as folder:
         digest = evaluation_digest(evaluation)
         publisher = Publisher(replace(target, name=name), Path(folder), digest, (), revision or None)
         if publisher.find() is None:
             raise PushError(f"{publisher.repo} does not exist, so nothing in it was evaluated", "push the model first")
+
         source = repository_source(publisher.repo, publisher.revision)
         checkpoint = source.open()
         fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
@@ -397,10 +422,12 @@ def evaluation_publisher(path: Path, target: Push) -> Iterator[tuple[Publisher, 
                 f"{path} is not of the model in {source.identity}",
                 f"evaluate that one: openquant eval {evaluated} --source SOURCE --out eval.json",
             )
+
         source.fetch_files([CARD_FILE])
         card = card_of(checkpoint).encode()
         for name, data in {CARD_FILE: card, **files}.items():
             (publisher.directory / name).write_bytes(data)
+
         publisher.complete = partial(evaluated_card, evaluation=evaluation, picture=picture)
         publisher.prepare(card)
         yield publisher, [CARD_FILE, *files]
@@ -508,11 +535,14 @@ def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:
     prepared, claim, generated = writing.prepared, writing.claim, writing.generated
     directory = claim.directory
     source, plan = prepared.source, prepared.plan
-    moved, digests = _find_moved(prepared), source.digests(prepared.checkpoint)
+    moved = _find_moved(prepared)
+    digests = source.digests(prepared.checkpoint)
     copied = plan.files.keys() - generated.keys()
     changed = {name for name, digest in digests.items() if claim.sources[name] != digest}
     if changed - copied:
         raise SourceError(f"{source.root / min(changed - copied)} changed while it was being converted", REPLACE)
+
+    # Shards whose source was written to meanwhile are compared with what it gives now.
     shards = [shard for shard in plan.layout.shards if plan.layout.sources(shard.name) & moved.keys()]
     if moved and _has_values_of_weights(plan):
         raise SourceError(f"{source.root / min(moved)} changed while it was being converted", REPLACE)
@@ -525,6 +555,7 @@ def _write_others(writing: _Writing, lost_layers: Set[str]) -> None:
     if moved:
         _compare_shards(writing, shards, moved.keys(), lambda _: writing.reporter.advanced(0))
         claim.sources = {**claim.sources, **moved}
+
     for name in copied:
         if name in changed or not claim.is_finished(name):
             directory.copy(source.root / name, name)

@@ -31,7 +31,7 @@ from ..hub.fetch import supply_shards
 from ..hub.source import Source, model_folder
 from ..job import Prepared, file_places, in_all_ranks, model_place, open_model
 from ..machine import find_device
-from ..options import Calibrate, CalibrationTexts, documented, files_read
+from ..options import Calibrate, CalibrationTexts, documented, files_read, values_for
 from ..plan.decisions import rounded_bytes
 from ..plan.plan import Plan
 from ..result import Place, Preview, Reporter
@@ -67,17 +67,14 @@ def calibrate(
     dataset: str | None = None,
     samples: int = 128,
     length: int = 512,
-    begun: Callable[[str], None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
+    reporter: Reporter | None = None,
 ) -> Path:
     """Run texts through a model, and write its input statistics to a file for `compress(calibration=...)`.
 
     Args:
-        begun: called with one line that describes the run, before it starts.
-        progress: called with the number of tokens that are done and of all tokens. A token that is through half of the
-            layers counts half.
         ranks: the ranks that share the texts, from `Ranks.from_environment(os.environ)`; None for this process alone.
+        reporter: receives a line that describes the run, and the progress in tokens; nothing is reported if None.
 
     Returns:
         The path of the file.
@@ -85,34 +82,21 @@ def calibrate(
     Raises:
         OpenQuantError: something the caller can fix.
     """
-    options = Calibrate.parse(
-        model=model,
-        out=out,
-        revision=revision,
-        stream=stream,
-        overwrite=overwrite,
-        device=device,
-        max_memory=max_memory,
-        scratch=scratch,
-    )
-    texts = CalibrationTexts.parse(text=text, dataset=dataset, samples=samples, length=length)
+    given = locals()
+    options = Calibrate.parse(**values_for(Calibrate, given))
+    texts = CalibrationTexts.parse(**values_for(CalibrationTexts, given))
+
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _calibrated(options, texts, ranks, begun, progress))
+        return in_all_ranks(ranks, lambda: _calibrated(options, texts, ranks, reporter or Reporter()))
 
 
-def _calibrated(
-    options: Calibrate,
-    texts: CalibrationTexts,
-    ranks: Ranks,
-    begun: Callable[[str], None] | None,
-    progress: Callable[[int, int], None] | None,
-) -> Path:
+def _calibrated(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Path:
     """Calibrate with parsed options; the path of the file that the first rank has written."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
     opened = _checked(options, texts, ranks)
-    _run(*opened, options, ranks, begun, progress)
+    _run(*opened, options, ranks, reporter.noted, reporter.progressed)
     return opened.target.path
 
 
@@ -243,8 +227,8 @@ def find_calibration(
         target,
         options,
         ranks,
-        lambda description: reporter.calibrating(f"{description}; kept in {path}"),
-        reporter.calibrated,
+        lambda description: reporter.noted(f"{description}; kept in {path}"),
+        reporter.progressed,
     )
     ranks.agree(None)
     return read_calibration(path)
@@ -394,11 +378,11 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
     store.claim()
     pass_checkpoint = PassCheckpoint(store.pass_checkpoint, lambda: {"run": digest})
     continued = () if pass_checkpoint.saved is None else ("an earlier run is continued",)
-    reporter.calibrating("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
+    reporter.noted("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
 
     def report_progress(done: int, total: int) -> None:
         ranks.check()
-        reporter.calibrated(done, total)
+        reporter.progressed(done, total)
 
     streamed = StreamedModel(prepared.checkpoint, device=prepared.device)
     shards = shards_by_unit(streamed)
@@ -426,7 +410,7 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
             scratch=scratch,
             progress=report_progress,
             pass_checkpoint=pass_checkpoint,
-            note=reporter.calibrating,
+            note=reporter.noted,
         )
     fingerprint.require_unchanged()
     pass_checkpoint.remove()

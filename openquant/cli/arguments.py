@@ -6,8 +6,8 @@ import argparse
 import difflib
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from ..errors import UsageError
 from ..options import (
@@ -197,22 +197,27 @@ class Parser(argparse.ArgumentParser):
             options[name] = options[name]._replace(help=text)
         if self.by_flag:
             positional = [name for name in positional if not options[name].flags]
-        flagged = [name for name in positional if options[name].flags]
+
         # Positional arguments come first, then options with a letter.
         names = sorted(options, key=lambda name: 0 if name in positional else 3 - len(flags_of(name, options[name])))
         hides = len(options) > MANY
+
         for title in GROUPS:
             group = self.add_argument_group(title)
             volume = group.add_mutually_exclusive_group()
             for name in names:
-                if options[name].group == title:
-                    place = volume if name in ("quiet", "verbose") else group
-                    added = _add(place, name, options[name], name in positional)
-                    vars(added)["hidden"] = hides and not options[name].common
-                    if name in flagged:
-                        # For completion alone: words with this flag are parsed with `by_flag`.
-                        flag = _add(group, name, options[name]._replace(required=False), False)
-                        vars(flag)["other_form"] = True
+                option = options[name]
+                if option.group != title:
+                    continue
+
+                place = volume if name in ("quiet", "verbose") else group
+                added = _add(place, name, option, name in positional)
+                vars(added)["hidden"] = hides and not option.common
+
+                if name in positional and option.flags:
+                    # For completion alone: words with this flag are parsed with `by_flag`.
+                    flag = _add(group, name, option._replace(required=False), False)
+                    vars(flag)["other_form"] = True
         self.add_information(group, hides)
 
     def add_information(self, group: argparse._ArgumentGroup, hides: bool = False) -> None:
@@ -277,6 +282,147 @@ COMPLETION = """examples:
   openquant completion fish | source"""
 
 
+class _Verb(NamedTuple):
+    """A verb, and the options that it has.
+
+    Attributes:
+        name: the verb.
+        about: what it does.
+        usage: usage text after the verb.
+        kinds: classes of its options.
+        examples: arguments of example commands.
+        positional, without, helps: see `Parser.add_options`.
+    """
+
+    name: str
+    about: str
+    usage: str
+    kinds: tuple[type, ...]
+    examples: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    helps: Mapping[str, str] = {}
+
+
+_VERBS = (
+    _Verb(
+        "compress",
+        COMPRESS,
+        MODEL,
+        CONVERSION,
+        examples=EXAMPLES,
+        positional=("model",),
+    ),
+    _Verb(
+        "fit",
+        "Show which schemes fit a GPU, and how much context they leave.",
+        "MODEL [--gpu NAME] [options]",
+        (WithSearch, Search, Verbosity, JsonOutput, ProgressLines, ReportPage),
+        examples=(
+            "Qwen/Qwen3-32B --gpu 4090 --context 32k",
+            "Qwen3-32B --gpu 2xA100-80 --for vllm --json",
+            "Qwen3-32B --gpu 4090 --search --report page.html",
+        ),
+        positional=("model",),
+        without=("verbose",),
+    ),
+    _Verb(
+        "dequantize",
+        "Convert a quantized checkpoint back to bfloat16 weights.",
+        "MODEL [-o DIR] [options]",
+        (Run, Push, RendezvousOptions, Verbosity, JsonOutput, ProgressLines),
+        examples=("Qwen3-32B-FP8", "deepseek-ai/DeepSeek-V3 --stream -o DeepSeek-V3-BF16"),
+        positional=("model",),
+        without=("device",),
+        helps={"output": "Output directory (default: ./NAME-BF16)."},
+    ),
+    _Verb(
+        "push",
+        "Publish a directory that openquant wrote on the Hub.",
+        "DIR NAME [options]",
+        (ModelDirectory, Push, DryRun, JsonOutput),
+        examples=(
+            "Qwen3-32B-FP8 you/Qwen3-32B-FP8",
+            "Qwen3-32B-FP8 you/Qwen3-32B-FP8 --private --create-pr",
+            "eval.json you/Qwen3-32B-FP8",
+        ),
+        positional=("directory", "name"),
+        without=("only",),
+        helps={"directory": "Directory, or eval.json of what is published."},
+    ),
+    _Verb(
+        "diagnose",
+        "Estimate the quantization error of each layer from its weights.",
+        "MODEL [options]",
+        (Diagnose, Verbosity, JsonOutput, ProgressLines),
+        examples=("Qwen/Qwen3-32B --stream", "Qwen3-32B --full --scheme block"),
+        positional=("model",),
+        without=("quiet",),
+        helps={"scratch": "Scratch directory (default: the working directory).", "verbose": "List every layer."},
+    ),
+    _Verb(
+        "explain",
+        "Show how a layer is quantized, and which rule decides it.",
+        "MODEL LAYER [options]",
+        (ModelSource, Explain, Recipe, Repeat, BlockSize, JsonOutput),
+        examples=("Qwen/Qwen3-32B model.layers.0.self_attn.q_proj", "Qwen3-32B '**.down_proj' -w 128 --json"),
+        positional=("model", "layer"),
+    ),
+    _Verb(
+        "calibrate",
+        "Measure the activations of a model on texts.",
+        "MODEL [-o FILE] [options]",
+        (Calibrate, CalibrationTexts, DryRun, RendezvousOptions, JsonOutput, ProgressLines),
+        examples=("Qwen/Qwen3-8B --stream", "Qwen3-8B --text mine.jsonl --samples 64"),
+        positional=("model",),
+    ),
+    _Verb(
+        "eval",
+        "Compare quantized checkpoints with their source on texts.",
+        "OUTPUT [OUTPUT ...] --source MODEL [options]",
+        (Evaluate, Texts, DryRun, RendezvousOptions, JsonOutput, ProgressLines, ReportPage, ReportFigure),
+        examples=(
+            "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
+            "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
+            "Qwen3-8B-FP8 --source Qwen3-8B --tasks arc_easy,hellaswag --limit 200",
+            "you/Qwen3-8B-FP8 --source Qwen/Qwen3-8B --stream",
+        ),
+        positional=("outputs",),
+    ),
+    _Verb(
+        "verify",
+        "Check a quantized checkpoint from any tool.",
+        "DIR [--source MODEL] [options]",
+        (Check, JsonOutput, ProgressLines),
+        examples=(
+            "Qwen3-32B-FP8",
+            "Qwen3-32B-FP8 --source Qwen3-32B --full",
+            "RedHatAI/Qwen3-32B-FP8-dynamic --source Qwen/Qwen3-32B",
+        ),
+        positional=("directory",),
+    ),
+    _Verb(
+        "web",
+        "Serve a page on this machine that plans, converts and publishes.",
+        "[--root DIR] [--port N]",
+        (WebPage, JsonOutput),
+        examples=("", "--root /data/models --port 8000"),
+    ),
+    _Verb(
+        "env",
+        "Show the versions and hardware that a bug report needs.",
+        "[--json]",
+        (JsonOutput,),
+    ),
+    _Verb(
+        "completion",
+        "Let a shell complete these commands.",
+        "install | SHELL",
+        (DryRun, JsonOutput),
+    ),
+)
+
+
 def _by_flag(words: Sequence[str]) -> bool:
     """Whether the words of a command line give the model as -m MODEL. argparse takes one form only."""
     return any(word.startswith("-m") or word.partition("=")[0] == "--model" for word in words)
@@ -320,115 +466,29 @@ def verb_parser(words: Sequence[str] = ()) -> Parser:
         dest="verb", required=True, metavar="VERB", title="verbs", prog="openquant", parser_class=Parser
     )
 
-    def add(name: str, about: str, usage: str, *examples: str) -> Parser:
-        return verbs.add_parser(
-            name, help=about.rstrip("."), description=about, usage=usage, examples=examples, by_flag=by_flag
+    for verb in _VERBS:
+        added = verbs.add_parser(
+            verb.name,
+            help=verb.about.rstrip("."),
+            description=verb.about,
+            usage=verb.usage,
+            examples=verb.examples,
+            by_flag=by_flag,
         )
+        if verb.name == "completion":
+            _add_shell(added)
+        added.add_options(*verb.kinds, positional=verb.positional, without=verb.without, **verb.helps)
+    parser.add_information(parser.add_argument_group("options"))
+    return parser
 
-    add("compress", COMPRESS, MODEL, *EXAMPLES).add_options(*CONVERSION, positional=("model",))
-    add(
-        "fit",
-        "Show which schemes fit a GPU, and how much context they leave.",
-        "MODEL [--gpu NAME] [options]",
-        "Qwen/Qwen3-32B --gpu 4090 --context 32k",
-        "Qwen3-32B --gpu 2xA100-80 --for vllm --json",
-        "Qwen3-32B --gpu 4090 --search --report page.html",
-    ).add_options(
-        *(WithSearch, Search, Verbosity, JsonOutput, ProgressLines, ReportPage),
-        positional=("model",),
-        without=("verbose",),
-    )
-    add(
-        "dequantize",
-        "Convert a quantized checkpoint back to bfloat16 weights.",
-        "MODEL [-o DIR] [options]",
-        "Qwen3-32B-FP8",
-        "deepseek-ai/DeepSeek-V3 --stream -o DeepSeek-V3-BF16",
-    ).add_options(
-        *(Run, Push, RendezvousOptions, Verbosity, JsonOutput, ProgressLines),
-        positional=("model",),
-        without=("device",),
-        output="Output directory (default: ./NAME-BF16).",
-    )
-    add(
-        "push",
-        "Publish a directory that openquant wrote on the Hub.",
-        "DIR NAME [options]",
-        "Qwen3-32B-FP8 you/Qwen3-32B-FP8",
-        "Qwen3-32B-FP8 you/Qwen3-32B-FP8 --private --create-pr",
-        "eval.json you/Qwen3-32B-FP8",
-    ).add_options(
-        *(ModelDirectory, Push, DryRun, JsonOutput),
-        positional=("directory", "name"),
-        without=("only",),
-        directory="Directory, or eval.json of what is published.",
-    )
-    add(
-        "diagnose",
-        "Estimate the quantization error of each layer from its weights.",
-        "MODEL [options]",
-        "Qwen/Qwen3-32B --stream",
-        "Qwen3-32B --full --scheme block",
-    ).add_options(
-        *(Diagnose, Verbosity, JsonOutput, ProgressLines),
-        positional=("model",),
-        without=("quiet",),
-        scratch="Scratch directory (default: the working directory).",
-        verbose="List every layer.",
-    )
-    add(
-        "explain",
-        "Show how a layer is quantized, and which rule decides it.",
-        "MODEL LAYER [options]",
-        "Qwen/Qwen3-32B model.layers.0.self_attn.q_proj",
-        "Qwen3-32B '**.down_proj' -w 128 --json",
-    ).add_options(ModelSource, Explain, Recipe, Repeat, BlockSize, JsonOutput, positional=("model", "layer"))
-    add(
-        "calibrate",
-        "Measure the activations of a model on texts.",
-        "MODEL [-o FILE] [options]",
-        "Qwen/Qwen3-8B --stream",
-        "Qwen3-8B --text mine.jsonl --samples 64",
-    ).add_options(
-        *(Calibrate, CalibrationTexts, DryRun, RendezvousOptions, JsonOutput, ProgressLines), positional=("model",)
-    )
-    add(
-        "eval",
-        "Compare quantized checkpoints with their source on texts.",
-        "OUTPUT [OUTPUT ...] --source MODEL [options]",
-        "Qwen3-8B-FP8 --source Qwen/Qwen3-8B",
-        "Qwen3-8B-FP8 Qwen3-8B-INT8 --source Qwen3-8B --text mine.txt",
-        "Qwen3-8B-FP8 --source Qwen3-8B --tasks arc_easy,hellaswag --limit 200",
-        "you/Qwen3-8B-FP8 --source Qwen/Qwen3-8B --stream",
-    ).add_options(
-        *(Evaluate, Texts, DryRun, RendezvousOptions, JsonOutput, ProgressLines, ReportPage, ReportFigure),
-        positional=("outputs",),
-    )
-    add(
-        "verify",
-        "Check a quantized checkpoint from any tool.",
-        "DIR [--source MODEL] [options]",
-        "Qwen3-32B-FP8",
-        "Qwen3-32B-FP8 --source Qwen3-32B --full",
-        "RedHatAI/Qwen3-32B-FP8-dynamic --source Qwen/Qwen3-32B",
-    ).add_options(Check, JsonOutput, ProgressLines, positional=("directory",))
-    add(
-        "web",
-        "Serve a page on this machine that plans, converts and publishes.",
-        "[--root DIR] [--port N]",
-        "",
-        "--root /data/models --port 8000",
-    ).add_options(WebPage, JsonOutput)
-    add("env", "Show the versions and hardware that a bug report needs.", "[--json]").add_options(JsonOutput)
-    completion = add("completion", "Let a shell complete these commands.", "install | SHELL")
-    completion.epilog = COMPLETION
-    shell = completion.add_argument_group("shell")
+
+def _add_shell(parser: Parser) -> None:
+    """Add the argument of `completion`, which no class of options has."""
+    parser.epilog = COMPLETION
+    shell = parser.add_argument_group("shell")
     shell.add_argument(
         "shell",
         metavar="SHELL",
         choices=("install", *SHELLS),
         help="install, for the shell of $SHELL, or print the script of bash, zsh or fish",
     )
-    completion.add_options(DryRun, JsonOutput)
-    parser.add_information(parser.add_argument_group("options"))
-    return parser

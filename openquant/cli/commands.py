@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -38,7 +37,6 @@ from ..options import (
 from .arguments import Parser, compress_parser, recipe_parser, verb_parser
 from .console import (
     Interrupts,
-    Progress,
     Terminal,
     columns,
     escaped_libraries,
@@ -60,8 +58,64 @@ if TYPE_CHECKING:
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
 
-# Values of the options that the user gave, by option name, and `ranks`.
-Given = Mapping[str, Any]
+
+class Call:
+    """A call of a verb.
+
+    Attributes:
+        given: values of the options that the user gave, by name.
+        command: options that the command line handles itself.
+        ranks: the processes that share the job of the verb.
+        interrupts: is checked between pieces of work.
+    """
+
+    def __init__(self, given: Mapping[str, Any], ranks: Ranks, interrupts: Interrupts) -> None:
+        self.given = given
+        self.command = Command(**values_for(Command, given))
+        self.ranks = ranks
+        self.interrupts = interrupts
+
+        ranks.patience = self.command.rendezvous_timeout
+        if ranks.size > 1:
+            # torch's store logs pages about a lost connection; our message is one line.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+            if not self.command.quiet:
+                ranks.say = partial(say, stream=sys.stderr)
+
+    def values(self, *kinds: type) -> dict[str, Any]:
+        """Return the given values of the options of some classes, by name."""
+        return {name: value for kind in kinds for name, value in values_for(kind, self.given).items()}
+
+    def show(self, to_json: Callable[[], dict[str, Any]], text: Callable[[int], str]) -> int:
+        """Print the result: with --json an object, else the text for lines of so many characters.
+
+        Returns:
+            The exit code, 0.
+        """
+        self.interrupts.check()
+        if self.command.json:
+            print_json(to_json(), self.interrupts)
+        else:
+            require_printed(say(text(columns()), sys.stdout))
+        return 0
+
+    def show_lines(self, value: dict[str, Any], lines: Iterable[str]) -> int:
+        """Print a result of a few lines, which may quote others: with --json the object."""
+        from ..report.cells import join_lines
+
+        return self.show(lambda: value, lambda _: join_lines(lines))
+
+    def show_preview(self, preview: Preview) -> int:
+        """Print what the verb would do."""
+        from ..report.text import preview_text
+
+        return self.show(preview.to_json, partial(preview_text, preview))
+
+    def say_written(self, *files: Path | Destination | None) -> None:
+        """Say which files were written, after the result; with --json or --quiet nothing is said."""
+        lines = [f"wrote {getattr(file, 'path', file)}" for file in files if file is not None]
+        if lines and not self.command.json and not self.command.quiet:
+            require_printed(say_lines(lines, sys.stdout))
 
 
 def compress_main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +170,7 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
             if mistake is not None:
                 raise mistake
             require_room()
-            return VERBS[given["verb"]]({**given, "ranks": ranks}, interrupts)
+            return VERBS[given["verb"]](Call(given, ranks, interrupts))
         except Exception as error:
             # After an interrupt, other errors follow from it.
             interrupts.check()
@@ -158,43 +212,34 @@ def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:
         return Ranks(), error
 
 
-def _command(given: Given) -> Command:
-    return Command(**values_for(Command, given))
-
-
-def _page(given: Given) -> Destination | None:
+def _page(call: Call) -> Destination | None:
     """Return the page of `fit --search --report` after checking that it can be written; None without --report.
 
     Raises:
         UsageError: the page cannot be written, or would overwrite something.
     """
-    name = _command(given).report
+    name = call.command.report
     if name is None:
         return None
+
     from ..files.destination import Destination, taken_by
     from ..hub.source import model_folder
     from ..report.html import PAGE, require_tools
 
     require_tools("--report")
-    taken = taken_by([model_folder(given["model"])], files_read(given))
+    taken = taken_by([model_folder(call.given["model"])], files_read(call.given))
     page = Destination(Path(name), "--report", PAGE, taken)
     page.require()
     return page
 
 
-def _say_written(given: Given, *files: Path | Destination | None) -> None:
-    """Say which files were written, after the result; with --json or --quiet nothing is said."""
-    command = _command(given)
-    lines = [f"wrote {getattr(file, 'path', file)}" for file in files if file is not None]
-    if lines and not command.json and not command.quiet:
-        require_printed(say_lines(lines, sys.stdout))
-
-
-def _scheme(given: Given) -> dict[str, str]:
+def _scheme(call: Call) -> dict[str, str]:
     """Return the scheme of -w or --scheme as a keyword; empty if neither is given."""
-    size, scheme = _command(given).block_size, given.get("scheme")
+    size = call.command.block_size
+    scheme = call.given.get("scheme")
     if size is None:
         return {"scheme": scheme} if scheme else {}
+
     if size != 128:
         raise UsageError(f"-w {size}: engines serve blocks of 128 x 128 only", "use -w 128, or --scheme tensor")
     if scheme not in (None, "block"):
@@ -202,273 +247,242 @@ def _scheme(given: Given) -> dict[str, str]:
     return {"scheme": "block"}
 
 
-def _find_push(given: Given) -> Push | None:
+def _find_push(call: Call) -> Push | None:
     """Return the options of publishing; None without --push-to-hub.
 
     Raises:
         UsageError: an option needs --push-to-hub, or two options exclude each other.
     """
-    values = values_for(Push, given)
+    values = call.values(Push)
     if "name" not in values:
         for name in values:
             flag = flags_of(name, options_of(Push)[name])[0]
             raise UsageError(f"{flag} goes with --push-to-hub", "say where to push")
         return None
+
     push = Push(**values)
     if push.create_pr and push.replace_weights:
         raise UsageError("--create-pr replaces nothing, --replace-weights does", "give one of them")
     return push
 
 
-def _push(given: Given, interrupts: Interrupts) -> int:
+def _push(call: Call) -> int:
     from ..api import preview_push, push, push_notes
 
-    target = _find_push(given)
+    directory = call.given["directory"]
+    target = _find_push(call)
     assert target is not None
-    if _command(given).dry_run:
-        return _print_preview(preview_push(given["directory"], target), given, interrupts)
-    address = push(given["directory"], target)
-    interrupts.check()
-    if notes := [f"note: {note}" for note in push_notes(given["directory"])]:
+    if call.command.dry_run:
+        return call.show_preview(preview_push(directory, target))
+
+    address = push(directory, target)
+    call.interrupts.check()
+    notes = [f"note: {note}" for note in push_notes(directory)]
+    if notes:
         say_lines(notes, sys.stderr)
-    if _command(given).json:
-        print_json({"output": given["directory"], "pushed_to": address}, interrupts)
-    else:
-        require_printed(say_lines([f"pushed to {address}"], sys.stdout))
-    return 0
+    return call.show_lines({"output": directory, "pushed_to": address}, [f"pushed to {address}"])
 
 
-def _print_preview(preview: Preview, given: Given, interrupts: Interrupts) -> int:
-    """Print what a verb would do."""
-    interrupts.check()
-    if _command(given).json:
-        print_json(preview.to_json(), interrupts)
-    else:
-        from ..report.text import preview_text
-
-        require_printed(say(preview_text(preview, columns()), sys.stdout))
-    return 0
-
-
-def _recipe(given: Given) -> dict[str, Any]:
+def _recipe(call: Call) -> dict[str, Any]:
     """Return the options of the output: those of --recipe, replaced by those that are given."""
-    options = {**values_for(Recipe, given), **_scheme(given), **values_for(CalibrationTexts, given)}
-    from_recipe: dict[str, Any] = {}
-    if given.get("recipe") is not None:
-        from ..recipes import read_recipe
+    options = {**call.values(Recipe), **_scheme(call), **call.values(CalibrationTexts)}
+    file = call.given.get("recipe")
+    if file is None:
+        return options
 
-        from_recipe = vars(recipe_parser().parse_args(read_recipe(Path(given["recipe"]))))
-        for names in (("calibration", "calibrate"), ("text", "dataset")):
-            # Of two options that exclude each other, a given one replaces the recipe's.
-            if any(name in options for name in names):
-                from_recipe = {name: value for name, value in from_recipe.items() if name not in names}
+    from ..recipes import read_recipe
+
+    from_recipe = vars(recipe_parser().parse_args(read_recipe(Path(file))))
+    for names in (("calibration", "calibrate"), ("text", "dataset")):
+        # Of two options that exclude each other, a given one replaces the recipe's.
+        if any(name in options for name in names):
+            from_recipe = {name: value for name, value in from_recipe.items() if name not in names}
     return {**from_recipe, **options}
 
 
-def _compress(given: Given, interrupts: Interrupts) -> int:
-    recipe = _recipe(given)
+def _compress(call: Call) -> int:
+    options = {**_recipe(call), **call.values(FitOptions)}
+
     from ..api import compress
 
-    return _run_and_report(
-        partial(compress, **recipe, **values_for(FitOptions, given)), {**given, **recipe}, interrupts
-    )
+    return _convert(call, partial(compress, **options))
 
 
-def _dequantize(given: Given, interrupts: Interrupts) -> int:
+def _dequantize(call: Call) -> int:
     from ..api import dequantize
 
-    return _run_and_report(dequantize, given, interrupts)
+    return _convert(call, dequantize)
 
 
-def _ranks(given: Given, command: Command) -> Ranks:
-    """Return the ranks with the options that say how they wait for each other."""
-    ranks: Ranks = given["ranks"]
-    ranks.patience = command.rendezvous_timeout
-    if ranks.size > 1:
-        # torch's store logs pages about a lost connection; our message is one line.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-        if not command.quiet:
-            ranks.say = partial(say, stream=sys.stderr)
-    return ranks
-
-
-def _run_and_report(work: Callable[..., Result], given: Given, interrupts: Interrupts) -> int:
-    """Call compress() or dequantize() with the options of a Run, and print plan, progress and result."""
-    command = _command(given)
+def _convert(call: Call, work: Callable[..., Result]) -> int:
+    """Call compress() or dequantize() with the options of a Run; plan, progress and result are printed meanwhile."""
+    command = call.command
     if command.quiet:
         os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    ranks = _ranks(given, command)
-    silent = command.quiet or not ranks.first
-    lines, verbose = command.progress == "json", command.verbose and not command.json
-    reporter = Terminal(interrupts, silent or command.json, silent, verbose, lines)
-    try:
-        result = work(**values_for(Run, given), push=_find_push(given), ranks=ranks, reporter=reporter)
-    finally:
-        reporter.close()
+
+    with closing(Terminal(call.interrupts, command, call.ranks.first)) as reporter:
+        result = work(**call.values(Run), push=_find_push(call), ranks=call.ranks, reporter=reporter)
     require_printed(reporter.failure)
-    if command.json and ranks.first:
-        print_json(result.to_json(), interrupts)
+    if command.json and call.ranks.first:
+        print_json(result.to_json(), call.interrupts)
     return 0
 
 
-def _diagnose(given: Given, interrupts: Interrupts) -> int:
+def _diagnose(call: Call) -> int:
     from ..api import diagnose
+    from ..report.text import diagnosis_text
 
-    command = _command(given)
-    with closing(_Bar(interrupts, command, "diagnosing", "diagnosed")) as bar:
-        diagnosis = diagnose(**values_for(Diagnose, given), progress=bar.advanced)
-    if command.json:
-        print_json(diagnosis.to_json(), interrupts)
-    else:
-        from ..report.text import diagnosis_text
-
-        require_printed(say(diagnosis_text(diagnosis, command.verbose, columns()), sys.stdout))
-    return 0
+    with closing(Terminal(call.interrupts, call.command, stage=("diagnosing", "diagnosed"))) as reporter:
+        diagnosis = diagnose(**call.values(Diagnose), reporter=reporter)
+    return call.show(diagnosis.to_json, partial(diagnosis_text, diagnosis, call.command.verbose))
 
 
-def _explain(given: Given, interrupts: Interrupts) -> int:
+def _explain(call: Call) -> int:
+    options = {**_recipe(call), **call.values(Run, Explain)}
+
     from ..api import explain
+    from ..report.text import explanation_text
 
-    explanation = explain(**_recipe(given), **values_for(Run, given), **values_for(Explain, given))
-    if _command(given).json:
-        print_json(explanation.to_json(), interrupts)
-    else:
-        from ..report.text import explanation_text
-
-        require_printed(say(explanation_text(explanation, columns()), sys.stdout))
-    return 0
+    explanation = explain(**options)
+    return call.show(explanation.to_json, partial(explanation_text, explanation))
 
 
-def _fit(given: Given, interrupts: Interrupts) -> int:
-    from ..fit.table import fit_table
+def _fit(call: Call) -> int:
+    if call.given.get("search"):
+        return _search(call)
 
-    if given.get("search"):
-        return _search(given, interrupts)
     for name, option in options_of(Search).items():
-        if name in given and name not in options_of(CompareSchemes):
+        if name in call.given and name not in options_of(CompareSchemes):
             raise UsageError(f"{flags_of(name, option)[-1]} is for --search", "give --search too, or leave it out")
-    if _command(given).report is not None:
+    if call.command.report is not None:
         raise UsageError("--report is for --search", "give --search too, or leave it out")
-    found = fit_table(**values_for(CompareSchemes, given))
-    if _command(given).json:
-        print_json(found.to_json(), interrupts)
-    else:
-        from ..report.fit import fit_text
 
-        require_printed(say(fit_text(found, columns()), sys.stdout))
-    return 0
+    from ..fit.table import fit_table
+    from ..report.fit import fit_text
+
+    found = fit_table(**call.values(CompareSchemes))
+    return call.show(found.to_json, partial(fit_text, found))
 
 
-def _search(given: Given, interrupts: Interrupts) -> int:
+def _search(call: Call) -> int:
     from ..fit.search import search_mixtures
+    from ..report.fit import frontier_text
 
-    command = _command(given)
-    page = _page(given)
-    silent, lines = command.quiet, command.progress == "json"
-    reporter = Terminal(interrupts, True, silent, False, lines)
-    try:
-        found = search_mixtures(**values_for(Search, given), reporter=reporter)
-    finally:
-        reporter.close()
+    command = call.command
+    page = _page(call)
+    with closing(Terminal(call.interrupts, command)) as reporter:
+        found = search_mixtures(**call.values(Search), reporter=reporter)
     require_printed(reporter.failure)
+
     if page is not None:
         from ..report.html import render_page, searched_page
 
         page.write(render_page(searched_page(found)).encode())
-    if command.json:
-        print_json(found.to_json(), interrupts)
-    elif not command.quiet:
-        from ..report.fit import frontier_text
-
-        require_printed(say(frontier_text(found, columns()), sys.stdout))
-    _say_written(given, page)
+    if command.json or not command.quiet:
+        call.show(found.to_json, partial(frontier_text, found))
+    call.say_written(page)
     return 0
 
 
-def _calibrate(given: Given, interrupts: Interrupts) -> int:
+def _calibrate(call: Call) -> int:
     from ..calibration.run import calibrate, preview_calibration
 
-    command = _command(given)
-    ranks = _ranks(given, command)
-    options, texts = values_for(Calibrate, given), values_for(CalibrationTexts, given)
-    if command.dry_run:
+    ranks = call.ranks
+    options = call.values(Calibrate)
+    texts = call.values(CalibrationTexts)
+    if call.command.dry_run:
         preview = preview_calibration(Calibrate(**options), CalibrationTexts(**texts))
-        return _print_preview(preview, given, interrupts) if ranks.first else 0
-    with closing(_Bar(interrupts, command, "calibrating", "calibrated", ranks.first, "tokens")) as bar:
-        values = {**options, **texts}
-        written = calibrate(**values, begun=bar.begun, progress=bar.advanced, ranks=ranks)
-    if ranks.first and command.json:
-        print_json({"calibration": str(written)}, interrupts)
-    elif ranks.first:
-        _say_written(given, written)
-    return 0
+        return call.show_preview(preview) if ranks.first else 0
+
+    with closing(Terminal(call.interrupts, call.command, ranks.first)) as reporter:
+        written = calibrate(**options, **texts, ranks=ranks, reporter=reporter)
+    if not ranks.first:
+        return 0
+    return call.show_lines({"calibration": str(written)}, [f"wrote {written}"])
 
 
-def _eval(given: Given, interrupts: Interrupts) -> int:
+def _eval(call: Call) -> int:
     from ..evaluation.run import evaluate, preview_evaluation
-    from ..evaluation.types import rounded
     from ..result import Place
 
-    command, options = _command(given), Evaluate(**values_for(Evaluate, given))
-    ranks = _ranks(given, command)
-    page, figure = _find_page_and_figure(given, options)
-    if command.dry_run:
-        preview = preview_evaluation(options, Texts(**values_for(Texts, given)))
+    options = Evaluate(**call.values(Evaluate))
+    page, figure = _find_page_and_figure(call, options)
+    if call.command.dry_run:
+        preview = preview_evaluation(options, Texts(**call.values(Texts)))
         files = tuple(Place(str(file.path.absolute()), file.kind.title) for file in (page, figure) if file is not None)
-        return _print_preview(replace(preview, writes=preview.writes + files), given, interrupts) if ranks.first else 0
-    unprinted: OpenQuantError | None = None
+        return call.show_preview(replace(preview, writes=preview.writes + files)) if call.ranks.first else 0
 
-    def measured(evaluation: Evaluation) -> None:
-        nonlocal unprinted
-        bar.close()
-        try:
-            if command.json:
-                say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
-                print_json(evaluation.to_json(), interrupts)
-            else:
-                from ..report.text import evaluation_text
+    with closing(_Figures(call)) as reporter:
+        evaluation = evaluate(**call.values(Evaluate, Texts), ranks=call.ranks, reporter=reporter)
+    if reporter.unprinted is not None:
+        raise reporter.unprinted
 
-                require_printed(say(evaluation_text(evaluation.to_json(), evaluation.notes, columns()), sys.stdout))
-        except OpenQuantError as error:
-            unprinted = error  # The files are still written.
-
-    # The files come last, so that hours of work are printed even if a disk is full.
-    with closing(_Bar(interrupts, command, "evaluating", "evaluated", ranks.first, "tokens")) as bar:
-        values = {**values_for(Evaluate, given), **values_for(Texts, given)}
-        evaluation = evaluate(**values, begun=bar.begun, progress=bar.advanced, measured=measured, ranks=ranks)
-    if unprinted is not None:
-        raise unprinted
-    limit = math.inf if options.fail_above is None else options.fail_above
-    above = [output for output in evaluation.outputs if output["kl"]["mean"] > limit]
-    code = EXIT_PROBLEMS if above else 0
-    if not ranks.first:
-        return code
-    if page is not None or figure is not None:
+    if call.ranks.first and (page is not None or figure is not None):
         from ..report.html import write_evaluated
 
         write_evaluated(evaluation.outputs, (options.source, *options.outputs), page, figure)
-    _say_written(given, *evaluation.written, page, figure)
+    if call.ranks.first:
+        call.say_written(*evaluation.written, page, figure)
+    return _judge(call, evaluation, options.fail_above)
+
+
+class _Figures(Terminal):
+    """Prints the figures of eval before its files are written, so that hours of work are seen even if a disk is full.
+
+    Attributes:
+        unprinted: why they were not printed; the files are written all the same.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call.interrupts, call.command, call.ranks.first, ("evaluating", "evaluated"))
+        self.call = call
+        self.unprinted: OpenQuantError | None = None
+
+    def measured(self, evaluation: Evaluation) -> None:
+        """Print the figures."""
+        from ..report.text import evaluation_text
+
+        self.close()
+        figures = evaluation.to_json()
+        try:
+            if self.call.command.json:
+                say_lines([f"note: {note}" for note in evaluation.notes], sys.stderr)
+            self.call.show(lambda: figures, partial(evaluation_text, figures, evaluation.notes))
+        except OpenQuantError as error:
+            self.unprinted = error
+
+
+def _judge(call: Call, evaluation: Evaluation, limit: float | None) -> int:
+    """Name the outputs above --fail-above; return the exit code."""
+    from ..evaluation.types import rounded
+
+    if limit is None:
+        return 0
+
+    above = [output for output in evaluation.outputs if output["kl"]["mean"] > limit]
     for output in above:
         mean = rounded(output["kl"]["mean"], lambda kl: kl > limit)
-        say_lines([f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr)
-    return code
+        if call.ranks.first:
+            say_lines([f"{output['output']['name']}: mean KL {mean} nats, above --fail-above {limit!r}"], sys.stderr)
+    return EXIT_PROBLEMS if above else 0
 
 
-def _find_page_and_figure(given: Given, options: Evaluate) -> tuple[Destination | None, Destination | None]:
+def _find_page_and_figure(call: Call, options: Evaluate) -> tuple[Destination | None, Destination | None]:
     """Return the page and the figure of eval after checking that they can be written; None if not asked for.
 
     Raises:
         UsageError: one cannot be written, or would overwrite something.
     """
-    command = _command(given)
+    command = call.command
     if command.report is None and command.figure is None:
         return None, None
+
     from ..evaluation.run import local_output, taken_by_evaluation
     from ..files.destination import Destination, require_all
     from ..files.evaluation import EVALUATION
     from ..report.html import PAGE, PICTURE, require_tools
 
-    taken, beside = taken_by_evaluation(options, Texts(**values_for(Texts, given))), local_output(options)
+    taken, beside = taken_by_evaluation(options, Texts(**call.values(Texts))), local_output(options)
     kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
     names = zip(kinds, (options.out, command.report, command.figure), strict=True)
     destinations = {
@@ -483,128 +497,73 @@ def _find_page_and_figure(given: Given, options: Evaluate) -> tuple[Destination 
     return destinations.get("--report"), destinations.get("--figure")
 
 
-class _Bar:
-    """Prints what a verb begins with, and shows its progress as a bar, or with --progress json as lines.
-
-    Ranks other than the first print nothing.
-
-    Args:
-        interrupts: is checked between pieces of work.
-        command: the options that say what is printed.
-        doing: text before the bar: "verifying".
-        did: word in a line: "verified".
-        first: whether this is the first rank.
-        unit: "bytes" or "tokens".
-    """
-
-    def __init__(
-        self, interrupts: Interrupts, command: Command, doing: str, did: str, first: bool = True, unit: str = "bytes"
-    ) -> None:
-        self._interrupts, self._doing, self._did, self._unit = interrupts, doing, did, unit
-        self._lines, self._first = command.progress == "json", first
-        self._progress: Progress | None = None
-
-    def begun(self, about: str) -> None:
-        """Print a line that says what begins."""
-        if self._first:
-            say_lines([about], sys.stderr)
-
-    def advanced(self, done: int, total: int) -> None:
-        """Show that `done` of `total` units are done.
-
-        Raises:
-            KeyboardInterrupt: a signal came.
-        """
-        self._interrupts.check()
-        if self._first:
-            if self._progress is None:
-                self._progress = Progress(total, 0, self._doing, self._did, self._lines, self._unit)
-            self._progress.advance(done - self._progress.done)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._progress is not None:
-            self._progress.close()
-            self._progress = None
-
-
-def _verify(given: Given, interrupts: Interrupts) -> int:
+def _verify(call: Call) -> int:
+    from ..report.text import verification_text
     from ..verification.verify import verify
 
-    command = _command(given)
-    with closing(_Bar(interrupts, command, "verifying", "verified")) as bar:
-        report = verify(**values_for(Check, given), progress=bar.advanced, begun=bar.begun)
-    if report.quantized and not report.problems and not given.get("full"):
+    with closing(Terminal(call.interrupts, call.command, stage=("verifying", "verified"))) as reporter:
+        report = verify(**call.values(Check), reporter=reporter)
+
+    if report.quantized and not report.problems and not call.given.get("full"):
         option = "--source MODEL --full" if report.source is None else "--full"
         report = replace(report, notes=(*report.notes, f"codes were not compared: {option} does that"))
-    if command.json:
-        print_json(report.to_json(), interrupts)
-    else:
-        from ..report.text import verification_text
-
-        require_printed(say(verification_text(report, columns()), sys.stdout))
+    call.show(report.to_json, partial(verification_text, report))
     return EXIT_PROBLEMS if report.problems else 0
 
 
-def _web(given: Given, interrupts: Interrupts) -> int:
+def _web(call: Call) -> int:
     from ..web.server import find_roots, require_gradio, serve_page
 
     require_gradio()
-    options = WebPage(**values_for(WebPage, given))
+    options = WebPage(**call.values(WebPage))
     if not 0 <= options.port < 1 << 16:
         raise UsageError(f"{options.port} is no port", "give --port from 0 to 65,535")
     roots = find_roots(tuple(options.root))
 
     def ready(address: str) -> None:
-        if _command(given).json:
-            print_json({"address": address, "roots": list(map(str, roots.paths))}, interrupts)
-        else:
-            lines = [f"open {address}", *(f"it may read and write {path}" for path in roots.paths), "Ctrl-C ends it"]
-            require_printed(say_lines(lines, sys.stdout))
+        lines = [f"open {address}", *(f"it may read and write {path}" for path in roots.paths), "Ctrl-C ends it"]
+        call.show_lines({"address": address, "roots": list(map(str, roots.paths))}, lines)
 
     serve_page(roots, options.port, ready)
     return 0
 
 
-def _completion(given: Given, interrupts: Interrupts) -> int:
-    from ..result import Place, Preview
-    from .completion import completion_script, install_completion
+def _completion(call: Call) -> int:
+    from .completion import completion_script
 
-    installed: list[Path] | None = None
-    shell = given["shell"]
+    shell = call.given["shell"]
     if shell == "install":
-        shell, installed = install_completion(os.environ, _command(given).dry_run)
-    elif _command(given).dry_run:
+        return _install_completion(call)
+    if call.command.dry_run:
         raise UsageError("--dry-run is for install: a script is only printed", "leave --dry-run out")
-    interrupts.check()
-    if installed is not None and _command(given).dry_run:
-        writes = tuple(Place(str(path), "a script" if path is installed[0] else "a start file") for path in installed)
-        return _print_preview(Preview((), (f"{shell} is to complete openquant",), writes), given, interrupts)
-    if _command(given).json:
-        printed = {"script": completion_script(shell)} if installed is None else {"installed": str(installed[0])}
-        print_json({"shell": shell, **printed}, interrupts)
-    elif installed is None:
-        require_printed(say(completion_script(shell), sys.stdout))
-    else:
-        lines = [*(f"wrote {path}" for path in installed), f"a new {shell} completes openquant"]
-        require_printed(say_lines(lines, sys.stdout))
-    return 0
+
+    script = completion_script(shell)
+    return call.show(lambda: {"shell": shell, "script": script}, lambda _: script)
 
 
-def _env(given: Given, interrupts: Interrupts) -> int:
+def _install_completion(call: Call) -> int:
+    """Set up the shell of $SHELL."""
+    from ..result import Place, Preview
+    from .completion import install_completion
+
+    shell, files = install_completion(os.environ, call.command.dry_run)
+    if call.command.dry_run:
+        writes = tuple(Place(str(path), "a script" if path is files[0] else "a start file") for path in files)
+        return call.show_preview(Preview((), (f"{shell} is to complete openquant",), writes))
+
+    lines = [*(f"wrote {path}" for path in files), f"a new {shell} completes openquant"]
+    return call.show_lines({"shell": shell, "installed": str(files[0])}, lines)
+
+
+def _env(call: Call) -> int:
     from ..environment import describe_environment
+    from ..report.text import environment_text
 
     found = describe_environment()
-    if _command(given).json:
-        print_json(found, interrupts)
-    else:
-        from ..report.text import environment_text
-
-        require_printed(say(environment_text(found, columns()), sys.stdout))
-    return 0
+    return call.show(lambda: found, partial(environment_text, found))
 
 
-VERBS: Mapping[str, Callable[[Given, Interrupts], int]] = {
+VERBS: Mapping[str, Callable[[Call], int]] = {
     "compress": _compress,
     "fit": _fit,
     "dequantize": _dequantize,

@@ -50,6 +50,7 @@ def install_completion(environment: Mapping[str, str], dry_run: bool = False) ->
         )
     if not environment.get("HOME"):
         raise UsageError("$HOME is not set", f"openquant completion {shell} prints the script")
+
     home = Path(environment["HOME"])
     if shell == "fish":
         # fish reads only the file of the command that is completed, so both have one.
@@ -58,9 +59,11 @@ def install_completion(environment: Mapping[str, str], dry_run: bool = False) ->
         for script in () if dry_run else scripts:
             write_atomic(script, completion_script(shell).encode())
         return shell, scripts
+
     script = Path(environment.get("XDG_DATA_HOME") or home / ".local" / "share") / "openquant" / f"completion.{shell}"
     if not dry_run:
         write_atomic(script, completion_script(shell).encode())
+
     start = home / ".bashrc" if shell == "bash" else Path(environment.get("ZDOTDIR") or home) / ".zshrc"
     quoted = shlex.quote(str(script))
     line = f"[ -r {quoted} ] && . {quoted}"
@@ -68,6 +71,7 @@ def install_completion(environment: Mapping[str, str], dry_run: bool = False) ->
         # shtab's script registers itself only if it is evaluated, and needs compinit, which not every start file calls.
         compinit = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }"
         line = f'{compinit}; [ -r {quoted} ] && eval "$(<{quoted})"'
+
     with output_errors(start):
         text = read_small(start, str(start)) if start.exists() else b""
         # The line is several if the name of a directory has line breaks.

@@ -25,6 +25,7 @@ from .start import leave
 if TYPE_CHECKING:
     from ..files.destination import DiskSpace
     from ..hub.source import Source
+    from ..options import Command
     from ..plan.plan import Plan
     from ..result import Result
 
@@ -246,10 +247,9 @@ class Terminal(Reporter):
 
     Args:
         interrupts: is checked between pieces of work.
-        quiet: print no plan and no summary.
-        silent: print no progress either.
-        verbose: print details of the plan.
-        lines: print progress as lines of JSON.
+        command: the options that say what is printed.
+        first: whether this is the first rank; others print nothing.
+        stage: words for the progress before and behind the bar, unless --fit or --search measures.
 
     Attributes:
         failure: the first error of printing on stdout; None if there was none.
@@ -258,22 +258,22 @@ class Terminal(Reporter):
     def __init__(
         self,
         interrupts: Interrupts,
-        quiet: bool,
-        silent: bool,
-        verbose: bool,
-        lines: bool,
+        command: Command,
+        first: bool = True,
+        stage: tuple[str, str] = ("calibrating", "calibrated"),
     ) -> None:
         self.interrupts = interrupts
-        self.quiet = quiet
-        self.silent = silent
-        self.verbose = verbose
-        self.lines = lines
+        # Silent is without progress, quiet without plan and summary.
+        self.silent = command.quiet or not first
+        self.quiet = self.silent or command.json
+        self.verbose = command.verbose and not command.json
+        self.lines = command.progress == "json"
         self.progress: Progress | None = None
-        # Names of what the next progress is, while it lasts and after it.
-        self.stage = ("calibrating", "calibrated")
+        self.own_stage = stage
+        self.stage = stage
         self.plan: Plan | None = None
         self.planned_lines: frozenset[str] = frozenset()
-        self.noted: set[str] = set()
+        self.printed_notes: set[str] = set()
         self.space: DiskSpace | None = None
         self.failure: OSError | None = None
 
@@ -283,8 +283,8 @@ class Terminal(Reporter):
 
     def _new_notes(self, notes: Iterable[str]) -> list[str]:
         """Return the lines of those notes that were not printed; if `quiet`, print them on stderr."""
-        lines = [f"note: {note}" for note in dict.fromkeys(notes) if note not in self.noted]
-        self.noted.update(notes)
+        lines = [f"note: {note}" for note in dict.fromkeys(notes) if note not in self.printed_notes]
+        self.printed_notes.update(notes)
         if lines and self.quiet and not self.silent:
             say_lines(lines, sys.stderr)
         return lines
@@ -318,15 +318,15 @@ class Terminal(Reporter):
         if new_lines:
             self._print("\n".join(paragraphs(new_lines, columns())) if printed_lines else planned_text(columns()))
 
-    def calibrating(self, about: str) -> None:
-        """Print the line that describes the calibration, or what --fit and --search measure."""
+    def noted(self, about: str) -> None:
+        """Print the line that describes what begins, or what --fit and --search measure."""
         self.close()
-        self.stage = ("measuring", "measured") if about.startswith("--") else ("calibrating", "calibrated")
+        self.stage = ("measuring", "measured") if about.startswith("--") else self.own_stage
         if not self.silent:
             say_lines([about], sys.stderr)
 
-    def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
-        """Show the progress of a calibration.
+    def progressed(self, done: int, total: int, unit: str = "tokens") -> None:
+        """Show the progress of anything but a conversion.
 
         Raises:
             KeyboardInterrupt: a signal came.

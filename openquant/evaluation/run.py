@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,9 @@ from ..hub.fetch import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..job import file_places, in_all_ranks, model_place
 from ..machine import find_device
-from ..options import Evaluate, Texts, documented, files_read
+from ..options import Evaluate, Texts, documented, files_read, values_for
 from ..plan.architecture import known_architecture
-from ..result import Place, Preview
+from ..result import Place, Preview, Reporter
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import (
     BUDGET,
@@ -71,23 +71,17 @@ def evaluate(
     dataset: str | None = None,
     samples: int = 16,
     length: int = 512,
-    begun: Callable[[str], None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    measured: Callable[[Evaluation], None] | None = None,
     ranks: Ranks | None = None,
+    reporter: Reporter | None = None,
 ) -> Evaluation:
     """Compare outputs with their source: how far their answers are apart, which layers cause it, and a verdict.
 
     A call that was interrupted continues when it is made again with the same arguments.
 
     Args:
-        begun: called once with a line that says what is to be done, before it starts.
-        progress: called with the number of tokens that are done and of all tokens. Each pass of a text counts, and a
-            token that is through layers of half the cost counts half.
-        measured: called once with the figures, in the first rank only, before they are written: hours of work are not
-            lost if a disk is full. `written` is still empty.
         ranks: this process among several, as `Ranks.from_environment(os.environ)` gives it; each runs its share of the
             texts. None for this process alone.
+        reporter: receives a line on what is done, the progress in tokens, and the figures; nothing is reported if None.
 
     Returns:
         The figures, the same in every process; docs/evaluation.md says what they mean.
@@ -95,38 +89,21 @@ def evaluate(
     Raises:
         OpenQuantError: something that the caller can fix.
     """
-    options = Evaluate.parse(
-        outputs=outputs,
-        source=source,
-        out=out,
-        stream=stream,
-        prompts=prompts,
-        no_prompts=no_prompts,
-        tasks=tasks,
-        limit=limit,
-        kv_cache=kv_cache,
-        device=device,
-        max_memory=max_memory,
-        scratch=scratch,
-        seed=seed,
-        fail_above=fail_above,
-    )
-
-    texts = Texts.parse(text=text, dataset=dataset, samples=samples, length=length)
+    given = locals()
+    options = Evaluate.parse(**values_for(Evaluate, given))
+    texts = Texts.parse(**values_for(Texts, given))
 
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _evaluate(options, texts, ranks, begun, progress, measured))
+        return in_all_ranks(ranks, lambda: _evaluate(options, texts, ranks, reporter or Reporter()))
 
 
 def _evaluate(
     options: Evaluate,
     texts: Texts,
     ranks: Ranks,
-    begun: Callable[[str], None] | None,
-    progress: Callable[[int, int], None] | None,
-    measured: Callable[[Evaluation], None] | None,
+    reporter: Reporter,
 ) -> Evaluation:
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
     device = find_device(options.device, ranks.local_rank)
@@ -138,8 +115,7 @@ def _evaluate(
 
     def advanced(done: int, total: int) -> None:
         ranks.check()
-        if progress is not None:
-            progress(done, total)
+        reporter.progressed(done, total)
 
     with ExitStack() as stack:
         source_tokenizer = tokenizers[0]
@@ -201,12 +177,12 @@ def _evaluate(
             pass_checkpoint=pass_checkpoint,
         )
 
-        evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, begun, advanced)
+        evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, reporter.noted, advanced)
         for subject in subjects:
             subject.fingerprint.require_unchanged()
 
-    if ranks.first and measured is not None:
-        measured(evaluation)
+    if ranks.first:
+        reporter.measured(evaluation)
     for file, value in zip(files, _results(options, evaluation), strict=True) if ranks.first else ():
         if file is not None:
             file.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())

@@ -19,10 +19,11 @@ from ..distributed import Ranks
 from ..errors import PlanError
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..job import open_source, output_directory, prepare
-from ..options import CalibrationTexts, FitOptions, Recipe, Run
+from ..options import FitOptions, Recipe
 from ..plan import summary
 from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
+from ..recipes import Request
 from ..result import Reporter
 from .budget import Budget, read_budget, refuse_ranks, weights_on_gpus
 from .menu import UNQUANTIZED, BestMixtures, Menu, Mixture, bits_per_weight, make_menu
@@ -41,25 +42,11 @@ CLOSE_ENOUGH = 0.9
 SMALLEST = 1e-9
 
 
-def choose_mixture(
-    run: Run,
-    recipe: Recipe,
-    options: PlanOptions,
-    fit: FitOptions,
-    texts: CalibrationTexts,
-    architecture: str | None,
-    ranks: Ranks,
-    reporter: Reporter,
-) -> tuple[Recipe, SearchResult]:
+def choose_mixture(request: Request, ranks: Ranks, reporter: Reporter) -> tuple[Recipe, SearchResult]:
     """Find the mixture of schemes for a budget.
 
     Args:
-        run: options of the run: the model, the output, memory and device.
-        recipe: options of the output; its scheme is replaced.
-        options: what the plan is made with besides the scheme.
-        fit: the budget, the context and the engines.
-        texts: options that say which texts are read.
-        architecture: name of the registry's entry; None for that of the class.
+        request: the checked options of compress(), with `fit`; the scheme of the recipe is replaced.
         ranks: the processes of this run.
         reporter: receives notes and progress.
 
@@ -72,12 +59,13 @@ def choose_mixture(
         SourceError: the model or a text cannot be read.
         OutputError: hidden states or scores cannot be written.
     """
+    run, recipe, texts, fit = request.run, request.recipe, request.texts, request.fit
     assert fit.fit is not None
     budget = read_budget(fit.fit)
     refuse_ranks(ranks)
     opened = open_source(run, ranks)
-    menu = make_menu(opened, options, fit.candidates, fit.engines, budget.gpu, architecture)
-    limit = _limit(budget, menu, fit, options)
+    menu = make_menu(opened, request.options, fit.candidates, fit.engines, budget.gpu, recipe.architecture)
+    limit = _limit(budget, menu, fit, request.options)
     directory = Path(run.output).absolute().parent if run.output else opened.source.default_path("x").absolute().parent
     session = Session(opened, menu, texts, directory, run.stream, run.max_memory, ranks, reporter)
     compared = 1 if limit is None else 2
@@ -89,13 +77,13 @@ def choose_mixture(
     choice = _Choice(session, mixtures)
     if run.dry_run:
         mixture = mixtures.smallest(budget.value) if limit is None else mixtures.best(limit)
-        reporter.calibrating("--fit: this mixture follows from the scores; nothing is compared on other texts")
+        reporter.noted("--fit: this mixture follows from the scores; nothing is compared on other texts")
     elif limit is None:
         mixture = choice.smallest(budget.value)
     else:
         mixture = choice.within(limit)
     for line in _chosen(mixtures, mixture):
-        reporter.calibrating(f"--fit: {line}")
+        reporter.noted(f"--fit: {line}")
     asked = Asked(run.model, recipe, fit.fit, fit.context, fit.engines, fit.candidates, texts.text, texts.dataset)
     on_gpus = budget.kind == "gpu"
     corpus = choice.corpus if choice.measured else session.scored
@@ -154,7 +142,7 @@ class _Choice:
         best = self.mixtures.best_uniform(nbytes)
         if best is not None:
             named[f"--scheme {best}"] = self.menu.uniform(best)
-        self.reporter.calibrating(f"--fit: comparing {' and '.join(named)} on {self.corpus.described}")
+        self.reporter.noted(f"--fit: comparing {' and '.join(named)} on {self.corpus.described}")
         records = self.session.measure(self.corpus, list(named.values()))
         for (name, mixture), found in zip(named.items(), records, strict=True):
             self._report(name, mixture, found)
@@ -165,7 +153,7 @@ class _Choice:
         interval = bootstrap_interval(differences, 0)
         if interval is not None and interval[1] < 0:
             return named["the mixture"]
-        self.reporter.calibrating(f"--fit: the mixture is not better beyond chance, so --scheme {best} is taken")
+        self.reporter.noted(f"--fit: the mixture is not better beyond chance, so --scheme {best} is taken")
         return named[f"--scheme {best}"]
 
     def smallest(self, kl: float) -> Mixture:
@@ -222,7 +210,7 @@ class _Choice:
         interval = bootstrap_interval([record.kl for record in records], 0)
         within = "" if interval is None else f" [{interval[0]:.4f}, {interval[1]:.4f}]"
         bits = bits_per_weight(self.menu.units, nbytes - self.menu.fixed)
-        self.reporter.calibrating(
+        self.reporter.noted(
             f"--fit: {name}: KL {mean_kl(records):.4f}{within} nats, {nbytes / 1e9:.3g} GB, {bits:.2f} bits a weight"
         )
 

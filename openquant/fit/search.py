@@ -18,7 +18,7 @@ from ..distributed import Ranks
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..formats.names import CacheScheme
 from ..job import open_source
-from ..options import Recipe, Run, Search, Texts, documented
+from ..options import Recipe, Run, Search, Texts, documented, values_for
 from ..plan import summary
 from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
@@ -67,28 +67,12 @@ def search_mixtures(
         OpenQuantError: no scheme can be used for this model, there is no such GPU, or something else that the caller
             can fix.
     """
-    request = Search.parse(
-        model=model,
-        gpu=gpu,
-        context=context,
-        engines=engines,
-        kv_cache=kv_cache,
-        ignore=ignore,
-        quantize_lm_head=quantize_lm_head,
-        quantize_embeddings=quantize_embeddings,
-        architecture=architecture,
-        candidates=candidates,
-        text=text,
-        dataset=dataset,
-        device=device,
-        max_memory=max_memory,
-        stream=stream,
-        revision=revision,
-    )
+    request = Search.parse(**values_for(Search, locals()))
     reporter = reporter or Reporter()
     budget = None if request.gpu is None else read_gpus(request.gpu)
     run = Run.parse(model=model, device=device, stream=stream, revision=revision)
     opened = open_source(run, Ranks())
+
     fp8 = request.kv_cache == "fp8"
     options = PlanOptions(tuple(request.ignore), head=quantize_lm_head, embedding=quantize_embeddings)
     wanted_engines = request.engines or "both"
@@ -100,23 +84,27 @@ def search_mixtures(
         None if budget is None else budget.gpu,
         request.architecture,
     )
+
     limit = None
     # How much memory a CPU has for weights is not known.
     if budget is not None and budget.value:
         config = text_config(menu.plan.decoded, menu.plan.model)
         limit = weights_on_gpus(budget, menu.plan, config, request.context, fp8)
+
     directory = opened.source.default_path("x").absolute().parent
     texts = Texts(request.text, dataset=request.dataset)
     session = Session(opened, menu, texts, directory, request.stream, request.max_memory, Ranks(), reporter)
     fills = limit is not None and menu.smallest <= limit < menu.largest
     compared = len(menu.plans) + len(whole_and_half_bits(menu)) + fills
     memory_left(request.max_memory, session.steps(compared))
+
     best = BestMixtures(menu, session.scores())
     named = mixtures_of_sizes(menu, best)
     if limit is not None and fills:
         named[f"fits {request.gpu}"] = best.best(limit)
+
     corpus = session.corpus()
-    reporter.calibrating(f"--search: comparing {len(named)} outputs on {corpus.described}")
+    reporter.noted(f"--search: comparing {len(named)} outputs on {corpus.described}")
     records = session.measure(corpus, list(named.values()))
     asked = Asked(
         model,

@@ -23,7 +23,7 @@ from ..formats.names import CacheScheme, SchemeName
 from ..formats.numbers import says_fp8_cache
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
-from ..options import CompareSchemes, documented, flags_of, options_of
+from ..options import CompareSchemes, documented, flags_of, options_of, values_for
 from ..plan import summary
 from ..plan.architecture import ParallelSize, text_config
 from ..plan.decisions import PlanOptions
@@ -77,20 +77,10 @@ def fit_table(
     # It imports the conversion, which a table has no use for.
     from ..job import open_model, without_collector
 
-    request = CompareSchemes.parse(
-        model=model,
-        gpu=gpu,
-        context=context,
-        engines=engines,
-        kv_cache=kv_cache,
-        ignore=ignore,
-        quantize_lm_head=quantize_lm_head,
-        quantize_embeddings=quantize_embeddings,
-        architecture=architecture,
-        revision=revision,
-    )
+    request = CompareSchemes.parse(**values_for(CompareSchemes, locals()))
     if request.gpu is not None:
         read_gpus(request.gpu)
+
     source, checkpoint = open_model(request.model, request.revision, stream=False)
     with without_collector():
         return table_of(request, checkpoint, source.identity, source.revision)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ from ..plan.decisions import PlanOptions, StoredLayout, gptq_weights
 from ..plan.plan import Plan, ignored_layers, make_plan, make_unchanged_plan
 from ..registry.architecture import Architecture
 from ..registry.rules import ModuleRules
-from ..result import lost_notes
+from ..result import Reporter, lost_notes
 from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
@@ -62,14 +63,12 @@ def verify(
     *,
     workers: int | None = None,
     architecture: str | None = None,
-    progress: Progress | None = None,
-    begun: Callable[[str], None] | None = None,
+    reporter: Reporter | None = None,
 ) -> Report:
     """Check a quantized directory, made by this tool or another. A Hub repository is downloaded first.
 
     Args:
-        begun: called with a line about what is downloaded.
-        progress: called with the bytes read so far and the total, never from two threads at once.
+        reporter: receives a line about what is downloaded, and the progress in bytes; nothing is reported if None.
 
     Returns:
         A Report; its `problems` are empty if nothing is wrong.
@@ -79,6 +78,7 @@ def verify(
             source cannot be opened; or an option does not make sense.
     """
     start = time.monotonic()
+    reporter = reporter or Reporter()
     if full and source is None:
         raise UsageError("--full compares with the source, and none is given", "give --source DIR")
     if workers is not None and workers < 1:
@@ -86,7 +86,7 @@ def verify(
     with readable():
         if Path(directory).is_file():
             raise UsageError(f"{directory} is not a directory", "check the path")
-    checked = find_whole(os.fspath(directory), begun)
+    checked = find_whole(os.fspath(directory), reporter.noted)
     root = checked.root
     with readable():
         config = with_tool_config(read_config(root), root)
@@ -101,7 +101,7 @@ def verify(
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
     # Kept until the end, since the directory of a GGUF file goes with it.
-    named = None if source is None else find_whole(os.fspath(source), begun)
+    named = None if source is None else find_whole(os.fspath(source), reporter.noted)
     # What --copy named belongs to both.
     copy = () if journal is None else tuple(journal.get("copy", ()))
     origin = None if named is None else named.open(copy)
@@ -125,7 +125,7 @@ def verify(
     facts = None if journal is None else facts_in(journal)
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
     verification = _Verification(headers, findings, journal_files, origin, full, facts, requested)
-    verification.run(workers or available_cpus(), progress)
+    verification.run(workers or available_cpus(), partial(reporter.progressed, unit="bytes"))
     contents = verification.contents
     return Report(
         directory=os.fspath(directory),

@@ -22,17 +22,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import OpenQuantError, UsageError
 from ..files.small_files import short_repr
 from ..options import CalibrationTexts, FitOptions, Option, Recipe, Run, flags_of, options_of
-from ..result import Reporter
 from .view import fit_html, plan_html, problem_html
-
-if TYPE_CHECKING:
-    from ..hub.source import Source
-    from ..plan.plan import Plan
 
 # Options behind the page's fold, by the class that has them.
 _ADVANCED: Mapping[type, tuple[str, ...]] = {
@@ -284,7 +279,8 @@ def make_sections(request: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         What is printed. `refused` is True if the command would be refused; the HTML then has its error.
     """
-    from ..api import compress
+    from ..api import check_request, find_space, plan_of
+    from ..distributed import Ranks
     from ..fit.table import fit_table
 
     answer: dict[str, Any] = {"html": "", "scheme": "", "shards": 0, "refused": False}
@@ -296,26 +292,20 @@ def make_sections(request: Mapping[str, Any]) -> dict[str, Any]:
         if request["compress"] is not None:
             chosen = dict(request["compress"])
             chosen["scheme"] = chosen.get("scheme") or found.best or "tensor"
-            reporter = _PlanSection(str(chosen["model"]))
-            result = compress(**chosen, dry_run=True, reporter=reporter)
-            answer |= {"html": reporter.html, "scheme": chosen["scheme"], "shards": result.shards}
+            ranks = Ranks()
+            wanted = check_request({**chosen, "dry_run": True})
+            prepared = plan_of(wanted, ranks)
+            # A directory that the run would refuse is refused now.
+            find_space(prepared, wanted.texts, ranks)
+
+            plan = prepared.plan
+            answer["html"] = plan_html(plan, str(chosen["model"]))
+            answer |= {"scheme": chosen["scheme"], "shards": len(plan.layout.shards)}
     except OpenQuantError as problem:
         answer |= {"html": problem_html(problem), "refused": True}
 
     answer["html"] += table
     return answer
-
-
-class _PlanSection(Reporter):
-    """Keeps the plan as HTML."""
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.html = ""
-
-    def planned(self, plan: Plan, source: Source, output: Path) -> None:  # noqa: ARG002
-        """Keep the plan."""
-        self.html = plan_html(plan, self.model)
 
 
 def _pair(flag: str, value: str) -> list[str]:

@@ -36,10 +36,10 @@ class RecordingReporter(Reporter):
         self.lines: list[str] = []
         self.notes: tuple[str, ...] = ()
 
-    def calibrating(self, about: str) -> None:
+    def noted(self, about: str) -> None:
         self.lines.append(about)
 
-    def calibrated(self, done: int, total: int, unit: str = "tokens") -> None:
+    def progressed(self, done: int, total: int, unit: str = "tokens") -> None:
         del unit
         self.lines.append(f"{done} of {total}")
 
@@ -384,12 +384,12 @@ def test_a_shard_that_changes_meanwhile_is_named(tmp_path: Path, subtests: pytes
                     other_byte(left.pop())
 
             reporter = Reporter()
-            reporter.calibrated = change  # type: ignore[method-assign]
+            reporter.progressed = change  # type: ignore[method-assign]
             with pytest.raises(SourceError, match=rf"^{source}/\S+\.safetensors changed while it was being read$"):
                 if verb == "calibrate":
-                    calibrate(source, tmp_path / "x", progress=change, **SMALL)
+                    calibrate(source, tmp_path / "x", reporter=reporter, **SMALL)
                 elif verb == "eval":
-                    evaluate([output], source, progress=change, no_prompts=True, **SMALL)
+                    evaluate([output], source, reporter=reporter, no_prompts=True, **SMALL)
                 else:
                     compress(source, output, "int4", gptq=True, reporter=reporter, **SMALL)
             assert not (tmp_path / "x").exists()

@@ -47,7 +47,7 @@ class RecordingReporter(Reporter):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def calibrating(self, about: str) -> None:
+    def noted(self, about: str) -> None:
         self.lines.append(about)
 
 
@@ -189,7 +189,7 @@ class Stopping(RecordingReporter):
         super().__init__()
         self.folder, self.late = folder, late
 
-    def calibrated(self, done: int, total: int) -> None:
+    def progressed(self, done: int, total: int) -> None:
         del done, total
         if not self.late and list(self.folder.glob("*.passes")):
             raise Stopped

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import EXAMPLE
-from openquant import calibrate, compress, evaluate
+from openquant import Reporter, calibrate, compress, evaluate
 from openquant.cli.commands import main
 from openquant.errors import OpenQuantError, UsageError
 from openquant.evaluation import generate
@@ -172,11 +172,12 @@ def test_callers_from_python_have_the_same_rule(place: Path) -> None:
 
 
 def test_a_file_that_comes_while_a_verb_works_stays(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def begun(_: str) -> None:
-        (place / "c.safetensors").write_text("mine")
+    class Writes(Reporter):
+        def noted(self, about: str) -> None:  # noqa: ARG002
+            (place / "c.safetensors").write_text("mine")
 
-    with pytest.raises(UsageError, match=r"c\.safetensors exists and is not a calibration"):
-        calibrate("source", "c.safetensors", samples=2, length=16, begun=begun)
+    with pytest.raises(UsageError, match=r"-o c\.safetensors exists and is not a calibration"):
+        calibrate("source", "c.safetensors", samples=2, length=16, reporter=Writes())
     assert (place / "c.safetensors").read_text() == "mine"
 
 

@@ -234,7 +234,7 @@ from openquant.cli.start import listen
 listen()
 from openquant.cli import commands
 
-def stuck(given, interrupts):
+def stuck(call):
     library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
     try:

@@ -41,6 +41,7 @@ from openquant.report.text import diagnosis_text
 from support import small_checkpoints
 from support.conversions import Shelf
 from support.quantized_checkpoints import BLOCKS, by_blocks, store
+from support.reporters import Told
 
 DOWN = "model.layers.0.mlp.down_proj"
 FULL = [TENSOR, CHANNEL, BLOCK, MXFP8, INT8_W8A8, INT8_W8A16, MXFP4, INT4_W4A16, NVFP4]
@@ -285,20 +286,21 @@ def test_passthrough_tensors_are_checked_for_nan(tmp_path: Path) -> None:
 
 
 def test_progress_and_an_interrupt(example: Path) -> None:
-    told: list[tuple[int, int]] = []
+    seen = Told()
+    told = seen.steps
     weights = 6_291_456  # bytes of the layers, as README.md has it of their sum
     others = sum(info.nbytes for info in open_checkpoint(example).tensors.values()) - weights
-    diagnose(example, progress=lambda done, total: told.append((done, total)))
+    diagnose(example, reporter=seen)
     assert (told[-1], len({total for _, total in told})) == ((weights + others, weights + others), 1)
     told.clear()
-    diagnose(example, full=True, progress=lambda done, total: told.append((done, total)))
+    diagnose(example, full=True, reporter=seen)
     assert told[-1] == (2 * weights + others, 2 * weights + others)
 
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        diagnose(example, workers=3, progress=interrupt)
+        diagnose(example, workers=3, reporter=Told(interrupt))
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("openquant")] == []
 
 

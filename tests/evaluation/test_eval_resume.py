@@ -34,6 +34,7 @@ from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from support import small_checkpoints
 from support.killed import run_killed
+from support.reporters import Told
 from support.task_files import write_lines
 
 SMALL: dict[str, Any] = {"samples": 2, "length": 48}
@@ -95,19 +96,18 @@ def test_a_run_that_is_ended_twice_gives_the_same_bytes(
         (output / "eval.json").unlink()
     words = ["eval", *outputs, *WORDS, "--tasks", task, "--kv-cache", "fp8", "--scratch", tmp_path / "there"]
     part = tmp_path / "there" / "fp8.eval.json.part"
-    said: list[str] = []
+    seen = Told()
     # By a kill as it saves, and once more after that.
     assert "; an earlier run is continued" not in run_killed(2, *words)
     assert sorted(path.name for path in part.parent.iterdir()) == [part.name, f"{part.name}.new"]
     assert list(facts_of(part)["gave"]) == ["model.layers.0"]
-    stop_after(monkeypatch, 2, lambda: evaluate(outputs, EXAMPLE, **given, begun=said.append))
-    assert said.pop().endswith("; an earlier run is continued")
+    stop_after(monkeypatch, 2, lambda: evaluate(outputs, EXAMPLE, **given, reporter=seen))
+    assert seen.notes.pop().endswith("; an earlier run is continued")
     assert list(facts_of(part)["gave"]) == [f"model.layers.{number}" for number in range(3)]
-    steps: list[tuple[int, int]] = []
-    evaluate(outputs, EXAMPLE, **given, begun=said.append, progress=lambda *step: steps.append(step))
-    assert said[0].endswith("; an earlier run is continued")
-    assert [step for step, _ in steps] == sorted(step for step, _ in steps)
-    assert steps[-1][0] == steps[-1][1]
+    evaluate(outputs, EXAMPLE, **given, reporter=seen)
+    assert seen.notes[0].endswith("; an earlier run is continued")
+    assert [step for step, _ in seen.steps] == sorted(step for step, _ in seen.steps)
+    assert seen.steps[-1][0] == seen.steps[-1][1]
     assert [(output / "eval.json").read_bytes() for output in outputs] == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert not list(part.parent.iterdir())

@@ -34,6 +34,7 @@ from openquant.streaming.interleaved import run_interleaved
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.offload import OffloadFile
 from support import forked_ranks, small_checkpoints
+from support.reporters import Told
 from support.task_files import questions, write_big_bench, write_lines, write_lm_eval
 
 # What ranks run, rather than what they run otherwise.
@@ -161,18 +162,15 @@ def without_tasks(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 def test_tasks_are_announced_written_and_shown_and_texts_stay_as_they_are(output: Path, tmp_path: Path) -> None:
     tasks = [write_lines(tmp_path / "mine.jsonl"), write_big_bench(tmp_path / "theirs" / "task.json")]
-    told: list[str] = []
-    steps: list[tuple[int, int]] = []
-    found = evaluate(
-        output, EXAMPLE, **SMALL, tasks=tasks, limit=5, begun=told.append, progress=lambda *step: steps.append(step)
-    )
+    seen = Told()
+    found = evaluate(output, EXAMPLE, **SMALL, tasks=tasks, limit=5, reporter=seen)
     [one] = found.outputs
     of_tasks = one["tasks"]
-    assert told == [
+    assert seen.notes == [
         "2 documents of 48 tokens: code (1), docs (1); 3 passes; "
         f"10 questions of tasks, {of_tasks['tokens']:,} tokens in 2 passes"
     ]
-    done, total = zip(*steps, strict=True)
+    done, total = zip(*seen.steps, strict=True)
     assert list(done) == sorted(done)
     assert (done[-1], set(total)) == (total[0], {3 * 2 * 48 + 2 * of_tasks["tokens"] + 2 * 64})
     assert json.loads((output / "eval.json").read_bytes()) == one == check_evaluation(json.loads(json.dumps(one)))

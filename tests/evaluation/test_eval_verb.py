@@ -33,6 +33,7 @@ from openquant.report import html
 from openquant.report.text import evaluation_text
 from openquant.streaming import offload
 from openquant.streaming.offload import OffloadFile
+from support.reporters import Told
 
 SMALL = {"samples": 2, "length": 48}
 # Of texts as long as these, states between layers are worth a file.
@@ -68,23 +69,21 @@ class Measured(NamedTuple):
 
 @pytest.fixture(scope="module")
 def measured(made: Path) -> Measured:
-    told: list[str] = []
-    steps: list[tuple[int, int]] = []
+    seen = Told()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "BUILT_IN", 1)
         found = evaluate(
             [made],
             EXAMPLE,
             **SMALL,
-            begun=told.append,
-            progress=lambda *step: steps.append(step),
+            reporter=seen,
         )
     beside = find_evaluation(open_checkpoint(made))
     assert beside is not None and beside.files == ["eval.json"]
     assert read_evaluation(made) == found.outputs[0]
     written = (made / "eval.json").read_bytes()
     (made / "eval.json").unlink()
-    return Measured(found, written, told, steps)
+    return Measured(found, written, seen.notes, seen.steps)
 
 
 def test_figures_lie_beside_the_output_and_are_the_same_again(measured: Measured, made: Path) -> None:
@@ -310,7 +309,7 @@ def test_prompts_are_read_before_models_run(output: Path, tmp_path: Path) -> Non
     file = tmp_path / "prompts.jsonl"
     for text in ("", "\x00\n"):
         file.write_text(text)
-        assert file.name in refused(SourceError, output, prompts=file, begun=lambda _: None, progress=advanced)
+        assert file.name in refused(SourceError, output, prompts=file, reporter=Told(advanced))
 
 
 def test_prompts_that_find_no_memory_are_noted(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +376,7 @@ def test_a_disk_without_room_is_told_before_layers_are_computed(
 
     monkeypatch.setattr(offload, "os", SimpleNamespace(**{**vars(os), "fstatvfs": little}))
     monkeypatch.setattr(evaluation, "BUDGET", 1)
-    message = refused(OutputError, output, **LONGER, scratch=tmp_path, progress=advanced)
+    message = refused(OutputError, output, **LONGER, scratch=tmp_path, reporter=Told(advanced))
     assert message.startswith("hidden states take ") and f" bytes in {tmp_path}, which has room for " in message
 
 
