@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -277,15 +277,33 @@ def write_atomic(path: Path, *parts: bytes | memoryview, elsewhere: str = "give 
         OutputError: it cannot be written, or is a link.
     """
     # A random name, because two runs may write the same file.
-    partial = path.with_name(f".openquant-{secrets.token_hex(8)}.partial")
+    write_pieces(path, parts, path.with_name(f".openquant-{secrets.token_hex(8)}.partial"), elsewhere)
+
+
+def write_pieces(
+    path: Path, pieces: Iterable[bytes | memoryview], partial: Path, elsewhere: str = "give another place"
+) -> None:
+    """Write a file whole or not at all, as `write_atomic` does, of contents that are made while it is written.
+
+    Args:
+        path: the file; an existing one is replaced.
+        pieces: its contents.
+        partial: a file beside it that has them until they are complete.
+        elsewhere: hint that says how to give another path.
+
+    Raises:
+        OutputError: it cannot be written, or is a link.
+    """
     try:
         make_directory(path.parent)
         if path.is_symlink():
             raise OutputError(f"{path} is a link", f"{elsewhere}, or remove it")
+        partial.unlink(missing_ok=True)
+
         try:
             handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             with os.fdopen(handle, "wb") as file:
-                file.writelines(parts)
+                file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)

@@ -340,8 +340,7 @@ def _skip_computed(
         checkpoint.refuse_units()
         return False
     if not checkpoint.enter_unit(unit, isinstance(model.units[unit], nn.Embedding)):
-        current_calls = [(suspended.batch, suspended.number, suspended.call) for suspended in waiting]
-        calls = checkpoint.saved_calls(unit, current_calls, model.device)
+        calls = checkpoint.saved_calls(unit, [suspended.call for suspended in waiting], model.device)
         for suspended, call in zip(waiting, calls, strict=False):
             suspended.call = call
             if suspended is batches[suspended.batch][-1]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from openquant.errors import SourceError
-from openquant.files import tensors
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import pass_checkpoint
 from openquant.streaming.hooks import TextCache
@@ -96,13 +95,3 @@ def test_passes_that_wait_for_different_units_are_not_saved(shelf: Shelf, tmp_pa
     with pytest.raises(SourceError) as caught:
         run_both(tmp_path / "y.part")
     assert caught.value.message == f"{tmp_path / 'y.part'} cannot be continued: passes do not reach lm_head together"
-
-
-@pytest.mark.usefixtures("at_once")
-def test_more_passes_than_a_header_can_name_are_not_saved(
-    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensors, "MAX_HEADER", 2000)
-    model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")))
-    assert run(model, PassCheckpoint(tmp_path / "x.part", dict))
-    assert not list(tmp_path.iterdir())
