@@ -33,6 +33,8 @@ from ..streaming.model import (
     shards_by_unit,
     threads_for,
 )
+from ..streaming.offload import OffloadFile
+from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.session import documents_of_rank
 from .answers import compare_answers, prompts_to_answer
 from .as_served import ServedModel, logits
@@ -191,44 +193,29 @@ class _Comparison:
 
     def run(self) -> Evaluation:
         """Run all passes of all documents, and return the figures."""
-        with self._shards(), limited_threads(threads_for(self.model, self.corpus.length)):
-            return self._run()
-
-    @contextmanager
-    def _shards(self) -> Iterator[None]:
-        """Connect the models to their shard providers, if there are any."""
-        if self.settings.supply is None:
-            yield
-            return
+        models = [self.model, *(output.served.model for output in self.outputs)]
         needs = [shards_by_unit(self.model), *(output.needs for output in self.outputs)]
-        with self.settings.supply(needs) as providers:
-            models = self.model, *(output.served.model for output in self.outputs)
-            for model, provider in zip(models, providers, strict=True):
-                model.shard_provider = provider
-            yield
+        threads = threads_for(self.model, self.corpus.length)
+        with self.settings.streamed(models, needs) as scratch, limited_threads(threads):
+            return self._run(scratch)
 
-    def _run(self) -> Evaluation:
+    def _run(self, scratch: OffloadFile | None) -> Evaluation:
         tasks = self.settings.tasks
-        servers, requests = (tasks.servers, tasks.tasks.generations) if tasks is not None else ((), ())
-        if servers and not self.continues:
+        if tasks is not None and tasks.servers and not self.continues:
             # First, as servers are what fails most easily.
-            self.generated = generate_texts(servers, requests, self.progress.more_done)
+            self.generated = generate_texts(tasks.servers, tasks.tasks.generations, self.progress.more_done)
         if self.checkpoint is not None:
-            generators = list(self.generators.values())
-            state = EvaluationState(self.measurements, self.compared, generators, self.generated)
-            self.checkpoint.extra = state.to_bytes
-            if self.checkpoint.saved is not None:
-                with self.checkpoint.continuing():
-                    texts = len(requests) if servers else 0
-                    state.add_bytes(bytes(self.checkpoint.saved), self.checkpoint.done, texts)
+            self._continue_from(self.checkpoint)
+
         run_interleaved(
             [*map(self._passes_of, self.local_documents), *self._task_passes()],
             finished=self._finished,
             after_unit=self._after_unit,
-            scratch=self.settings.scratch,
+            scratch=scratch,
             progress=self.progress.layer_done,
             checkpoint=self.checkpoint,
         )
+
         ranks = self.settings.ranks
         if ranks is None:
             return self._evaluation()
@@ -240,6 +227,19 @@ class _Comparison:
         evaluation = self._evaluation() if ranks.rank == 0 else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
         return evaluation or Evaluation(first["source"], first["floor"], first["outputs"], tuple(first["notes"]))
+
+    def _continue_from(self, checkpoint: PassCheckpoint) -> None:
+        """Have the checkpoint save what is measured, and take what an earlier run saved."""
+        generators = list(self.generators.values())
+        state = EvaluationState(self.measurements, self.compared, generators, self.generated)
+        checkpoint.extra = state.to_bytes
+        if checkpoint.saved is None:
+            return
+
+        tasks = self.settings.tasks
+        texts = len(tasks.tasks.generations) if tasks is not None and tasks.servers else 0
+        with checkpoint.continuing():
+            state.add_bytes(checkpoint.saved, checkpoint.done, texts)
 
     def _evaluation(self) -> Evaluation:
         notes = []

@@ -91,10 +91,12 @@ class StreamedModel:
         self.shard_provider: ShardProvider = LocalShards(checkpoint.root)
         self.dtype = dtype or TORCH_DTYPES[compute_dtype(decoded)]
         self.device = device
+
         self._tensors = LazyTensors(decoded, weights, lambda shard: self.shard_provider.path(shard))
         self._meta = MetaModel(decoded, self._tensors, self.dtype, device)
         self.model: PreTrainedModel = self._meta.model
         self.units: Mapping[str, nn.Module] = MappingProxyType(self._meta.units)
+
         head = transformers_internals.output_head(self.model)
         self.layers = [
             unit for unit, module in self.units.items() if module is not head and not isinstance(module, nn.Embedding)
@@ -103,6 +105,7 @@ class StreamedModel:
         self.next_unit: Mapping[str, str] = dict(zip(self.order[1:], (*self.order[2:], REST), strict=True))
         self.unexpected = self._meta.unexpected
         self.nbytes = self._meta.nbytes
+
         made_of: dict[str, tuple[str, ...]] = {}
         for tensor, target in self._meta.targets.items():
             made_of[target] = (*made_of.get(target, ()), *self._tensors.pieces(tensor))
@@ -303,7 +306,9 @@ class PassProgress:
     """
 
     def __init__(self, costs: Mapping[str, float], tokens: int, advanced: Advanced | None, more: int = 0) -> None:
-        self._left, self._tokens, self._more = dict(costs), tokens, more
+        self._left = dict(costs)
+        self._tokens = tokens
+        self._more = more
         # Cost of the layers that are done, and of all that text goes through; what is done of the others.
         self._cost = self._total = 0.0
         self._more_done = 0

@@ -6,7 +6,7 @@ right shapes, and the first unit that it did not gets the saved arguments. So on
 and all of it is in those arguments; the model makes masks and rotary angles again.
 tests/calibration/test_observers.py checks this for every architecture of the registry.
 
-    checkpoint = PassCheckpoint(Path("x.part"), lambda: {"texts": "5f70bf.."})
+    checkpoint = PassCheckpoint(Path("x.part"), {"texts": "5f70bf.."})
     run_interleaved(passes, checkpoint=checkpoint, ...)
     checkpoint.remove()
 
@@ -61,7 +61,7 @@ class PassCheckpoint:
 
     Args:
         path: the file. While it is written, `PATH.new` lies beside it.
-        about: returns what must be the same for passes to be continued, by the name that messages have for it:
+        about: what must be the same for passes to be continued, by the name that messages have for it:
             {"texts": "5f70bf.."}.
         extra: returns further bytes to save, such as observers' statistics; called whenever the file is written.
 
@@ -73,7 +73,7 @@ class PassCheckpoint:
         OutputError: another process uses the file.
     """
 
-    def __init__(self, path: Path, about: Callable[[], Mapping[str, str]], extra: Callable[[], bytes] = bytes) -> None:
+    def __init__(self, path: Path, about: Mapping[str, str], extra: Callable[[], bytes] = bytes) -> None:
         self.path = path
         self.extra = extra
         self.saved: bytes | None = None
@@ -137,7 +137,7 @@ class PassCheckpoint:
             self.saved = _read_part(file)
             self._calls_start = file.tell()
 
-        for name, value in self._about().items():
+        for name, value in self._about.items():
             if about.get(name) != value:
                 raise SourceError(
                     f"{self.path} is from a run with other {name}",
@@ -301,7 +301,7 @@ class PassCheckpoint:
         """Yield the parts of the file, the arguments of one pass at a time."""
         yield _dump(
             {
-                "about": dict(self._about()),
+                "about": dict(self._about),
                 "unit": unit,
                 "passes": sum(map(len, batches)),
                 "outputs": self._outputs,

@@ -9,12 +9,16 @@ Provides source shards to code that reads them, which waits for shards it needs 
 provider.wait_for("model.layers.3", stopped)
 provider.path("model-00002-of-00005.safetensors")
 provider.release("model.layers.3")
+
+with streamed_run([source], [fingerprint], [model], [shards_by_unit(model)], ...) as scratch:
+    run_interleaved(passes, finished=show, scratch=scratch)
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,11 +27,12 @@ from ..distributed import Ranks, attempt
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
-from ..hub.fetch import ShardSupply
+from ..hub.fetch import Needs, ShardSupply, supply_shards
 from ..hub.source import Source
 
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
+    from .model import StreamedModel
     from .offload import OffloadFile
 
 
@@ -69,24 +74,21 @@ def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
     return 2 * tokens * next((size for size in sizes if isinstance(size, int)), 0) * 2
 
 
-def scratch_for(hidden: int, directory: Path, budget: int, may_be_in_memory: bool) -> OffloadFile | None:
-    """Make a file for hidden states that may not fit into memory.
+def checked_progress(ranks: Ranks, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+    """Return a function that reports progress, and raises what has ended another rank."""
 
-    Args:
-        hidden: bytes of all hidden states.
-        directory: the directory of the file.
-        budget: bytes of them that may stay in memory.
-        may_be_in_memory: whether its file system may keep files in memory, as the user named it.
+    def report(done: int, total: int) -> None:
+        ranks.check()
+        if progress is not None:
+            progress(done, total)
 
-    Returns:
-        The file; None if all fit into the budget.
+    return report
 
-    Raises:
-        OutputError: no file can be made there, or its file system is in memory.
-    """
-    from .offload import OffloadFile
 
-    return None if hidden <= budget else OffloadFile(directory, budget, may_be_in_memory)
+def part_path(path: Path, ranks: Ranks) -> Path:
+    """Return the path that passes are saved to until a file is complete; each rank has its own."""
+    rank = f"-{ranks.rank}" if ranks.size > 1 else ""
+    return path.with_name(f"{path.name}.part{rank}")
 
 
 def require_same(ranks: Ranks, inputs: Any) -> None:
@@ -128,8 +130,12 @@ class ArrivingShards:
         *,
         hashes: bool = True,
     ) -> None:
-        self.supply, self.needs, self.name, self.ranks = supply, needs, name, ranks
-        self.fingerprint, self.hashes = fingerprint, hashes
+        self.supply = supply
+        self.needs = needs
+        self.name = name
+        self.fingerprint = fingerprint
+        self.ranks = ranks
+        self.hashes = hashes
         self.path = supply.path
         # Units that are not released, in the order of `supply.needs`.
         self._remaining = dict.fromkeys(supply.needs)
@@ -150,18 +156,76 @@ class ArrivingShards:
                 f"{self.name} computes {what} twice or out of order, and its shards were deleted",
                 "leave --stream out",
             )
+
         self.supply.wait_for(what, lambda: stopped() or attempt(self.ranks.check)[1] is not None)
+
         self.ranks.check()
         shards = self.needs.get(what, ())
         self.fingerprint.require_unchanged(shards)
-        for shard in shards if self.hashes else ():
-            self.fingerprint.add(shard, self.path(shard))
+        if self.hashes:
+            for shard in shards:
+                self.fingerprint.add(shard, self.path(shard))
 
     def release(self, what: str) -> None:
         """Release the shards of a unit, so that they may be deleted."""
         if what in self._remaining:
             del self._remaining[what]
             self.supply.release(what)
+
+
+@contextmanager
+def streamed_run(
+    sources: Sequence[Source],
+    fingerprints: Sequence[Fingerprint],
+    models: Sequence[StreamedModel],
+    needs: Sequence[Needs],
+    *,
+    hidden: int,
+    budget: int,
+    directory: Path,
+    stream: bool,
+    ranks: Ranks,
+    may_be_in_memory: bool = False,
+    processes: int = 1,
+    hashes: bool = False,
+) -> Iterator[OffloadFile | None]:
+    """Give models their shards as they arrive, and hidden states that may not fit into memory a file.
+
+    Args:
+        sources: where each model comes from.
+        fingerprints: those of the checkpoints; shards that have changed since are refused, once more at the end.
+        models: the models, whose shard providers are replaced.
+        needs: file names of the shards of each model's units.
+        hidden: bytes of all hidden states.
+        budget: bytes of them that may stay in memory.
+        directory: the directory of the file, and of streamed shards.
+        stream: whether downloaded shards are kept in `directory` until their last use, not in the Hub's cache.
+        ranks: the processes of the run; what ends another one ends the wait for a shard.
+        may_be_in_memory: whether the directory's file system may keep files in memory, as the user named it.
+        processes: the number of processes that stream into the same directory.
+        hashes: whether each shard's hash is added to its fingerprint once it is on disk.
+
+    Yields:
+        The file; None if all hidden states fit into the budget.
+
+    Raises:
+        OutputError: no file can be made there, or its file system is in memory.
+        UsageError: the directory's disk has too little space for streamed shards.
+        SourceError: the disk of the Hub's cache has too little space, or a shard has changed.
+    """
+    from .offload import OffloadFile
+
+    scratch = OffloadFile(directory, budget, may_be_in_memory) if hidden > budget else None
+    offloaded = hidden if scratch else 0
+    pairs = list(zip(sources, needs, strict=True))
+    with scratch or nullcontext(), supply_shards(pairs, stream, directory, offloaded, processes) as supplies:
+        for model, supply, (source, shards), fingerprint in zip(models, supplies, pairs, fingerprints, strict=True):
+            name = source.repo or source.name
+            model.shard_provider = ArrivingShards(supply, shards, name, fingerprint, ranks, hashes=hashes)
+        yield scratch
+
+    for fingerprint in fingerprints:
+        fingerprint.require_unchanged()
 
 
 class DocumentRanks(Protocol):

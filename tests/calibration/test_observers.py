@@ -159,8 +159,8 @@ def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
 def test_a_pass_that_was_ended_goes_on(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
     """Of whatever goes from layer to layer; test_every_architecture.py has which layers are observed."""
     root = shelf.source(architecture)
-    ended_early(root, PassCheckpoint(tmp_path / "x.part", dict))
-    kept = PassCheckpoint(tmp_path / "x.part", dict)
+    ended_early(root, PassCheckpoint(tmp_path / "x.part", {}))
+    kept = PassCheckpoint(tmp_path / "x.part", {})
     assert kept.saved is not None
     inputs, cached = observe_inputs(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), pass_checkpoint=kept)
     assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(root, IDS[:2]).to_bytes()
@@ -197,7 +197,7 @@ def test_a_continued_pass_computes_no_layer_twice(
     """Through a scratch file too, which hidden states are kept from and come back to."""
     monkeypatch.setattr(offload_module, "LEAST", 1)
     with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
-        ended_early(source, PassCheckpoint(tmp_path / "x.part", dict), scratch)
+        ended_early(source, PassCheckpoint(tmp_path / "x.part", {}), scratch)
     loaded: list[str] = []
     load = StreamedModel.load
 
@@ -207,7 +207,7 @@ def test_a_continued_pass_computes_no_layer_twice(
 
     monkeypatch.setattr(StreamedModel, "load", recorded)
     with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
-        kept = PassCheckpoint(tmp_path / "x.part", dict)
+        kept = PassCheckpoint(tmp_path / "x.part", {})
         inputs, cached = observe_inputs(
             StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, pass_checkpoint=kept
         )
@@ -219,12 +219,12 @@ def test_a_continued_pass_computes_no_layer_twice(
 @pytest.mark.usefixtures("at_once")
 def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
-    ended_early(source, PassCheckpoint(path, dict))
+    ended_early(source, PassCheckpoint(path, {}))
     data = path.read_bytes()
 
     def refused() -> None:
         with pytest.raises(SourceError) as caught:
-            PassCheckpoint(path, dict)
+            PassCheckpoint(path, {})
         assert (caught.value.message, caught.value.hint) == (
             f"{path} cannot be continued: it is damaged or incomplete",
             "remove it to begin again",
@@ -291,14 +291,14 @@ INVALID: list[tuple[str, Change, str]] = [
 @pytest.mark.usefixtures("at_once")
 def test_invalid_checkpoints_are_refused(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
-    ended_early(source, PassCheckpoint(path, dict))
+    ended_early(source, PassCheckpoint(path, {}))
     data = path.read_bytes()
     for number, (what, change, said) in enumerate(INVALID):
         path.write_bytes(data)
         sealed(path, **{what: change})
         with pytest.raises(SourceError) as caught:
             observe_inputs(
-                StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
+                StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, {})
             )
         assert caught.value.message.startswith(f"{path} cannot be continued: "), number
         assert said in caught.value.message, number
@@ -307,7 +307,7 @@ def test_invalid_checkpoints_are_refused(source: Path, tmp_path: Path) -> None:
     path.write_bytes(data)
     sealed(path)
     inputs, cached = observe_inputs(
-        StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
+        StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, {})
     )
     assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(source, IDS[:2]).to_bytes()
 
@@ -326,7 +326,7 @@ def test_special_files_are_not_waited_for(tmp_path: Path) -> None:
             else:
                 os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
             with pytest.raises(SourceError) as caught:
-                PassCheckpoint(root / "x.part", dict)
+                PassCheckpoint(root / "x.part", {})
             assert caught.value.message == f"{path} is not a regular file"
             assert caught.value.hint == "remove it to begin again"
 
@@ -344,13 +344,13 @@ def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path:
         layer.forward = partial(forward, of=layer.forward)  # type: ignore[assignment]
     outer = model.model.model
     outer.forward = partial(outer.forward, more=object())
-    observe_inputs(model, corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(tmp_path / "x.part", dict))
+    observe_inputs(model, corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(tmp_path / "x.part", {}))
     assert not list(tmp_path.glob("x.part*"))
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_unit_that_runs_twice_is_no_checkpoint(tmp_path: Path) -> None:
-    kept = PassCheckpoint(tmp_path / "x.part", dict)
+    kept = PassCheckpoint(tmp_path / "x.part", {})
     assert not kept.enter_unit("shared")
     kept.record_output("shared", torch.zeros(2))
     assert kept.is_due("shared")
@@ -359,7 +359,7 @@ def test_a_unit_that_runs_twice_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_short_pass_writes_no_checkpoint(source: Path, tmp_path: Path) -> None:
-    kept = PassCheckpoint(tmp_path / "x.part", dict)
+    kept = PassCheckpoint(tmp_path / "x.part", {})
     assert observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), pass_checkpoint=kept)
     assert not kept.is_due("model.layers.1")
     assert not kept.path.exists()
@@ -376,7 +376,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError) as caught:
         observe_inputs(
-            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
+            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, {})
         )
     assert caught.value.message == f"{path} cannot be written: No space left on device"
     assert not list(tmp_path.glob("x.part*"))

@@ -147,7 +147,7 @@ def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, mo
 
 def units_of(part: Path) -> list[str]:
     """The units that saved passes are through."""
-    return sorted(PassCheckpoint(part, dict).done)
+    return sorted(PassCheckpoint(part, {}).done)
 
 
 def stopped(output: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Path:
@@ -297,7 +297,7 @@ def compared(mixture: tuple[Path, Path], kept: PassCheckpoint | None = None) -> 
 @pytest.fixture
 def saved(mixture: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "x.part"
-    stop_after(monkeypatch, 2, lambda: compared(mixture, PassCheckpoint(path, dict)))
+    stop_after(monkeypatch, 2, lambda: compared(mixture, PassCheckpoint(path, {})))
     return path
 
 
@@ -322,7 +322,7 @@ def test_experts_and_clipped_values_are_counted_once(mixture: tuple[Path, Path],
     assert expected.outputs[0]["layers"][1]["routed_otherwise"] > 0
     assert any("static scales clip" in reason for reason in expected.outputs[0]["reasons"])
     sealed(saved)
-    assert compared(mixture, PassCheckpoint(saved, dict)) == expected
+    assert compared(mixture, PassCheckpoint(saved, {})) == expected
 
 
 Facts = dict[str, Any]
@@ -375,7 +375,7 @@ def test_invalid_measurements_are_refused(mixture: tuple[Path, Path], saved: Pat
 
     def refused() -> str:
         with pytest.raises(SourceError) as caught:
-            compared(mixture, PassCheckpoint(saved, dict))
+            compared(mixture, PassCheckpoint(saved, {}))
         assert caught.value.hint == "remove it to begin again"
         assert caught.value.message.startswith(f"{saved} cannot be continued: ")
         saved.write_bytes(data)

@@ -289,7 +289,7 @@ def passes(case: Case) -> Trial:
     path = case.write("x.part", data)
 
     def read() -> object:
-        kept = PassCheckpoint(path, dict)
+        kept = PassCheckpoint(path, {})
         kept.require_units(["", "model.embed_tokens", "model.layers.0", "model.layers.1"], "model.layers.1")
         # What runs a model with it takes far longer.
         if case.rng.random() < 0.2:

@@ -69,9 +69,9 @@ def test_passes_continue_before_the_output_head(
         load(unit)
 
     monkeypatch.setattr(model, "load", recorded)
-    expected, units = run(model, PassCheckpoint(path, dict)), list(loaded)
+    expected, units = run(model, PassCheckpoint(path, {})), list(loaded)
     loaded.clear()
-    kept = PassCheckpoint(path, dict)
+    kept = PassCheckpoint(path, {})
     done = kept.done
     found = run(model, kept)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -87,11 +87,11 @@ def test_passes_that_wait_for_different_units_are_not_saved(shelf: Shelf, tmp_pa
 
     def run_both(path: Path) -> None:
         passes = [ForwardPass(model, partial(logits, model, torch.arange(9), False)) for model in models]
-        run_interleaved([passes], finished=lambda *_: None, checkpoint=PassCheckpoint(path, dict))
+        run_interleaved([passes], finished=lambda *_: None, checkpoint=PassCheckpoint(path, {}))
 
     run_both(tmp_path / "x.part")
     assert not list(tmp_path.iterdir())
-    run(models[0], PassCheckpoint(tmp_path / "y.part", dict))
+    run(models[0], PassCheckpoint(tmp_path / "y.part", {}))
     with pytest.raises(SourceError) as caught:
         run_both(tmp_path / "y.part")
     assert caught.value.message == f"{tmp_path / 'y.part'} cannot be continued: passes do not reach lm_head together"

@@ -24,7 +24,7 @@ def file_of(root: Path, *parts: bytes) -> Path:
 
 def refused(path: Path) -> str:
     with pytest.raises(SourceError) as raised:
-        PassCheckpoint(path, lambda: {"texts": "1"})
+        PassCheckpoint(path, {"texts": "1"})
     assert raised.value.hint == AGAIN
     return raised.value.message
 
@@ -46,10 +46,10 @@ def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
 def test_passes_of_other_texts_are_not_continued(tmp_path: Path) -> None:
     state = {"about": {"texts": "2", "weights": "b"}, "unit": "a", "passes": 1, "outputs": {}}
     path = file_of(tmp_path, _dump(state), b"")
-    assert PassCheckpoint(path, lambda: {"texts": "2", "weights": "b"}).saved == b""
+    assert PassCheckpoint(path, {"texts": "2", "weights": "b"}).saved == b""
     for of, other in ({"texts": "1", "weights": "b"}, "texts"), ({"texts": "2", "weights": "c"}, "weights"):
         with pytest.raises(SourceError) as raised:
-            PassCheckpoint(path, lambda of=of: of)
+            PassCheckpoint(path, of)
         assert raised.value.message == f"{path} is from a run with other {other}"
         assert raised.value.hint == f"remove it to begin again, or use the same {other}"
 
@@ -59,12 +59,12 @@ def test_one_process_at_a_time_uses_a_file(tmp_path: Path) -> None:
     code = f"from pathlib import Path; from {PassCheckpoint.__module__} import *; PassCheckpoint(Path({str(path)!r}), dict)"
     other = [sys.executable, "-c", code]
 
-    held = PassCheckpoint(path, dict)
+    held = PassCheckpoint(path, {})
     refused = subprocess.run(other, capture_output=True, text=True)
     assert refused.stderr.endswith(f"OutputError: another run is using {path}\n")
 
     # The same process may begin again, as after an error in a notebook.
-    PassCheckpoint(path, dict)
+    PassCheckpoint(path, {})
     del held
     assert subprocess.run(other, capture_output=True, text=True).stderr == ""
     assert not list(tmp_path.iterdir())
