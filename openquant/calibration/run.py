@@ -38,6 +38,7 @@ from ..result import Place, Preview
 from ..streaming.memory import calibration_steps, gptq_steps, hessian_memory, memory_left
 from ..streaming.session import (
     BUDGET,
+    Scratch,
     checked_progress,
     find_tokenizer,
     hidden_bytes,
@@ -296,7 +297,7 @@ def _run(
 ) -> None:
     """Run texts through a model; the first rank writes the statistics of all ranks."""
     # Only now is torch imported.
-    from ..streaming.model import StreamedModel, shards_by_unit
+    from ..streaming.model import StreamedModel
     from ..streaming.offload import require_disk
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .observers import observe_inputs
@@ -321,20 +322,10 @@ def _run(
     free = memory_left(options.max_memory, calibration_steps(checkpoint, corpus.length))
     documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
     model = StreamedModel(checkpoint, device=options.device)
-    with streamed_run(
-        [source],
-        [fingerprint],
-        [model],
-        [shards_by_unit(model)],
-        hidden=hidden_bytes(checkpoint, documents_of_a_rank * corpus.length),
-        budget=BUDGET if free is None else free,
-        directory=directory,
-        stream=options.stream,
-        ranks=ranks,
-        may_be_in_memory=options.scratch is not None,
-        processes=ranks.local_size,
-        hashes=True,
-    ) as scratch:
+    hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
+    budget = BUDGET if free is None else free
+    place = Scratch(directory, budget, options.stream, options.scratch is not None, ranks.local_size)
+    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=True, models=[model]) as scratch:
         inputs, kv_absmax = observe_inputs(
             model,
             corpus,
@@ -405,7 +396,7 @@ def _digest(prepared: Prepared) -> str:
 def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> dict[str, TensorPlace]:
     """Run the texts and round each decoder layer; where its tensors then lie, by name."""
     # Only now is torch imported.
-    from ..streaming.model import StreamedModel, shards_by_unit
+    from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import round_layers
 
@@ -427,17 +418,10 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
         max_hessian_bytes = hessian_memory(plan) + half
 
     model = StreamedModel(prepared.checkpoint, device=prepared.device)
-    with streamed_run(
-        [source],
-        [Fingerprint(prepared.checkpoint, source.remote, source.identity, prepared.stamps)],
-        [model],
-        [shards_by_unit(model)],
-        hidden=hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length),
-        budget=half,
-        directory=prepared.target.absolute().parent,
-        stream=run.stream,
-        ranks=ranks,
-    ) as scratch:
+    fingerprint = Fingerprint(prepared.checkpoint, source.remote, source.identity, prepared.stamps)
+    hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
+    place = Scratch(prepared.target.absolute().parent, half, run.stream)
+    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=False, models=[model]) as scratch:
         places = round_layers(
             model,
             plan,

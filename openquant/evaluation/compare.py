@@ -30,7 +30,6 @@ from ..streaming.model import (
     layer_costs,
     limited_threads,
     products_in_float32,
-    shards_by_unit,
     threads_for,
 )
 from ..streaming.offload import OffloadFile
@@ -194,9 +193,8 @@ class _Comparison:
     def run(self) -> Evaluation:
         """Run all passes of all documents, and return the figures."""
         models = [self.model, *(output.served.model for output in self.outputs)]
-        needs = [shards_by_unit(self.model), *(output.needs for output in self.outputs)]
         threads = threads_for(self.model, self.corpus.length)
-        with self.settings.streamed(models, needs) as scratch, limited_threads(threads):
+        with self.settings.streamed(models) as scratch, limited_threads(threads):
             return self._run(scratch)
 
     def _run(self, scratch: OffloadFile | None) -> Evaluation:

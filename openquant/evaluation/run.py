@@ -32,6 +32,7 @@ from ..result import Place, Preview
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import (
     BUDGET,
+    Scratch,
     checked_progress,
     find_tokenizer,
     hidden_bytes,
@@ -148,19 +149,9 @@ def _evaluate(
     directory = _scratch_directory(options, models)
     longest_text = corpus.length if tasks is None else max(corpus.length, tasks.longest)
     left = memory_left(options.max_memory, evaluation_steps(inputs.named, longest_text))
-    streamed = partial(
-        streamed_run,
-        models,
-        fingerprints,
-        hidden=_hidden_bytes(inputs, ranks),
-        budget=BUDGET if left is None else left,
-        directory=directory,
-        stream=options.stream,
-        ranks=ranks,
-        may_be_in_memory=options.scratch is not None,
-        processes=ranks.local_size,
-        hashes=True,
-    )
+    budget = BUDGET if left is None else left
+    place = Scratch(directory, budget, options.stream, options.scratch is not None, ranks.local_size)
+    origins = list(zip(models, fingerprints, strict=True))
 
     about = _conditions(options, inputs, fingerprints, ranks)
     pass_checkpoint = _pass_checkpoint(options, models[1], inputs.checkpoints[0], directory, ranks, about)
@@ -170,7 +161,7 @@ def _evaluate(
         options.device,
         inputs.tokenizers[0],
         options.prompts,
-        streamed,
+        partial(streamed_run, origins, _hidden_bytes(inputs, ranks), place, ranks, True),
         answers_prompts=not (options.stream or options.no_prompts),
         ranks=ranks if ranks.size > 1 else None,
         answer_memory=answer_memory(options.max_memory),

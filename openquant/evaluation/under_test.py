@@ -19,8 +19,7 @@ from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
 from ..files.journal import WeightFacts
-from ..hub.fetch import Needs
-from ..streaming.model import StreamedModel, shards_by_unit
+from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.session import DocumentRanks
@@ -75,7 +74,7 @@ class EvaluationSettings:
         device: torch device that the models run on.
         tokenizer: the source's tokenizer; None to leave out answers to prompts.
         prompts: file of prompts; None for built-in ones.
-        streamed: makes a context in which the models get the shards that each needs, and which gives the file for
+        streamed: makes a context in which the models get their shards as they arrive, and which gives the file for
             hidden states; by default all shards are in the checkpoints' directories, and all states in memory.
         answers_prompts: whether the models answer prompts after the texts, for which all weights are read once more.
         ranks: the processes that share the documents; None if this is the only one.
@@ -90,9 +89,7 @@ class EvaluationSettings:
     device: str = "cpu"
     tokenizer: Tokenizer | None = None
     prompts: str | os.PathLike[str] | None = None
-    streamed: Callable[[Sequence[StreamedModel], Sequence[Needs]], AbstractContextManager[OffloadFile | None]] = (
-        lambda *_: nullcontext()
-    )
+    streamed: Callable[[Sequence[StreamedModel]], AbstractContextManager[OffloadFile | None]] = lambda _: nullcontext()
     answers_prompts: bool = True
     ranks: DocumentRanks | None = None
     answer_memory: int | None = None
@@ -122,11 +119,6 @@ class OutputUnderTest:
     def facts(self) -> WeightFacts:
         """What was done to its weights, by its journal or model card."""
         return stated_facts(self.subject.checkpoint)
-
-    @property
-    def needs(self) -> Needs:
-        """Shards of each unit of its model, including those with scales of activations and KV cache."""
-        return shards_by_unit(self.served.model, self.served.scales)
 
     @property
     def last(self) -> int:

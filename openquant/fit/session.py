@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +30,7 @@ from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
 from ..reporter import Reporter
 from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
-from ..streaming.session import BUDGET, find_tokenizer, hidden_bytes, part_path, streamed_run, vocabulary_of
+from ..streaming.session import BUDGET, Scratch, find_tokenizer, hidden_bytes, part_path, streamed_run, vocabulary_of
 from ..version import __version__
 from .menu import UNQUANTIZED, Menu, Mixture, Scores, Unit
 
@@ -45,10 +46,11 @@ SCORED = (3, 96)
 COMPARED = (16, 256)
 
 
+@dataclass
 class Session:
     """Measures a model's units and mixtures.
 
-    Args:
+    Attributes:
         opened: the model.
         menu: its units and their choices.
         texts: options that say which texts are read.
@@ -59,25 +61,14 @@ class Session:
         reporter: receives notes and progress.
     """
 
-    def __init__(
-        self,
-        opened: Opened,
-        menu: Menu,
-        texts: Texts,
-        directory: Path,
-        stream: bool,
-        max_memory: int | None,
-        ranks: Ranks,
-        reporter: Reporter,
-    ) -> None:
-        self.opened = opened
-        self.menu = menu
-        self.texts = texts
-        self.directory = directory
-        self.stream = stream
-        self.max_memory = max_memory
-        self.ranks = ranks
-        self.reporter = reporter
+    opened: Opened
+    menu: Menu
+    texts: Texts
+    directory: Path
+    stream: bool
+    max_memory: int | None
+    ranks: Ranks
+    reporter: Reporter
 
     @cached_property
     def scored(self) -> Corpus:
@@ -221,7 +212,6 @@ class Session:
         changes: Mapping[int, Sequence[str]] | None = None,
         checkpoint: PassCheckpoint | None = None,
     ) -> Measured:
-        from ..streaming.model import shards_by_unit
         from .scores import measure_mixtures
 
         opened = self.opened
@@ -241,17 +231,9 @@ class Session:
         fast = worth_compiling(plan) and (free is None or free > COMPILED_MEMORY)
 
         model = self._model()
-        with streamed_run(
-            [source],
-            [Fingerprint(opened.checkpoint, source.remote, source.identity, opened.stamps)],
-            [model],
-            [shards_by_unit(model)],
-            hidden=hidden,
-            budget=BUDGET if free is None else free - fast * COMPILED_MEMORY,
-            directory=self.directory,
-            stream=self.stream,
-            ranks=self.ranks,
-        ) as scratch:
+        fingerprint = Fingerprint(opened.checkpoint, source.remote, source.identity, opened.stamps)
+        place = Scratch(self.directory, BUDGET if free is None else free - fast * COMPILED_MEMORY, self.stream)
+        with streamed_run([(source, fingerprint)], hidden, place, self.ranks, hashes=False, models=[model]) as scratch:
             return measure_mixtures(
                 model,
                 self.menu.units,

@@ -154,8 +154,12 @@ def run_interleaved(
         units = {unit for batch in batches for forward_pass in batch for unit in forward_pass.model.units}
         checkpoint.require_units(units, until or "")
 
+    suspended_batches = [
+        [_SuspendedPass(forward_pass, at, number) for number, forward_pass in enumerate(batch)]
+        for at, batch in enumerate(batches)
+    ]
     run = _Run(
-        batches,
+        suspended_batches,
         finished=finished,
         after_unit=after_unit,
         scratch=scratch,
@@ -242,34 +246,23 @@ class _Driver:
             ) from error
 
 
+@dataclass
 class _Run(Generic[T]):
     """One call of `run_interleaved`, whose arguments these are."""
 
-    def __init__(
-        self,
-        batches: Sequence[Sequence[ForwardPass[T]]],
-        *,
-        finished: Callable[[int, int, T], None],
-        after_unit: Callable[[str, int, int, torch.Tensor], None] | None,
-        scratch: OffloadFile | None,
-        until: str | None,
-        progress: Callable[[str, int, int], None],
-        checkpoint: PassCheckpoint | None,
-        recompute: Callable[[str], bool],
-    ) -> None:
-        self.batches = [
-            [_SuspendedPass(forward_pass, at, number) for number, forward_pass in enumerate(batch)]
-            for at, batch in enumerate(batches)
-        ]
+    batches: list[list[_SuspendedPass[T]]]
+    finished: Callable[[int, int, T], None]
+    after_unit: Callable[[str, int, int, torch.Tensor], None] | None
+    scratch: OffloadFile | None
+    until: str | None
+    progress: Callable[[str, int, int], None]
+    checkpoint: PassCheckpoint | None
+    recompute: Callable[[str], bool]
+
+    def __post_init__(self) -> None:
         self.passes = [suspended for batch in self.batches for suspended in batch]
         self.driver = _Driver(list({id(suspended.model): suspended.model for suspended in self.passes}.values()))
-        self.store = HiddenStateStore(scratch, len(batches))
-        self.finished = finished
-        self.after_unit = after_unit
-        self.until = until
-        self.progress = progress
-        self.checkpoint = checkpoint
-        self.recompute = recompute
+        self.store = HiddenStateStore(self.scratch, len(self.batches))
 
     def run(self) -> None:
         """Run all passes to their end, or through the last unit."""

@@ -19,7 +19,7 @@ the same up to the order of sums. Threads are as many as there is work for:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +57,7 @@ class StreamedModel:
     Attributes:
         checkpoint: the checkpoint.
         dtype, device: what it computes in and on.
+        scales: by unit, names of further tensors that are read with it, such as scales of inputs; none at first.
         shard_provider: provides the shards of each unit; by default from the checkpoint's directory. Set another
             before anything is loaded.
         model: transformers' model, whose weights are placeholders while they are not loaded. Call it with
@@ -91,6 +92,7 @@ class StreamedModel:
         self.shard_provider: ShardProvider = LocalShards(checkpoint.root)
         self.dtype = dtype or TORCH_DTYPES[compute_dtype(decoded)]
         self.device = device
+        self.scales: dict[str, list[str]] = {}
 
         self._tensors = LazyTensors(decoded, weights, lambda shard: self.shard_provider.path(shard))
         self._meta = MetaModel(decoded, self._tensors, self.dtype, device)
@@ -161,15 +163,13 @@ class StreamedModel:
         if unit != REST:
             self.shard_provider.release(unit)
 
-    def shards(self, unit: str, more: Iterable[str] = ()) -> set[str]:
-        """Return file names of the shards that a unit is loaded from, and of those that have further tensors.
-
-        Args:
-            unit: its name, or REST.
-            more: names of further tensors of the checkpoint.
-        """
-        ranges = self._tensors.byte_ranges(self._meta.needs[unit].tensors)
-        return {*ranges, *(self.checkpoint.where[name].shard for name in more)}
+    def shards_by_unit(self) -> dict[str, list[str]]:
+        """Return file names of the shards that each unit and REST are loaded from, sorted."""
+        found = {}
+        for unit in self.order:
+            shards = {self.checkpoint.where[name].shard for name in self.scales.get(unit, ())}
+            found[unit] = sorted(shards.union(self._tensors.byte_ranges(self._meta.needs[unit].tensors)))
+        return found
 
     def nearest_units(self, names: Iterable[str]) -> dict[str, str]:
         """Find units for tensors of the checkpoint that the model has no parameter for, such as KV cache scales.
@@ -256,16 +256,6 @@ class StreamedModel:
         finally:
             for unit in units:
                 self.free(unit)
-
-
-def shards_by_unit(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[str]]:
-    """Return file names of the shards of each unit and of REST, sorted.
-
-    Args:
-        model: the model.
-        scales: by unit, names of further tensors that are read with it, such as scales of inputs.
-    """
-    return {unit: sorted(model.shards(unit, (scales or {}).get(unit, ()))) for unit in model.order}
 
 
 # Called with the number of tokens that are done and of all tokens.

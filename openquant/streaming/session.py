@@ -10,7 +10,7 @@ provider.wait_for("model.layers.3", stopped)
 provider.path("model-00002-of-00005.safetensors")
 provider.release("model.layers.3")
 
-with streamed_run([source], [fingerprint], [model], [shards_by_unit(model)], ...) as scratch:
+with streamed_run([(source, fingerprint)], hidden, Scratch(directory, 1 << 30), ranks, [model]) as scratch:
     run_interleaved(passes, finished=show, scratch=scratch)
 """
 
@@ -27,7 +27,7 @@ from ..distributed import Ranks, attempt
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint
 from ..files.fingerprint import Fingerprint
-from ..hub.fetch import Needs, ShardSupply, supply_shards
+from ..hub.fetch import ShardSupply, supply_shards
 from ..hub.source import Source
 
 if TYPE_CHECKING:
@@ -106,12 +106,13 @@ def require_same(ranks: Ranks, inputs: Any) -> None:
         raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
 
 
+@dataclass
 class ArrivingShards:
     """Provides a model's shards as they are downloaded, unit by unit; a ShardProvider.
 
     Shards of units that are never called, such as those of vision towers, are skipped.
 
-    Args:
+    Attributes:
         supply: downloads them.
         needs: file names of the shards of each unit, in the order units are called.
         name: the model's name, for messages.
@@ -120,25 +121,17 @@ class ArrivingShards:
         hashes: whether each shard's hash is added to the fingerprint once it is on disk.
     """
 
-    def __init__(
-        self,
-        supply: ShardSupply,
-        needs: Mapping[str, Sequence[str]],
-        name: str,
-        fingerprint: Fingerprint,
-        ranks: Ranks,
-        *,
-        hashes: bool = True,
-    ) -> None:
-        self.supply = supply
-        self.needs = needs
-        self.name = name
-        self.fingerprint = fingerprint
-        self.ranks = ranks
-        self.hashes = hashes
-        self.path = supply.path
+    supply: ShardSupply
+    needs: Mapping[str, Sequence[str]]
+    name: str
+    fingerprint: Fingerprint
+    ranks: Ranks
+    hashes: bool = True
+
+    def __post_init__(self) -> None:
+        self.path = self.supply.path
         # Units that are not released, in the order of `supply.needs`.
-        self._remaining = dict.fromkeys(supply.needs)
+        self._remaining = dict.fromkeys(self.supply.needs)
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
         """Wait until a unit's shards are on disk, or `stopped()`. Units before it were skipped, and are released.
@@ -173,58 +166,71 @@ class ArrivingShards:
             self.supply.release(what)
 
 
+@dataclass(frozen=True)
+class Scratch:
+    """Where a run keeps hidden states and shards that it streams.
+
+    Attributes:
+        directory: the directory of both.
+        budget: bytes of hidden states that may stay in memory.
+        stream: whether downloaded shards are kept in the directory until their last use, not in the Hub's cache.
+        is_named: whether the user named the directory, so that its file system may keep files in memory.
+        processes: the number of processes that use the directory, each as much of it.
+    """
+
+    directory: Path
+    budget: int
+    stream: bool
+    is_named: bool = False
+    processes: int = 1
+
+
 @contextmanager
 def streamed_run(
-    sources: Sequence[Source],
-    fingerprints: Sequence[Fingerprint],
-    models: Sequence[StreamedModel],
-    needs: Sequence[Needs],
-    *,
+    origins: Sequence[tuple[Source, Fingerprint]],
     hidden: int,
-    budget: int,
-    directory: Path,
-    stream: bool,
+    place: Scratch,
     ranks: Ranks,
-    may_be_in_memory: bool = False,
-    processes: int = 1,
-    hashes: bool = False,
+    hashes: bool,
+    models: Sequence[StreamedModel],
 ) -> Iterator[OffloadFile | None]:
     """Give models their shards as they arrive, and hidden states that may not fit into memory a file.
 
     Args:
-        sources: where each model comes from.
-        fingerprints: those of the checkpoints; shards that have changed since are refused, once more at the end.
-        models: the models, whose shard providers are replaced.
-        needs: file names of the shards of each model's units.
+        origins: where each model comes from, and the fingerprint of its checkpoint: shards that have changed since are
+            refused, once more at the end.
         hidden: bytes of all hidden states.
-        budget: bytes of them that may stay in memory.
-        directory: the directory of the file, and of streamed shards.
-        stream: whether downloaded shards are kept in `directory` until their last use, not in the Hub's cache.
+        place: where hidden states and streamed shards are kept.
         ranks: the processes of the run; what ends another one ends the wait for a shard.
-        may_be_in_memory: whether the directory's file system may keep files in memory, as the user named it.
-        processes: the number of processes that stream into the same directory.
-        hashes: whether each shard's hash is added to its fingerprint once it is on disk.
+        hashes: whether each shard's hash is added to the fingerprint once it is on disk.
+        models: the models, whose shard providers are replaced.
 
     Yields:
         The file; None if all hidden states fit into the budget.
 
     Raises:
-        OutputError: no file can be made there, or its file system is in memory.
-        UsageError: the directory's disk has too little space for streamed shards.
+        OutputError: no file can be made in the directory, or its file system is in memory.
+        UsageError: its disk has too little space for streamed shards.
         SourceError: the disk of the Hub's cache has too little space, or a shard has changed.
     """
     from .offload import OffloadFile
 
-    scratch = OffloadFile(directory, budget, may_be_in_memory) if hidden > budget else None
-    offloaded = hidden if scratch else 0
-    pairs = list(zip(sources, needs, strict=True))
-    with scratch or nullcontext(), supply_shards(pairs, stream, directory, offloaded, processes) as supplies:
-        for model, supply, (source, shards), fingerprint in zip(models, supplies, pairs, fingerprints, strict=True):
+    scratch = None
+    offloaded = 0
+    if hidden > place.budget:
+        scratch = OffloadFile(place.directory, place.budget, place.is_named)
+        offloaded = hidden
+    needs = [(source, model.shards_by_unit()) for (source, _), model in zip(origins, models, strict=True)]
+    with (
+        scratch or nullcontext(),
+        supply_shards(needs, place.stream, place.directory, offloaded, place.processes) as supplies,
+    ):
+        for model, supply, (source, shards), (_, fingerprint) in zip(models, supplies, needs, origins, strict=True):
             name = source.repo or source.name
             model.shard_provider = ArrivingShards(supply, shards, name, fingerprint, ranks, hashes=hashes)
         yield scratch
 
-    for fingerprint in fingerprints:
+    for _, fingerprint in origins:
         fingerprint.require_unchanged()
 
 

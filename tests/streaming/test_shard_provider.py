@@ -70,10 +70,10 @@ def found_of(source: Path, output: Path, place: Path | None, **settings: Any) ->
     seen: list[Needs] = []
 
     @contextmanager
-    def streamed(models: Sequence[StreamedModel], needs: Sequence[Needs]) -> Iterator[None]:
+    def streamed(models: Sequence[StreamedModel]) -> Iterator[None]:
         assert place is not None
-        seen.extend(needs)
-        for number, (root, wanted, model) in enumerate(zip((source, output), needs, models, strict=True)):
+        seen.extend(model.shards_by_unit() for model in models)
+        for number, (root, wanted, model) in enumerate(zip((source, output), seen, models, strict=True)):
             (place / str(number)).mkdir(parents=True)
             model.shard_provider = Passing(root, wanted, place / str(number))
         yield
