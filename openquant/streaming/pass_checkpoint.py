@@ -297,7 +297,9 @@ class PassCheckpoint:
         self._last_write = time.monotonic()
         self._write_seconds = self._last_write - begin
 
-    def _parts(self, unit: str, batches: list[list[Any]], in_memory: Callable[[int], Any]) -> Iterator[bytes]:
+    def _parts(
+        self, unit: str, batches: list[list[Any]], in_memory: Callable[[int], Any]
+    ) -> Iterator[bytes | memoryview]:
         """Yield the parts of the file, the arguments of one pass at a time."""
         yield _dump(
             {
@@ -329,7 +331,7 @@ def _release(handle: int, path: Path) -> None:
     os.close(handle)
 
 
-def _pieces(parts: Iterable[bytes]) -> Iterator[bytes]:
+def _pieces(parts: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
     """Yield the contents of a file with these parts."""
     digest = hashlib.sha256(_KIND)
     yield _KIND
@@ -357,11 +359,11 @@ def _read_part(file: BinaryIO) -> bytes:
     return file.read(int.from_bytes(file.read(8), "little"))
 
 
-def _dump(value: Any) -> bytes:
+def _dump(value: Any) -> memoryview:
     """What torch.save writes of a value."""
     file = BytesIO()
     torch.save(value, file)
-    return file.getvalue()
+    return file.getbuffer()
 
 
 def _load(data: bytes, device: str = "cpu") -> Any:

@@ -2,16 +2,14 @@
 
 transformers is imported inside functions only.
 
-Divides documents among ranks.
+    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=False, models=[model]) as scratch:
+        run_interleaved(passes, finished=show, scratch=scratch)
 
-Provides source shards to code that reads them, which waits for shards it needs and says when it is done with them.
+Models ask a ShardProvider for the shards of a unit, and say when they are done with them:
 
-provider.wait_for("model.layers.3", stopped)
-provider.path("model-00002-of-00005.safetensors")
-provider.release("model.layers.3")
-
-with streamed_run([(source, fingerprint)], hidden, Scratch(directory, 1 << 30), ranks, [model]) as scratch:
-    run_interleaved(passes, finished=show, scratch=scratch)
+    provider.wait_for("model.layers.3", stopped)
+    provider.path("model-00002-of-00005.safetensors")
+    provider.release("model.layers.3")
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from support.killed import sealed_passes
 AGAIN = "remove it to begin again"
 
 
-def file_of(root: Path, *parts: bytes) -> Path:
+def file_of(root: Path, *parts: bytes | memoryview) -> Path:
     path = root / "x.passes"
-    path.write_bytes(sealed_passes([*parts]))
+    path.write_bytes(sealed_passes(parts))
     return path
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def parts_of_passes(data: bytes) -> list[bytes]:
     return parts
 
 
-def sealed_passes(parts: list[bytes]) -> bytes:
+def sealed_passes(parts: Iterable[bytes | memoryview]) -> bytes:
     """A file of passes of these parts, with its digest."""
     return b"".join(pass_checkpoint._pieces(parts))
 
