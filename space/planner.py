@@ -215,10 +215,10 @@ def planned(asked: Mapping[str, Any]) -> str:
             _check_mixture(asked["gpu"], options)
         scheme = table.best or "int4" if mixture else asked["scheme"] or table.best or "int4"
         recipe = Recipe.parse(scheme=scheme, **options)
-        checked = check_recipe(recipe, CalibrationTexts())
-        if checked.scheme is None:
+        chosen, options_of_plan = check_recipe(recipe, CalibrationTexts())
+        if chosen is None:
             raise UsageError(f"--scheme {scheme} is for the command line", "choose another scheme")
-        plan = make_plan(opened.checkpoint, checked.scheme, checked.options, identity)
+        plan = make_plan(opened.checkpoint, chosen, options_of_plan, identity)
         if mixture:
             _check_room(asked["gpu"], request.context, plan)
         return json.dumps(

@@ -219,7 +219,7 @@ def observe_inputs(
         pass_checkpoint.extra = lambda: _serialize(all_statistics)
         if pass_checkpoint.saved is not None:
             with pass_checkpoint.continuing():
-                _add_serialized(all_statistics, bytes(pass_checkpoint.saved))
+                _add_serialized(all_statistics, pass_checkpoint.saved)
                 _require_statistics_of(pass_checkpoint.done, by_layer)
 
     @contextmanager

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +26,6 @@ from ..errors import UsageError
 from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.destination import Destination, taken_by
 from ..files.shardfile import LayerStore, TensorPlace
-from ..hub.fetch import supply_shards
 from ..hub.source import Source, model_folder
 from ..job import Prepared, file_places, in_all_ranks, model_place, open_model
 from ..machine import find_device
@@ -38,11 +36,13 @@ from ..result import Place, Preview, Reporter
 from ..streaming.memory import calibration_steps, gptq_steps, hessian_memory, memory_left
 from ..streaming.session import (
     BUDGET,
-    ArrivingShards,
+    Scratch,
+    checked_progress,
     find_tokenizer,
     hidden_bytes,
+    part_path,
     require_same,
-    scratch_for,
+    streamed_run,
     vocabulary_of,
 )
 from ..version import __version__
@@ -50,6 +50,7 @@ from ..weights.statistics import SUFFIX, Calibration, calibrations, read_calibra
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
+    from ..streaming.pass_checkpoint import PassCheckpoint
 
 
 @documented(Calibrate, CalibrationTexts)
@@ -110,8 +111,11 @@ class _Opened(NamedTuple):
 def _checked(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> _Opened:
     """Open the model, read the texts, and refuse what cannot be done, before anything is computed or written."""
     source, checkpoint = open_model(options.model, options.revision, options.stream)
-    path = Path(options.out) if options.out is not None else source.default_path(f"{source.name}{SUFFIX}")
-    option = "-o" if options.out is not None else ""
+    option = ""
+    path = source.default_path(f"{source.name}{SUFFIX}")
+    if options.out is not None:
+        option = "-o"
+        path = Path(options.out)
     target = calibration_destination(path, option, "name another file with -o", source, checkpoint, options, texts)
     target.require()
     memory_left(options.max_memory, calibration_steps(checkpoint, texts.length))
@@ -206,7 +210,8 @@ def find_calibration(
     """
     path = target.path
     replace(target, kind=calibrations()).require()
-    corpus, calibration = read_texts(source, checkpoint, texts, ranks), None
+    corpus = read_texts(source, checkpoint, texts, ranks)
+    calibration = None
     if path.exists() and path.stat().st_size and not options.overwrite:
         calibration = read_calibration(path)
         fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
@@ -216,10 +221,12 @@ def find_calibration(
                 f"{path} is a calibration of another model or with other texts",
                 f"give --calibration {path} to use it, or --overwrite to replace it",
             )
+
     # All ranks must look for the file before the first writes it.
     ranks.agree(None)
     if calibration is not None:
         return calibration
+
     _run(
         source,
         checkpoint,
@@ -271,56 +278,58 @@ def _run(
 ) -> None:
     """Run texts through a model; the first rank writes the statistics of all ranks."""
     # Only now is torch imported.
-    from ..streaming.model import StreamedModel, shards_by_unit
+    from ..streaming.model import StreamedModel
     from ..streaming.offload import require_disk
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .observers import observe_inputs
 
-    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
     path = target.path
-    part = path.with_name(f"{path.name}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}")
-    versions = f"openquant {__version__}, transformers {version('transformers')}"
-    conditions = {"texts": corpus.sha256, "number of ranks": str(ranks.size), "versions of libraries": versions}
-    pass_checkpoint = PassCheckpoint(part, lambda: {"weights": fingerprint.stamp, **conditions})
+    fingerprint = Fingerprint(checkpoint, source.remote, source.identity)
+    about = {
+        "weights": fingerprint.stamp,
+        "texts": corpus.sha256,
+        "number of ranks": str(ranks.size),
+        "versions of libraries": f"openquant {__version__}, transformers {version('transformers')}",
+    }
+    pass_checkpoint = PassCheckpoint(part_path(path, ranks), about)
     if begun is not None:
-        continued = () if pass_checkpoint.saved is None else ("an earlier run is continued",)
-        begun("; ".join((corpus.described, *corpus.notes, *continued)))
+        begun(_described(corpus.described, corpus, pass_checkpoint))
 
-    def report_progress(done: int, total: int) -> None:
-        ranks.check()
-        if progress is not None:
-            progress(done, total)
-
-    streamed = StreamedModel(checkpoint, device=options.device)
-    directory = Path(options.scratch) if options.scratch is not None else path.absolute().parent
-    if options.scratch is None and options.stream and source.remote:
+    directory = path.absolute().parent
+    if options.scratch is not None:
+        directory = Path(options.scratch)
+    elif options.stream and source.remote:
         require_disk(directory, "shards")
-    hidden = hidden_bytes(checkpoint, -(-len(corpus.documents) // ranks.size) * corpus.length)
-    with ExitStack() as stack:
-        free = memory_left(options.max_memory, calibration_steps(checkpoint, corpus.length))
-        offload = scratch_for(hidden, directory, BUDGET if free is None else free, options.scratch is not None)
-        scratch = stack.enter_context(offload) if offload else None
-        shards = shards_by_unit(streamed)
-        offloaded = hidden if offload else 0
-        supplies = supply_shards([(source, shards)], options.stream, directory, offloaded, ranks.local_size)
-        [supply] = stack.enter_context(supplies)
-        streamed.shard_provider = ArrivingShards(supply, shards, source.name, fingerprint, ranks)
+    free = memory_left(options.max_memory, calibration_steps(checkpoint, corpus.length))
+    documents_of_a_rank = -(-len(corpus.documents) // ranks.size)
+    model = StreamedModel(checkpoint, device=options.device)
+    hidden = hidden_bytes(checkpoint, documents_of_a_rank * corpus.length)
+    budget = BUDGET if free is None else free
+    place = Scratch(directory, budget, options.stream, options.scratch is not None, ranks.local_size)
+    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=True, models=[model]) as scratch:
         inputs, kv_absmax = observe_inputs(
-            streamed,
+            model,
             corpus,
             scratch=scratch,
             ranks=ranks if ranks.size > 1 else None,
-            progress=report_progress,
+            progress=checked_progress(ranks, progress),
             pass_checkpoint=pass_checkpoint,
         )
-    model = fingerprint.hexdigest()
-    fingerprint.require_unchanged()
-    require_same(ranks, model)
+        # Shards that no text went through are read now.
+        digest = fingerprint.hexdigest()
+
+    require_same(ranks, digest)
     if ranks.first:
-        target.write(Calibration(inputs, model, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
+        target.write(Calibration(inputs, digest, corpus.account, kv_absmax, fingerprint.stamp).to_bytes())
     # The other ranks keep their checkpoints until the file is written.
     ranks.agree(None)
     pass_checkpoint.remove()
+
+
+def _described(what: str, corpus: Corpus, pass_checkpoint: PassCheckpoint) -> str:
+    """The line that a run begins with."""
+    continued = () if pass_checkpoint.saved is None else ("an earlier run is continued",)
+    return "; ".join((what, *corpus.notes, *continued))
 
 
 def apply_gptq(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> Plan:
@@ -368,51 +377,45 @@ def _digest(prepared: Prepared) -> str:
 def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> dict[str, TensorPlace]:
     """Run the texts and round each decoder layer; where its tensors then lie, by name."""
     # Only now is torch imported.
-    from ..streaming.model import StreamedModel, shards_by_unit
+    from ..streaming.model import StreamedModel
     from ..streaming.pass_checkpoint import PassCheckpoint
     from .gptq_pass import round_layers
 
-    plan, source, run = prepared.plan, prepared.source, prepared.run
+    plan = prepared.plan
+    source = prepared.source
+    run = prepared.run
     digest = _digest(prepared)
     store = rounded_layer_store(prepared.target, digest)
     store.claim()
-    pass_checkpoint = PassCheckpoint(store.pass_checkpoint, lambda: {"run": digest})
-    continued = () if pass_checkpoint.saved is None else ("an earlier run is continued",)
-    reporter.noted("; ".join((f"GPTQ with {corpus.described}", *corpus.notes, *continued)))
+    pass_checkpoint = PassCheckpoint(store.pass_checkpoint, {"run": digest})
+    reporter.noted(_described(f"GPTQ with {corpus.described}", corpus, pass_checkpoint))
 
-    def report_progress(done: int, total: int) -> None:
-        ranks.check()
-        reporter.progressed(done, total)
+    # One half of the memory is for hidden states, the other for Hessians beyond the largest one.
+    free = memory_left(run.max_memory, gptq_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
+    fast = prepared.fast and (free is None or free > COMPILED_MEMORY)
+    half = max_hessian_bytes = BUDGET
+    if free is not None:
+        half = (free - fast * COMPILED_MEMORY) // 2
+        max_hessian_bytes = hessian_memory(plan) + half
 
-    streamed = StreamedModel(prepared.checkpoint, device=prepared.device)
-    shards = shards_by_unit(streamed)
+    model = StreamedModel(prepared.checkpoint, device=prepared.device)
     fingerprint = Fingerprint(prepared.checkpoint, source.remote, source.identity, prepared.stamps)
-    directory = prepared.target.absolute().parent
     hidden = hidden_bytes(prepared.checkpoint, len(corpus.documents) * corpus.length)
-    with ExitStack() as stack:
-        free = memory_left(run.max_memory, gptq_steps(prepared.checkpoint, plan, corpus.length), refuse=False)
-        fast = prepared.fast and (free is None or free > COMPILED_MEMORY)
-        # One half is for hidden states, the other for Hessians beyond the largest one.
-        half = BUDGET if free is None else (free - fast * COMPILED_MEMORY) // 2
-        max_hessian_bytes = BUDGET if free is None else hessian_memory(plan) + half
-        offload = scratch_for(hidden, directory, half, may_be_in_memory=False)
-        scratch = stack.enter_context(offload) if offload else None
-        supplies = supply_shards([(source, shards)], run.stream, directory, hidden if offload else 0)
-        [supply] = stack.enter_context(supplies)
-        streamed.shard_provider = ArrivingShards(supply, shards, source.name, fingerprint, ranks, hashes=False)
+    place = Scratch(prepared.target.absolute().parent, half, run.stream)
+    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=False, models=[model]) as scratch:
         places = round_layers(
-            streamed,
+            model,
             plan,
             corpus,
             store,
             loops(fast),
             max_hessian_bytes=max_hessian_bytes,
             scratch=scratch,
-            progress=report_progress,
+            progress=checked_progress(ranks, reporter.progressed),
             pass_checkpoint=pass_checkpoint,
             note=reporter.noted,
         )
-    fingerprint.require_unchanged()
+
     pass_checkpoint.remove()
     return places
 

@@ -52,7 +52,6 @@ class ServedModel:
         clipped: counts of activations, keys and values that static scales clip.
         quantized_routers: routers that are quantized, which engines build unquantized.
         notes: differences from what engines compute.
-        scales: names of the scale tensors that are read while a unit is computed, by unit.
 
     Raises:
         UsageError: activations or the KV cache are quantized in a way that is not supported here.
@@ -63,8 +62,6 @@ class ServedModel:
         self.model = model
         self.clipped = ClippedCount()
         self.notes: list[str] = []
-        self.scales: dict[str, list[str]] = {}
-
         config = with_tool_config(checkpoint.config, checkpoint.root)
         quantization = read_quantization(config) if quantization_places(config) else None
         rules = ModuleRules(known_architecture(checkpoint) or GENERIC)
@@ -82,8 +79,7 @@ class ServedModel:
             pairs = self._cache_scale_names.values()
             names = [name for pair in pairs for name in dict.fromkeys(pair) if name is not None]
             for name, unit in model.nearest_units(names).items():
-                self.scales.setdefault(unit, []).append(name)
-
+                model.scales.setdefault(unit, []).append(name)
         self.quantized_routers = [
             module for module, weight in model.quantized.items() if rules.rule(weight.module).keep == ROUTER
         ]
@@ -171,8 +167,7 @@ class ServedModel:
                 layer = QuantizedInputs(
                     inputs, partial(self._static_scale, weight.module, tuple(dict.fromkeys(scale_names)), inverse)
                 )
-                self.scales.setdefault(self.model.unit_of(name), []).extend(scale_names)
-
+                self.model.scales.setdefault(self.model.unit_of(name), []).extend(scale_names)
             if name in modules:
                 layers[name] = layer
                 continue

@@ -37,9 +37,10 @@ from ..streaming.model import (
     layer_costs,
     limited_threads,
     products_in_float32,
-    shards_by_unit,
     threads_for,
 )
+from ..streaming.offload import OffloadFile
+from ..streaming.pass_checkpoint import PassCheckpoint
 from ..streaming.session import documents_of_rank
 from .as_served import ServedModel, logits
 from .generate import TOKENS, compare_answers, prompts_to_answer, teacher_forced
@@ -198,37 +199,21 @@ class _Comparison:
 
     def run(self) -> Evaluation:
         """Run all passes of all documents, and return the figures."""
-        with self._shards(), limited_threads(threads_for(self.model, self.corpus.length)):
-            return self._run()
+        models = [self.model, *(output.served.model for output in self.outputs)]
+        threads = threads_for(self.model, self.corpus.length)
+        with self.settings.streamed(models) as scratch, limited_threads(threads):
+            return self._run(scratch)
 
-    @contextmanager
-    def _shards(self) -> Iterator[None]:
-        """Connect the models to their shard providers, if there are any."""
-        if self.settings.supply is None:
-            yield
-            return
-        needs = [shards_by_unit(self.model), *(output.needs for output in self.outputs)]
-        with self.settings.supply(needs) as providers:
-            models = self.model, *(output.served.model for output in self.outputs)
-            for model, provider in zip(models, providers, strict=True):
-                model.shard_provider = provider
-            yield
-
-    def _run(self) -> Evaluation:
+    def _run(self, scratch: OffloadFile | None) -> Evaluation:
         """Run all passes, and put the figures of all ranks together."""
         if self.checkpoint is not None:
-            generators = list(self.generators.values())
-            state = EvaluationState(self.measurements, self.compared, generators)
-            self.checkpoint.extra = state.to_bytes
-            if self.checkpoint.saved is not None:
-                with self.checkpoint.continuing():
-                    state.add_bytes(bytes(self.checkpoint.saved), self.checkpoint.done)
+            self._continue_from(self.checkpoint)
 
         run_interleaved(
             [*map(self._passes_of, self.local_documents), *self._task_passes()],
             finished=self._finished,
             after_unit=self._after_unit,
-            scratch=self.settings.scratch,
+            scratch=scratch,
             progress=self.progress.layer_done,
             checkpoint=self.checkpoint,
         )
@@ -247,6 +232,17 @@ class _Comparison:
         evaluation = self._evaluation() if ranks.rank == 0 else None
         first = ranks.agree(None, evaluation and {**evaluation.to_json(), "notes": evaluation.notes})[0]
         return evaluation or Evaluation(first["source"], first["floor"], first["outputs"], tuple(first["notes"]))
+
+    def _continue_from(self, checkpoint: PassCheckpoint) -> None:
+        """Have the checkpoint save what is measured, and take what an earlier run saved."""
+        generators = list(self.generators.values())
+        state = EvaluationState(self.measurements, self.compared, generators)
+        checkpoint.extra = state.to_bytes
+        if checkpoint.saved is None:
+            return
+
+        with checkpoint.continuing():
+            state.add_bytes(checkpoint.saved, checkpoint.done)
 
     def _evaluation(self) -> Evaluation:
         """Make the results of what is measured."""

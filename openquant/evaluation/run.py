@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +22,6 @@ from ..files.destination import Destination, Taken, taken_by
 from ..files.evaluation import EVALUATION
 from ..files.model_files import EVAL_FILE, JOURNAL_FILE
 from ..formats.names import CacheScheme
-from ..hub.fetch import Needs, supply_shards
 from ..hub.source import Source, find_source, model_folder
 from ..job import file_places, in_all_ranks, model_place
 from ..machine import find_device
@@ -32,11 +31,13 @@ from ..result import Place, Preview, Reporter
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
 from ..streaming.session import (
     BUDGET,
-    ArrivingShards,
+    Scratch,
+    checked_progress,
     find_tokenizer,
     hidden_bytes,
+    part_path,
     require_same,
-    scratch_for,
+    streamed_run,
     vocabulary_of,
 )
 from .types import counted_questions
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     from ..data.corpus import Corpus
     from ..data.tokenizer import Tokenizer
     from ..streaming.pass_checkpoint import PassCheckpoint
-    from ..streaming.session import ShardProvider
     from .results import Evaluation
     from .task_passes import TaskRequests
+    from .under_test import ModelUnderTest
 
 
 @documented(Evaluate, Texts)
@@ -106,108 +107,52 @@ def _evaluate(
     reporter: Reporter,
 ) -> Evaluation:
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
-    device = find_device(options.device, ranks.local_rank)
-    models, checkpoints, named, files, tokenizers, corpus, tasks = _checked(options, texts, ranks)
+    options = replace(options, device=find_device(options.device, ranks.local_rank))
+    inputs = _checked(options, texts, ranks)
     # These import transformers.
     from .compare import compare_outputs
-    from .results import versions
-    from .under_test import EvaluationSettings, ModelUnderTest
+    from .under_test import EvaluationSettings
 
-    def advanced(done: int, total: int) -> None:
-        ranks.check()
-        reporter.progressed(done, total)
+    models = inputs.models
+    tasks = inputs.tasks
+    corpus = inputs.corpus
+    subjects = _models_under_test(inputs)
+    fingerprints = [subject.fingerprint for subject in subjects]
 
-    with ExitStack() as stack:
-        source_tokenizer = tokenizers[0]
-        subjects = [
-            ModelUnderTest(
-                name,
-                checkpoint,
-                source_tokenizer.differences(tokenizer),
-                Fingerprint(checkpoint, model.remote, model.identity),
-            )
-            for model, (name, checkpoint), tokenizer in zip(models, named, tokenizers, strict=True)
-        ]
+    directory = _scratch_directory(options, models)
+    longest_text = corpus.length if tasks is None else max(corpus.length, tasks.longest)
+    left = memory_left(options.max_memory, evaluation_steps(inputs.named, longest_text))
+    budget = BUDGET if left is None else left
+    place = Scratch(directory, budget, options.stream, options.scratch is not None, ranks.local_size)
+    origins = list(zip(models, fingerprints, strict=True))
 
-        # Hidden states that do not fit into memory wait in a file.
-        directory = _scratch_directory(options, models)
-        hidden = _all_hidden_bytes(checkpoints, corpus, tasks, ranks)
-        longest_text = max(corpus.length, tasks.longest if tasks is not None else 0)
-        left = memory_left(options.max_memory, evaluation_steps(named, longest_text))
-        scratch_file = scratch_for(hidden, directory, BUDGET if left is None else left, options.scratch is not None)
-
-        @contextmanager
-        def supply(needs: Sequence[Needs]) -> Iterator[list[ShardProvider]]:
-            pairs = list(zip(models, needs, strict=True))
-            scratch_bytes = hidden if scratch_file else 0
-            with supply_shards(pairs, options.stream, directory, scratch_bytes, ranks.local_size) as supplies:
-                yield [
-                    ArrivingShards(supply, shards, subject.name, subject.fingerprint, ranks)
-                    for supply, shards, subject in zip(supplies, needs, subjects, strict=True)
-                ]
-
-        # What must be the same for a run to be continued.
-        of_models = [
-            _sha256([subject.fingerprint.stamp, model.digests(subject.checkpoint)])
-            for model, subject in zip(models, subjects, strict=True)
-        ]
-        conditions = {
-            "source": of_models[0],
-            "outputs": _sha256(of_models[1:]),
-            "texts": corpus.sha256,
-            "tasks": tasks.sha256 if tasks is not None else "",
-            "options": _sha256([options.seed, options.kv_cache, device, texts.length]),
-            "number of ranks": str(ranks.size),
-            "versions of libraries": ", ".join(f"{name} {value}" for name, value in versions().items()),
-        }
-
-        pass_checkpoint = _pass_checkpoint(options, models[1], checkpoints[0], directory, ranks, conditions)
-        settings = EvaluationSettings(
-            options.seed,
-            options.kv_cache,
-            device,
-            stack.enter_context(scratch_file) if scratch_file else None,
-            source_tokenizer,
-            options.prompts,
-            supply,
-            answers_prompts=not (options.stream or options.no_prompts),
-            ranks=ranks if ranks.size > 1 else None,
-            answer_memory=answer_memory(options.max_memory),
-            tasks=tasks,
-            pass_checkpoint=pass_checkpoint,
-        )
-
-        evaluation = compare_outputs(subjects[0], subjects[1:], corpus, settings, reporter.noted, advanced)
-        for subject in subjects:
-            subject.fingerprint.require_unchanged()
+    about = _conditions(options, inputs, fingerprints, ranks)
+    pass_checkpoint = _pass_checkpoint(options, models[1], inputs.checkpoints[0], directory, ranks, about)
+    settings = EvaluationSettings(
+        options.seed,
+        options.kv_cache,
+        options.device,
+        inputs.tokenizers[0],
+        options.prompts,
+        partial(streamed_run, origins, _hidden_bytes(inputs, ranks), place, ranks, True),
+        answers_prompts=not (options.stream or options.no_prompts),
+        ranks=ranks if ranks.size > 1 else None,
+        answer_memory=answer_memory(options.max_memory),
+        tasks=tasks,
+        pass_checkpoint=pass_checkpoint,
+    )
+    evaluation = compare_outputs(
+        subjects[0], subjects[1:], corpus, settings, reporter.noted, checked_progress(ranks, reporter.progressed)
+    )
 
     if ranks.first:
         reporter.measured(evaluation)
-    for file, value in zip(files, _results(options, evaluation), strict=True) if ranks.first else ():
-        if file is not None:
-            file.write(f"{json.dumps(value, indent=1, allow_nan=False)}\n".encode())
-
+        _write_results(inputs.files, options, evaluation)
     # The other ranks keep their checkpoints until the results are written.
     ranks.agree(None)
     if pass_checkpoint is not None:
         pass_checkpoint.remove()
-    return replace(evaluation, written=tuple(file.path for file in files if file is not None))
-
-
-def _all_hidden_bytes(
-    checkpoints: Sequence[Checkpoint], corpus: Corpus, tasks: TaskRequests | None, ranks: Ranks
-) -> int:
-    """Return the bytes of the hidden states of all passes of this rank."""
-    # Two passes of a text through each model.
-    tokens = -(-len(corpus.documents) // ranks.size) * corpus.length
-    nbytes = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], tokens)
-    if tasks is None:
-        return nbytes
-
-    # One pass of tasks, with a mask of up to four bytes for each pair of tokens.
-    task_tokens = -(-tasks.tokens // ranks.size)
-    mask = 4 * max(tasks.length, tasks.longest) * task_tokens
-    return nbytes + len(checkpoints) * (hidden_bytes(checkpoints[0], task_tokens) + mask)
+    return replace(evaluation, written=tuple(file.path for file in inputs.files if file is not None))
 
 
 class _Inputs(NamedTuple):
@@ -249,6 +194,59 @@ def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     shards = [dict(checkpoint.shards) for checkpoint in checkpoints]
     require_same(ranks, [corpus.sha256, tasks and tasks.sha256, shards])
     return _Inputs(models, checkpoints, named, files, tokenizers, corpus, tasks)
+
+
+def _models_under_test(inputs: _Inputs) -> list[ModelUnderTest]:
+    """The source and its outputs."""
+    from .under_test import ModelUnderTest
+
+    of_source = inputs.tokenizers[0]
+    return [
+        ModelUnderTest(
+            name,
+            checkpoint,
+            of_source.differences(tokenizer),
+            Fingerprint(checkpoint, model.remote, model.identity),
+        )
+        for model, (name, checkpoint), tokenizer in zip(inputs.models, inputs.named, inputs.tokenizers, strict=True)
+    ]
+
+
+def _hidden_bytes(inputs: _Inputs, ranks: Ranks) -> int:
+    """The bytes of all hidden states of this rank."""
+    source = inputs.checkpoints[0]
+    tasks = inputs.tasks
+    # Two passes through each model.
+    tokens = -(-len(inputs.corpus.documents) // ranks.size) * inputs.corpus.length
+    of_model = 2 * hidden_bytes(source, tokens)
+    if tasks is not None:
+        # One pass, with a mask of up to four bytes for each pair of tokens.
+        task_tokens = -(-tasks.tokens // ranks.size)
+        mask = 4 * max(tasks.length, tasks.longest) * task_tokens
+        of_model += hidden_bytes(source, task_tokens) + mask
+    return len(inputs.models) * of_model
+
+
+def _conditions(
+    options: Evaluate, inputs: _Inputs, fingerprints: Sequence[Fingerprint], ranks: Ranks
+) -> dict[str, str]:
+    """What must be the same for an interrupted evaluation to be continued."""
+    from .results import versions
+
+    tasks = inputs.tasks
+    of_models = [
+        _sha256([fingerprint.stamp, model.digests(fingerprint.checkpoint)])
+        for model, fingerprint in zip(inputs.models, fingerprints, strict=True)
+    ]
+    return {
+        "source": of_models[0],
+        "outputs": _sha256(of_models[1:]),
+        "texts": inputs.corpus.sha256,
+        "tasks": tasks.sha256 if tasks is not None else "",
+        "options": _sha256([options.seed, options.kv_cache, options.device, inputs.corpus.length]),
+        "number of ranks": str(ranks.size),
+        "versions of libraries": ", ".join(f"{name} {value}" for name, value in versions().items()),
+    }
 
 
 def preview_evaluation(options: Evaluate, texts: Texts) -> Preview:
@@ -321,8 +319,7 @@ def _pass_checkpoint(
     if entry is None or entry.repeats or not os.access(directory, os.W_OK):
         return None
     results = EVAL_FILE if options.out is None else Path(options.out).name
-    name = f"{output.name}.{results}.part{f'-{ranks.rank}' if ranks.size > 1 else ''}"
-    return PassCheckpoint(directory / name, lambda: about)
+    return PassCheckpoint(part_path(directory / f"{output.name}.{results}", ranks), about)
 
 
 def _sha256(facts: object) -> str:
@@ -363,11 +360,15 @@ def _destinations(options: Evaluate, texts: Texts, outputs: Sequence[Source]) ->
     return [checked(output.root / EVAL_FILE, "", output.root) if output.root in written else None for output in outputs]
 
 
-def _results(options: Evaluate, evaluation: Evaluation) -> Sequence[Mapping[str, object]]:
-    """Return what goes into each file of `_destinations`."""
-    if options.out is None or len(evaluation.outputs) == 1:
-        return evaluation.outputs
-    return [evaluation.to_json()]
+def _write_results(files: Sequence[Destination | None], options: Evaluate, evaluation: Evaluation) -> None:
+    """Write the results to the files of `_destinations`."""
+    results: Sequence[Mapping[str, object]] = evaluation.outputs
+    if options.out is not None and len(evaluation.outputs) > 1:
+        results = [evaluation.to_json()]
+
+    for file, result in zip(files, results, strict=True):
+        if file is not None:
+            file.write(f"{json.dumps(result, indent=1, allow_nan=False)}\n".encode())
 
 
 def taken_by_evaluation(options: Evaluate, texts: Texts) -> Taken:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,11 +18,10 @@ from ..errors import UsageError
 from ..files.cards import stated_facts
 from ..files.checkpoint import Checkpoint, Fingerprint
 from ..files.journal import WeightFacts
-from ..hub.fetch import Needs
-from ..streaming.model import StreamedModel, shards_by_unit
+from ..streaming.model import StreamedModel
 from ..streaming.offload import OffloadFile
 from ..streaming.pass_checkpoint import PassCheckpoint
-from ..streaming.session import DocumentRanks, ShardProvider
+from ..streaming.session import DocumentRanks
 from .as_served import ServedModel
 from .task_passes import TaskRequests
 from .types import NamedModel
@@ -72,11 +71,10 @@ class EvaluationSettings:
         seed: seed of the rounding noise and of the bootstrap.
         kv_cache: "fp8" to round every output's KV cache to FP8, "auto" for what its config says.
         device: torch device that the models run on.
-        scratch: file for hidden states beyond its budget of memory; None to keep all in memory.
         tokenizer: the source's tokenizer; None to leave out answers to prompts.
         prompts: file of prompts; None for built-in ones.
-        supply: opens the shard providers of the source and of each output, in that order, given the shards that each
-            needs; None if all shards are in the checkpoints' directories.
+        streamed: makes a context in which the models get their shards as they arrive, and which gives the file for
+            hidden states; by default all shards are in the checkpoints' directories, and all states in memory.
         answers_prompts: whether the models answer prompts after the texts, for which all weights are read once more.
         ranks: the processes that share the documents; None if this is the only one.
         tasks: questions of tasks that the models answer too; None for none.
@@ -88,10 +86,9 @@ class EvaluationSettings:
     seed: int = 0
     kv_cache: str = "auto"
     device: str = "cpu"
-    scratch: OffloadFile | None = None
     tokenizer: Tokenizer | None = None
     prompts: str | os.PathLike[str] | None = None
-    supply: Callable[[Sequence[Needs]], AbstractContextManager[Sequence[ShardProvider]]] | None = None
+    streamed: Callable[[Sequence[StreamedModel]], AbstractContextManager[OffloadFile | None]] = lambda _: nullcontext()
     answers_prompts: bool = True
     ranks: DocumentRanks | None = None
     answer_memory: int | None = None
@@ -121,11 +118,6 @@ class OutputUnderTest:
     def facts(self) -> WeightFacts:
         """What was done to its weights, by its journal or model card."""
         return stated_facts(self.subject.checkpoint)
-
-    @property
-    def needs(self) -> Needs:
-        """Shards of each unit of its model, including those with scales of activations and KV cache."""
-        return shards_by_unit(self.served.model, self.served.scales)
 
     @property
     def last(self) -> int:

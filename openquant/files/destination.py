@@ -207,15 +207,33 @@ def write_atomic(path: Path, *parts: bytes | memoryview, elsewhere: str = "give 
         OutputError: it cannot be written, or is a link.
     """
     # A random name, because two runs may write the same file.
-    partial = path.with_name(f".openquant-{secrets.token_hex(8)}.partial")
+    write_pieces(path, parts, path.with_name(f".openquant-{secrets.token_hex(8)}.partial"), elsewhere)
+
+
+def write_pieces(
+    path: Path, pieces: Iterable[bytes | memoryview], partial: Path, elsewhere: str = "give another place"
+) -> None:
+    """Write a file whole or not at all, as `write_atomic` does, of contents that are made while it is written.
+
+    Args:
+        path: the file; an existing one is replaced.
+        pieces: its contents.
+        partial: a file beside it that has them until they are complete.
+        elsewhere: hint that says how to give another path.
+
+    Raises:
+        OutputError: it cannot be written, or is a link.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
 
         if path.is_symlink():
             raise OutputError(f"{path} is a link", f"{elsewhere}, or remove it")
+        partial.unlink(missing_ok=True)
+
         try:
             with partial.open("xb") as file:
-                file.writelines(parts)
+                file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, path)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -24,14 +24,13 @@ from ..evaluation.kl import DocumentRecord
 from ..files.checkpoint import Fingerprint
 from ..files.destination import Destination, FileKind, taken_by
 from ..files.small_files import parse_json, read_small
-from ..hub.fetch import supply_shards
 from ..hub.source import model_folder
 from ..job import Opened
 from ..options import Texts, files_read
 from ..plan.architecture import known_architecture
 from ..result import Reporter
 from ..streaming.memory import MemoryStep, memory_left, mixtures_step, scoring_step
-from ..streaming.session import BUDGET, ArrivingShards, find_tokenizer, hidden_bytes, scratch_for, vocabulary_of
+from ..streaming.session import BUDGET, Scratch, find_tokenizer, hidden_bytes, part_path, streamed_run, vocabulary_of
 from ..version import __version__
 from .menu import UNQUANTIZED, Menu, Mixture, Scores, Unit
 
@@ -47,10 +46,11 @@ SCORED = (3, 96)
 COMPARED = (16, 256)
 
 
+@dataclass
 class Session:
     """Measures a model's units and mixtures.
 
-    Args:
+    Attributes:
         opened: the model.
         menu: its units and their choices.
         texts: options that say which texts are read.
@@ -61,19 +61,14 @@ class Session:
         reporter: receives notes and progress.
     """
 
-    def __init__(
-        self,
-        opened: Opened,
-        menu: Menu,
-        texts: Texts,
-        directory: Path,
-        stream: bool,
-        max_memory: int | None,
-        ranks: Ranks,
-        reporter: Reporter,
-    ) -> None:
-        self.opened, self.menu, self.texts, self.directory = opened, menu, texts, directory
-        self.stream, self.max_memory, self.ranks, self.reporter = stream, max_memory, ranks, reporter
+    opened: Opened
+    menu: Menu
+    texts: Texts
+    directory: Path
+    stream: bool
+    max_memory: int | None
+    ranks: Ranks
+    reporter: Reporter
 
     @cached_property
     def scored(self) -> Corpus:
@@ -119,11 +114,13 @@ class Session:
 
     def steps(self, mixtures: int) -> list[MemoryStep]:
         """Estimate the memory of scoring, unless there are scores, and of comparing mixtures with the source."""
-        checkpoint, head = self.opened.checkpoint, self._quantizes_head
+        checkpoint = self.opened.checkpoint
+        head = self._quantizes_head
         copies = min(mixtures, len(self.menu.plans))
         steps = [mixtures_step(checkpoint, mixtures, copies, COMPARED[1], head)]
         if self.kept is None:
-            corpus, passes = self.scored, 1 + len(self._variants[0])
+            corpus = self.scored
+            passes = 1 + len(self._variants[0])
             steps.insert(0, scoring_step(checkpoint, passes, len(corpus.documents), corpus.length, head))
         return steps
 
@@ -140,7 +137,9 @@ class Session:
         """
         from .scores import scores_of
 
-        kept, target, corpus = self.kept, self._target, self.scored
+        kept = self.kept
+        target = self._target
+        corpus = self.scored
         if kept is None and keeps_only:
             raise UsageError(
                 f"--dry-run writes nothing, and there are no scores of this model in {target.path}",
@@ -149,6 +148,7 @@ class Session:
         if kept is not None:
             self.reporter.noted(f"--fit: scores of {len(kept.kl)} units from {target.path}")
             return kept
+
         self.reporter.noted(
             f"--fit: scoring {len(self.menu.units)} units in {', '.join(self.menu.plans)} with {corpus.described}"
         )
@@ -156,9 +156,11 @@ class Session:
         checkpoint = self._checkpoint(target.path, self._conditions)
         if checkpoint is not None and checkpoint.saved is not None:
             self.reporter.noted("--fit: an earlier run is continued")
+
         measured = self._measure(corpus, mixtures, changes, checkpoint)
         if measured.unused:
             self.reporter.noted(f"--fit: {measured.unused} of {measured.experts} experts get none of these tokens")
+
         scores = scores_of(self.menu.units, mixtures, changes, measured)
         target.write(scores_json(scores, self.menu.units, self._conditions))
         self.reporter.noted(f"--fit: wrote {target.path}")
@@ -194,7 +196,7 @@ class Session:
             return None
         units = [[unit.modules, sorted(unit.choices)] for unit in self.menu.units]
         about = {**conditions, "layers and schemes": hashlib.sha256(json.dumps(units).encode()).hexdigest()}
-        return PassCheckpoint(target.with_name(f"{target.name}.part"), lambda: about)
+        return PassCheckpoint(part_path(target, self.ranks), about)
 
     def _model(self) -> StreamedModel:
         from ..streaming.model import StreamedModel
@@ -208,33 +210,30 @@ class Session:
         changes: Mapping[int, Sequence[str]] | None = None,
         checkpoint: PassCheckpoint | None = None,
     ) -> Measured:
-        from ..streaming.model import shards_by_unit
         from .scores import measure_mixtures
 
-        opened, reporter = self.opened, self.reporter
-        streamed = self._model()
-        shards = shards_by_unit(streamed)
-        source, plan = opened.source, self.menu.plan
-        fingerprint = Fingerprint(opened.checkpoint, source.remote, source.identity, opened.stamps)
-        passes, documents = 1 + len(mixtures), len(corpus.documents)
-        hidden = hidden_bytes(opened.checkpoint, passes * documents * corpus.length)
-        checked, head = opened.checkpoint, self._quantizes_head
+        opened = self.opened
+        source = opened.source
+        plan = self.menu.plan
+        passes = 1 + len(mixtures)
+        documents = len(corpus.documents)
         if changes:
-            step = scoring_step(checked, passes, documents, corpus.length, head)
+            # All documents of a scoring go through a layer together, with their hidden states in memory.
+            hidden = 0
+            step = scoring_step(opened.checkpoint, passes, documents, corpus.length, self._quantizes_head)
         else:
-            step = mixtures_step(checked, len(mixtures), _most_schemes(mixtures), corpus.length, head)
+            hidden = hidden_bytes(opened.checkpoint, passes * documents * corpus.length)
+            copies = _most_schemes(mixtures)
+            step = mixtures_step(opened.checkpoint, len(mixtures), copies, corpus.length, self._quantizes_head)
         free = memory_left(self.max_memory, [step], refuse=False)
         fast = worth_compiling(plan) and (free is None or free > COMPILED_MEMORY)
-        budget = BUDGET if free is None else free - fast * COMPILED_MEMORY
-        with ExitStack() as stack:
-            # All documents of a scoring go through a layer together, with their hidden states in memory.
-            offload = None if changes else scratch_for(hidden, self.directory, budget, may_be_in_memory=False)
-            scratch = stack.enter_context(offload) if offload else None
-            supplies = supply_shards([(source, shards)], self.stream, self.directory, hidden if offload else 0)
-            [supply] = stack.enter_context(supplies)
-            streamed.shard_provider = ArrivingShards(supply, shards, source.name, fingerprint, self.ranks, hashes=False)
-            measured = measure_mixtures(
-                streamed,
+
+        model = self._model()
+        fingerprint = Fingerprint(opened.checkpoint, source.remote, source.identity, opened.stamps)
+        place = Scratch(self.directory, BUDGET if free is None else free - fast * COMPILED_MEMORY, self.stream)
+        with streamed_run([(source, fingerprint)], hidden, place, self.ranks, hashes=False, models=[model]) as scratch:
+            return measure_mixtures(
+                model,
                 self.menu.units,
                 plan.decisions.fused,
                 corpus,
@@ -242,11 +241,9 @@ class Session:
                 loops(fast),
                 changes=changes,
                 scratch=scratch,
-                progress=reporter.progressed,
+                progress=self.reporter.progressed,
                 checkpoint=checkpoint,
             )
-        fingerprint.require_unchanged()
-        return measured
 
 
 def _most_schemes(mixtures: Sequence[Mixture]) -> int:
@@ -304,9 +301,11 @@ def read_scores(path: Path, units: Sequence[Unit], conditions: dict[str, Any]) -
         return None
     if not isinstance(content, dict) or content.get(_KEY) != _VERSION or content.get("conditions") != conditions:
         return None
+
     kept = content.get("units")
     if not isinstance(kept, list) or len(kept) != len(units):
         return None
+
     scores = []
     for unit, found in zip(units, kept, strict=True):
         kl = found.get("kl") if isinstance(found, dict) else None

@@ -10,7 +10,7 @@ lazy_tensors           tensors as transformers loads them, read or decoded when 
 packing                several questions in one sequence, each computed as if it were alone
 offload                a file for hidden states that do not fit into memory
 pass_checkpoint        a file that forward passes are saved to, so that a stopped run continues
-session                downloads or finds the shards that a unit needs; tokenizer, scratch space and documents of a run
+session                a streamed run: shards as they arrive, a file for hidden states; tokenizer and documents of a run
 memory                 memory that each step takes, known before
 transformers_internals everything that is used of transformers beyond its documentation
 

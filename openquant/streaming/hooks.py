@@ -76,10 +76,13 @@ class RoutedTokens:
         if counts is None:
             yield from ((expert, self.rows_of(expert, rows)) for expert in range(self.experts))
             return
-        begin, end = self.passed, 0
+
+        begin = self.passed
+        end = 0
         self.passed += len(rows)
         for expert, count in enumerate(counts.tolist()):
-            low, end = end, end + count
+            low = end
+            end += count
             if end > begin and low < self.passed:
                 yield expert, rows[max(low - begin, 0) : end - begin]
 
@@ -223,7 +226,8 @@ class _ReplaceFactor(TorchFunctionMode):
 
     def __init__(self, parameter: object, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._parameter, self._change = parameter, change
+        self._parameter = parameter
+        self._change = change
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(args) == 2 and args[1] is self._parameter:

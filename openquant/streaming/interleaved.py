@@ -17,8 +17,7 @@ Each has its own context variables, empty at first.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -72,7 +71,9 @@ class _SuspendedPass(Generic[T]):
     """
 
     def __init__(self, forward_pass: ForwardPass[T], batch: int, number: int) -> None:
-        self.forward_pass, self.batch, self.number = forward_pass, batch, number
+        self.forward_pass = forward_pass
+        self.batch = batch
+        self.number = number
         self.unit = ""
         self.call: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
         self.done = False
@@ -96,14 +97,16 @@ class _SuspendedPass(Generic[T]):
         """
         switched = self.greenlet.switch(output)
         if self.greenlet.dead:
-            self.value, self.done = switched, True
+            self.value = switched
+            self.done = True
         else:
             self.unit, args, kwargs = switched
             self.call = args, kwargs
 
     def abandon(self) -> None:
         """End the pass wherever it is, and free what its frames refer to."""
-        self.call, self.done = ((), {}), True
+        self.call = (), {}
+        self.done = True
         while not self.greenlet.dead:
             self.greenlet.throw()
 
@@ -150,23 +153,27 @@ def run_interleaved(
     if checkpoint is not None:
         units = {unit for batch in batches for forward_pass in batch for unit in forward_pass.model.units}
         checkpoint.require_units(units, until or "")
+
     suspended_batches = [
         [_SuspendedPass(forward_pass, at, number) for number, forward_pass in enumerate(batch)]
         for at, batch in enumerate(batches)
     ]
-    models = list({id(waiting.model): waiting.model for batch in suspended_batches for waiting in batch}.values())
-    with (
-        memory_used_again(),
-        transformers_internals.quiet_transformers(),
-        torch.inference_mode(),
-        _Driver(models) as driver,
-    ):
+    run = _Run(
+        suspended_batches,
+        finished=finished,
+        after_unit=after_unit,
+        scratch=scratch,
+        until=until,
+        progress=progress or (lambda *_: None),
+        checkpoint=checkpoint,
+        recompute=recompute or (lambda _: False),
+    )
+    with memory_used_again(), transformers_internals.quiet_transformers(), torch.inference_mode(), run.driver:
         try:
-            _run_units(driver, suspended_batches, finished, after_unit, scratch, until, progress, checkpoint, recompute)
+            run.run()
         finally:
-            for suspended_batch in suspended_batches:
-                for suspended in suspended_batch:
-                    suspended.abandon()
+            for suspended in run.passes:
+                suspended.abandon()
 
 
 class _Driver:
@@ -223,6 +230,7 @@ class _Driver:
         for other in self.models:
             if other is not model:
                 other.release_pages()
+
         try:
             with suspended.forward_pass.around():
                 forward = self.forwards[id(model), suspended.unit]
@@ -238,145 +246,149 @@ class _Driver:
             ) from error
 
 
-def _run_units(
-    driver: _Driver,
-    batches: list[list[_SuspendedPass[T]]],
-    finished: Callable[[int, int, T], None],
-    after_unit: Callable[[str, int, int, torch.Tensor], None] | None,
-    scratch: OffloadFile | None,
-    until: str | None,
-    progress: Callable[[str, int, int], None] | None,
-    checkpoint: PassCheckpoint | None,
-    recompute: Callable[[str], bool] | None,
-) -> None:
-    store = HiddenStateStore(scratch, len(batches))
-    for batch in batches:
-        for suspended in batch:
-            driver.resume(suspended)
-            _report_end(suspended, finished)
-        store.offload(batch)
-    while waiting := [suspended for batch in batches for suspended in batch if not suspended.done]:
-        # For each model, the unit that the first of its passes waits for.
-        units: dict[int, tuple[StreamedModel, str]] = {}
-        for suspended in waiting:
-            units.setdefault(id(suspended.model), (suspended.model, suspended.unit))
-        if checkpoint is not None and _skip_computed(driver, batches, store, checkpoint, progress):
-            continue
-        is_last = until in [unit for _, unit in units.values()]
-        for model, unit in units.values():
-            model.load(unit)
-            if not is_last:
-                model.prefetch(model.next_unit[unit])
-        while recompute is not None and recompute(waiting[0].unit):
-            _compute_and_discard(driver, batches, store, progress)
-        # Kept here because a pass's unit changes when it is resumed.
-        computed = waiting[0].unit
-        for at, batch in enumerate(batches):
-            store.restore(batch)
-            ready = [
-                suspended
-                for suspended in batch
-                if not suspended.done and units[id(suspended.model)][1] == suspended.unit
-            ]
-            for suspended in ready:
-                output = driver.compute(suspended)
-                if checkpoint is not None and not isinstance(suspended.model.units[suspended.unit], nn.Embedding):
-                    checkpoint.record_output(suspended.unit, output)
-                if after_unit is not None:
-                    after_unit(suspended.unit, suspended.batch, suspended.number, hidden_state(output))
+@dataclass
+class _Run(Generic[T]):
+    """One call of `run_interleaved`, whose arguments these are."""
+
+    batches: list[list[_SuspendedPass[T]]]
+    finished: Callable[[int, int, T], None]
+    after_unit: Callable[[str, int, int, torch.Tensor], None] | None
+    scratch: OffloadFile | None
+    until: str | None
+    progress: Callable[[str, int, int], None]
+    checkpoint: PassCheckpoint | None
+    recompute: Callable[[str], bool]
+
+    def __post_init__(self) -> None:
+        self.passes = [suspended for batch in self.batches for suspended in batch]
+        self.driver = _Driver(list({id(suspended.model): suspended.model for suspended in self.passes}.values()))
+        self.store = HiddenStateStore(self.scratch, len(self.batches))
+
+    def run(self) -> None:
+        """Run all passes to their end, or through the last unit."""
+        for batch in self.batches:
+            for suspended in batch:
+                self.driver.resume(suspended)
+                self._report_end(suspended)
+            self.store.offload(batch)
+
+        while waiting := [suspended for suspended in self.passes if not suspended.done]:
+            if self.checkpoint is not None and self._skip_computed(self.checkpoint):
+                continue
+            # For each model, the unit that the first of its passes waits for.
+            units: dict[StreamedModel, str] = {}
+            for suspended in waiting:
+                units.setdefault(suspended.model, suspended.unit)
+            is_last = self.until in units.values()
+
+            for model, unit in units.items():
+                model.load(unit)
                 if not is_last:
-                    driver.resume(suspended, output)
+                    model.prefetch(model.next_unit[unit])
+            self._compute_units(units, waiting[0].unit, is_last)
+            for model, unit in units.items():
+                model.free(unit)
+            give_memory_back()
+
+            if is_last:
+                return
+            if self.checkpoint is not None and self.checkpoint.is_due(unit):
+                self._save(self.checkpoint)
+
+    def _report_end(self, suspended: _SuspendedPass[T]) -> None:
+        """Give the value of a pass to the caller once it is done."""
+        if suspended.done:
+            value = suspended.value
+            del suspended.value
+            self.finished(suspended.batch, suspended.number, value)
+
+    def _compute_units(self, units: Mapping[StreamedModel, str], reported: str, is_last: bool) -> None:
+        """Compute the loaded unit of each model for the passes that wait for it, and let them run on."""
+        while self.recompute(reported):
+            self._compute_and_discard()
+
+        for at, batch in enumerate(self.batches):
+            self.store.restore(batch)
+            waiting = [suspended for suspended in batch if not suspended.done]
+            ready = [suspended for suspended in waiting if suspended.unit == units[suspended.model]]
+            for suspended in ready:
+                output = self._compute(suspended)
+                if not is_last:
+                    self.driver.resume(suspended, output)
+                # What a pass returns is compared without the output of the head in memory.
                 del output
-                _report_end(suspended, finished)
-            if progress is not None and ready:
-                progress(computed, at + 1, len(batches))
+                self._report_end(suspended)
+            if ready:
+                self.progress(reported, at + 1, len(self.batches))
+
             if not is_last:
-                store.offload(batch)
+                self.store.offload(batch)
                 continue
             # Hidden states that were restored for the last unit are not needed after it.
             for suspended in ready:
                 suspended.abandon()
-        for model, unit in units.values():
-            model.free(unit)
-        give_memory_back()
-        if is_last:
-            return
-        if checkpoint is not None and checkpoint.is_due(unit):
-            _save(batches, store, checkpoint)
 
+    def _compute(self, suspended: _SuspendedPass[T]) -> Any:
+        """Compute the unit that a pass waits for; its output is recorded and shown to the caller."""
+        output = self.driver.compute(suspended)
+        unit = suspended.unit
+        if self.checkpoint is not None and not isinstance(suspended.model.units[unit], nn.Embedding):
+            self.checkpoint.record_output(unit, output)
+        if self.after_unit is not None:
+            self.after_unit(unit, suspended.batch, suspended.number, hidden_state(output))
+        return output
 
-def _compute_and_discard(
-    driver: _Driver,
-    batches: list[list[_SuspendedPass[T]]],
-    store: HiddenStateStore,
-    progress: Callable[[str, int, int], None] | None,
-) -> None:
-    """Compute a unit for all passes that wait for it, without resuming them."""
-    for batch in batches:
-        store.restore(batch)
-        for suspended in batch:
-            call = suspended.call
-            driver.compute(suspended)
-            suspended.call = call
-        store.offload(batch)
-        if progress is not None:
-            progress(batch[0].unit, 0, len(batches))
+    def _compute_and_discard(self) -> None:
+        """Compute a unit for all passes, which wait for it, without resuming them."""
+        for batch in self.batches:
+            self.store.restore(batch)
+            for suspended in batch:
+                call = suspended.call
+                self.driver.compute(suspended)
+                suspended.call = call
+            self.store.offload(batch)
+            self.progress(batch[0].unit, 0, len(self.batches))
 
+    def _skip_computed(self, checkpoint: PassCheckpoint) -> bool:
+        """Let passes skip the unit they wait for if an earlier run computed it, and say whether they did.
 
-def _skip_computed(
-    driver: _Driver,
-    batches: list[list[_SuspendedPass[T]]],
-    store: HiddenStateStore,
-    checkpoint: PassCheckpoint,
-    progress: Callable[[str, int, int], None] | None,
-) -> bool:
-    """Let passes skip the unit they wait for if an earlier run computed it, and say whether they did.
+        At the unit that the checkpoint was saved at, passes get the saved arguments instead.
+        """
+        model = self.passes[0].model
+        unit = self.passes[0].unit
+        if any(suspended.done or suspended.unit != unit for suspended in self.passes):
+            checkpoint.refuse_units()
+            return False
 
-    At the unit that the checkpoint was saved at, passes get the saved arguments instead.
-    """
-    waiting = [suspended for batch in batches for suspended in batch]
-    model, unit = waiting[0].model, waiting[0].unit
-    if any(suspended.done or suspended.unit != unit for suspended in waiting):
-        checkpoint.refuse_units()
-        return False
-    if not checkpoint.enter_unit(unit, isinstance(model.units[unit], nn.Embedding)):
-        current_calls = [(suspended.batch, suspended.number, suspended.call) for suspended in waiting]
-        calls = checkpoint.saved_calls(unit, current_calls, model.device)
-        for suspended, call in zip(waiting, calls, strict=False):
-            suspended.call = call
-            if suspended is batches[suspended.batch][-1]:
-                store.offload(batches[suspended.batch])
-        return False
-    numbers = itertools.count()
-    for at, batch in enumerate(batches):
-        for suspended in batch:
+        if not checkpoint.enter_unit(unit, isinstance(model.units[unit], nn.Embedding)):
+            calls = checkpoint.saved_calls(unit, [suspended.call for suspended in self.passes], model.device)
+            for suspended, call in zip(self.passes, calls, strict=False):
+                suspended.call = call
+                if suspended is self.batches[suspended.batch][-1]:
+                    self.store.offload(self.batches[suspended.batch])
+            return False
+
+        for number, suspended in enumerate(self.passes):
             suspended.call = (), {}
             with checkpoint.continuing():
-                driver.resume(suspended, checkpoint.zero_output(unit, next(numbers), model.device))
-        if progress is not None:
-            progress(unit, at + 1, len(batches))
-    return True
+                self.driver.resume(suspended, checkpoint.zero_output(unit, number, model.device))
+            if suspended is self.batches[suspended.batch][-1]:
+                self.progress(unit, suspended.batch + 1, len(self.batches))
+        return True
 
+    def _save(self, checkpoint: PassCheckpoint) -> None:
+        """Save passes to the checkpoint, if all wait for the same unit."""
+        if any(suspended.done or suspended.unit != self.passes[0].unit for suspended in self.passes):
+            return
 
-def _save(batches: list[list[_SuspendedPass[T]]], store: HiddenStateStore, checkpoint: PassCheckpoint) -> None:
-    """Save passes to the checkpoint, if all wait for the same unit."""
-    units = {suspended.unit for batch in batches for suspended in batch if not suspended.done}
+        @contextmanager
+        def in_memory(batch: int) -> Iterator[None]:
+            self.store.restore(self.batches[batch])
+            yield
+            self.store.offload(self.batches[batch])
 
-    @contextmanager
-    def in_memory(batch: int) -> Iterator[None]:
-        store.restore(batches[batch])
-        yield
-        store.offload(batches[batch])
-
-    if len(units) == 1 and not any(suspended.done for batch in batches for suspended in batch):
-        checkpoint.write(units.pop(), [[suspended.call for suspended in batch] for batch in batches], in_memory)
-
-
-def _report_end(suspended: _SuspendedPass[T], finished: Callable[[int, int, T], None]) -> None:
-    if suspended.done and hasattr(suspended, "value"):
-        value = suspended.value
-        del suspended.value
-        finished(suspended.batch, suspended.number, value)
+        calls = [[suspended.call for suspended in batch] for batch in self.batches]
+        checkpoint.write(self.passes[0].unit, calls, in_memory)
 
 
 def hidden_state(output: Any) -> torch.Tensor:

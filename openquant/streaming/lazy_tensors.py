@@ -146,6 +146,7 @@ class LazyTensors:
         decoded = torch.empty(weight.source.shape, dtype=torch.bfloat16)
         matrices = weight.matrices
         out = decoded.view(torch.int16).numpy().view(np.uint16).reshape(len(matrices), *(1, *decoded.shape)[-2:])
+
         reader = Reader(self.checkpoint.where, self.path)
         for target, matrix in zip(out, matrices, strict=True):
             low = 0
@@ -274,6 +275,7 @@ def find_expert_stacks(architecture: str, tensors: Mapping[str, TensorInfo]) -> 
                     module = match[1] + experts.place
                     member = StackMember(int(match[2]), layout.parts.index(match[3]), name)
                     members_of.setdefault(module, []).append(member)
+
             for module, members in members_of.items():
                 for name in (f"{module}.{layout.name}", f"{module}.{layout.name}.weight"):
                     stack = _stack(name, layout, sorted(members), tensors)

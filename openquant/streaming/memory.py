@@ -119,7 +119,8 @@ def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
 
     layers: dict[str, int] = {}
     tables: list[TensorInfo] = []
-    rest, width = 0, 0
+    rest = 0
+    width = 0
     for info in decoded.tensors.values():
         if (match := _LIST_ITEM.match(info.name)) is not None:
             layers[match[1]] = layers.get(match[1], 0) + loaded(info)
@@ -231,20 +232,24 @@ def evaluation_steps(models: Sequence[tuple[str, Checkpoint]], length: int) -> l
             model.
         PlanError: the quantization of a model is not supported, or its config.json does not describe it.
     """
-    checkpoints, weights = [checkpoint for _, checkpoint in models], []
+    checkpoints = [checkpoint for _, checkpoint in models]
+    weights = []
     for name, checkpoint in models:
         with naming(name):
             weights.append(weight_memory(checkpoint))
+
     # Passes of a batch: the source twice, each output up to twice.
     hidden = 2 * len(checkpoints) * hidden_bytes(checkpoints[0], length)
     computed = 4 * WIDTHS * max(memory.width for memory in weights) * length
-    rest, count = sum(memory.rest for memory in weights), f"{len(checkpoints)} models"
+    rest = sum(memory.rest for memory in weights)
     layers = sum(memory.layer for memory in weights) + computed + COMPARISON
     tables = sum(memory.table for memory in weights)
     # Logits of two models in bfloat16, and their copies in float32 for the KL divergence.
     logits = 12 * length * (vocabulary_of(checkpoints[0]) or 0)
     quantized_head = any(memory.head > HEAD for memory in weights)
     heads = sum(memory.whole_head if quantized_head else memory.head for memory in weights) + COMPARISON
+
+    count = f"{len(checkpoints)} models"
     return [
         MemoryStep(f"evaluating layers of {count}", rest + hidden + max(layers, tables), _length_hint(length)),
         MemoryStep(f"comparing logits of {count}", rest + hidden + heads + logits, _length_hint(length)),
@@ -265,7 +270,8 @@ def scoring_step(checkpoint: Checkpoint, passes: int, documents: int, length: in
         SourceError: a scale is missing, or has another shape or dtype than config.json promises.
         PlanError: the quantization is not supported, or config.json does not describe it.
     """
-    weights, tokens = weight_memory(checkpoint), documents * length
+    weights = weight_memory(checkpoint)
+    tokens = documents * length
     hidden = hidden_bytes(checkpoint, passes * tokens) + passes * documents * SUSPENDED
     computed = 4 * WIDTHS * weights.width * length + COMPARISON
     heads = max(weights.head, 2 * weights.whole_head if head else 0)

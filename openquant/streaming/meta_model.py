@@ -70,12 +70,16 @@ class MetaModel:
     """
 
     def __init__(self, checkpoint: Checkpoint, tensors: LazyTensors, dtype: torch.dtype, device: str) -> None:
-        self.tensors, self.dtype, self.device = tensors, dtype, device
+        self.tensors = tensors
+        self.dtype = dtype
+        self.device = device
+
         architecture, settings = _with_output_head(checkpoint)
         kind = transformers_internals.model_class(architecture, settings.get("model_type"))
         _check_config_sizes(checkpoint)
         config = transformers_internals.make_config(kind, settings, dtype)
         self.model: PreTrainedModel = transformers_internals.empty_model(kind, config, dtype, device)
+
         self.units = find_units(self.model)
         owners = {unit.rpartition(".")[0] for unit in self.units}
         modules = {name: self.model.get_submodule(name) for name in owners}
@@ -85,6 +89,7 @@ class MetaModel:
             for name, module in modules.items()
             if isinstance(module, nn.ModuleList) and all(f"{name}.{last}" in self.units for last in module._modules)
         }
+
         self._placeholders: dict[str, torch.Tensor] = {
             name: self.model.get_buffer(name) for name in transformers_internals.stored_buffers(self.model)
         }
@@ -93,6 +98,7 @@ class MetaModel:
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self._placeholders.values())
         for name, placeholder in self._placeholders.items():
             self._set(name, placeholder)
+
         self.targets = transformers_internals.parameter_targets(self.model, checkpoint.tensors)
         unplaced = {name: info for name, info in checkpoint.tensors.items() if name not in self.targets}
         stacks = find_expert_stacks(architecture, unplaced) if unplaced else {}
@@ -107,14 +113,17 @@ class MetaModel:
         made_of: dict[str, list[str]] = {}
         for tensor, target in self.targets.items():
             made_of.setdefault(target, []).append(tensor)
+
         # Parameters that are tied to each one.
         partners: dict[str, list[str]] = {}
         for name, other in transformers_internals.tied_names(self.model).items():
             partners.setdefault(name, []).append(other)
             partners.setdefault(other, []).append(name)
+
         parameters: dict[str, list[str]] = {unit: [] for unit in (REST, *self.units)}
         for name in self._placeholders:
             parameters[self.unit_of(name)].append(name)
+
         needs = {}
         for unit, names in parameters.items():
             tied = {}
@@ -149,6 +158,7 @@ class MetaModel:
             module = tensor
             while (module := module.rpartition(".")[0]) and module not in units:
                 units[module] = self.unit_of(target)
+
         nearest = {}
         for name in names:
             module = name
@@ -173,11 +183,13 @@ class MetaModel:
             for tensor in tensors.values():
                 if tensor.error is not None:
                     raise tensor.error
+
         # Tied parameters get the other unit's weight, which is then freed there again.
         for name, other in needs.tied.items():
             self._set(name, self._get(other))
         for other, value in before.items():
             self._set(other, value)
+
         for name in needs.parameters:
             value = self._get(name)
             is_missing = value is self._placeholders[name]

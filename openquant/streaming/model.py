@@ -19,7 +19,7 @@ the same up to the order of sums. Threads are as many as there is work for:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +57,7 @@ class StreamedModel:
     Attributes:
         checkpoint: the checkpoint.
         dtype, device: what it computes in and on.
+        scales: by unit, names of further tensors that are read with it, such as scales of inputs; none at first.
         shard_provider: provides the shards of each unit; by default from the checkpoint's directory. Set another
             before anything is loaded.
         model: transformers' model, whose weights are placeholders while they are not loaded. Call it with
@@ -91,10 +92,13 @@ class StreamedModel:
         self.shard_provider: ShardProvider = LocalShards(checkpoint.root)
         self.dtype = dtype or TORCH_DTYPES[compute_dtype(decoded)]
         self.device = device
+        self.scales: dict[str, list[str]] = {}
+
         self._tensors = LazyTensors(decoded, weights, lambda shard: self.shard_provider.path(shard))
         self._meta = MetaModel(decoded, self._tensors, self.dtype, device)
         self.model: PreTrainedModel = self._meta.model
         self.units: Mapping[str, nn.Module] = MappingProxyType(self._meta.units)
+
         head = transformers_internals.output_head(self.model)
         self.layers = [
             unit for unit, module in self.units.items() if module is not head and not isinstance(module, nn.Embedding)
@@ -103,6 +107,7 @@ class StreamedModel:
         self.next_unit: Mapping[str, str] = dict(zip(self.order[1:], (*self.order[2:], REST), strict=True))
         self.unexpected = self._meta.unexpected
         self.nbytes = self._meta.nbytes
+
         made_of: dict[str, tuple[str, ...]] = {}
         for tensor, target in self._meta.targets.items():
             made_of[target] = (*made_of.get(target, ()), *self._tensors.pieces(tensor))
@@ -158,15 +163,13 @@ class StreamedModel:
         if unit != REST:
             self.shard_provider.release(unit)
 
-    def shards(self, unit: str, more: Iterable[str] = ()) -> set[str]:
-        """Return file names of the shards that a unit is loaded from, and of those that have further tensors.
-
-        Args:
-            unit: its name, or REST.
-            more: names of further tensors of the checkpoint.
-        """
-        ranges = self._tensors.byte_ranges(self._meta.needs[unit].tensors)
-        return {*ranges, *(self.checkpoint.where[name].shard for name in more)}
+    def shards_by_unit(self) -> dict[str, list[str]]:
+        """Return file names of the shards that each unit and REST are loaded from, sorted."""
+        found = {}
+        for unit in self.order:
+            shards = {self.checkpoint.where[name].shard for name in self.scales.get(unit, ())}
+            found[unit] = sorted(shards.union(self._tensors.byte_ranges(self._meta.needs[unit].tensors)))
+        return found
 
     def nearest_units(self, names: Iterable[str]) -> dict[str, str]:
         """Find units for tensors of the checkpoint that the model has no parameter for, such as KV cache scales.
@@ -255,16 +258,6 @@ class StreamedModel:
                 self.free(unit)
 
 
-def shards_by_unit(model: StreamedModel, scales: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[str]]:
-    """Return file names of the shards of each unit and of REST, sorted.
-
-    Args:
-        model: the model.
-        scales: by unit, names of further tensors that are read with it, such as scales of inputs.
-    """
-    return {unit: sorted(model.shards(unit, (scales or {}).get(unit, ()))) for unit in model.order}
-
-
 # Called with the number of tokens that are done and of all tokens.
 Advanced = Callable[[int, int], None]
 
@@ -303,7 +296,9 @@ class PassProgress:
     """
 
     def __init__(self, costs: Mapping[str, float], tokens: int, advanced: Advanced | None, more: int = 0) -> None:
-        self._left, self._tokens, self._more = dict(costs), tokens, more
+        self._left = dict(costs)
+        self._tokens = tokens
+        self._more = more
         # Cost of the layers that are done, and of all that text goes through; what is done of the others.
         self._cost = self._total = 0.0
         self._more_done = 0

@@ -47,7 +47,8 @@ class OffloadFile:
     def __init__(self, directory: Path, budget: int, may_be_in_memory: bool = False) -> None:
         if not may_be_in_memory:
             require_disk(directory, "hidden states")
-        self.directory, self.budget = directory, budget
+        self.directory = directory
+        self.budget = budget
         with self._explained("written"):
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._end = 0
@@ -233,12 +234,14 @@ class HiddenStateStore:
         """
         if self._scratch is None:
             return
+
         waiting = [suspended for suspended in batch if not suspended.done]
         size = sum(suspended.offloaded.track(suspended.call) for suspended in waiting)
         self._in_memory.pop(id(batch), None)
         if sum(self._in_memory.values()) + size <= self._scratch.budget:
             self._in_memory[id(batch)] = size
             return
+
         self._scratch.require_room(size * self._batches)
         for suspended in waiting:
             suspended.offloaded.offload(self._scratch)

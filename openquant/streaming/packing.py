@@ -98,6 +98,7 @@ def packing_of(model: PreTrainedModel, entry: Architecture | None, longest: int)
     """
     if entry is None or entry.attends_ahead:
         return "alone"
+
     config: Any = model.config
     parts = [config, config.get_text_config()]
     kinds = {kind for part in parts for kind in getattr(part, "layer_types", None) or ()}
@@ -150,7 +151,8 @@ class _Tree:
 
     def add(self, number: int, request: ChoiceRequest) -> None:
         """Add a request, with its number."""
-        node, path = -1, []
+        node = -1
+        path = []
         for position, token in enumerate(request.inputs):
             child = self.children.get((node, token))
             if child is None:
@@ -160,6 +162,7 @@ class _Tree:
                 self.parents.append(node)
             node = child
             path.append(node)
+
         at = len(self.requests)
         self.requests.append(number)
         self.predictions += (
@@ -169,12 +172,14 @@ class _Tree:
 
     def pack(self) -> Pack:
         """Return the filled pack."""
-        ids, positions = np.array([self.ids], np.int64), np.array([self.positions], np.int64)
+        ids = np.array([self.ids], np.int64)
+        positions = np.array([self.positions], np.int64)
         return _pack(ids, positions, np.array(self.parents, np.int64), self.requests, self.predictions)
 
 
 def _trees(requests: Sequence[ChoiceRequest], length: int) -> list[Pack]:
-    packs, tree = [], _Tree()
+    packs = []
+    tree = _Tree()
     for number, request in enumerate(requests):
         if tree.requests and len(tree.ids) + tree.missing(request.inputs) > length:
             packs.append(tree.pack())
@@ -192,6 +197,7 @@ def _batches(requests: Sequence[ChoiceRequest], length: int) -> list[Pack]:
             groups[-1].append(number)
         else:
             groups.append([number])
+
     packs = []
     for group in groups:
         width = len(requests[group[-1]].inputs)

@@ -2,19 +2,21 @@
 
 transformers is imported inside functions only.
 
-Divides documents among ranks.
+    with streamed_run([(source, fingerprint)], hidden, place, ranks, hashes=False, models=[model]) as scratch:
+        run_interleaved(passes, finished=show, scratch=scratch)
 
-Provides source shards to code that reads them, which waits for shards it needs and says when it is done with them.
+Models ask a ShardProvider for the shards of a unit, and say when they are done with them:
 
-provider.wait_for("model.layers.3", stopped)
-provider.path("model-00002-of-00005.safetensors")
-provider.release("model.layers.3")
+    provider.wait_for("model.layers.3", stopped)
+    provider.path("model-00002-of-00005.safetensors")
+    provider.release("model.layers.3")
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,11 +24,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..distributed import Ranks, attempt
 from ..errors import SourceError
 from ..files.checkpoint import Checkpoint, Fingerprint
-from ..hub.fetch import ShardSupply
+from ..hub.fetch import ShardSupply, supply_shards
 from ..hub.source import Source
 
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
+    from .model import StreamedModel
     from .offload import OffloadFile
 
 
@@ -68,24 +71,21 @@ def hidden_bytes(checkpoint: Checkpoint, tokens: int) -> int:
     return 2 * tokens * next((size for size in sizes if isinstance(size, int)), 0) * 2
 
 
-def scratch_for(hidden: int, directory: Path, budget: int, may_be_in_memory: bool) -> OffloadFile | None:
-    """Make a file for hidden states that may not fit into memory.
+def checked_progress(ranks: Ranks, progress: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+    """Return a function that reports progress, and raises what has ended another rank."""
 
-    Args:
-        hidden: bytes of all hidden states.
-        directory: the directory of the file.
-        budget: bytes of them that may stay in memory.
-        may_be_in_memory: whether its file system may keep files in memory, as the user named it.
+    def report(done: int, total: int) -> None:
+        ranks.check()
+        if progress is not None:
+            progress(done, total)
 
-    Returns:
-        The file; None if all fit into the budget.
+    return report
 
-    Raises:
-        OutputError: no file can be made there, or its file system is in memory.
-    """
-    from .offload import OffloadFile
 
-    return None if hidden <= budget else OffloadFile(directory, budget, may_be_in_memory)
+def part_path(path: Path, ranks: Ranks) -> Path:
+    """Return the path that passes are saved to until a file is complete; each rank has its own."""
+    rank = f"-{ranks.rank}" if ranks.size > 1 else ""
+    return path.with_name(f"{path.name}.part{rank}")
 
 
 def require_same(ranks: Ranks, inputs: Any) -> None:
@@ -103,12 +103,13 @@ def require_same(ranks: Ranks, inputs: Any) -> None:
         raise SourceError("ranks see different texts or checkpoints", "let all of them read the same files")
 
 
+@dataclass
 class ArrivingShards:
     """Provides a model's shards as they are downloaded, unit by unit; a ShardProvider.
 
     Shards of units that are never called, such as those of vision towers, are skipped.
 
-    Args:
+    Attributes:
         supply: downloads them.
         needs: file names of the shards of each unit, in the order units are called.
         name: the model's name, for messages.
@@ -117,21 +118,17 @@ class ArrivingShards:
         hashes: whether each shard's hash is added to the fingerprint once it is on disk.
     """
 
-    def __init__(
-        self,
-        supply: ShardSupply,
-        needs: Mapping[str, Sequence[str]],
-        name: str,
-        fingerprint: Fingerprint,
-        ranks: Ranks,
-        *,
-        hashes: bool = True,
-    ) -> None:
-        self.supply, self.needs, self.name, self.ranks = supply, needs, name, ranks
-        self.fingerprint, self.hashes = fingerprint, hashes
-        self.path = supply.path
+    supply: ShardSupply
+    needs: Mapping[str, Sequence[str]]
+    name: str
+    fingerprint: Fingerprint
+    ranks: Ranks
+    hashes: bool = True
+
+    def __post_init__(self) -> None:
+        self.path = self.supply.path
         # Units that are not released, in the order of `supply.needs`.
-        self._remaining = dict.fromkeys(supply.needs)
+        self._remaining = dict.fromkeys(self.supply.needs)
 
     def wait_for(self, what: str, stopped: Callable[[], bool]) -> None:
         """Wait until a unit's shards are on disk, or `stopped()`. Units before it were skipped, and are released.
@@ -149,18 +146,89 @@ class ArrivingShards:
                 f"{self.name} computes {what} twice or out of order, and its shards were deleted",
                 "leave --stream out",
             )
+
         self.supply.wait_for(what, lambda: stopped() or attempt(self.ranks.check)[1] is not None)
+
         self.ranks.check()
         shards = self.needs.get(what, ())
         self.fingerprint.require_unchanged(shards)
-        for shard in shards if self.hashes else ():
-            self.fingerprint.add(shard, self.path(shard))
+        if self.hashes:
+            for shard in shards:
+                self.fingerprint.add(shard, self.path(shard))
 
     def release(self, what: str) -> None:
         """Release the shards of a unit, so that they may be deleted."""
         if what in self._remaining:
             del self._remaining[what]
             self.supply.release(what)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where a run keeps hidden states and shards that it streams.
+
+    Attributes:
+        directory: the directory of both.
+        budget: bytes of hidden states that may stay in memory.
+        stream: whether downloaded shards are kept in the directory until their last use, not in the Hub's cache.
+        is_named: whether the user named the directory, so that its file system may keep files in memory.
+        processes: the number of processes that use the directory, each as much of it.
+    """
+
+    directory: Path
+    budget: int
+    stream: bool
+    is_named: bool = False
+    processes: int = 1
+
+
+@contextmanager
+def streamed_run(
+    origins: Sequence[tuple[Source, Fingerprint]],
+    hidden: int,
+    place: Scratch,
+    ranks: Ranks,
+    hashes: bool,
+    models: Sequence[StreamedModel],
+) -> Iterator[OffloadFile | None]:
+    """Give models their shards as they arrive, and hidden states that may not fit into memory a file.
+
+    Args:
+        origins: where each model comes from, and the fingerprint of its checkpoint: shards that have changed since are
+            refused, once more at the end.
+        hidden: bytes of all hidden states.
+        place: where hidden states and streamed shards are kept.
+        ranks: the processes of the run; what ends another one ends the wait for a shard.
+        hashes: whether each shard's hash is added to the fingerprint once it is on disk.
+        models: the models, whose shard providers are replaced.
+
+    Yields:
+        The file; None if all hidden states fit into the budget.
+
+    Raises:
+        OutputError: no file can be made in the directory, or its file system is in memory.
+        UsageError: its disk has too little space for streamed shards.
+        SourceError: the disk of the Hub's cache has too little space, or a shard has changed.
+    """
+    from .offload import OffloadFile
+
+    scratch = None
+    offloaded = 0
+    if hidden > place.budget:
+        scratch = OffloadFile(place.directory, place.budget, place.is_named)
+        offloaded = hidden
+    needs = [(source, model.shards_by_unit()) for (source, _), model in zip(origins, models, strict=True)]
+    with (
+        scratch or nullcontext(),
+        supply_shards(needs, place.stream, place.directory, offloaded, place.processes) as supplies,
+    ):
+        for model, supply, (source, shards), (_, fingerprint) in zip(models, supplies, needs, origins, strict=True):
+            name = source.repo or source.name
+            model.shard_provider = ArrivingShards(supply, shards, name, fingerprint, ranks, hashes=hashes)
+        yield scratch
+
+    for _, fingerprint in origins:
+        fingerprint.require_unchanged()
 
 
 class DocumentRanks(Protocol):

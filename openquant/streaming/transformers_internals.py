@@ -99,14 +99,17 @@ _MAX_BUFFER_BYTES = 1 << 30
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Context manager in which transformers downloads no kernels, shows no progress bars and logs errors only."""
-    kernels, bars, level = hub_kernels._kernels_enabled, messages._tqdm_active, messages.get_verbosity()
+    kernels = hub_kernels._kernels_enabled
+    bars = messages._tqdm_active
+    level = messages.get_verbosity()
     hub_kernels._kernels_enabled = False
     messages._tqdm_active = False
     messages.set_verbosity(logging.ERROR)
     try:
         yield
     finally:
-        hub_kernels._kernels_enabled, messages._tqdm_active = kernels, bars
+        hub_kernels._kernels_enabled = kernels
+        messages._tqdm_active = bars
         messages.set_verbosity(level)
 
 
@@ -173,6 +176,7 @@ def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: t
     config_class = kind.config_class
     assert config_class is not None
     expected = config_class.model_type
+
     plain = _plain(config)
     model_type = plain.get("model_type")
     if _ALIASES.get(str(model_type), model_type) == expected:
@@ -186,6 +190,7 @@ def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: t
                 "download or copy config.json again",
             )
         plain = inner[0]
+
     try:
         with quiet_transformers():
             config_object = config_class.from_dict(plain)
@@ -193,6 +198,7 @@ def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: t
         raise SourceError(
             f"transformers {_installed()} refuses config.json: {_first_line(error)}", "download or copy it again"
         ) from error
+
     for part in (config_object, *(getattr(config_object, name) for name in config_object.sub_configs)):
         if part is not None:
             part.dtype = dtype
@@ -229,11 +235,13 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype, de
             for context in kind.get_init_context(dtype, False, False, None):
                 stack.enter_context(context)
             model: Any = kind(config)
+
         with quiet_transformers():
             needed = sum(buffer.nbytes for _, buffer in model.named_buffers())
             if needed > _MAX_BUFFER_BYTES:
                 raise ValueError(f"its buffers are {needed:,} bytes")
             model.tie_weights()
+
             # Only buffers that no checkpoint stores are computed then.
             for parameter in model.parameters():
                 parameter._is_hf_initialized = True
@@ -327,7 +335,8 @@ def parameter_targets(model: PreTrainedModel, names: Mapping[str, Any]) -> dict[
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    state_dict, prefix = model.state_dict(), model.base_model_prefix
+    state_dict = model.state_dict()
+    prefix = model.base_model_prefix
     targets = {}
     for name in names:
         target, _ = rename_source_key(name, renamings, converters, prefix, state_dict)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import stat
 import warnings
@@ -33,6 +31,7 @@ from openquant.streaming.transformers_internals import cache_argument
 from openquant.weights.statistics import Calibration
 from support import small_checkpoints
 from support.conversions import Shelf
+from support.killed import change_passes
 from support.representatives import representatives
 
 IDS = [tuple((7 * at * at + 31 * number) % 500 for at in range(40)) for number in range(3)]
@@ -160,8 +159,8 @@ def test_layers_that_run_several_times_are_refused(shelf: Shelf) -> None:
 def test_a_pass_that_was_ended_goes_on(shelf: Shelf, tmp_path: Path, architecture: str) -> None:
     """Of whatever goes from layer to layer; test_every_architecture.py has which layers are observed."""
     root = shelf.source(architecture)
-    ended_early(root, PassCheckpoint(tmp_path / "x.part", dict))
-    kept = PassCheckpoint(tmp_path / "x.part", dict)
+    ended_early(root, PassCheckpoint(tmp_path / "x.part", {}))
+    kept = PassCheckpoint(tmp_path / "x.part", {})
     assert kept.saved is not None
     inputs, cached = observe_inputs(StreamedModel(open_checkpoint(root)), corpus(IDS[:2]), pass_checkpoint=kept)
     assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(root, IDS[:2]).to_bytes()
@@ -198,7 +197,7 @@ def test_a_continued_pass_computes_no_layer_twice(
     """Through a scratch file too, which hidden states are kept from and come back to."""
     monkeypatch.setattr(offload_module, "LEAST", 1)
     with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
-        ended_early(source, PassCheckpoint(tmp_path / "x.part", dict), scratch)
+        ended_early(source, PassCheckpoint(tmp_path / "x.part", {}), scratch)
     loaded: list[str] = []
     load = StreamedModel.load
 
@@ -208,7 +207,7 @@ def test_a_continued_pass_computes_no_layer_twice(
 
     monkeypatch.setattr(StreamedModel, "load", recorded)
     with OffloadFile(tmp_path, 0, may_be_in_memory=True) as scratch:
-        kept = PassCheckpoint(tmp_path / "x.part", dict)
+        kept = PassCheckpoint(tmp_path / "x.part", {})
         inputs, cached = observe_inputs(
             StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), scratch=scratch, pass_checkpoint=kept
         )
@@ -220,12 +219,12 @@ def test_a_continued_pass_computes_no_layer_twice(
 @pytest.mark.usefixtures("at_once")
 def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
-    ended_early(source, PassCheckpoint(path, dict))
+    ended_early(source, PassCheckpoint(path, {}))
     data = path.read_bytes()
 
     def refused() -> None:
         with pytest.raises(SourceError) as caught:
-            PassCheckpoint(path, dict)
+            PassCheckpoint(path, {})
         assert (caught.value.message, caught.value.hint) == (
             f"{path} cannot be continued: it is damaged or incomplete",
             "remove it to begin again",
@@ -235,64 +234,43 @@ def test_any_flipped_bit_of_a_checkpoint_is_damage(source: Path, tmp_path: Path)
     for damaged in (b"", b"no file of ours", data[:-1], data + b"\0", data[:-1] + bytes([data[-1] ^ 128]), *flipped):
         path.write_bytes(damaged)
         refused()
-    # Bytes beyond the header are not hashed: these are more than can be read within hours.
-    path.write_bytes(data)
-    os.truncate(path, 1 << 42)
-    refused()
 
 
 Change = Callable[[dict[str, Any]], object]
 
 
-def sealed(path: Path, facts: Change = dict, own: Change = dict) -> None:
+def sealed(path: Path, own: Change = dict, **changes: Any) -> None:
     """Change what a file of passes says and has, and give it the digest of that."""
-    data = path.read_bytes()[:-32]
-    begin = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:begin])
-    said = json.loads(header.pop("__metadata__")["openquant passes"])
-    tensors = {name: data[begin:][slice(*each["data_offsets"])] for name, each in header.items() if name != "sha256"}
-    statistics = load(tensors["own"])
-    own(statistics)
-    tensors["own"] = save(statistics)
-    # What a change gives is a list where that takes the place of all.
-    listed = facts(said)
-    text = json.dumps(listed if isinstance(listed, list) else said)
-    header, end = {"__metadata__": {"openquant passes": text}}, 0
-    for name, size in ((name, len(each)) for name, each in [*tensors.items(), ("sha256", bytes(32))]):
-        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
-        end += size
-    start = json.dumps(header).encode()
-    data = b"".join((len(start).to_bytes(8, "little"), start, *tensors.values()))
-    path.write_bytes(data + hashlib.sha256(data).digest())
+
+    def changed(data: bytes) -> bytes:
+        statistics = load(data)
+        own(statistics)
+        return save(statistics)
+
+    change_passes(path, own=changed, **changes)
 
 
 FIRST, SECOND = "model.layers.0", "model.layers.1"
 
 
 INVALID: list[tuple[str, Change, str]] = [
-    ("facts", lambda facts: [facts], "list indices must be integers"),
-    ("facts", lambda facts: facts.update(about=[]), "its metadata are incomplete"),
-    ("facts", lambda facts: facts.update(gave=[1]), "cannot convert dictionary update"),
-    ("facts", lambda facts: facts.update(unit="model.layers.7"), "the model has no model.layers.7"),
-    ("facts", lambda facts: facts["gave"].update({"x": [0, 0]}), "the model has no x"),
-    ("facts", lambda facts: facts["gave"].clear(), f"it has statistics of {FIRST}"),
-    ("facts", lambda facts: facts["gave"].update({SECOND: facts["gave"][FIRST]}), f"it has no statistics of {SECOND}"),
-    ("facts", lambda facts: facts.update(unit="lm_head"), f"{SECOND} comes before lm_head, but was not computed"),
-    ("facts", lambda facts: facts.update(unit=FIRST), f"no unit is left to compute at {FIRST}"),
-    ("facts", lambda facts: facts["gave"].update({FIRST: 7}), "'int' object is not subscriptable"),
-    ("facts", lambda facts: facts["gave"].update({FIRST: [0]}), "list index out of range"),
-    ("facts", lambda facts: facts["gave"].update({FIRST: [0, 9]}), "list index out of range"),
-    ("facts", lambda facts: facts.update(descriptions=7), "'int' object is not iterable"),
-    ("facts", lambda facts: facts.update(calls={}), f"it has the arguments of {SECOND} for other passes"),
-    ("facts", lambda facts: facts["calls"].update({"2.0": 1}), f"it has the arguments of {SECOND} for other passes"),
-    ("facts", lambda facts: facts["calls"].update({"0.0": 9}), "list index out of range"),
-    ("facts", lambda facts: facts["descriptions"].__setitem__(1, {"plain": 1}), f"{SECOND} is called with other arguments"),
-    ("facts", lambda facts: facts["descriptions"].__setitem__(1, 1), "'int' object has no attribute 'items'"),
-    ("facts", lambda facts: facts["descriptions"][1]["tuple"].pop(), f"{SECOND} is called with other arguments"),
-    ("facts", lambda facts: facts["descriptions"][1]["tuple"][1]["dict"].append(["x", {"plain": 1}]), "is called with oth"),
-    ("facts", lambda facts: facts["descriptions"][1]["tuple"][0]["tuple"][0].update(shape=[1, 1]), "is called with other"),
-    ("facts", lambda facts: facts["descriptions"][1]["tuple"][0]["tuple"][0].update(dtype="float64"), "is called with othe"),
-    ("facts", lambda facts: facts["descriptions"][1]["tuple"][0]["tuple"][0].update(tensor=77), "'0.0.77'"),
+    ("state", lambda state: [state], "list indices must be integers"),
+    ("state", lambda state: state.update(outputs=[1]), "cannot convert dictionary update"),
+    ("state", lambda state: state.update(unit="model.layers.7"), "the model has no model.layers.7"),
+    ("state", lambda state: state["outputs"].update({"x": [0, 0]}), "the model has no x"),
+    ("state", lambda state: state["outputs"].clear(), f"it has statistics of {FIRST}"),
+    ("state", lambda state: state["outputs"].update({SECOND: state["outputs"][FIRST]}), f"it has no statistics of {SECOND}"),
+    ("state", lambda state: state.update(unit="lm_head"), f"{SECOND} comes before lm_head, but was not computed"),
+    ("state", lambda state: state.update(unit=FIRST), f"no unit is left to compute at {FIRST}"),
+    ("state", lambda state: state["outputs"].update({FIRST: [0]}), "list index out of range"),
+    ("state", lambda state: state.update(passes=3), f"it has the arguments of {SECOND} for other passes"),
+    ("calls", lambda calls: calls.pop(), "cannot be continued: "),
+    ("calls", lambda calls: calls.__setitem__(1, 1), f"{SECOND} is called with other arguments"),
+    ("calls", lambda calls: calls.__setitem__(1, calls[1][:1]), f"{SECOND} is called with other arguments"),
+    ("calls", lambda calls: calls.__setitem__(1, ((None,), calls[1][1])), f"{SECOND} is called with other arguments"),
+    ("calls", lambda calls: calls[1][1].popitem(), f"{SECOND} is called with other arguments"),
+    ("calls", lambda calls: calls.__setitem__(1, ((calls[1][0][0][:, :1],), calls[1][1])), "is called with other arg"),
+    ("calls", lambda calls: calls.__setitem__(1, ((calls[1][0][0].double(),), calls[1][1])), "is called with other arg"),
     ("own", lambda own: own.pop("0"), "it has statistics of other layers"),
     ("own", lambda own: own.update({"99": own["0"]}), "it has statistics of other layers"),
     ("own", lambda own: own.update({"00": own["0"]}), "it has statistics of other layers"),
@@ -313,14 +291,14 @@ INVALID: list[tuple[str, Change, str]] = [
 @pytest.mark.usefixtures("at_once")
 def test_invalid_checkpoints_are_refused(source: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.part"
-    ended_early(source, PassCheckpoint(path, dict))
+    ended_early(source, PassCheckpoint(path, {}))
     data = path.read_bytes()
     for number, (what, change, said) in enumerate(INVALID):
         path.write_bytes(data)
         sealed(path, **{what: change})
         with pytest.raises(SourceError) as caught:
             observe_inputs(
-                StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
+                StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, {})
             )
         assert caught.value.message.startswith(f"{path} cannot be continued: "), number
         assert said in caught.value.message, number
@@ -329,7 +307,7 @@ def test_invalid_checkpoints_are_refused(source: Path, tmp_path: Path) -> None:
     path.write_bytes(data)
     sealed(path)
     inputs, cached = observe_inputs(
-        StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
+        StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, {})
     )
     assert Calibration(inputs, "", {}, cached).to_bytes() == calibrated(source, IDS[:2]).to_bytes()
 
@@ -348,7 +326,7 @@ def test_special_files_are_not_waited_for(tmp_path: Path) -> None:
             else:
                 os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
             with pytest.raises(SourceError) as caught:
-                PassCheckpoint(root / "x.part", dict)
+                PassCheckpoint(root / "x.part", {})
             assert caught.value.message == f"{path} is not a regular file"
             assert caught.value.hint == "remove it to begin again"
 
@@ -366,13 +344,13 @@ def test_calls_with_unknown_objects_are_not_checkpointed(source: Path, tmp_path:
         layer.forward = partial(forward, of=layer.forward)  # type: ignore[assignment]
     outer = model.model.model
     outer.forward = partial(outer.forward, more=object())
-    observe_inputs(model, corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(tmp_path / "x.part", dict))
+    observe_inputs(model, corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(tmp_path / "x.part", {}))
     assert not list(tmp_path.glob("x.part*"))
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_unit_that_runs_twice_is_no_checkpoint(tmp_path: Path) -> None:
-    kept = PassCheckpoint(tmp_path / "x.part", dict)
+    kept = PassCheckpoint(tmp_path / "x.part", {})
     assert not kept.enter_unit("shared")
     kept.record_output("shared", torch.zeros(2))
     assert kept.is_due("shared")
@@ -381,7 +359,7 @@ def test_a_unit_that_runs_twice_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_short_pass_writes_no_checkpoint(source: Path, tmp_path: Path) -> None:
-    kept = PassCheckpoint(tmp_path / "x.part", dict)
+    kept = PassCheckpoint(tmp_path / "x.part", {})
     assert observe_inputs(StreamedModel(open_checkpoint(source)), corpus(IDS[:1]), pass_checkpoint=kept)
     assert not kept.is_due("model.layers.1")
     assert not kept.path.exists()
@@ -398,7 +376,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError) as caught:
         observe_inputs(
-            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, dict)
+            StreamedModel(open_checkpoint(source)), corpus(IDS[:2]), pass_checkpoint=PassCheckpoint(path, {})
         )
     assert caught.value.message == f"{path} cannot be written: No space left on device"
     assert not list(tmp_path.glob("x.part*"))

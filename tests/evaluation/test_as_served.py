@@ -63,7 +63,9 @@ def test_what_engines_merge_has_the_largest_static_scale(tmp_path: Path) -> None
                 layer(x), torch.nn.functional.linear(round_activations(x, STATIC_INPUTS, scale), layer.weight)
             )
     # All of them are there when the layer computes, wherever they lie.
-    assert {f"{LAYER}.self_attn.k_proj.input_scale", f"{LAYER}.mlp.up_proj.input_scale"} <= set(output.scales[LAYER])
+    assert {f"{LAYER}.self_attn.k_proj.input_scale", f"{LAYER}.mlp.up_proj.input_scale"} <= set(
+        output.model.scales[LAYER]
+    )
 
 
 def test_a_static_scale_that_no_member_has_is_missed(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -33,7 +32,7 @@ from openquant.streaming import offload, pass_checkpoint
 from openquant.streaming.model import StreamedModel
 from openquant.streaming.pass_checkpoint import PassCheckpoint
 from support import small_checkpoints
-from support.killed import run_killed
+from support.killed import change_passes, run_killed
 from support.reporters import Told
 from support.task_files import write_lines
 
@@ -100,10 +99,10 @@ def test_a_run_that_is_ended_twice_gives_the_same_bytes(
     # By a kill as it saves, and once more after that.
     assert "; an earlier run is continued" not in run_killed(2, *words)
     assert sorted(path.name for path in part.parent.iterdir()) == [part.name, f"{part.name}.new"]
-    assert list(facts_of(part)["gave"]) == ["model.layers.0"]
+    assert units_of(part) == ["model.layers.0"]
     stop_after(monkeypatch, 2, lambda: evaluate(outputs, EXAMPLE, **given, reporter=seen))
     assert seen.notes.pop().endswith("; an earlier run is continued")
-    assert list(facts_of(part)["gave"]) == [f"model.layers.{number}" for number in range(3)]
+    assert units_of(part) == [f"model.layers.{number}" for number in range(3)]
     evaluate(outputs, EXAMPLE, **given, reporter=seen)
     assert seen.notes[0].endswith("; an earlier run is continued")
     assert [step for step, _ in seen.steps] == sorted(step for step, _ in seen.steps)
@@ -145,12 +144,9 @@ def test_a_run_continues_after_any_layer(outputs: list[Path], tmp_path: Path, mo
     ]
 
 
-def facts_of(part: Path) -> dict[str, Any]:
-    """What a saved pass says of itself."""
-    data = part.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    found: dict[str, Any] = json.loads(header["__metadata__"]["openquant passes"])
-    return found
+def units_of(part: Path) -> list[str]:
+    """The units that saved passes are through."""
+    return sorted(PassCheckpoint(part, {}).done)
 
 
 def stopped(output: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Path:
@@ -228,7 +224,7 @@ def test_a_full_disk_is_an_error_and_the_run_continues_from_what_was_saved_befor
     assert caught.value.message == f"{part} cannot be written: No space left on device"
     assert caught.value.hint == "free some space, or give another place"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", part.name, "int4"]
-    assert list(facts_of(part)["gave"]) == ["model.layers.0"]
+    assert units_of(part) == ["model.layers.0"]
     evaluate(outputs[0], EXAMPLE, no_prompts=True, **SMALL)
     assert (outputs[0] / "eval.json").read_bytes() == expected
 
@@ -279,33 +275,24 @@ def compared(mixture: tuple[Path, Path], kept: PassCheckpoint | None = None) -> 
 @pytest.fixture
 def saved(mixture: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "x.part"
-    stop_after(monkeypatch, 2, lambda: compared(mixture, PassCheckpoint(path, dict)))
+    stop_after(monkeypatch, 2, lambda: compared(mixture, PassCheckpoint(path, {})))
     return path
 
 
 def sealed(path: Path, change: Callable[[dict[str, Any]], object] = dict, noise: bytes | None = None) -> None:
     """Change what was measured, and give the file the digest of that."""
-    data = path.read_bytes()[:-32]
-    begin = 8 + int.from_bytes(data[:8], "little")
-    header, values = json.loads(data[8:begin]), data[begin:]
-    start, end = header["own"]["data_offsets"]
-    own = load(values[start:end])
-    facts = json.loads(own["facts"].tobytes())
-    # What a change returns is a list where that takes the place of all.
-    listed = change(facts)
-    own["facts"] = np.frombuffer(json.dumps(listed if isinstance(listed, list) else facts).encode(), np.uint8)
-    if noise is not None:
-        own["noise 1"] = np.frombuffer(noise, np.uint8)
-    new = save(own)
-    for entry in header.values():
-        if "data_offsets" in entry:
-            entry["data_offsets"] = [
-                at + (len(new) - (end - start) if at >= end else 0) for at in entry["data_offsets"]
-            ]
-    header["own"]["shape"] = [len(new)]
-    text_of = json.dumps(header).encode()
-    data = len(text_of).to_bytes(8, "little") + text_of + values[:start] + new + values[end:]
-    path.write_bytes(data + hashlib.sha256(data).digest())
+
+    def changed(data: bytes) -> bytes:
+        own = load(data)
+        facts = json.loads(own["facts"].tobytes())
+        # What a change returns is a list where that takes the place of all.
+        listed = change(facts)
+        own["facts"] = np.frombuffer(json.dumps(listed if isinstance(listed, list) else facts).encode(), np.uint8)
+        if noise is not None:
+            own["noise 1"] = np.frombuffer(noise, np.uint8)
+        return save(own)
+
+    change_passes(path, own=changed)
 
 
 def test_experts_and_clipped_values_are_counted_once(mixture: tuple[Path, Path], saved: Path) -> None:
@@ -313,7 +300,7 @@ def test_experts_and_clipped_values_are_counted_once(mixture: tuple[Path, Path],
     assert expected.outputs[0]["layers"][1]["routed_otherwise"] > 0
     assert any("static scales clip" in reason for reason in expected.outputs[0]["reasons"])
     sealed(saved)
-    assert compared(mixture, PassCheckpoint(saved, dict)) == expected
+    assert compared(mixture, PassCheckpoint(saved, {})) == expected
 
 
 Facts = dict[str, Any]
@@ -364,7 +351,7 @@ def test_invalid_measurements_are_refused(mixture: tuple[Path, Path], saved: Pat
 
     def refused() -> str:
         with pytest.raises(SourceError) as caught:
-            compared(mixture, PassCheckpoint(saved, dict))
+            compared(mixture, PassCheckpoint(saved, {}))
         assert caught.value.hint == "remove it to begin again"
         assert caught.value.message.startswith(f"{saved} cannot be continued: ")
         saved.write_bytes(data)

@@ -398,7 +398,7 @@ def test_scoring_that_is_killed_continues_and_gives_the_same_scores(
 def test_what_an_interrupted_scoring_saved_is_checked(tmp_path: Path) -> None:
     """The file's digest is right: somebody else wrote it."""
     run = a_run()
-    checkpoint = PassCheckpoint(tmp_path / "x.part", dict)
+    checkpoint = PassCheckpoint(tmp_path / "x.part", {})
     checkpoint.saved = b""
     run.continue_from(checkpoint)
     assert not run.changed

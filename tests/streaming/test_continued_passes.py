@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from openquant.errors import SourceError
-from openquant.files import tensors
 from openquant.files.checkpoint import open_checkpoint
 from openquant.streaming import pass_checkpoint
 from openquant.streaming.hooks import TextCache
@@ -70,9 +69,9 @@ def test_passes_continue_before_the_output_head(
         load(unit)
 
     monkeypatch.setattr(model, "load", recorded)
-    expected, units = run(model, PassCheckpoint(path, dict)), list(loaded)
+    expected, units = run(model, PassCheckpoint(path, {})), list(loaded)
     loaded.clear()
-    kept = PassCheckpoint(path, dict)
+    kept = PassCheckpoint(path, {})
     done = kept.done
     found = run(model, kept)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -88,21 +87,11 @@ def test_passes_that_wait_for_different_units_are_not_saved(shelf: Shelf, tmp_pa
 
     def run_both(path: Path) -> None:
         passes = [ForwardPass(model, partial(logits, model, torch.arange(9), False)) for model in models]
-        run_interleaved([passes], finished=lambda *_: None, checkpoint=PassCheckpoint(path, dict))
+        run_interleaved([passes], finished=lambda *_: None, checkpoint=PassCheckpoint(path, {}))
 
     run_both(tmp_path / "x.part")
     assert not list(tmp_path.iterdir())
-    run(models[0], PassCheckpoint(tmp_path / "y.part", dict))
+    run(models[0], PassCheckpoint(tmp_path / "y.part", {}))
     with pytest.raises(SourceError) as caught:
         run_both(tmp_path / "y.part")
     assert caught.value.message == f"{tmp_path / 'y.part'} cannot be continued: passes do not reach lm_head together"
-
-
-@pytest.mark.usefixtures("at_once")
-def test_more_passes_than_a_header_can_name_are_not_saved(
-    shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensors, "MAX_HEADER", 2000)
-    model = StreamedModel(open_checkpoint(shelf.source("Qwen3ForCausalLM")))
-    assert run(model, PassCheckpoint(tmp_path / "x.part", dict))
-    assert not list(tmp_path.iterdir())

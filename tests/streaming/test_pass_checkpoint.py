@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,48 +10,46 @@ from pathlib import Path
 import pytest
 
 from openquant.errors import SourceError
-from openquant.streaming.pass_checkpoint import PassCheckpoint
+from openquant.streaming.pass_checkpoint import PassCheckpoint, _dump
+from support.killed import sealed_passes
 
 AGAIN = "remove it to begin again"
 
 
-def file_of(root: Path, data: bytes) -> Path:
-    """A file with these bytes and their digest."""
+def file_of(root: Path, *parts: bytes | memoryview) -> Path:
     path = root / "x.passes"
-    path.write_bytes(data + hashlib.sha256(data).digest())
+    path.write_bytes(sealed_passes(parts))
     return path
 
 
 def refused(path: Path) -> str:
     with pytest.raises(SourceError) as raised:
-        PassCheckpoint(path, lambda: {"texts": "1"})
+        PassCheckpoint(path, {"texts": "1"})
     assert raised.value.hint == AGAIN
     return raised.value.message
 
 
-def header(**metadata: str) -> bytes:
-    data = json.dumps({"__metadata__": metadata, "sha256": {"dtype": "U8", "shape": [32], "data_offsets": [0, 32]}})
-    return len(data).to_bytes(8, "little") + data.encode()
+def test_a_file_of_another_kind_is_told_by_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "x.passes"
+    data = b"what an earlier version wrote"
+    path.write_bytes(data + hashlib.sha256(data).digest())
+    assert refused(path) == f"{path} cannot be continued: another version of openquant has saved it"
+    assert refused(file_of(tmp_path, b"no state", b"")).startswith(f"{path} cannot be continued: ")
 
 
-def test_a_file_of_another_kind_is_told_by_its_header(tmp_path: Path) -> None:
-    path = file_of(tmp_path, b"no header at all")
-    assert refused(path).startswith(f"{path} cannot be continued: it ")
-    assert "None" not in refused(path)
-    path = file_of(tmp_path, header(kind="another"))
-    assert refused(path) == f"{path} cannot be continued: 'openquant passes'"
-    facts = {"about": ["texts"], "unit": "", "descriptions": [], "gave": {}, "calls": {}}
-    path = file_of(tmp_path, header(**{"openquant passes": json.dumps(facts)}))
-    assert refused(path) == f"{path} cannot be continued: its metadata are incomplete"
+def test_code_in_a_file_is_not_run(tmp_path: Path) -> None:
+    state = {"about": {}, "unit": "a", "passes": 1, "outputs": {"a": [Path("x")]}}
+    path = file_of(tmp_path, _dump(state), b"")
+    assert refused(path).startswith(f"{path} cannot be continued: Weights only load failed")
 
 
 def test_passes_of_other_texts_are_not_continued(tmp_path: Path) -> None:
-    facts = {"about": {"texts": "2", "weights": "b"}, "unit": "a", "descriptions": [], "gave": {}, "calls": {}}
-    path = file_of(tmp_path, header(**{"openquant passes": json.dumps(facts)}))
-    assert PassCheckpoint(path, lambda: {"texts": "2", "weights": "b"}).saved == b""
+    state = {"about": {"texts": "2", "weights": "b"}, "unit": "a", "passes": 1, "outputs": {}}
+    path = file_of(tmp_path, _dump(state), b"")
+    assert PassCheckpoint(path, {"texts": "2", "weights": "b"}).saved == b""
     for of, other in ({"texts": "1", "weights": "b"}, "texts"), ({"texts": "2", "weights": "c"}, "weights"):
         with pytest.raises(SourceError) as raised:
-            PassCheckpoint(path, lambda of=of: of)
+            PassCheckpoint(path, of)
         assert raised.value.message == f"{path} is from a run with other {other}"
         assert raised.value.hint == f"remove it to begin again, or use the same {other}"
 
@@ -62,12 +59,12 @@ def test_one_process_at_a_time_uses_a_file(tmp_path: Path) -> None:
     code = f"from pathlib import Path; from {PassCheckpoint.__module__} import *; PassCheckpoint(Path({str(path)!r}), dict)"
     other = [sys.executable, "-c", code]
 
-    held = PassCheckpoint(path, dict)
+    held = PassCheckpoint(path, {})
     refused = subprocess.run(other, capture_output=True, text=True)
     assert refused.stderr.endswith(f"OutputError: another run is using {path}\n")
 
     # The same process may begin again, as after an error in a notebook.
-    PassCheckpoint(path, dict)
+    PassCheckpoint(path, {})
     del held
     assert subprocess.run(other, capture_output=True, text=True).stderr == ""
     assert not list(tmp_path.iterdir())

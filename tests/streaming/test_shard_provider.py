@@ -21,6 +21,7 @@ from openquant.evaluation.under_test import EvaluationSettings, ModelUnderTest
 from openquant.files.checkpoint import open_checkpoint
 from openquant.hub.fetch import Needs
 from openquant.streaming.meta_model import REST
+from openquant.streaming.model import StreamedModel
 from support import small_checkpoints
 from support.quantized_checkpoints import PER_TENSOR, STATIC, by_tensor, store
 
@@ -69,17 +70,18 @@ def found_of(source: Path, output: Path, place: Path | None, **settings: Any) ->
     seen: list[Needs] = []
 
     @contextmanager
-    def supply(needs: Sequence[Needs]) -> Iterator[list[Passing]]:
+    def streamed(models: Sequence[StreamedModel]) -> Iterator[None]:
         assert place is not None
-        seen.extend(needs)
-        ways = []
-        for number, (root, wanted) in enumerate(zip((source, output), needs, strict=True)):
+        seen.extend(model.shards_by_unit() for model in models)
+        for number, (root, wanted, model) in enumerate(zip((source, output), seen, models, strict=True)):
             (place / str(number)).mkdir(parents=True)
-            ways.append(Passing(root, wanted, place / str(number)))
-        yield ways
+            model.shard_provider = Passing(root, wanted, place / str(number))
+        yield
 
     subjects = [ModelUnderTest(path.name, open_checkpoint(path)) for path in (source, output)]
-    asked = EvaluationSettings(supply=None if place is None else supply, **settings)
+    if place is not None:
+        settings["streamed"] = streamed
+    asked = EvaluationSettings(**settings)
     return compare_outputs(subjects[0], subjects[1:], CORPUS, asked).to_json(), seen
 
 
