@@ -213,9 +213,13 @@ def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
         for job in layout.jobs:
             match job:
                 case CopyBytes():
-                    name, nbytes, dtype = job.label, job.nbytes, job.dtype
+                    name = job.label
+                    nbytes = job.nbytes
+                    dtype = job.dtype
                 case Unstack() | TransformWeight():
-                    name, nbytes, dtype = _name(job.weight), job.weight.nbytes, job.weight.source.dtype
+                    name = _name(job.weight)
+                    nbytes = job.weight.nbytes
+                    dtype = job.weight.source.dtype
                 case Encode():
                     findings.lost_layers.update(_lost_layers(file, job))
                     continue
@@ -540,9 +544,13 @@ class _Worker:
         """Write the source's codes unchanged, and its scales as the scheme stores them. With `exact` these are for
         smaller groups, under that global scale.
         """
-        weight, scale_target, zero_target = piece.weight, piece.scale_target, piece.zero_target
+        weight = piece.weight
+        scale_target = piece.scale_target
+        zero_target = piece.zero_target
         assert weight.format is not None
-        group, extent, pitch = weight.format.group, weight.extent(self.reader.where), weight.row_bytes
+        group = weight.format.group
+        extent = weight.extent(self.reader.where)
+        pitch = weight.row_bytes
         height = max(group[0] or 1, scheme.format.height)
         if weight.format.columns is not None:
             # In AutoAWQ's order several rows share a word.
@@ -598,8 +606,11 @@ class _Worker:
         return largest
 
     def _quantize(self, piece: WeightPlace, scheme: Scheme, shared_absmax: Floats | None, file: Target) -> None:
-        weight, fmt = piece.weight, scheme.format
-        target, scale_target, zero_target = piece.target, piece.scale_target, piece.zero_target
+        weight = piece.weight
+        fmt = scheme.format
+        target = piece.target
+        scale_target = piece.scale_target
+        zero_target = piece.zero_target
         importance = None if weight.transform is None else weight.transform.importance
         global_scale = None
         # Where there is a shared one, _shared_absmax has looked.
@@ -610,7 +621,8 @@ class _Worker:
             file.write(fmt.stored(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
             global_scale = None if fmt.shared else shared_scale
         for bits in self.reader.rows(weight, fmt.height):
-            loaded, absmax = self.kernels.load(bits, weight.dtype), shared_absmax
+            loaded = self.kernels.load(bits, weight.dtype)
+            absmax = shared_absmax
             if absmax is None or not fmt.shared:
                 absmax = self.kernels.absmax(loaded, weight.dtype, fmt.group)
                 require_in_range(weight, absmax, scheme, self.reader.where)

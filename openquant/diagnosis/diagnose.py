@@ -31,7 +31,8 @@ from ..weights.weight import Weight
 from .result import LayerDiagnosis, RowSample, RowSums, SchemeLoss, WeightRanges, layer_diagnosis
 
 # About so many weights of a layer are sampled, and at least so many rows.
-SAMPLE_WEIGHTS, SAMPLE_ROWS = 1 << 16, 32
+SAMPLE_WEIGHTS = 1 << 16
+SAMPLE_ROWS = 32
 # Of a layer with at most so many weights, all rows are.
 MAX_UNSAMPLED = 1 << 18
 # Bytes of a passthrough tensor that are read at a time.
@@ -197,7 +198,8 @@ class _DiagnosisRun:
 
     def _check_finite(self, info: TensorInfo, reader: Reader) -> None:
         """Count NaN and infinities in a tensor that stays unquantized."""
-        place, non_finite = self.plan.decoded.where[info.name], NonFinite()
+        place = self.plan.decoded.where[info.name]
+        non_finite = NonFinite()
         buffer = np.empty(min(PIECE, info.nbytes), np.uint8)
         with reader.open(place.shard) as file:
             for low in range(0, info.nbytes, PIECE):
@@ -235,7 +237,10 @@ class _FusedLayers:
 
     def _read(self, weight: Weight) -> tuple[WeightRanges, list[RowSample]]:
         """Read all of a layer, and sample rows of it; none with `full`, when all rows are read a second time."""
-        ranges, samples, low, step = WeightRanges(weight, self.run.loops), [], 0, sample_step(weight.shape)
+        ranges = WeightRanges(weight, self.run.loops)
+        samples = []
+        low = 0
+        step = sample_step(weight.shape)
         for bits in self.reader.rows(weight, ranges.height):
             if not ranges.add(low, bits):
                 extent = weight.extent(self.reader.where)
@@ -257,7 +262,8 @@ class _FusedLayers:
             for name, scheme in ranges.schemes.items()
             if (shared_absmax if scheme.format.shares_scale else ranges.absmax).item() <= scheme.largest
         }
-        sums, losses = RowSums(), {name: SchemeLoss() for name in usable}
+        sums = RowSums()
+        losses = {name: SchemeLoss() for name in usable}
         # Source codes that a scheme keeps lose nothing. Schemes that store weights in the same way share one loss.
         encoded: dict[object, str] = {}
         for name, scheme in usable.items():
@@ -275,7 +281,8 @@ class _FusedLayers:
 
     def _all_rows(self, weight: Weight) -> Iterator[RowSample]:
         """All rows of a layer, about CHUNK weights at a time."""
-        low, step = 0, max(1, CHUNK // weight.shape[1])
+        low = 0
+        step = max(1, CHUNK // weight.shape[1])
         for bits in self.reader.rows(weight, 1):
             for start in range(0, len(bits), step):
                 part = bits[start : start + step]
@@ -296,7 +303,8 @@ def _sampled_rows(ranges: WeightRanges, samples: list[RowSample]) -> Iterator[Ro
 
     The row of the largest weight comes first and stands for itself only. The sampled rows stand for all others.
     """
-    outlier, indices = ranges.absmax_row, np.concatenate([rows.indices for rows in samples])
+    outlier = ranges.absmax_row
+    indices = np.concatenate([rows.indices for rows in samples])
     others = indices != outlier.indices
     indices = np.concatenate([outlier.indices, indices[others]])
     bits = np.concatenate([outlier.bits, np.concatenate([rows.bits for rows in samples])[others]])

@@ -225,7 +225,10 @@ def _group(size: object, number: Number) -> Group:
 _Matcher = Callable[[str, float], bool]
 # Limits for the regular expressions of a list: their number, characters of each, and seconds for all names together.
 # Compiling may unroll counted repeats, so the product of their counts has a limit too.
-MAX_EXPRESSIONS, MAX_LETTERS, MAX_SECONDS, MAX_REPEATS = 1000, 1000, 5.0, 1000
+MAX_EXPRESSIONS = 1000
+MAX_LETTERS = 1000
+MAX_SECONDS = 5.0
+MAX_REPEATS = 1000
 MEND = "mend quantization_config, or save the model again"
 
 
@@ -278,7 +281,8 @@ class Expressions:
         Raises:
             UsageError: matching this name and those before it takes too long.
         """
-        match, begin = None, time.thread_time()
+        match = None
+        begin = time.thread_time()
         for entry, matches in self._matchers.items():
             try:
                 if matches(name, self._seconds_left):
@@ -436,7 +440,8 @@ def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
         UsageError: openquant does not know this layout, or the config is malformed.
     """
     export = _object(config, "export")
-    stored, order = export.get("weight_format"), export.get("pack_method")
+    stored = export.get("weight_format")
+    order = export.get("pack_method")
     if stored not in (None, "real_quantized"):
         raise UsageError(f"config.json has the weight_format {json.dumps(stored)[:100]}", "known is real_quantized")
     if order not in (None, *_ORDERS):
@@ -507,7 +512,8 @@ def _quark_format(name: str, config: object, order: str) -> Format:
 
 def _int4(weight: dict[str, Any], order: str) -> Format | None:
     """Return the format of integers that are stored transposed; None if it is not known."""
-    size, signed = weight.get("group_size"), bool(weight.get("dtype") == "int4")
+    size = weight.get("group_size")
+    signed = bool(weight.get("dtype") == "int4")
     if type(size) is not int or not 0 < size <= 1 << 16 or size % INT4.run:
         return None
     # vLLM takes uint4 with `symmetric` for int4, and Quark does not (layers/quantization/quark/utils.py).
@@ -519,7 +525,8 @@ def _int4(weight: dict[str, Any], order: str) -> Format | None:
 
 
 def _blocks(weight: dict[str, Any]) -> Format | None:
-    block, exponents = weight.get("block_size"), weight.get("scale_type") == "float8_e8m0fnu"
+    block = weight.get("block_size")
+    exponents = weight.get("scale_type") == "float8_e8m0fnu"
     if not (isinstance(block, list) and len(block) == 2 and all(type(side) is int for side in block)):
         return None
     if weight.get("symmetric") is not True or not all(0 < side <= 1 << 16 for side in block):
@@ -536,7 +543,8 @@ def _inputs(config: object) -> Mapping[str, Any] | None:
     parts = _parts(config)
     if config is None or not parts:
         return None
-    first, dtype = parts[0], str(parts[0].get("dtype"))
+    first = parts[0]
+    dtype = str(parts[0].get("dtype"))
     if len(parts) == 2 and (dtype, first.get("group_size")) == ("fp4", 16):
         inputs: Mapping[str, Any] = NVFP4_W4A4.group["input_activations"]
         return inputs

@@ -24,7 +24,12 @@ from .format import Format, Group, StoredScales, grid_of
 from .kernels import Bits, to_float32
 from .numbers import BITSANDBYTES, E2M1, E4M3, Codes, Floats, Number
 
-u8, u16, u32, u64, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
+u8 = np.uint8
+u16 = np.uint16
+u32 = np.uint32
+u64 = np.uint64
+i32 = np.int32
+f32 = np.float32
 
 # Adding and subtracting it rounds a float32 to an integer, ties to even: at this size the last bit is worth one.
 _ROUNDS = 1.5 * 2.0**23
@@ -113,7 +118,8 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     if fmt.global_scale is not None and global_scale is None:
         global_scale = fmt.choose_global_scale(absmax.max(keepdims=True))
     factor = f32(1) if global_scale is None or fmt.global_scale is None else global_scale.reshape(-1)[0]
-    scale, out = fmt.scale, np.empty(absmax.size, f32)
+    scale = fmt.scale
+    out = np.empty(absmax.size, f32)
     # For powers of two: what is added to the bits of a quotient, and the mask of the bits that stay.
     power = (u32(fmt.carry), u32(0xFF800000)) if scale.power_of_two else (u32(0), u32(0xFFFFFFFF))
     rounding = _ROUNDINGS.get(scale.dtype, u32(0))
@@ -147,7 +153,8 @@ def encode_stored(
     """
     del global_scale
     rows, cols = bits.shape
-    height, width = group[0] or rows, group[1] or cols
+    height = group[0] or rows
+    width = group[1] or cols
     arguments = bits, *_kind(dtype), scale, height, width, number.bits, out
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
@@ -199,7 +206,8 @@ def decode_rows(
         kernels.decode_rows(codes, number, scale, group, low, out, zero_point)
         return
     rows, cols = out.shape
-    height, width = group[0] or low + rows, min(group[1] or cols, cols)
+    height = group[0] or low + rows
+    width = min(group[1] or cols, cols)
     zero_point = np.zeros_like(scale) if zero_point is None else np.ascontiguousarray(zero_point)
     arguments = codes, scale, zero_point, height, width, low % height, out
     if number.normal:
@@ -293,11 +301,14 @@ def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
 @_compiled
 def _signs(bits: Any, signed: Any, out: Any) -> None:
     for group in range(out.size):
-        line, same = bits[group], signed[group]
+        line = bits[group]
+        same = signed[group]
         # A float that is the largest as a signed integer is the most positive; as an unsigned one, the most negative.
-        lowest, highest = bits.dtype.type(0), signed.dtype.type(0)
+        lowest = bits.dtype.type(0)
+        highest = signed.dtype.type(0)
         for i in range(line.size):
-            lowest, highest = max(lowest, line[i]), max(highest, same[i])
+            lowest = max(lowest, line[i])
+            highest = max(highest, same[i])
         top = u32(u32(lowest) << u32(32 - 8 * bits.itemsize))
         size = u32(top & u32(0x7FFFFFFF)) if top >> u32(31) else u32(0)
         out[group] = f32(-1) if u32(u32(highest) << u32(32 - 8 * bits.itemsize)) > size else f32(1)
@@ -347,7 +358,8 @@ def _load(line: Any, half: Any, below: Any, values: Any) -> None:
 @_compiled
 def _lanes(width: Any, lane: Any) -> Any:
     """Return the mask of the low `width` bits in each lane of 64 bits; `lane` is a lane's bits."""
-    mask, start = u64(0), u64(0)
+    mask = u64(0)
+    start = u64(0)
     while start < u64(64):
         mask |= u64(u64(u64(1) << width) - u64(1)) << start
         start += lane
@@ -362,9 +374,13 @@ def _pack(codes: Any, bits: Any, out: Any) -> None:
             out[i] = codes[2 * i] | u8(codes[2 * i + 1] << u8(4))
         return
     # Eight codes take as many bytes as a code has bits. They are brought together by pairs, pairs of pairs, and those.
-    width, packed = u64(bits), codes.view(u64)
-    first, second, third = _lanes(width, u64(16)), _lanes(width * u64(2), u64(32)), _lanes(width * u64(4), u64(64))
-    gap, eight = u64(8) - width, u64(8)
+    width = u64(bits)
+    packed = codes.view(u64)
+    first = _lanes(width, u64(16))
+    second = _lanes(width * u64(2), u64(32))
+    third = _lanes(width * u64(4), u64(64))
+    gap = u64(8) - width
+    eight = u64(8)
     for i in range(packed.size):
         together = packed[i]
         together = (together & first) | ((together >> gap) & (first << width))
@@ -383,8 +399,11 @@ def _unpack(packed: Any, bits: Any, codes: Any) -> None:
             codes[2 * i] = packed[i] & u8(15)
             codes[2 * i + 1] = packed[i] >> u8(4)
         return
-    width, spread = u64(bits), codes.view(u64)
-    first, second, third = _lanes(width, u64(16)), _lanes(width * u64(2), u64(32)), _lanes(width * u64(4), u64(64))
+    width = u64(bits)
+    spread = codes.view(u64)
+    first = _lanes(width, u64(16))
+    second = _lanes(width * u64(2), u64(32))
+    third = _lanes(width * u64(4), u64(64))
     gap = u64(8) - width
     for i in range(spread.size):
         apart = u64(0)
@@ -410,12 +429,14 @@ def _encode_integers(
     middle: Any,
     zero: Any,
 ) -> None:
-    values, codes = np.empty(bits.shape[1], f32), np.empty(bits.shape[1], u8)
+    values = np.empty(bits.shape[1], f32)
+    codes = np.empty(bits.shape[1], u8)
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
         into = codes if code_bits < 8 else out[row]
         for group in range(scale.shape[1]):
-            divisor, shift = scale[row // height, group], zero[row // height, group]
+            divisor = scale[row // height, group]
+            shift = zero[row // height, group]
             part = values[group * width : (group + 1) * width]
             group_codes = into[group * width : (group + 1) * width]
             for i in range(part.size):
@@ -442,7 +463,8 @@ def _encode_floats(
     steps: Any,
     mark: Any,
 ) -> None:
-    values, codes = np.empty(bits.shape[1], f32), np.empty(bits.shape[1], u8)
+    values = np.empty(bits.shape[1], f32)
+    codes = np.empty(bits.shape[1], u8)
     lowest = f32(normal).view(u32)
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
@@ -484,14 +506,17 @@ def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> 
     divisors = spread.reshape(-1)
     for row in range(words.shape[0]):
         for group in range(scale.shape[1]):
-            divisor, part = scale[row // height, group], spread[group]
+            divisor = scale[row // height, group]
+            part = spread[group]
             for i in range(part.size):
                 part[i] = divisor
-        line, into = words[row], out[row]
+        line = words[row]
+        into = out[row]
         for i in range(line.size):
             first = u32(u32(line[i]) << u32(16)).view(f32)
             second = u32(u32(line[i]) & u32(0xFFFF0000)).view(f32)
-            low, high = _to_e2m1(f32(first / divisors[i])), _to_e2m1(f32(second / divisors[i]))
+            low = _to_e2m1(f32(first / divisors[i]))
+            high = _to_e2m1(f32(second / divisors[i]))
             into[i] = u8(u32(low) | u32(u32(high) << u32(4)))
 
 
@@ -499,7 +524,8 @@ def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> 
 def _scaled(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
     """Dequantize the values of a row's codes by its scales and zero points."""
     for group in range(scale.size):
-        factor, middle = scale[group], zero[group]
+        factor = scale[group]
+        middle = zero[group]
         part = values[group * width : (group + 1) * width]
         into = out[group * width : (group + 1) * width]
         for i in range(into.size):
@@ -510,9 +536,12 @@ def _scaled(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
 def _decode_integers(
     codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any, bits: Any
 ) -> None:
-    values, unpacked, mask = np.empty(out.shape[1], f32), np.empty(out.shape[1], u8), u32(2 * half - 1)
+    values = np.empty(out.shape[1], f32)
+    unpacked = np.empty(out.shape[1], u8)
+    mask = u32(2 * half - 1)
     for row in range(out.shape[0]):
-        line, above = codes[row], (low + row) // height
+        line = codes[row]
+        above = (low + row) // height
         if bits < 8:
             _unpack(line, bits, unpacked)
             line = unpacked
@@ -525,7 +554,8 @@ def _decode_integers(
 def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
     values = np.empty(out.shape[1], f32)
     for row in range(out.shape[0]):
-        line, above = codes[row], (low + row) // height
+        line = codes[row]
+        above = (low + row) // height
         for i in range(line.size):
             size = u32(u32(line[i] & 0x7F) << u32(20))
             # For subnormal codes: 2^-6 with this mantissa, less 2^-6.
@@ -548,7 +578,8 @@ def _half_e2m1(code: Any) -> Any:
 def _decode_e2m1(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
     values = np.empty(out.shape[1], f32)
     for row in range(out.shape[0]):
-        line, above = codes[row], (low + row) // height
+        line = codes[row]
+        above = (low + row) // height
         for i in range(line.size):
             values[2 * i] = _half_e2m1(u32(line[i] & 15))
             values[2 * i + 1] = _half_e2m1(u32(line[i] >> 4))
@@ -599,11 +630,17 @@ def _best(
     together = max(32, min(128, 8192 // width // 8 * 8))
     lowest = f32(normal).view(u32)
     # Four weights of each group are taken at a time; zeros, which have no rounding error, fill up.
-    raw, turned = np.zeros((width, together), bits.dtype), np.zeros((-(-width // 4) * 4, together), f32)
-    one, scale, chosen = np.ones(together, f32), np.ones(together, f32), np.zeros(together, u32)
-    relative, unit = np.ones(together, f32), np.ones(together, f32)
-    error, smallest = np.empty(together, f32), np.empty(together, f32)
-    weighs, which = importance.size > 0, np.zeros(together, i32)
+    raw = np.zeros((width, together), bits.dtype)
+    turned = np.zeros((-(-width // 4) * 4, together), f32)
+    one = np.ones(together, f32)
+    scale = np.ones(together, f32)
+    chosen = np.zeros(together, u32)
+    relative = np.ones(together, f32)
+    unit = np.ones(together, f32)
+    error = np.empty(together, f32)
+    smallest = np.empty(together, f32)
+    weighs = importance.size > 0
+    which = np.zeros(together, i32)
     weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
     for first in range(0, groups, together):
         count = min(together, groups - first)
@@ -620,7 +657,8 @@ def _best(
             for j in range(together):
                 line[j] /= one[j]
             if weighs:
-                counts, row = weighed[k], importance[k]
+                counts = weighed[k]
+                row = importance[k]
                 for j in range(count):
                     counts[j] = row[which[j]]
         for ratio in range(scales.shape[0]):
@@ -630,12 +668,16 @@ def _best(
                 unit[j] = f32(1) / relative[j]
                 error[j] = f32(0)
             for k in range(turned.shape[0] if weighs else 0):
-                line, counts = turned[k], weighed[k]
+                line = turned[k]
+                counts = weighed[k]
                 for j in range(together):
                     off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
                     error[j] = f32(error[j] + f32(off * counts[j]))
             for k in range(0, 0 if weighs else turned.shape[0], 4):
-                line, second, third, fourth = turned[k], turned[k + 1], turned[k + 2], turned[k + 3]
+                line = turned[k]
+                second = turned[k + 1]
+                third = turned[k + 2]
+                fourth = turned[k + 3]
                 for j in range(together):
                     by = unit[j]
                     total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))

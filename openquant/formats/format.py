@@ -50,7 +50,8 @@ def grid_of(group: Group, shape: tuple[int, ...]) -> tuple[int, int]:
     Returns:
         The shape of the grid of scales, one per group: (ceil(out / height), ceil(in / width)).
     """
-    (rows, cols), (height, width) = shape, group
+    (rows, cols) = shape
+    (height, width) = group
     return -(-rows // (height or rows)), -(-cols // (width or cols))
 
 
@@ -423,7 +424,8 @@ class Format:
             Scales and zero points, both float32 of the same shape. A zero point is the value of the code for zero:
             weight = (code value - zero point) * scale.
         """
-        low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
+        low = np.minimum(low, np.float32(0))
+        high = np.maximum(high, np.float32(0))
         # The range of codes is twice the span.
         half = (high - low) / np.float32(2)
         # Zero points follow from the unrounded scale (compressed-tensors, quantization/utils/helpers.py:106-108).
@@ -529,7 +531,8 @@ def read_activation_quantization(activations: Mapping[str, Any] | None) -> Activ
     if all(activations.get(key) == value for key, value in _NVFP4.items()):
         return ActivationQuantization(E2M1, (1, 16), has_global_scale=True)
     number = _NUMBERS.get((activations.get("type"), activations.get("num_bits")))
-    static, size = not activations.get("dynamic"), activations.get("group_size")
+    static = not activations.get("dynamic")
+    size = activations.get("group_size")
     groups: dict[Any, Group] = {"tensor": (None, None)}
     if not static:
         groups["token"] = (1, None)

@@ -221,7 +221,8 @@ def signs(bits: Bits) -> Floats:
     for low in range(0, len(bits), step):
         part = bits[low : low + step]
         # A float that is the largest as a signed integer is the most positive; as an unsigned one, the most negative.
-        highest, lowest = part.view(signed).max(axis=1), part.max(axis=1).view(signed)
+        highest = part.view(signed).max(axis=1)
+        lowest = part.max(axis=1).view(signed)
         negative[low : low + step] = highest > np.where(lowest < 0, lowest & np.iinfo(signed).max, 0)
     return np.where(negative, np.float32(-1), np.float32(1))
 
@@ -359,12 +360,14 @@ def pack(codes: Codes, out: Codes, number: Number) -> None:
         np.copyto(out, pairs | pairs >> 4, casting="unsafe")
     else:
         # Eight codes take as many bytes as a code has bits.
-        packed, width = codes.reshape(-1).view("<u8"), number.bits
+        packed = codes.reshape(-1).view("<u8")
+        width = number.bits
         for lane in (8, 16, 32):
             low = np.uint64(lanes(width, 2 * lane))
             packed = packed & low | packed >> np.uint64(lane - width) & low << np.uint64(width)
             width *= 2
-        of_eight, into = packed.view(np.uint8).reshape(-1, 8), out.reshape(-1, number.bits)
+        of_eight = packed.view(np.uint8).reshape(-1, 8)
+        into = out.reshape(-1, number.bits)
         for byte in range(number.bits):
             into[:, byte] = of_eight[:, byte]
 
@@ -387,7 +390,8 @@ def unpack(codes: Codes, number: Number) -> Codes:
     packed = codes.reshape(-1, number.bits)
     for byte in range(number.bits):
         of_eight[:, byte] = packed[:, byte]
-    spread, width = of_eight.reshape(-1).view("<u8"), 4 * number.bits
+    spread = of_eight.reshape(-1).view("<u8")
+    width = 4 * number.bits
     for lane in (32, 16, 8):
         low = np.uint64(lanes(width, 2 * lane))
         spread = spread & low | (spread & low << np.uint64(width)) << np.uint64(lane - width)
@@ -460,7 +464,8 @@ def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, we
     """Choose the scales of groups that are the columns of `weights`, which is overwritten."""
     # In units of the unclipped scale no square overflows or underflows.
     weights /= unclipped
-    chosen, least = unclipped, np.full(unclipped.shape, np.inf, np.float32)
+    chosen = unclipped
+    least = np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
     for scale in scales:
         relative = scale / unclipped
@@ -526,8 +531,10 @@ def decode_rows(
         zero_point: float32 of the shape of `scale`; None if zero points are 0.
     """
     rows, cols = out.shape
-    height, width = group[0] or low + rows, group[1]
-    first, start = low // height, 0
+    height = group[0] or low + rows
+    width = group[1]
+    first = low // height
+    start = 0
     while start < rows:
         # Rows with scales of their own are decoded together; rows of blocks only with those of the same block.
         end = start + max(1, CHUNK // cols)
@@ -647,7 +654,8 @@ def _encode_by_offset(
     if offset.size == 1:
         start = int(offset.item())
         table = tables[start : (start & ~0xFFFF) + 0x10000]
-        flat, codes = bits.reshape(-1), out.reshape(-1)
+        flat = bits.reshape(-1)
+        codes = out.reshape(-1)
         for i in range(0, flat.size, CHUNK):
             np.take(table, flat[i : i + CHUNK], out=codes[i : i + CHUNK], mode="clip")
         return
@@ -694,7 +702,8 @@ def encode_float32(values: Floats, scale: Floats, number: Number, zero_point: Fl
 
 # Groups whose scales, and weights whose zero points, are searched for together: few calls into numpy, and yet small
 # enough for the cache.
-GROUPS, WEIGHTS = 1 << 16, 1 << 18
+GROUPS = 1 << 16
+WEIGHTS = 1 << 18
 
 
 class Scales(NamedTuple):
@@ -785,7 +794,8 @@ def _search(
     # Groups are a single axis below, so the global scale must not have two.
     global_scale = None if global_scale is None else global_scale.reshape(1)
     for low in range(0, len(bits), step):
-        groups, largest = bits[low : low + step].reshape(-1, width), absmax[low : low + step].reshape(-1)
+        groups = bits[low : low + step].reshape(-1, width)
+        largest = absmax[low : low + step].reshape(-1)
         with np.errstate(over="ignore"):
             # A ratio above 1 may overflow; E4M3 clamps the scale.
             tried = np.stack([loops.scales(fmt, largest * np.float32(ratio), global_scale) for ratio in clip_ratios])
@@ -807,7 +817,8 @@ def _choose_with_zero_points(
     width = fmt.group[1] or bits.shape[1]
     step = max(1, WEIGHTS // bits.shape[1])
     shape = len(bits), bits.shape[1] // width
-    scale, zero_point = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    scale = np.empty(shape, np.float32)
+    zero_point = np.empty(shape, np.float32)
     weighting = None if importance is None else _relative_importance(importance, width)
     for low in range(0, len(bits), step):
         groups = to_float32(bits[low : low + step], dtype).reshape(-1, width)
@@ -827,11 +838,13 @@ def _search_with_zero_points(
     fmt: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None
 ) -> tuple[Floats, Floats]:
     """Return the best scale and zero point of each column of weights [width, groups], which is overwritten."""
-    low, high = weights.min(axis=0), weights.max(axis=0)
+    low = weights.min(axis=0)
+    high = weights.max(axis=0)
     unclipped, best_zero_point = fmt.ranges(low, high)
     # In units of the unclipped scale no square overflows or underflows.
     weights /= unclipped
-    best, least = unclipped, np.full(unclipped.shape, np.inf, np.float32)
+    best = unclipped
+    least = np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
     for ratio in clip_ratios:
         scale, zero_point = fmt.ranges(low * np.float32(ratio), high * np.float32(ratio))
@@ -844,7 +857,8 @@ def _search_with_zero_points(
             quotients *= weighting
         error = quotients.sum(axis=0) * relative * relative
         better = error < least
-        best, best_zero_point = np.where(better, scale, best), np.where(better, zero_point, best_zero_point)
+        best = np.where(better, scale, best)
+        best_zero_point = np.where(better, zero_point, best_zero_point)
         least = np.minimum(error, least)
     return best, best_zero_point
 

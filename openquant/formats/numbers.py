@@ -459,7 +459,8 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
     layout = _LAYOUTS.get(dtype)
     if layout is None or not data.size:
         return NonFinite()
-    unsigned, sign = np.dtype(f"u{layout.nbytes}"), 1 << (8 * layout.nbytes - 1)
+    unsigned = np.dtype(f"u{layout.nbytes}")
+    sign = 1 << (8 * layout.nbytes - 1)
     mask = unsigned.type(sign - 1 if layout.has_sign else 2 * sign - 1)
     count = NonFinite()
     for low in range(0, data.size, PIECE * layout.nbytes):
@@ -537,7 +538,8 @@ def says_fp8_cache(config: Mapping[str, Any]) -> bool:
     inner = config.get("quantization")
     places = (config, inner) if isinstance(inner, dict) else (config,)
     for place in places:
-        scheme, algorithm = place.get("kv_cache_scheme"), place.get("kv_cache_quant_algo")
+        scheme = place.get("kv_cache_scheme")
+        algorithm = place.get("kv_cache_quant_algo")
         if isinstance(scheme, dict):
             if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
                 raise UsageError(

@@ -270,12 +270,14 @@ def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
 
 
 def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantization:
-    rotated, sparse = settings.get("transform_config"), settings.get("sparsity_config")
+    rotated = settings.get("transform_config")
+    sparse = settings.get("sparsity_config")
     if rotated and (not isinstance(rotated, dict) or rotated.get("config_groups")):
         raise UsageError("config.json has a transform_config: the weights are stored rotated", _KNOWN_GROUPS)
     if sparse and (not isinstance(sparse, dict) or sparse.get("format") not in (None, "dense")):
         raise UsageError("config.json has a sparsity_config: zeros are not stored", _KNOWN_GROUPS)
-    groups, inputs = [], []
+    groups = []
+    inputs = []
     config_groups = settings.get("config_groups")
     for name, group in (config_groups if isinstance(config_groups, dict) else {}).items():
         parts = [group.get(key) or {} for key in ("weights", "input_activations")] if isinstance(group, dict) else []
@@ -307,8 +309,10 @@ _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
 def _read_group(name: str, weights: dict[str, Any], stored: object, activations: dict[str, Any]) -> Format:
     """Return the format of a config group's weights; `stored` is its format in the config, such as "int-quantized"."""
     static = bool(activations) and not activations.get("dynamic")
-    strategy, kind = weights.get("strategy"), (weights.get("type"), weights.get("num_bits"))
-    size, in_bytes = weights.get("group_size"), str(weights.get("scale_dtype")).endswith("uint8")
+    strategy = weights.get("strategy")
+    kind = (weights.get("type"), weights.get("num_bits"))
+    size = weights.get("group_size")
+    in_bytes = str(weights.get("scale_dtype")).endswith("uint8")
     asymmetric = not weights.get("symmetric", True)
     if kind == ("float", 8) and strategy in ("tensor", "channel") and not asymmetric:
         return replace((TENSOR_COMPRESSED if strategy == "tensor" else CHANNEL).format, static=static)
@@ -525,7 +529,8 @@ def read_bitsandbytes(config: dict[str, Any]) -> Format:
         return _INT8
     if (config.get("load_in_4bit") or config.get("_load_in_4bit")) is not True:
         raise UsageError("config.json has bitsandbytes with neither load_in_4bit nor load_in_8bit", "set one of them")
-    kind, storage = config.get("bnb_4bit_quant_type", "fp4"), config.get("bnb_4bit_quant_storage")
+    kind = config.get("bnb_4bit_quant_type", "fp4")
+    storage = config.get("bnb_4bit_quant_storage")
     if storage not in (None, "uint8"):
         raise UsageError(f"config.json has the bnb_4bit_quant_storage {json.dumps(storage)[:100]}", "known is uint8")
     fmt = _FOUR_BITS.get(str(kind))
@@ -557,7 +562,8 @@ def read_torchao(config: dict[str, Any]) -> tuple[Format, Mapping[str, Any] | No
         UsageError: openquant does not know this layout.
     """
     default = _inner(config.get("quant_type"), "default")
-    kind, data = str(default.get("_type")), _inner(default, "_data")
+    kind = str(default.get("_type"))
+    data = _inner(default, "_data")
     granularity = data.get("granularity")
     # One for activations and one for weights.
     parts = granularity if isinstance(granularity, list) else [granularity]
@@ -664,7 +670,8 @@ def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[st
     """
     if settings.get("quant_method") not in ("fp8", "compressed-tensors"):
         return [], []
-    problems, unknown = [], []
+    problems = []
+    unknown = []
     for path, mapping, allowed in _walk(settings):
         for key, value in mapping.items():
             name = ".".join((*path, key))
@@ -713,10 +720,12 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"kv_cache_scheme is {setting_repr(cache)}, engines read null or an object"
     groups = settings.get("config_groups")
     for name, group in groups.items() if isinstance(groups, dict) else ():
-        path, format = f"config_groups.{name}", group.get("format")
+        path = f"config_groups.{name}"
+        format = group.get("format")
         if format is None:
             format = settings.get("format")
-        kind, strategy = group["weights"].get("type"), group["weights"].get("strategy")
+        kind = group["weights"].get("type")
+        strategy = group["weights"].get("strategy")
         grouped = strategy if strategy in ("group", "tensor_group") else ""
         formats = _GROUP_FORMATS[kind, group["weights"].get("num_bits"), grouped]
         if not _is_one_of(format, formats):
@@ -730,7 +739,8 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         strategies = _DYNAMIC[kind] if dynamic else ("tensor",)
         # NVFP4 has dynamic scales of groups under a static global scale.
         if grouped == "tensor_group":
-            strategies, dynamic = (grouped,), activations.get("dynamic") == "local"
+            strategies = (grouped,)
+            dynamic = activations.get("dynamic") == "local"
         if not _is_one_of(activations.get("strategy"), strategies):
             yield (
                 f"{path}.input_activations.strategy is {setting_repr(activations.get('strategy'))}, engines read "

@@ -102,7 +102,8 @@ def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
         Scales and zero points, both float32 [out / height, in / width]: weight = (code value - zero point) * scale.
     """
     grouped = _grouped(weight.float(), format.group)
-    low, high = grouped.amin((1, 3)).clamp(max=0), grouped.amax((1, 3)).clamp(min=0)
+    low = grouped.amin((1, 3)).clamp(max=0)
+    high = grouped.amax((1, 3)).clamp(min=0)
     half = (high - low) / 2
     exact = (half / half.new_tensor(format.number.span)).clamp(min=format.scale.floor)
     largest = format.number.largest
@@ -151,7 +152,8 @@ def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | N
     if zero_point is not None:
         quotient += _spread(zero_point, weight, format.group)
     largest = format.number.largest
-    quotient, number = quotient.clamp(-largest, largest).reshape(weight.shape), format.number
+    quotient = quotient.clamp(-largest, largest).reshape(weight.shape)
+    number = format.number
     return _WRITTEN[number](quotient) if number in _WRITTEN else _write_words(quotient, number)
 
 
@@ -235,7 +237,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
         return codes
     if bits == 4:
         return codes[..., ::2] | codes[..., 1::2] << 4
-    packed, width = codes.contiguous().view(torch.int64), bits
+    packed = codes.contiguous().view(torch.int64)
+    width = bits
     for lane in (8, 16, 32):
         low = lanes(width, 2 * lane)
         packed = packed & low | packed >> (lane - width) & low << width

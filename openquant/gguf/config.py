@@ -78,7 +78,8 @@ def gguf_config(
     keys = {**COMMON, **entry.keys}
     largest = max((max(tensor.shape) for tensor in tensors.values()), default=0)
     config: dict[str, Any] = {"model_type": entry.model_type, **entry.fixed}
-    checked, scaling = {}, {}
+    checked = {}
+    scaling = {}
     for key, value in metadata.items():
         prefix, _, rest = key.partition(".")
         if prefix != architecture:
@@ -97,12 +98,14 @@ def gguf_config(
         if keys[rest] not in config:
             raise SourceError(f"{name} lacks the metadata key {architecture}.{rest}", _NOT_REBUILT)
     # Each layer has a tensor, and each expert three.
-    layers, experts = config["num_hidden_layers"], config.get("num_experts", 1)
+    layers = config["num_hidden_layers"]
+    experts = config.get("num_experts", 1)
     if layers > min(len(tensors), _MOST_LAYERS) or layers * experts * 3 > MAX_TENSORS:
         raise SourceError(
             f"{name} claims {layers:,} layers and {experts:,} experts, and holds {len(tensors):,} tensors", DAMAGED
         )
-    heads, width = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    width = config["hidden_size"]
     head_dim = config.setdefault("head_dim", checked.get("rope.dimension_count") or width // heads)
     _check(entry, config, checked, head_dim, architecture, name)
     if config["num_hidden_layers"] in entry.scaled_by_width:
@@ -174,8 +177,11 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], config: Mapping[str, Any], na
     Low frequencies are divided by the factor itself, high ones not at all, and those between by a mixture
     (transformers, modeling_rope_utils.py, _compute_llama3_parameters; llama.cpp, convert_hf_to_gguf.py).
     """
-    factor, head_dim = float(factors.max(initial=1.0)), config["head_dim"]
-    context, low, high = _LLAMA3["original_max_position_embeddings"], 1.0, _LLAMA3["high_freq_factor"]
+    factor = float(factors.max(initial=1.0))
+    head_dim = config["head_dim"]
+    context = _LLAMA3["original_max_position_embeddings"]
+    low = 1.0
+    high = _LLAMA3["high_freq_factor"]
     waves = 2 * np.pi * np.float64(config.get("rope_theta", 10000.0)) ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((context / waves - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)

@@ -116,7 +116,8 @@ def place_tensors(
             f"the installed gguf does not know the architecture {short_repr(architecture)}", "pip install -U gguf"
         )
     names = get_tensor_name_map(kind, config.num_hidden_layers)
-    placed, used = [], {ROPE_FACTORS}
+    placed = []
+    used = {ROPE_FACTORS}
     for info in expected:
         stem, _, suffix = info.name.rpartition(".")
         expert = _EXPERT.fullmatch(stem)
@@ -142,7 +143,8 @@ def place_tensors(
         if expert:
             nbytes = stored.nbytes // config.num_experts
             stored = stored._replace(shape=info.shape, offset=stored.offset + int(expert[2]) * nbytes, nbytes=nbytes)
-        head_rows, turned = 0, _INTERLEAVED.fullmatch(stored_name) if entry.interleaved else None
+        head_rows = 0
+        turned = _INTERLEAVED.fullmatch(stored_name) if entry.interleaved else None
         if turned:
             heads = config.num_attention_heads if turned[1] == "q" else config.num_key_value_heads
             head_rows = info.shape[0] // heads

@@ -23,7 +23,8 @@ _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 # Those that split as GPT-2 does, which is what transformers' GPT2Tokenizer does.
 _GPT2 = ("gpt-2", "gpt2")
 # What a vocabulary has in place of a space: byte-level ones the first, those of SentencePiece the second.
-_BYTE_LEVEL_SPACE, _SPACE = "\u0120", "\u2581"
+_BYTE_LEVEL_SPACE = "\u0120"
+_SPACE = "\u2581"
 _NO_TOKENIZER = "start from the model's Hugging Face directory"
 
 
@@ -56,7 +57,8 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
         raise UsageError(
             "this transformers is too old to build the tokenizers of GGUF files", 'pip install "transformers>=5.24"'
         ) from None
-    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    kind = metadata.get("tokenizer.ggml.model")
+    split = metadata.get("tokenizer.ggml.pre")
     if kind not in known.GGUF_TOKENIZER_TYPES:
         raise SourceError(
             f"{file.name} has the tokenizer {short_repr(kind)}; read are {', '.join(known.GGUF_TOKENIZER_TYPES)}",

@@ -90,7 +90,8 @@ def problem_finder(
         rule = entry.rule(layer.module)
         if not scheme.follows_rows and rule.reordered:
             return "engines reorder its rows but not its scales"
-        split, problem = rule.split, None
+        split = rule.split
+        problem = None
         # Engines load what the source has in this format already, also with smaller blocks at the edges.
         for rows, _ in (
             ()
@@ -228,7 +229,8 @@ def schemes_of_output(stored: StoredLayout, layers: dict[str, Weight]) -> Reques
         By full module name the reason why it is unquantized (`ignored`), or the suffix of a scheme that is not that of
         most layers (`mixed`); and the schemes by suffix (`schemes`).
     """
-    ignored, mixed = {}, {}
+    ignored = {}
+    mixed = {}
     for module, layer in layers.items():
         if module in stored.unquantized or layer.name_template in stored.unquantized:
             ignored[module] = "the directory has it unquantized"
@@ -252,7 +254,8 @@ def schemes_of_source(keeps: Mapping[Format, Scheme], scheme: Scheme, layers: di
     """
     schemes = {f"the source has it so ({kept.suffix[1:]})": kept for kept in dict.fromkeys(keeps.values())}
     reasons = {kept: reason for reason, kept in schemes.items()}
-    ignored, mixed = {}, {}
+    ignored = {}
+    mixed = {}
     for module, layer in layers.items():
         if layer.format is None:
             ignored[module] = "the source has it unquantized"
@@ -345,7 +348,9 @@ def assign_schemes(
             reasons = _spread(modules, named, widened)
         problems = _find_problems(modules, layers, chosen, find_problem)
         if problems and chosen.fallback is not None:
-            reasons, coarse, chosen = problems, chosen.title, chosen.fallback
+            reasons = problems
+            coarse = chosen.title
+            chosen = chosen.fallback
             problems = _find_problems(modules, layers, chosen, find_problem)
             if not problems:
                 with_fallback.setdefault((chosen.title, coarse), {}).update(reasons)

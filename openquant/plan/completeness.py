@@ -105,7 +105,9 @@ class _Layers:
 
 class _Comparer:
     def __init__(self, known: ClassTensors, stored: Stored, config: ConfigSizes) -> None:
-        self.known, self.stored, self.config = known, stored, config
+        self.known = known
+        self.stored = stored
+        self.config = config
         self.losses: list[Loss] = []
         self.misfits: list[str] = []
         # What does not fit, by what config.json says.
@@ -185,7 +187,8 @@ class _Comparer:
     def _compare_occurrences(self, prefix: str, layers: LayerList, stored: _Layers) -> None:
         """Compare in how many layers the tensors are that not all layers have."""
         for name, expression in layers.occurrences.items():
-            sizes, found = self.config.size(expression), len(stored.present.get(name, ()))
+            sizes = self.config.size(expression)
+            found = len(stored.present.get(name, ()))
             if sizes and found < min(sizes):
                 self.losses.append(Loss("", None, f"{prefix}.*.{name}", min(sizes) - found))
 
@@ -475,7 +478,8 @@ def _describe_losses(entry: ModuleRules, losses: Iterable[Loss]) -> list[str]:
         layers = tuple(f"{prefix}.{loss.layer}" for loss in group)
         by_layers.setdefault(layers, []).append((path, sum(loss.tensors for loss in group)))
     for layers, paths in by_layers.items():
-        where, tensors = collapse(layers)[0], sum(number for _, number in paths)
+        where = collapse(layers)[0]
+        tensors = sum(number for _, number in paths)
         below = collapse(path for path, _ in paths)
         whole = f"{where}.{below[0]}".removesuffix(".") if len(below) == 1 else f"{', '.join(below)} of {where}"
         texts.append(_describe_loss(whole, None, tensors))
@@ -514,7 +518,10 @@ class ConfigSizes:
     """
 
     def __init__(self, config: Mapping[str, Any], text: Mapping[str, Any], text_path: str, known: ClassTensors) -> None:
-        self._config, self._text, self._text_path, self._known = config, text, text_path, known
+        self._config = config
+        self._text = text
+        self._text_path = text_path
+        self._known = known
         self._sizes: dict[str, frozenset[int] | None] = {}
 
     def value(self, key: str) -> Any:

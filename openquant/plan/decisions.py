@@ -174,7 +174,8 @@ class Decisions:
 
     def decided(self) -> Iterator[tuple[Weight, Decision]]:
         """Iterate over the weights that may be quantized, each with its decision."""
-        default, overrides = Decision(self.scheme, ""), self.overrides
+        default = Decision(self.scheme, "")
+        overrides = self.overrides
         return ((weight, overrides.get(module, default)) for module, weight in self.layers.items())
 
     @property
@@ -333,7 +334,8 @@ def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any
     """
     weights = gptq_weights(decisions)
     notes = [f"GPTQ rounds {len(weights)} layers with their Hessians over {tokens_of(texts)}"]
-    documents, length = texts["documents"], texts["length"]
+    documents = texts["documents"]
+    length = texts["length"]
     inputs = max((weight.shape[1] for weight, _ in weights if not entry.experts(weight.module)), default=0)
     if documents * length < inputs:
         # Such a Hessian has no full rank, and nothing holds the weights of inputs that no token had.

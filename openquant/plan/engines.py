@@ -59,7 +59,8 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     Returns:
         The reason (`why`), with a hint on what it can load (`hint`); None if SGLang can load it.
     """
-    scheme, sglang = decisions.scheme, entry.model.sglang
+    scheme = decisions.scheme
+    sglang = entry.model.sglang
     if scheme is None:
         return _refuse_cache_scales(sglang, decisions)
     if sglang.experts is not None and any(map(entry.experts, decisions.layers)):

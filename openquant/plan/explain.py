@@ -25,7 +25,8 @@ from .layout import output_tensors, weights_of_tensor
 from .plan import Plan, ignored_layers
 
 # For a name that does not exist: how many similar names the hint offers, and how similar they must be (difflib).
-_MOST_OFFERED, _LEAST_SIMILARITY = 3, 0.6
+_MOST_OFFERED = 3
+_LEAST_SIMILARITY = 0.6
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ def _group_key(plan: Plan, module: _Module) -> tuple[object, ...]:
 def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
     module, tensor, shard = modules[0]
     entry = plan.entry
-    rule, shape = entry.rule(module), tensor.tensor.shape if isinstance(tensor, PassthroughTensor) else tensor.shape
+    rule = entry.rule(module)
+    shape = tensor.tensor.shape if isinstance(tensor, PassthroughTensor) else tensor.shape
     decision = Decision(None, tensor.why) if isinstance(tensor, PassthroughTensor) else plan.decisions.of(module)
     source, output = _tensors(tensor, decision.scheme)
     ranks = None
@@ -227,7 +229,8 @@ def _why(plan: Plan, module: str, why: str) -> str:
 
 def _rule(plan: Plan, tensor: Weight | PassthroughTensor, why: str) -> Rule | None:
     """The field of the entry that decides about a module, found in the order of sort.py."""
-    model, module = plan.model, (tensor.source if isinstance(tensor, Weight) else tensor.tensor).module
+    model = plan.model
+    module = (tensor.source if isinstance(tensor, Weight) else tensor.tensor).module
     if why == FEW_AXES:
         return None
     if why == MTP_LAYER:

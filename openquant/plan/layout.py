@@ -240,7 +240,8 @@ def stored_as(weight: Weight, scheme: Scheme) -> Format:
     Returns:
         The scheme's format, with float16 scales in that case.
     """
-    form, scale = scheme.format, weight.scale
+    form = scheme.format
+    scale = weight.scale
     if form.scale.dtype == "BF16" and scale is not None and scale.dtype == "F16" and weight.is_stored_as(form):
         return replace(form, scale=replace(form.scale, dtype="F16"))
     return form
@@ -307,7 +308,8 @@ class Layout:
         Returns:
             File names of the source's shards.
         """
-        decisions, where = self.decisions, self.where
+        decisions = self.decisions
+        where = self.where
         sources = {shard}
         for item in decisions.items[shard]:
             if isinstance(item, PassthroughTensor) and item.weight:
@@ -315,7 +317,8 @@ class Layout:
             elif isinstance(item, PassthroughTensor) and isinstance(item.value, TensorInfo):
                 sources.add(where[item.value.name].shard)
             for weight in weights_of_tensor(item):
-                scale, scheme = _input_scale(weight, decisions), decisions.of(weight.module).scheme
+                scale = _input_scale(weight, decisions)
+                scheme = decisions.of(weight.module).scheme
                 if scale is not None:
                     sources.add(where[scale.name].shard)
                 shared = (
@@ -394,7 +397,8 @@ def _jobs(
     if isinstance(item, PassthroughTensor):
         target = targets[item.tensor.name]
         if isinstance(item.value, TensorInfo):
-            location, info = where[item.value.name], item.value
+            location = where[item.value.name]
+            info = item.value
             yield CopyScale(info.name, location.shard, location.offset, info.nbytes, info.dtype, target)
             return
         if item.value is not None:
@@ -406,7 +410,8 @@ def _jobs(
         if item.smoothed is not None:
             yield TransformWeight(item.smoothed, target)
             return
-        location, info = where[item.tensor.name], item.tensor
+        location = where[item.tensor.name]
+        info = item.tensor
         if item.weight is None:
             yield CopyBytes(info.name, location.shard, location.offset, info.nbytes, target, info.dtype)
             return
@@ -415,7 +420,8 @@ def _jobs(
             yield Decode(matrix, target + number * size)
     rounded = decisions.rounded or {}
     for weight in weights_of_tensor(item):
-        scheme, name = decisions.of(weight.module).scheme, f"{weight.module}.weight"
+        scheme = decisions.of(weight.module).scheme
+        name = f"{weight.module}.weight"
         if scheme is None and weight.format is None and weight.smoothed:
             yield TransformWeight(weight, targets[name])
         elif scheme is None and weight.format is None and weight.expert < 0:
@@ -451,7 +457,8 @@ def _jobs(
         scale = _input_scale(weight, decisions)
         name = f"{weight.module}.{scheme.format.input_scale}" if scheme else ""
         if scale is not None:
-            location, dynamic = where[scale.name], None if weight.format is None else weight.format.input_global_scale
+            location = where[scale.name]
+            dynamic = None if weight.format is None else weight.format.input_global_scale
             yield CopyScale(
                 scale.name,
                 location.shard,
@@ -567,7 +574,8 @@ def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
         group.names.append(layer.module)
         group.stored += layer.stored_nbytes if stored else 0
     for kept in sorted(decisions.passthrough, key=lambda kept: kept.small):
-        tensor, weight = kept.tensor, kept.weight
+        tensor = kept.tensor
+        weight = kept.weight
         kind = kept.name_template, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, kept.why
         group = groups.get(kind)
         if group is None:
@@ -576,6 +584,7 @@ def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
         group.stored += passthrough_source_bytes(kept)
     lines = []
     for (_, _, shape, _, why), group in groups.items():
-        before, after = group.stored + len(group.names) * group.before, len(group.names) * group.after
+        before = group.stored + len(group.names) * group.before
+        after = len(group.names) * group.after
         lines.append(PlanLine(tuple(group.names), shape, group.scheme, group.decoded, why, before, after))
     return tuple(lines)

@@ -170,7 +170,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """A SHA-256 hash that guards a resumed run: equal for the same source, options, version and entry only."""
-        options, decisions = self.options, self.decisions
+        options = self.options
+        decisions = self.decisions
         added_scales = [repr(kept) for kept in decisions.passthrough if kept.value is not None]
         facts = [
             __version__,
@@ -244,7 +245,8 @@ def make_plan(
         model = model.with_embedding()
     has_input_scales = stored or any(weight.input_scale_for(scheme.format) for weight in weights.values())
     options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
-    entry, config = ModuleRules(model), text_config(decoded, model)
+    entry = ModuleRules(model)
+    config = text_config(decoded, model)
     check_layer_count(config)
 
     # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except for
@@ -413,7 +415,8 @@ def make_unchanged_plan(
             f"{len(weights)} weights of {checkpoint.root} are quantized, and {_WHY} writes unquantized ones",
             "give --kv-cache fp8 with the scheme that they have, which keeps their codes, or dequantize it first",
         )
-    entry, config = ModuleRules(model), text_config(decoded, model)
+    entry = ModuleRules(model)
+    config = text_config(decoded, model)
     sorted_items, layers = sort_tensors(decoded, {}, entry, lambda _: True, in_scheme=False)
     options = expect_calibration(options, decoded.tensors, required=False)
     if options.calibration is not None:
@@ -519,7 +522,8 @@ def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict
 
 def _keeps(scheme: Scheme, weight: Weight, formats: set[Format], inputs: ActivationQuantization | None) -> bool:
     """Return whether a scheme stores a weight's codes and scales as they are, and its activations alike."""
-    own, scale = scheme.format, weight.scale
+    own = scheme.format
+    scale = weight.scale
     activations = read_activation_quantization(scheme.group["input_activations"])
     return (
         weight.rank_rows is None
@@ -539,7 +543,8 @@ def _alike(inputs: ActivationQuantization | None) -> tuple[object, ...] | None:
 
 def _described(weight: Weight, inputs: ActivationQuantization | None) -> str:
     """Say how a weight is stored: "FP8 with one scale per 64x64 block, F32 scales, FP8 activations"."""
-    fmt, scale = weight.format, weight.scale
+    fmt = weight.format
+    scale = weight.scale
     assert fmt is not None
     order = ", inputs in any order (act-order)" if fmt.columns and fmt.columns.act_order else ""
     ranks = ", stored per tensor-parallel rank" if weight.rank_rows is not None else ""

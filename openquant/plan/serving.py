@@ -41,7 +41,10 @@ OVERHEAD = 2 * 10**9
 FEWEST_TOKENS = 8192
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Config keys.
-LAYERS, TYPES, SHARED, LENGTH = ("num_hidden_layers", "layer_types", "num_kv_shared_layers", "max_position_embeddings")
+LAYERS = "num_hidden_layers"
+TYPES = "layer_types"
+SHARED = "num_kv_shared_layers"
+LENGTH = "max_position_embeddings"
 WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
@@ -164,7 +167,8 @@ class SequenceMemory:
             fp8: whether the cache is FP8 rather than bfloat16.
             gpus: number of tensor-parallel ranks; 1 if the heads of some layers are not known.
         """
-        low, high = 0, self.length or room
+        low = 0
+        high = self.length or room
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.sequence(middle, fp8, gpus) <= room else (low, middle - 1)
@@ -291,9 +295,11 @@ def estimate_serving(
     """
     weights = loaded_weights(lines, entry, output)
     try:
-        cache, unknown = find_cache(lines, entry, config), None
+        cache = find_cache(lines, entry, config)
+        unknown = None
     except UnknownCache as problem:
-        cache, unknown = None, str(problem)
+        cache = None
+        unknown = str(problem)
     allowed = [size.size for size in parallel if size.problem is None and size.size in GPUS]
     fits = tuple(_fit(gpu_gb, weights, cache, allowed) for gpu_gb in GPU_GB)
     return Serving(weights.divided + weights.copied, cache, unknown, fits)
@@ -489,7 +495,9 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
         if rule.enabled_by and not config.get(rule.enabled_by):
             return lambda _: None
         raise UnknownCache("which layers have a window: config.json has no layer_types")
-    size, flags, every = _window(config, rule.size), config.get(rule.flags or ""), rule.every
+    size = _window(config, rule.size)
+    flags = config.get(rule.flags or "")
+    every = rule.every
     if isinstance(flags, list) and flags:
         return lambda layer: size if layer < len(flags) and flags[layer] else None
     period = config.get(rule.key or "")
@@ -529,7 +537,8 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
     items: list[Item] = []
     layers: list[tuple[Weight, Format | None]] = []
     for info in decoded.tensors.values():
-        rule, weight = entry.rule(info.module), weights.get(info.name)
+        rule = entry.rule(info.module)
+        weight = weights.get(info.name)
         in_mtp_layer = is_mtp_layer(info.module) or rule.keep == MTP_LAYER
         small = len(info.shape) < 2
         why = FEW_AXES if small else MTP_LAYER if in_mtp_layer else ""

@@ -68,7 +68,8 @@ def sort_tensors(
     """
     is_mtp_layer = mtp_layer_finder(entry.model, text_config(checkpoint, entry.model))
     # Neighbours have the same parent, so this is asked once for each parent.
-    parent, in_mtp_layer = None, False
+    parent = None
+    in_mtp_layer = False
     items: dict[str, list[Item]] = {shard: [] for shard in checkpoint.shards}
     layers: dict[str, Weight] = {}
     stacks: list[StackedTensor] = []
@@ -77,7 +78,8 @@ def sort_tensors(
         module = info.module
         path = module.rpartition(".")[0]
         if path != parent:
-            parent, in_mtp_layer = path, is_mtp_layer(module)
+            parent = path
+            in_mtp_layer = is_mtp_layer(module)
         rule = entry.rule(module)
         if in_mtp_layer:
             rule = rule._replace(patterns=1, compress=False, stack=None, keep=MTP_LAYER)
@@ -208,7 +210,8 @@ def _wrongly_stacked(stacks: Iterable[StackedTensor]) -> dict[str, str]:
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     shape_errors: dict[str, str] = {}
     for name, first in ((stack.tensor.name, stack.layers[0]) for stack in stacks):
-        (path, part), shape = first.module.rsplit(".", 1), first.shape
+        (path, part) = first.module.rsplit(".", 1)
+        shape = first.shape
         if part == "down_proj":
             shape = shape[::-1]
         elif part == "gate_up_proj":
@@ -285,7 +288,8 @@ class Stored:
                     experts[numbers[:-1]] = experts.get(numbers[:-1], 0) + 1
             for layer, count in experts.items():
                 info = next(info for numbers, info in parts[0].items() if numbers[:-1] == layer)
-                rows, cols = len(parts) * info.shape[0], info.shape[1]
+                rows = len(parts) * info.shape[0]
+                cols = info.shape[1]
                 shape = (count, cols, rows) if stacked.transposed else (count, rows, cols)
                 for name in names:
                     full = _filled(name, layer)
@@ -364,7 +368,8 @@ def under_stored_names(known: ClassTensors, entry: ModuleRules, stored: Stored) 
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:
     """Take away the parts that two names end with alike; what is left ends with a dot, or is empty."""
-    parts, other_parts = name.split("."), other.split(".")
+    parts = name.split(".")
+    other_parts = other.split(".")
     while parts and other_parts and parts[-1] == other_parts[-1]:
         parts.pop()
         other_parts.pop()

@@ -56,7 +56,8 @@ def find_cached_attentions(modules: Iterable[str], entry: ModuleRules, config: d
     if model.cache_refused is not None:
         raise PlanError(f"{model.name}: no engine loads scales of the KV cache: {model.cache_refused}", _NO_CACHE)
     patterns = [(compile_pattern(absolute_patterns(model, [rows.pattern])[0]), rows) for rows in model.cached]
-    layer_pattern, is_mtp_layer = compile_pattern(f"{model.layers}.**"), mtp_layer_finder(model, config)
+    layer_pattern = compile_pattern(f"{model.layers}.**")
+    is_mtp_layer = mtp_layer_finder(model, config)
     count = layers_with_cache(config)
     attentions: dict[int, str] = {}
     for module in modules:
@@ -103,7 +104,8 @@ def add_scales(
         items[shard] = [
             item for item in tensors if not (isinstance(item, PassthroughTensor) and item.tensor.name in replaced)
         ]
-    paths, shard_of = set(attentions.values()), dict[str, str]()
+    paths = set(attentions.values())
+    shard_of = dict[str, str]()
     for info in source.tensors.values():
         path = info.module.rpartition(".")[0]
         if path in paths and info.name not in replaced:
@@ -111,7 +113,8 @@ def add_scales(
     for number, path in attentions.items():
         absmax = _absmax(calibration, number) if calibration is not None else None
         for place, last in enumerate(SCALES):
-            name, source_name = f"{path}.{last}", source_scales.get(number, (None, None))[place]
+            name = f"{path}.{last}"
+            source_name = source_scales.get(number, (None, None))[place]
             value: float | TensorInfo = 1.0
             if absmax is not None:
                 value = scale_for(absmax[place])
@@ -292,7 +295,8 @@ def scale_sharing_keys(
     """
     keys: dict[str, tuple[str, ...]] = {}
     for module in modules:
-        experts, members = entry.experts(module), fused.get(module, (module,))
+        experts = entry.experts(module)
+        members = fused.get(module, (module,))
         # Experts of a layer share a key: their path and the last segments of the fused projections.
         keys[module] = (experts, *(name.rpartition(".")[2] for name in members)) if experts else members
     return keys
@@ -312,7 +316,8 @@ def chosen_scales(decisions: Decisions, entry: ModuleRules) -> dict[str, float]:
     keys = scale_sharing_keys(entry, decisions.layers, decisions.fused)
     seen: set[tuple[str, ...]] = set()
     for weight, scheme in decisions.quantized:
-        absmax, key = decisions.input_absmax.get(weight.module), keys[weight.module]
+        absmax = decisions.input_absmax.get(weight.module)
+        key = keys[weight.module]
         of_source = absmax is None and weight.input_scale_for(scheme.format) is not None
         if scheme.format.input_scale is not None and not of_source and key not in seen:
             seen.add(key)
@@ -338,7 +343,8 @@ def unrouted_note(
     """
     unrouted: dict[str, set[int]] = {}
     for module in modules:
-        experts, statistics = entry.experts(module), calibration.of(layers[module].source.name)
+        experts = entry.experts(module)
+        statistics = calibration.of(layers[module].source.name)
         if experts and statistics is not None and statistics.routed is not None:
             number = module.removeprefix(f"{experts}.").partition(".")[0]
             if number.isdecimal() and statistics.routed[int(number) : int(number) + 1] == (0,):

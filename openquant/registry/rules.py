@@ -94,13 +94,15 @@ class ModuleRules:
         self._experts = _compile_all(model, (experts.path for experts in model.experts))
         # By the template of the parent, then by the last segment. Neighbours in a checkpoint have the same parent.
         self._families: dict[str, dict[str, ModuleRule]] = {}
-        self._parent, self._siblings = "", self._families.setdefault("", {})
+        self._parent = ""
+        self._siblings = self._families.setdefault("", {})
 
     def rule(self, module: str) -> ModuleRule:
         """Return the rule of a module."""
         parent, _, last = module.rpartition(".")
         if parent != self._parent:
-            self._parent, self._siblings = parent, self._families.setdefault(template(parent), {})
+            self._parent = parent
+            self._siblings = self._families.setdefault(template(parent), {})
         rule = self._siblings.get(last)
         if rule is None:
             is_number = parent and last.isdecimal() and len(last) <= MAX_DIGITS

@@ -144,9 +144,12 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     Returns:
         The text of the new README.md.
     """
-    kl, floor, perplexity = evaluation["kl"], evaluation["floor"], evaluation["perplexity"]
+    kl = evaluation["kl"]
+    floor = evaluation["floor"]
+    perplexity = evaluation["perplexity"]
     mean = kl_text(kl["mean"], floor["kl"])
-    text, source = evaluation["text"], evaluation["source"]["name"]
+    text = evaluation["text"]
+    source = evaluation["source"]["name"]
     suspects = ", ".join(map(markdown, evaluation["suspects"][:_SUSPECTS]))
     rows = [
         ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(verdict_meaning(evaluation))}"),
@@ -209,7 +212,8 @@ def _texts_from(text: Mapping[str, Any]) -> str:
 
 
 # Characters of each text in a card, and suspect layers that it names.
-_TEXT_LENGTH, _SUSPECTS = 400, 5
+_TEXT_LENGTH = 400
+_SUSPECTS = 5
 
 
 def _answer_table(text: Mapping[str, Any]) -> list[str]:
@@ -250,7 +254,8 @@ def difference_text(text: Mapping[str, Any]) -> str:
 
 def _eval_command(repo: str, source: str, evaluation: Mapping[str, Any]) -> str:
     """Return the command that repeats an evaluation, on one line."""
-    text, tasks = evaluation["text"], evaluation.get("tasks")
+    text = evaluation["text"]
+    tasks = evaluation.get("tasks")
     words = [("openquant eval", repo), ("--source", source)]
     words += [("--text", name) for name in text.get("files", ())]
     words += [("--dataset", text["dataset"])] if text.get("dataset") else []
@@ -382,15 +387,18 @@ def _packages(plan: Plan) -> list[str]:
 
 def _context(plan: Plan) -> int | None:
     """Return the tokens that `--fit GPU` made room for; None if that is all that the model allows, or without --fit."""
-    found, serving = plan.provenance.frontier, summary.serving(plan)
+    found = plan.provenance.frontier
+    serving = summary.serving(plan)
     if found is None or found["gpu"] is None or serving is None or serving[1].cache is None:
         return None
-    context, longest = int(found["context"]), serving[1].cache.length
+    context = int(found["context"])
+    longest = serving[1].cache.length
     return context if longest is None or context < longest else None
 
 
 # Widest bar in a card, in characters, and characters that are an eighth of one to seven eighths wide.
-_BAR, _EIGHTHS = 24, " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
+_BAR = 24
+_EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
 
 
 def _frontier(found: Mapping[str, Any], is_gptq: bool) -> list[str]:
@@ -405,7 +413,8 @@ def _frontier(found: Mapping[str, Any], is_gptq: bool) -> list[str]:
         eighths = round(8 * _BAR * point["kl"] / most)
         bar = "\u2588" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
         lines.append(f"| {name} | {point['bits']:.2f} | {gigabytes(point['bytes'])} | {kl} | {bar} |")
-    texts, on = found["texts"].partition(":")[0], ""
+    texts = found["texts"].partition(":")[0]
+    on = ""
     if any(point["measured"] for point in found["points"]):
         on = f" Measured on {texts}, SHA-256 of the tokens {found['texts_sha256'][:12]}."
     return [*lines, "", f'Weights rounded to nearest. "About": estimated from scores of single layers.{on}', ""]
@@ -435,7 +444,8 @@ def _listed(names: Sequence[str]) -> str:
 def _range(names: Sequence[str]) -> str:
     """Name generations of NVIDIA, in their order: "Ada, Hopper and Blackwell", "Turing to Blackwell"."""
     order = list(GENERATIONS)
-    first, last = order.index(names[0]), order.index(names[-1])
+    first = order.index(names[0])
+    last = order.index(names[-1])
     return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _listed(names)
 
 
@@ -471,14 +481,18 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
     # "vLLM and SGLang on NVIDIA Ampere", or "vLLM on NVIDIA Turing to Blackwell and CPUs, and SGLang on NVIDIA Ampere".
     served = ", and ".join(f"{_listed(engines)} on {devices}" for devices, engines in on.items())
     served = f" For {served}." if served else ""
-    before, after = gigabytes(summary.source_bytes(plan)), gigabytes(summary.output_bytes(plan))
+    before = gigabytes(summary.source_bytes(plan))
+    after = gigabytes(summary.output_bytes(plan))
     return f"{origin}{what}.{served} {before if before == after else f'{before} became {after}'}."
 
 
 def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> list[str]:
     """Return the lines of a card before the source's text."""
-    settings, transforms, computed = plan.quantization_config, plan.options.transforms, _computed_on(plan)
-    calibration, has_use = plan.options.calibration, transforms or plan.decisions.input_absmax or has_fp8_cache(plan)
+    settings = plan.quantization_config
+    transforms = plan.options.transforms
+    computed = _computed_on(plan)
+    calibration = plan.options.calibration
+    has_use = transforms or plan.decisions.input_absmax or has_fp8_cache(plan)
     origin = commit = _title(name)
     if repo:
         origin = commit = f"[{repo}](https://huggingface.co/{repo})"
@@ -614,7 +628,8 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
     raw: re.Pattern[str] | None = None
     paragraph: list[str] = []
     # Whether an underline of dashes below the paragraph makes a heading, and not the end of a list.
-    top, html = True, False
+    top = True
+    html = False
     for line in text.split("\n"):
         opening = None if fence or raw or html else _FENCE.match(line)
         if not (fence or raw or html):
@@ -622,9 +637,11 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
         underline = None if fence or raw or opening else _UNDERLINE.match(line)
         if underline and paragraph and (top or "=" in underline[1]):
             yield f"{'#' if '=' in underline[1] else '##'} {' '.join(map(str.strip, paragraph))}", False
-            paragraph, top = [], True
+            paragraph = []
+            top = True
             continue
-        is_code, heading = bool(fence or raw or opening), _HEADING.match(line)
+        is_code = bool(fence or raw or opening)
+        heading = _HEADING.match(line)
         html = not is_code and bool(line.strip()) and (html or (not paragraph and bool(_HTML.match(line))))
         ends = is_code or heading or not line.strip() or _RULE.match(line)
         if not ends and not html and (paragraph or not _NO_PARAGRAPH.match(line)):
@@ -633,7 +650,8 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
             continue
         yield from ((waiting, False) for waiting in paragraph)
         yield line, is_code
-        paragraph, top = [], bool(ends)
+        paragraph = []
+        top = bool(ends)
         if opening:
             fence = opening[1]
         elif fence and re.fullmatch(rf" {{0,3}}{fence[0]}{{{len(fence)},}}[ \t]*", line):

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's blue, orange and green.
-OUTPUT, FLOOR, ROUTED = "#0072b2", "#e69f00", "#009e73"
+OUTPUT = "#0072b2"
+FLOOR = "#e69f00"
+ROUTED = "#009e73"
 # Placeholder for the colour of the page's text, replaced in the SVG.
 _INK = "#010203"
 # In inches: text is still legible when a chart fills the width of a phone.
@@ -110,7 +112,8 @@ def draw_distribution(axes: Axes, histogram: Mapping[str, Any]) -> None:
     hatched = axes.stairs(shares[0], edges, facecolor="none", edgecolor=FLOOR, hatch="///", baseline=None)
     # From the first bin with a share to the last: a curve along zero, or down to it at its ends, shows nothing.
     drawn = [number for number, share in enumerate(shares[1]) if share > 0] or [0]
-    first, last = drawn[0], drawn[-1] + 1
+    first = drawn[0]
+    last = drawn[-1] + 1
     curve = axes.stairs(shares[1][first:last], edges[first : last + 1], baseline=None, color=OUTPUT, linewidth=2.0)
     largest = [max(pair) for pair in zip(*shares, strict=True)]
     visible = [number for number, share in enumerate(largest) if share > 0.005]

@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 
 
 # Most texts, and most characters of each.
-MOST_TEXTS, MOST_LETTERS = 50, 4000
+MOST_TEXTS = 50
+MOST_LETTERS = 4000
 # Packages of the extra `report`.
 _PACKAGES = ("jinja2", "matplotlib")
 # Marks of pages and pictures that openquant wrote, which are in their first bytes.
 _BEGINNING = 1024
 _GENERATOR = b'<meta name="generator" content="openquant '
-_PNG, _SOFTWARE = b"\x89PNG\r\n\x1a\n", b"tEXtSoftware\0openquant "
+_PNG = b"\x89PNG\r\n\x1a\n"
+_SOFTWARE = b"tEXtSoftware\0openquant "
 
 
 def _is_page(file: BinaryIO) -> bool:
@@ -184,7 +186,8 @@ def _mark_differences(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
         for name in ("source", "output")
     ]
     answers = (Markup(), Markup())
-    mark, same = Markup("<mark>{}</mark>"), Markup("{}")
+    mark = Markup("<mark>{}</mark>")
+    same = Markup("{}")
     for kind, *spans in difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
         pieces = ("".join(words[0][spans[0] : spans[1]]), "".join(words[1][spans[2] : spans[3]]))
         answers = tuple(  # type: ignore[assignment]
@@ -232,7 +235,8 @@ def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Pa
         The page's content, for `render_page`.
     """
     local = len(models) == 2 and all(model.is_dir() for model in models)
-    first, source = evaluations[0], evaluations[0]["source"]["name"]
+    first = evaluations[0]
+    source = evaluations[0]["source"]["name"]
     return PageContent(
         first["output"]["name"] if len(evaluations) == 1 else f"{len(evaluations)} outputs of {source}",
         f"compared with {source}, on {first['text']['positions']:,} positions of {first['text']['documents']:,} texts",

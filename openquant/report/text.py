@@ -84,7 +84,8 @@ def _facts(
 ) -> list[str]:
     unchanged = plan.scheme is None and plan.quantization_config
     layers = "" if unchanged else f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
-    before, after = summary.source_bytes(plan), summary.output_bytes(plan)
+    before = summary.source_bytes(plan)
+    after = summary.output_bytes(plan)
     at_a_time = gigabytes(space.needed) if space and space.needed not in (0, space.output) else None
     lines = [
         f"weights:  {gigabytes(before)} -> {gigabytes(after)}, {_share(plan)}{layers}",
@@ -318,7 +319,8 @@ def _count(number: int, noun: str) -> str:
 
 
 # Number of prompts whose answers are shown, and characters of each answer.
-SHOWN_PROMPTS, SHOWN_CHARACTERS = 2, 300
+SHOWN_PROMPTS = 2
+SHOWN_CHARACTERS = 300
 
 
 def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: int | None = None) -> str:
@@ -333,10 +335,12 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
     Returns:
         The text, lines separated by newlines.
     """
-    floor, outputs = evaluation["floor"], evaluation["outputs"]
+    floor = evaluation["floor"]
+    outputs = evaluation["outputs"]
     source = f"{terminal(evaluation['source']['name'])} (source)"
     rows = [("", "size", "KL in nats", "95 %", "99th", "same token", "perplexity", "verdict")]
-    size, perplexity = gigabytes(outputs[0]["sizes"]["source"]), _number(outputs[0]["perplexity"]["source"])
+    size = gigabytes(outputs[0]["sizes"]["source"])
+    perplexity = _number(outputs[0]["perplexity"]["source"])
     rows.append((source, size, "", "", "", "", perplexity, ""))
     rows.append(
         ("  with noise: the floor", "", *_kl(floor, floor), percent(floor["top1"]), _number(floor["perplexity"]), "")
@@ -344,7 +348,8 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
     for output in outputs:
         kl = {"kl": output["kl"]["mean"], **output["kl"]}
         perplexity = _number(output["perplexity"]["output"])
-        name, size = terminal(output["output"]["name"]), gigabytes(output["sizes"]["output"])
+        name = terminal(output["output"]["name"])
+        size = gigabytes(output["sizes"]["output"])
         rows.append((name, size, *_kl(kl, floor), percent(output["top1"]), perplexity, output["verdict"]))
         weights_only = output["weights_only"]
         if weights_only["kl"] != output["kl"]["mean"]:
@@ -376,7 +381,8 @@ def _layer_lines(output: Mapping[str, Any]) -> list[str]:
     layers = output["layers"]
     if not layers:
         return []
-    first, last = layers[0], layers[-1]
+    first = layers[0]
+    last = layers[-1]
     lines = [
         f"relative distance of hidden states: {first['distance']:.3g} after {terminal(first['layer'])}, "
         f"{last['distance']:.3g} after {terminal(last['layer'])} (floor {last['floor']:.3g})"
@@ -602,7 +608,8 @@ def _choices(diagnosis: Diagnosis, width: int | None) -> list[str]:
         )
         for choice in diagnosis.choices
     ]
-    requested, size = SCHEMES[diagnosis.scheme], gigabytes(diagnosis.bytes)
+    requested = SCHEMES[diagnosis.scheme]
+    size = gigabytes(diagnosis.bytes)
     first = (f"--scheme {requested.name}", f"{diagnosis.kl:.3g}", "", size, activations(requested), "no")
     return [
         "",

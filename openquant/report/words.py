@@ -178,7 +178,8 @@ def texts_origin(text: Mapping[str, Any]) -> str:
         text: `text` of an eval.json, or `texts` of a calibration.
     """
     names = [name.rpartition("/")[2] for name in text.get("files", ())]
-    dataset, builtin = text.get("dataset") or "", text.get("builtin")
+    dataset = text.get("dataset") or ""
+    builtin = text.get("builtin")
     if dataset:
         # "org/name:split" is on the Hub.
         names.append(dataset if re.match(r"[^/.][^/]*(/[^/]*)?$", dataset) else dataset.rpartition("/")[2])
@@ -236,7 +237,8 @@ def task_summary(tasks: Mapping[str, Any]) -> str:
     Args:
         tasks: `tasks` of its eval.json.
     """
-    mean, pooled = tasks["mean"][0], tasks["pooled"]
+    mean = tasks["mean"][0]
+    pooled = tasks["pooled"]
     interval = mean["recovery_interval"]
     between = "" if interval is None else f" [{', '.join(f'{100 * edge:.1f}' for edge in interval)}]"
     names = [markdown(figures["task"]) for figures in tasks["tasks"]]

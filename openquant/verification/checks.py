@@ -95,7 +95,8 @@ def check_finished(root: Path, plan: Plan) -> None:
         SourceError: the output cannot be opened.
     """
     checkpoint = open_checkpoint(root)
-    problems, planned_count = [], 0
+    problems = []
+    planned_count = 0
     for shard in plan.layout.shards:
         for info in plan.layout.outputs(shard.name):
             planned_count += 1

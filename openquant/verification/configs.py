@@ -68,7 +68,8 @@ def config_differences(actual: Any, expected: Any, path: tuple[str, ...] = ()) -
     """
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in dict.fromkeys([*expected, *actual]):
-            left, right = actual.get(key, MissingValue), expected.get(key, MissingValue)
+            left = actual.get(key, MissingValue)
+            right = expected.get(key, MissingValue)
             if MissingValue in (left, right):
                 yield Difference((*path, key), left, right)
             else:
@@ -89,11 +90,14 @@ def judge_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iter
         A difference (the path of keys, the output's value, the source's value), and whether it changes what the model
         computes.
     """
-    actual, expected = _normalized(actual), _normalized(expected)
+    actual = _normalized(actual)
+    expected = _normalized(expected)
     for difference in config_differences(actual, expected):
-        actual_section, expected_section = actual, expected
+        actual_section = actual
+        expected_section = expected
         for key in difference.path[:-1]:
-            actual_section, expected_section = actual_section[key], expected_section[key]
+            actual_section = actual_section[key]
+            expected_section = expected_section[key]
         yield difference, _changes_model(difference, actual_section, expected_section)
 
 
@@ -109,7 +113,8 @@ def _changes_model(
         actual_section: the object in the first config that has, or lacks, the key.
         expected_section: the same of the second config.
     """
-    key, value = difference.path[-1], difference.actual
+    key = difference.path[-1]
+    value = difference.actual
     rope = "rope_parameters" in difference.path
     if not rope and (_NOT_COMPUTED.search(key) or not _COMPUTED.search(key)):
         return False
@@ -119,7 +124,8 @@ def _changes_model(
         return difference.expected is not None and difference.expected not in added and key != _TIED
     if difference.expected is not MissingValue:
         return True
-    heads, size = actual_section.get("num_attention_heads"), actual_section.get("hidden_size")
+    heads = actual_section.get("num_attention_heads")
+    size = actual_section.get("hidden_size")
     if key == "head_dim":
         return value is not None and not (isinstance(heads, int) and heads and size == value * heads)
     if key == "num_key_value_heads":

@@ -241,7 +241,8 @@ class _Worker:
 
     def compare(self, number: int, info: TensorInfo, original: Weight | bytes | None) -> None:
         """Compare an unquantized tensor with the source: see `TensorTask.original`."""
-        place, low = self.checkpoint.where[info.name], 0
+        place = self.checkpoint.where[info.name]
+        low = 0
         with self.output.open(place.shard) as file:
             for expected in self._expected(info, original):
                 if self.reading.stopped.is_set():
@@ -302,11 +303,13 @@ class _Worker:
     def check_weight(self, number: int, task: TensorTask, weight: Weight) -> None:
         """Check the codes and scales of a quantized weight, and compare it with the source if the task has one."""
         assert not isinstance(task.original, bytes)
-        original, scheme = task.original, task.scheme
+        original = task.original
+        scheme = task.scheme
         if task.by_decoding:
             self._check_decoded(number, weight, original)
             return
-        info, low = weight.codes, 0
+        info = weight.codes
+        low = 0
         if weight.input_scale is not None:
             self._read_scale(number, weight.input_scale)
         signed = weight.format is not None and weight.format.signed_scales
@@ -387,7 +390,8 @@ class _Worker:
             if info is not None and self._read_scale(number, info, signed) is None:
                 return
         experts = len(weight.matrices)
-        errors, source_pieces = ErrorSum(), None if original is None else self.source.rows(original, 1)
+        errors = ErrorSum()
+        source_pieces = None if original is None else self.source.rows(original, 1)
         source_rows = np.empty((0, weight.shape[1]), np.float32)
         for bits in (piece for matrix in weight.matrices for piece in self.output.rows(matrix, 1)):
             if self.reading.stopped.is_set():
@@ -419,7 +423,8 @@ class _Worker:
             for bits in self.source.rows(original, 1):
                 yield len(bits), bits
             return
-        rows, step = info.nbytes // pitch, max(1, PIECE // pitch)
+        rows = info.nbytes // pitch
+        step = max(1, PIECE // pitch)
         for low in range(0, rows, step):
             yield min(step, rows - low), None
 
@@ -469,7 +474,8 @@ class _Worker:
         gptq_rounded: bool,
     ) -> None:
         """Report scales and codes that differ from those that quantizing the source again gives."""
-        info, scale = weight.codes, weight.scale
+        info = weight.codes
+        scale = weight.scale
         assert scale is not None
         if scheme.format.shares_scale:
             # verify.py compares the scale that fused layers share once it knows the absmax of all of them.
@@ -500,7 +506,9 @@ class _Worker:
 
     def _report_zeros(self, number: int, weight: Weight, comparison: Comparison) -> None:
         """Report zero points that differ from those that quantizing the source again gives."""
-        info, zeros, recomputed = weight.zero_points, comparison.zeros, comparison.expected_zeros
+        info = weight.zero_points
+        zeros = comparison.zeros
+        recomputed = comparison.expected_zeros
         if info is None or zeros is None or recomputed is None or weight.format is None:
             return
         wrong = zeros != recomputed

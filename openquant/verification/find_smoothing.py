@@ -74,7 +74,10 @@ class _Recognition:
     """One call of `recognize_smoothing`."""
 
     def __init__(self, plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> None:
-        self.plan, self.checkpoint, self.codes, self.stated = plan, output, codes, stated
+        self.plan = plan
+        self.checkpoint = output
+        self.codes = codes
+        self.stated = stated
         self.source = Reader(plan.decoded.where, plan.decoded.root.joinpath)
         self.output = Reader(output.where, output.root.joinpath)
         self.problems: list[str] = []
@@ -161,17 +164,21 @@ class _Recognition:
             for reader, weight in ((self.source, source_weight), (self.output, output_weight))
         )
         count = min(len(expected), len(actual))
-        expected, actual = expected[:count].astype(np.float64), actual[:count].astype(np.float64)
-        expected_energy, products = (expected * expected).sum(axis=0), (expected * actual).sum(axis=0)
+        expected = expected[:count].astype(np.float64)
+        actual = actual[:count].astype(np.float64)
+        expected_energy = (expected * expected).sum(axis=0)
+        products = (expected * actual).sum(axis=0)
         actual_energy = (actual * actual).sum(axis=0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio, explained = products / expected_energy, products * products / (expected_energy * actual_energy)
+            ratio = products / expected_energy
+            explained = products * products / (expected_energy * actual_energy)
             # A column that rounding has set to zero gives NaN, which is not above the limit.
             wrong = (explained > _EXPLAINED) & (np.rint(np.log2(np.abs(ratio))) != 0)
         # With two or three bits, rounding alone may make a column of small weights half as large again.
         wrong &= np.square(actual - expected).sum(axis=0) > self._rounding_energy(output_weight, count)
         if wrong.any():
-            index, name = int(wrong.argmax()), self._stored_name(mapping.smooth_layer)
+            index = int(wrong.argmax())
+            name = self._stored_name(mapping.smooth_layer)
             self.problems.append(
                 f"{self._place(name)} does not match {module}, which reads its output: column {index} there is "
                 f"{ratio[index]:.3g} times what it should be "
@@ -182,7 +189,8 @@ class _Recognition:
         """The largest sum of squared rounding errors in each column of the first `count` rows, float64 [in]; 0 for
         floating-point formats.
         """
-        fmt, cols = weight.format, weight.shape[1]
+        fmt = weight.format
+        cols = weight.shape[1]
         if fmt is None or fmt.number.normal:
             return np.zeros(cols)
         steps = self.output.scales(weight, 0, count).astype(np.float64)

@@ -164,7 +164,8 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
     Raises:
         UsageError: matching names with regular expressions of the config takes too long.
     """
-    ignored, unlisted = headers.quantization.ignored, []
+    ignored = headers.quantization.ignored
+    unlisted = []
     if headers.quantization.method in IN_COLUMNS and not ignored.entries:
         return  # vLLM then ignores the layers that have no codes (layers/quantization/auto_awq.py:370-389).
     for info in headers.checkpoint.tensors.values():

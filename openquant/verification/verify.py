@@ -189,12 +189,16 @@ class _Verification:
         self.recomputable = self.ours and not self.facts.from_quantized
         # Whether quantizing the source again must give the same codes and scales.
         self.recomputes = full and self.recomputable and headers.scheme is not None
-        self.problems, self.notes = findings.problems, findings.notes
-        self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
+        self.problems = findings.problems
+        self.notes = findings.notes
+        self.codes = headers.codes
+        self.scheme = headers.scheme
+        self._place = headers.place
         self.as_engines_load = headers.quantization.checked_as_engines_load
         self.fp8_cache = cached_in_fp8(headers)
         self.cache_scales = cache_tensors(headers)
-        entry, scheme = headers.entry, headers.scheme
+        entry = headers.entry
+        scheme = headers.scheme
         # Keys that the config needs beside its quantization_config. Other tools may store projections unfused.
         config = self.checkpoint.config if self.ours else {}
         self.required_keys = entry.model.extra_config(scheme.name if scheme else None, config) if entry else {}
@@ -225,7 +229,8 @@ class _Verification:
             self._check_shared_scales(self.headers.entry)
         self._check_recomputed_shared_scales(self.headers.entry)
         cache = [info.name for info in self.cache_scales]
-        scales, chosen = self.contents.scales, self.facts.static_scales
+        scales = self.contents.scales
+        chosen = self.facts.static_scales
         self.problems += check_static_scales(self.headers, scales, cache, chosen, self._source_scales())
 
     def _report_lost_weights(self) -> None:
@@ -262,9 +267,11 @@ class _Verification:
 
     def _check_extra_files(self) -> None:
         """Report files that neither the run nor the source explains."""
-        expected, where = self.files or None, "not of the run that made it" if self.files else "beside the model"
+        expected = self.files or None
+        where = "not of the run that made it" if self.files else "beside the model"
         if self.source is not None:
-            expected, where = {*self.source.files, "README.md", "config.json"}, "not in the source"
+            expected = {*self.source.files, "README.md", "config.json"}
+            where = "not in the source"
         problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
         self.problems += [*extra_weights(self.checkpoint), *problems]
         self.notes += notes
@@ -333,7 +340,8 @@ class _Verification:
             # For another tool's output the plan only gives names, which all schemes of a method share.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
-            layout, headers = self._stored_layout(), self.headers
+            layout = self._stored_layout()
+            headers = self.headers
             options = PlanOptions(head=headers.head, embedding=headers.embedding, fp8_kv_cache=self.fp8_cache)
             self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
             if self.as_engines_load:
@@ -394,7 +402,8 @@ class _Verification:
                 continue
             # As it would be unquantized.
             info = self.headers.stored[tensor.name].source if tensor.name in self.headers.stored else tensor
-            original, weight = source.tensors.get(info.name), self.originals.get(info.module)
+            original = source.tensors.get(info.name)
+            weight = self.originals.get(info.module)
             if original is None and weight is not None and info.name != f"{info.module}.weight":
                 weight = None
             source_info = original or (weight and weight.source)
@@ -402,7 +411,8 @@ class _Verification:
                 if not self.headers.belongs_to_codes(info.name):
                     foreign.append(info.name)
                 continue
-            dtype, shape = source_info.dtype, weight.shape if original is None and weight else source_info.shape
+            dtype = source_info.dtype
+            shape = weight.shape if original is None and weight else source_info.shape
             if tensor.name in self.headers.stored:
                 if info.shape != shape:
                     self._report_mismatch(tensor, dtype, shape)
@@ -460,7 +470,8 @@ class _Verification:
             return
         for shard in self.plan.layout.shards:
             for planned in self.plan.layout.outputs(shard.name):
-                info, where = self.checkpoint.tensors[planned.name], self.checkpoint.where[planned.name]
+                info = self.checkpoint.tensors[planned.name]
+                where = self.checkpoint.where[planned.name]
                 if (info != planned and info.name not in self.headers.scales) or where.shard != shard.name:
                     self.problems.append(
                         f"{self._place(info.name)} is {described(info)}, "
@@ -540,7 +551,8 @@ class _Verification:
         """The static scales that an output of ours takes from its source, by tensor name."""
         if self.plan is None or self.source is None or not self.ours:
             return {}
-        decisions, reader = self.plan.decisions, Reader(self.source.where, self.source.root.joinpath)
+        decisions = self.plan.decisions
+        reader = Reader(self.source.where, self.source.root.joinpath)
         scales = {
             kept.tensor.name: float(reader.read_scale(kept.value).item())
             for kept in decisions.passthrough
@@ -578,7 +590,9 @@ class _Verification:
 
     def _check_shared_scales(self, entry: ModuleRules) -> None:
         """Check that fused layers share a scale. vLLM otherwise requantizes them at load, or uses one of the scales."""
-        layers, different, ragged = self.headers.layers(entry), 0, 0
+        layers = self.headers.layers(entry)
+        different = 0
+        ragged = 0
         for members in sorted(set(entry.fused_groups(layers).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
             formats = {weight.format for weight in weights}
@@ -616,7 +630,8 @@ class _Verification:
         """The scheme that a weight is stored in: the directory's, or one that it may be mixed with; None for others."""
         if weight.format is None or self.scheme is None:
             return self.scheme
-        layout, schemes = _layout(weight.format), (self.scheme, *KEPT_SCHEMES)
+        layout = _layout(weight.format)
+        schemes = (self.scheme, *KEPT_SCHEMES)
         alike = [scheme for scheme in schemes if _layout(scheme.format) == layout]
         # Some differ in how activations are quantized alone.
         return next((scheme for scheme in alike if scheme.format == weight.format), alike[0] if alike else None)

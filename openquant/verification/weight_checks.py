@@ -112,7 +112,8 @@ def find_decodable_weights(
     for targets, fmt in quantization.groups:
         for name in (f"{target}.weight" for target in targets):
             if name in checkpoint.tensors and name not in stored:
-                dtype, shard = checkpoint.tensors[name].dtype, checkpoint.where[name].shard
+                dtype = checkpoint.tensors[name].dtype
+                shard = checkpoint.where[name].shard
                 findings.problems.append(f"{shard}: {name} is {dtype}, but the config has it in {fmt.number.title}")
     for title, names in modules.items():
         layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
@@ -137,7 +138,9 @@ class _Finder:
         """Add all weights, and report problems with their codes, scales and zero points."""
         per_tensor_scale_inv = 0
         for pair in pairs:
-            info, fmt, scale = pair.codes, pair.fmt, pair.scale
+            info = pair.codes
+            fmt = pair.fmt
+            scale = pair.scale
             if fmt is not None and fmt.columns is not None:
                 self._add_columns(pair, fmt)
                 continue
@@ -197,7 +200,8 @@ class _Finder:
 
     def _add_rows(self, pair: CodesAndScale, fmt: Format, scale: TensorInfo | None) -> None:
         """Add a weight whose codes lie in rows, and check the other tensors of its format."""
-        info, module = pair.codes, pair.module
+        info = pair.codes
+        module = pair.module
         shape = (*info.shape[:-1], fmt.number.count(info.shape[-1]))
         matrix = (shape[-2], shape[-1])
         missing = f"scale: {fmt.scale_of(pair.name)} is missing"
@@ -212,7 +216,8 @@ class _Finder:
         self.scales.update(other.name for other in pair.companions if other.name.endswith(".input_global_scale"))
         input_scale = None
         if fmt.input_scale is not None:
-            name, how = f"{module}.{fmt.input_scale}", "static" if fmt.static else "scaled under it"
+            name = f"{module}.{fmt.input_scale}"
+            how = "static" if fmt.static else "scaled under it"
             missing = f"{name}, but its activations are {how}"
             input_scale = self._checked(info, self.checkpoint.tensors.get(name), missing, FLOATS, ((), (1,)))
         for expected, _ in fmt.constant_tensors(module, matrix):
@@ -268,7 +273,8 @@ def check_strays(headers: Headers, findings: Findings) -> None:
         headers: the quantized directory, as its config and the headers of its shards describe it.
         findings: problems and notes, one line each, are added to it.
     """
-    unread, refused = 0, unread_tensors(headers.checkpoint.tensors, headers.codes.values())
+    unread = 0
+    refused = unread_tensors(headers.checkpoint.tensors, headers.codes.values())
     for info in headers.checkpoint.tensors.values():
         owner = headers.owner(info.name)
         if owner is None or info.name in headers.scales or info.name in refused:
@@ -292,7 +298,8 @@ def check_strays(headers: Headers, findings: Findings) -> None:
 
 # Values of float16, in which engines run models too, are 2^-24 to 2^16 in size. FP8 codes reach 2^9, so its scales are
 # 2^-33 to 2^7; bfloat16 has larger values. A stored global scale is the reciprocal, so the range is symmetric.
-SMALLEST, LARGEST = 2.0**-33, 2.0**33
+SMALLEST = 2.0**-33
+LARGEST = 2.0**33
 # How many times larger one scale of fused layers may be if another tool chose it, which may have seen other tokens for
 # each layer. openquant leaves as much room for activations that no text showed (Format.scale_inputs).
 ROOM = 2.0
@@ -364,7 +371,8 @@ def _differing_in_fused(headers: Headers, values: Mapping[str, float], modules: 
         names = [modules[module] for module in members if module in modules]
         if not names:
             continue
-        low, high = min(names, key=values.__getitem__), max(names, key=values.__getitem__)
+        low = min(names, key=values.__getitem__)
+        high = max(names, key=values.__getitem__)
         if values[high] > ROOM * values[low]:
             problems.append(
                 f"{headers.place(low)} is {values[low]:g} and {high} is {values[high]:g}, but their layers read the "
