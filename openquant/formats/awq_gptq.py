@@ -98,6 +98,7 @@ def read_gptq(config: dict[str, Any]) -> Format:
     _require(config, "is_marlin_format", (False, None), "known are gptq and gptq_v2")
     for key in ("sym", "desc_act"):
         _require(config, key, (True, False, None), "it must be true or false")
+
     number = _number(config.get("bits"), tuple(_BITS))
     columns = Columns(
         ZEROS,
@@ -105,6 +106,7 @@ def read_gptq(config: dict[str, Any]) -> Format:
         index="g_idx",
         act_order=config.get("desc_act") is True,
     )
+
     return _format(
         number, _group(config.get("group_size"), number), columns, None if config.get("sym", True) else ZEROS
     )
@@ -161,6 +163,7 @@ def _read_auto_round(config: dict[str, Any]) -> Format:
     _require(config, "data_type", ("int", None), "known are integers")
     _require(config, "act_bits", (16, 32, None), "known are activations as they are")
     _require(config, "rotation_config", (None,), "known are weights that are not rotated")
+
     packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
     layout = _AUTO_ROUND.get(":".join(str(packing).split(":")[:2]))
     if layout is None:
@@ -168,9 +171,11 @@ def _read_auto_round(config: dict[str, Any]) -> Format:
             f"config.json has the packing_format {json.dumps(packing)[:100]}",
             f"known are {', '.join(list(_AUTO_ROUND)[:-1])} and {list(_AUTO_ROUND)[-1]}",
         )
+
     if layout != "awq":
         plain = {key: config.get(key) for key in ("bits", "group_size")}
         return read_gptq({**plain, "sym": config.get("sym", True), "checkpoint_format": layout})
+
     fmt = read_awq({key: config.get(key) for key in ("bits", "group_size")})
     return fmt if config.get("sym") is False else replace(fmt, zero_point=None)
 
@@ -442,19 +447,24 @@ def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
     export = _object(config, "export")
     stored = export.get("weight_format")
     order = export.get("pack_method")
+
     if stored not in (None, "real_quantized"):
         raise UsageError(f"config.json has the weight_format {json.dumps(stored)[:100]}", "known is real_quantized")
     if order not in (None, *_ORDERS):
         raise UsageError(f"config.json has the pack_method {json.dumps(order)[:100]}", "known are reorder and order")
+
     of_types = _object(config, "layer_type_quant_config")
     named: list[tuple[str, str, Any]] = []
+
     for pattern, layer in _object(config, "layer_quant_config").items():
         # The first pattern that matches counts, so a name after an expression must be one too.
         in_turn = named and named[-1][1].startswith("re:")
         target = f"re:{fnmatch.translate(pattern)}" if in_turn or set(pattern) & set("*?[") else pattern
         named.append((pattern, target, layer))
+
     whole = "layer_type_quant_config" if "Linear" in of_types else "global_quant_config"
     named.append((whole, "Linear", of_types.get("Linear", config.get("global_quant_config"))))
+
     layers: Layers = []
     inputs: Inputs = []
     for name, target, layer in named:
@@ -466,6 +476,7 @@ def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
                 raise UsageError(f"config.json: {name[:100]} of Quark has a quantized bias", "known are weights")
             layers.append(((target,), _quark_format(name, layer["weight"], str(order or "reorder"))))
             inputs.append(_inputs(layer.get("input_tensors")))
+
     if not layers:
         raise UsageError("config.json has no weights that Quark quantized", MEND)
     return layers, inputs
@@ -487,8 +498,10 @@ def _parts(config: object) -> list[dict[str, Any]]:
 def _quark_format(name: str, config: object, order: str) -> Format:
     parts = _parts(config)
     weight = parts[0] if parts else {}
+
     dtype, scheme, size, axis = (weight.get(key) for key in ("dtype", "qscheme", "group_size", "ch_axis"))
     axes: tuple[int | None, ...] = (None, 0) if scheme == "per_channel" else (None, 1, -1)
+
     fmt = None
     if len(parts) == 1 and not weight.get("is_dynamic") and (scheme in ("per_tensor", "per_block") or axis in axes):
         fmt = _PLAIN.get((str(dtype), str(scheme)))
@@ -503,6 +516,7 @@ def _quark_format(name: str, config: object, order: str) -> Format:
     elif len(parts) == 2 and (dtype, scheme, size) == ("fp4", "per_group", 16) and axis in axes:
         second = parts[1].get("dtype"), parts[1].get("qscheme")
         fmt = _NVFP4 if second == ("fp8_e4m3", "per_tensor") else None
+
     if fmt is None:
         keys = ("dtype", "qscheme", "group_size", "symmetric", "scale_format", "is_dynamic", "ch_axis")
         said = [{key: part[key] for key in keys if part.get(key) is not None} for part in parts]
@@ -543,11 +557,13 @@ def _inputs(config: object) -> Mapping[str, Any] | None:
     parts = _parts(config)
     if config is None or not parts:
         return None
+
     first = parts[0]
     dtype = str(parts[0].get("dtype"))
     if len(parts) == 2 and (dtype, first.get("group_size")) == ("fp4", 16):
         inputs: Mapping[str, Any] = NVFP4_W4A4.group["input_activations"]
         return inputs
+
     return {
         "type": "int" if dtype == "int8" else "float",
         "num_bits": {"fp8_e4m3": 8, "int8": 8}.get(dtype, dtype),

@@ -155,7 +155,9 @@ def encode_stored(
     rows, cols = bits.shape
     height = group[0] or rows
     width = group[1] or cols
+
     arguments = bits, *_kind(dtype), scale, height, width, number.bits, out
+
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
         _encode_integers(
@@ -373,6 +375,7 @@ def _pack(codes: Any, bits: Any, out: Any) -> None:
         for i in range(out.size):
             out[i] = codes[2 * i] | u8(codes[2 * i + 1] << u8(4))
         return
+
     # Eight codes take as many bytes as a code has bits. They are brought together by pairs, pairs of pairs, and those.
     width = u64(bits)
     packed = codes.view(u64)
@@ -381,6 +384,7 @@ def _pack(codes: Any, bits: Any, out: Any) -> None:
     third = _lanes(width * u64(4), u64(64))
     gap = u64(8) - width
     eight = u64(8)
+
     for i in range(packed.size):
         together = packed[i]
         together = (together & first) | ((together >> gap) & (first << width))
@@ -399,12 +403,14 @@ def _unpack(packed: Any, bits: Any, codes: Any) -> None:
             codes[2 * i] = packed[i] & u8(15)
             codes[2 * i + 1] = packed[i] >> u8(4)
         return
+
     width = u64(bits)
     spread = codes.view(u64)
     first = _lanes(width, u64(16))
     second = _lanes(width * u64(2), u64(32))
     third = _lanes(width * u64(4), u64(64))
     gap = u64(8) - width
+
     for i in range(spread.size):
         apart = u64(0)
         for byte in range(bits):
@@ -431,9 +437,11 @@ def _encode_integers(
 ) -> None:
     values = np.empty(bits.shape[1], f32)
     codes = np.empty(bits.shape[1], u8)
+
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
         into = codes if code_bits < 8 else out[row]
+
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             shift = zero[row // height, group]
@@ -466,9 +474,11 @@ def _encode_floats(
     values = np.empty(bits.shape[1], f32)
     codes = np.empty(bits.shape[1], u8)
     lowest = f32(normal).view(u32)
+
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
         into = codes if code_bits < 8 else out[row]
+
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             part = values[group * width : (group + 1) * width]
@@ -504,12 +514,14 @@ def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> 
     """Quantize words of two bfloat16 weights, the first in the low half, to bytes of two E2M1 codes."""
     spread = np.empty((scale.shape[1], width), f32)
     divisors = spread.reshape(-1)
+
     for row in range(words.shape[0]):
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             part = spread[group]
             for i in range(part.size):
                 part[i] = divisor
+
         line = words[row]
         into = out[row]
         for i in range(line.size):
@@ -629,6 +641,7 @@ def _best(
     groups, width = bits.shape
     together = max(32, min(128, 8192 // width // 8 * 8))
     lowest = f32(normal).view(u32)
+
     # Four weights of each group are taken at a time; zeros, which have no rounding error, fill up.
     raw = np.zeros((width, together), bits.dtype)
     turned = np.zeros((-(-width // 4) * 4, together), f32)
@@ -639,9 +652,11 @@ def _best(
     unit = np.ones(together, f32)
     error = np.empty(together, f32)
     smallest = np.empty(together, f32)
+
     weighs = importance.size > 0
     which = np.zeros(together, i32)
     weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
+
     for first in range(0, groups, together):
         count = min(together, groups - first)
         one[:count] = unclipped[first : first + count]
@@ -650,6 +665,7 @@ def _best(
         if weighs:
             for j in range(count):
                 which[j] = (first + j) % importance.shape[1]
+
         _transpose(bits[first : first + count], raw)
         for k in range(width):
             line = turned[k]
@@ -661,6 +677,7 @@ def _best(
                 row = importance[k]
                 for j in range(count):
                     counts[j] = row[which[j]]
+
         for ratio in range(scales.shape[0]):
             scale[:count] = scales[ratio, first : first + count]
             for j in range(together):
@@ -684,6 +701,7 @@ def _best(
                     total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
                     total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
                     error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
+
             for j in range(together):
                 total = f32(f32(error[j] * relative[j]) * relative[j])
                 before = smallest[j]
@@ -691,6 +709,7 @@ def _best(
                 smallest[j] = total if better else before
                 # Computed without a branch, which the processor could not predict.
                 chosen[j] = u32(chosen[j] + u32(better) * u32(u32(ratio + 1) - chosen[j]))
+
         for j in range(count):
             if chosen[j]:
                 out[first + j] = scales[chosen[j] - 1, first + j]

@@ -227,17 +227,21 @@ def arithmetic_on(engine: str, layers: Iterable[tuple[str, bool]]) -> dict[str, 
     wanted = list(layers)
     places: dict[str, list[str]] = {}
     in_hardware: set[str] = set()
+
     for hardware in HARDWARE:
         kernels = [find_kernel(engine, scheme, hardware, experts) for scheme, experts in wanted]
         present = [kernel for kernel in kernels if kernel is not None]
         if not present or len(present) < len(kernels):
             continue
+
         numbers = " and ".join(dict.fromkeys(kernel.arithmetic for kernel in present))
         needs = " and ".join(dict.fromkeys(kernel.needs for kernel in present if kernel.needs))
         key = f"{numbers} with {needs}" if needs else numbers
         places.setdefault(key, []).append(hardware)
+
         if any(kernel.in_hardware for kernel in present):
             in_hardware.add(key)
+
     return {key: places[key] for key in sorted(places, key=lambda key: key not in in_hardware)}
 
 

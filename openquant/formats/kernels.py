@@ -285,6 +285,7 @@ def encode(
     if zero_point is not None:
         _encode_by_arithmetic(bits, dtype, scale, group, out, number, zero_point)
         return
+
     if dtype == "BF16" and global_scale is not None:
         exponent = scale.view(np.uint32) >> 23
         if np.all((exponent >= _SAFE) & (exponent <= _TOP_SCALE)):
@@ -293,6 +294,7 @@ def encode(
             tables = _tables_of_global_scale(number, float(global_scale.item()))
             _encode_by_offset(bits, (mantissa << 16) + ((_TOP_SCALE - exponent) << 7), group, out, tables)
             return
+
     # Tables need a multiple of the scale that is a bfloat16: the group's largest weight, from which the scale was made
     # (not where fused layers mix dtypes), or a power of two times the scale. Only the latter will do where weights may
     # be larger than the one from which the scale was made.
@@ -300,15 +302,18 @@ def encode(
     for multiple in multiples if dtype == "BF16" and global_scale is None else ():
         with np.errstate(over="ignore"):
             largest = (scale * np.float32(multiple)).view(np.uint32)
+
         top = (largest + np.uint32(0x8000)) >> 16
         # Where scales may be negative, tables of negative ones follow those of positive ones.
         negative = top >> 15 if number.span < number.largest else np.uint32(0)
         exponent = (top >> 7) - (negative << 8)
         exact = (top << 16).view(np.float32) / np.float32(multiple) == scale
+
         if np.all(exact & (exponent >= _SAFE) & (exponent <= _TOP)):
             offset = ((negative << 7 | top & 127) << 16) + ((_TOP - exponent) << 7)
             _encode_by_offset(bits, offset, group, out, _tables(number, multiple))
             return
+
     _encode_by_arithmetic(bits, dtype, scale, group, out, number)
 
 
@@ -366,6 +371,7 @@ def pack(codes: Codes, out: Codes, number: Number) -> None:
             low = np.uint64(lanes(width, 2 * lane))
             packed = packed & low | packed >> np.uint64(lane - width) & low << np.uint64(width)
             width *= 2
+
         of_eight = packed.view(np.uint8).reshape(-1, 8)
         into = out.reshape(-1, number.bits)
         for byte in range(number.bits):
@@ -386,16 +392,19 @@ def unpack(codes: Codes, number: Number) -> Codes:
         return codes
     if number.bits == 4:
         return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+
     of_eight = np.zeros((codes.size // number.bits, 8), np.uint8)
     packed = codes.reshape(-1, number.bits)
     for byte in range(number.bits):
         of_eight[:, byte] = packed[:, byte]
+
     spread = of_eight.reshape(-1).view("<u8")
     width = 4 * number.bits
     for lane in (32, 16, 8):
         low = np.uint64(lanes(width, 2 * lane))
         spread = spread & low | (spread & low << np.uint64(width)) << np.uint64(lane - width)
         width //= 2
+
     return spread.view(np.uint8).reshape(len(codes), -1)
 
 
@@ -466,7 +475,9 @@ def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, we
     weights /= unclipped
     chosen = unclipped
     least = np.full(unclipped.shape, np.inf, np.float32)
+
     quotients = np.empty_like(weights)
+
     for scale in scales:
         relative = scale / unclipped
         np.multiply(weights, np.float32(1) / relative, out=quotients)
@@ -474,11 +485,14 @@ def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, we
         quotients *= quotients
         if weighting is not None:
             quotients *= weighting
+
         # With a single column numpy would sum pairwise, in another order.
         total = quotients.sum(axis=0) if len(unclipped) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
+
         error = total * relative * relative
         chosen = np.where(error < least, scale, chosen)
         least = np.minimum(error, least)
+
     return chosen
 
 
@@ -535,12 +549,14 @@ def decode_rows(
     width = group[1]
     first = low // height
     start = 0
+
     while start < rows:
         # Rows with scales of their own are decoded together; rows of blocks only with those of the same block.
         end = start + max(1, CHUNK // cols)
         if height > 1:
             end = min(end, (low + start) // height * height + height - low)
         end = min(end, rows)
+
         part = slice((low + start) // height - first, (low + end - 1) // height + 1 - first)
         spread = [
             None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols]
@@ -548,6 +564,7 @@ def decode_rows(
         ]
         assert spread[0] is not None
         decode(codes[start:end], spread[0], out[start:end], number, spread[1])
+
         start = end
 
 
@@ -659,10 +676,12 @@ def _encode_by_offset(
         for i in range(0, flat.size, CHUNK):
             np.take(table, flat[i : i + CHUNK], out=codes[i : i + CHUNK], mode="clip")
         return
+
     rows, cols = bits.shape
     # The processor adds several 32-bit integers at a time; take() needs them widened.
     narrow = np.empty((min(rows, max(1, CHUNK // cols)), cols), np.uint32)
     index = np.empty(narrow.shape, np.intp)
+
     for low, high, part in _chunks(group, bits.shape):
         shift = _widen(offset[part], group[1])
         np.copyto(index[: high - low], np.add(bits[low:high], shift, out=narrow[: high - low]))
@@ -790,23 +809,28 @@ def _search(
     width = fmt.group[1] or bits.shape[1]
     step = max(1, GROUPS // absmax.shape[1])
     scale = np.empty(absmax.shape, np.float32)
+
     weighting = () if importance is None else (_relative_importance(importance, width),)
     # Groups are a single axis below, so the global scale must not have two.
     global_scale = None if global_scale is None else global_scale.reshape(1)
+
     for low in range(0, len(bits), step):
         groups = bits[low : low + step].reshape(-1, width)
         largest = absmax[low : low + step].reshape(-1)
         with np.errstate(over="ignore"):
             # A ratio above 1 may overflow; E4M3 clamps the scale.
             tried = np.stack([loops.scales(fmt, largest * np.float32(ratio), global_scale) for ratio in clip_ratios])
+
         unclipped = loops.scales(fmt, largest, global_scale)
         if fmt.number.span < fmt.number.largest:
             # The largest weight is to get the code of the largest magnitude, which is below zero.
             signs = loops.signs(groups)
             unclipped = unclipped * signs
             tried *= signs
+
         best = loops.best_scales(groups, dtype, unclipped, tried, fmt.number, *weighting)
         scale[low : low + step] = best.reshape(scale[low : low + step].shape)
+
     return scale
 
 
@@ -816,10 +840,13 @@ def _choose_with_zero_points(
     """Return the scale and zero point of each group; with several clip ratios, those of the least squared error."""
     width = fmt.group[1] or bits.shape[1]
     step = max(1, WEIGHTS // bits.shape[1])
+
     shape = len(bits), bits.shape[1] // width
     scale = np.empty(shape, np.float32)
     zero_point = np.empty(shape, np.float32)
+
     weighting = None if importance is None else _relative_importance(importance, width)
+
     for low in range(0, len(bits), step):
         groups = to_float32(bits[low : low + step], dtype).reshape(-1, width)
         if len(clip_ratios) == 1:
@@ -829,8 +856,10 @@ def _choose_with_zero_points(
             # A column for each group, so that per-group arithmetic runs along memory. It is always a copy.
             weighed = None if weighting is None else np.tile(weighting.T, (1, len(groups) // shape[1]))
             best = _search_with_zero_points(fmt, np.array(groups.T, order="C"), clip_ratios, weighed)
+
         for grid, values in zip((scale, zero_point), best, strict=True):
             grid[low : low + step] = values.reshape(-1, shape[1])
+
     return Scales(scale, zero_point)
 
 
@@ -841,25 +870,30 @@ def _search_with_zero_points(
     low = weights.min(axis=0)
     high = weights.max(axis=0)
     unclipped, best_zero_point = fmt.ranges(low, high)
+
     # In units of the unclipped scale no square overflows or underflows.
     weights /= unclipped
     best = unclipped
     least = np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
+
     for ratio in clip_ratios:
         scale, zero_point = fmt.ranges(low * np.float32(ratio), high * np.float32(ratio))
         relative = scale / unclipped
         np.multiply(weights, np.float32(1) / relative, out=quotients)
+
         quotients += zero_point
         quotients -= fmt.number.nearest(quotients)
         quotients *= quotients
         if weighting is not None:
             quotients *= weighting
+
         error = quotients.sum(axis=0) * relative * relative
         better = error < least
         best = np.where(better, scale, best)
         best_zero_point = np.where(better, zero_point, best_zero_point)
         least = np.minimum(error, least)
+
     return best, best_zero_point
 
 

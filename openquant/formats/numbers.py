@@ -456,22 +456,27 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
     """
     if dtype in _FNUZ:
         return NonFinite(nan=int(np.count_nonzero(data == 0x80)))
+
     layout = _LAYOUTS.get(dtype)
     if layout is None or not data.size:
         return NonFinite()
+
     unsigned = np.dtype(f"u{layout.nbytes}")
     sign = 1 << (8 * layout.nbytes - 1)
     mask = unsigned.type(sign - 1 if layout.has_sign else 2 * sign - 1)
+
     count = NonFinite()
     for low in range(0, data.size, PIECE * layout.nbytes):
         part = data[low : low + PIECE * layout.nbytes]
         elements = part.view(unsigned)
+
         # Compare the largest of both signs first, which are nearly always finite: twice as fast as clearing the signs.
         positive = layout.has_sign and int(part.view(f"i{layout.nbytes}").max()) > layout.largest
         if positive or int(elements.max()) > (layout.largest | sign if layout.has_sign else layout.largest):
             above = (elements & mask)[(elements & mask) > layout.largest]
             infinite = int(np.count_nonzero(above == layout.largest + 1)) if layout.has_infinity else 0
             count += NonFinite(len(above) - infinite, infinite)
+
     return count
 
 
@@ -536,10 +541,13 @@ def says_fp8_cache(config: Mapping[str, Any]) -> bool:
         UsageError: it asks for another numeric format.
     """
     inner = config.get("quantization")
+
     places = (config, inner) if isinstance(inner, dict) else (config,)
+
     for place in places:
         scheme = place.get("kv_cache_scheme")
         algorithm = place.get("kv_cache_quant_algo")
+
         if isinstance(scheme, dict):
             if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
                 raise UsageError(

@@ -77,13 +77,16 @@ def gguf_config(
     architecture, entry = find_gguf_architecture(metadata, name)
     keys = {**COMMON, **entry.keys}
     largest = max((max(tensor.shape) for tensor in tensors.values()), default=0)
+
     config: dict[str, Any] = {"model_type": entry.model_type, **entry.fixed}
     checked = {}
     scaling = {}
+
     for key, value in metadata.items():
         prefix, _, rest = key.partition(".")
         if prefix != architecture:
             continue
+
         if rest in keys:
             _require_number(value, key, keys[rest], largest, name)
             config[keys[rest]] = value
@@ -93,10 +96,12 @@ def gguf_config(
             scaling[rest.removeprefix(_SCALING)] = value
         else:
             raise SourceError(f"{name}: no key of config.json is known for {key} = {short_repr(value)}", _NOT_REBUILT)
+
     required = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
     for rest in required:
         if keys[rest] not in config:
             raise SourceError(f"{name} lacks the metadata key {architecture}.{rest}", _NOT_REBUILT)
+
     # Each layer has a tensor, and each expert three.
     layers = config["num_hidden_layers"]
     experts = config.get("num_experts", 1)
@@ -104,25 +109,30 @@ def gguf_config(
         raise SourceError(
             f"{name} claims {layers:,} layers and {experts:,} experts, and holds {len(tensors):,} tensors", DAMAGED
         )
+
     heads = config["num_attention_heads"]
     width = config["hidden_size"]
     head_dim = config.setdefault("head_dim", checked.get("rope.dimension_count") or width // heads)
     _check(entry, config, checked, head_dim, architecture, name)
     if config["num_hidden_layers"] in entry.scaled_by_width:
         config["query_pre_attn_scalar"] = width // heads
+
     if rope_factors is not None:
         config["rope_scaling"] = _llama3_scaling(rope_factors, config, name)
     elif scaling:
         config["rope_scaling"] = _rope_scaling(scaling, architecture, name)
+
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, int):
         config.setdefault("vocab_size", tokens)
     if not 1 <= config.get("vocab_size", 0) <= largest:
         raise SourceError(f"{name} has no vocabulary (tokenizer.ggml.tokens)", _NOT_REBUILT)
+
     for key, config_key in _TOKENS.items():
         # Without one, none: the class would have that of another model.
         token = metadata.get(f"tokenizer.ggml.{key}")
         config[config_key] = token if type(token) is int and 0 <= token < config["vocab_size"] else None
+
     return {**config, "tie_word_embeddings": HEAD not in tensors, "dtype": "bfloat16"}
 
 

@@ -121,12 +121,14 @@ def _checkpoint(
     """Return the checkpoint whose shards have these tensors, each with the number of its GGUF file."""
     weights: dict[str, Weight] = {}
     where: dict[str, Location] = {}
+
     for shard, group in shards.items():
         for _, tensor in group:
             blocks = Blocks(tensor.head_rows, tensor.plus_one)
             kind = types[tensor.stored.type_id]
             weights[tensor.name] = gguf_weight(tensor.name, tensor.shape, tensor.stored, kind, blocks)
             where[tensor.name] = Location(shard, tensor.stored.offset)
+
     owner = {shard: headers[group[0][0]] for shard, group in shards.items()}
     return GgufCheckpoint(
         root=root,

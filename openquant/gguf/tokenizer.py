@@ -57,8 +57,10 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
         raise UsageError(
             "this transformers is too old to build the tokenizers of GGUF files", 'pip install "transformers>=5.24"'
         ) from None
+
     kind = metadata.get("tokenizer.ggml.model")
     split = metadata.get("tokenizer.ggml.pre")
+
     if kind not in known.GGUF_TOKENIZER_TYPES:
         raise SourceError(
             f"{file.name} has the tokenizer {short_repr(kind)}; read are {', '.join(known.GGUF_TOKENIZER_TYPES)}",
@@ -69,9 +71,11 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
             f"{file.name}: it is not known how the tokenizer {short_repr(split)} (tokenizer.ggml.pre) splits text",
             _NO_TOKENIZER,
         )
+
     # Files that lie beside the GGUF file must not have a say.
     link = directory / "model.gguf"
     link.symlink_to(file)
+
     try:
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
             directory, gguf_file=link.name, local_files_only=True, token=False
@@ -84,11 +88,13 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
         raise SourceError(f"{file.name}: its tokenizer cannot be built: {reason}", _NO_TOKENIZER) from None
     finally:
         link.unlink()
+
     _check_vocabulary(file.name, str(kind), tokenizer.get_vocab())
     if kind == "gpt2" and split in _SINGLE_DIGITS:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
         )
+
     tokenizer.save_pretrained(directory)
 
 

@@ -87,11 +87,14 @@ def problem_finder(
     def find_kind_problem(layer: Weight, scheme: Scheme) -> str | None:
         if not scheme.head and is_head(layer.module):
             return "engines load no output head in this scheme"
+
         rule = entry.rule(layer.module)
         if not scheme.follows_rows and rule.reordered:
             return "engines reorder its rows but not its scales"
+
         split = rule.split
         problem = None
+
         # Engines load what the source has in this format already, also with smaller blocks at the edges.
         for rows, _ in (
             ()
@@ -101,10 +104,13 @@ def problem_finder(
             problem = problem or scheme.format.shape_error((rows, layer.shape[1]))
             if not rows and scheme.format.indivisible[0] not in (1, None):
                 problem = problem or "config.json does not say how many rows each of its parts has"
+
         problem = problem or why_not_reordered(layer.shape, split, config, scheme.format)
+
         if problem is None and size is not None:
             problem = why_indivisible(layer.shape, split, config, scheme.format.indivisible, size)
             return problem and f"--tp {size}: {problem}"
+
         return problem
 
     def find_problem(layer: Weight, scheme: Scheme) -> str | None:
@@ -321,24 +327,30 @@ def assign_schemes(
     """
     ignored, mixed, schemes, _ = requested
     chosen_by_hand = bool(ignored or mixed or unquantized)
+
     if layers and not chosen_by_hand and not any(find_problem(layer, scheme) for layer in layers.values()):
         return {}, []
+
     groups: dict[str, list[str]] = {}
     for module in layers:
         groups.setdefault(entry.experts(module) or fused.get(module, (module,))[0], []).append(module)
+
     decisions: dict[str, Decision] = {}
     widened: dict[str, list[str]] = {}
     with_fallback: dict[tuple[str, str], dict[str, str]] = {}
     unfit: list[list[str]] = []
+
     for modules in groups.values():
         reasons = {module: ignored[module] for module in modules if module in ignored}
         if reasons:
             decisions |= _decide(None, _spread(modules, reasons, widened))
             continue
+
         reasons = {module: "the source has it unquantized" for module in modules if module in unquantized}
         if reasons:
             decisions |= _decide(None, _spread(modules, reasons))
             continue
+
         chosen = scheme
         reasons = {module: mixed[module] for module in modules if module in mixed}
         if reasons:
@@ -346,6 +358,7 @@ def assign_schemes(
             chosen = schemes[option]
             named = {module: option for module in modules if reasons.get(module) == option}
             reasons = _spread(modules, named, widened)
+
         problems = _find_problems(modules, layers, chosen, find_problem)
         if problems and chosen.fallback is not None:
             reasons = problems
@@ -354,26 +367,32 @@ def assign_schemes(
             problems = _find_problems(modules, layers, chosen, find_problem)
             if not problems:
                 with_fallback.setdefault((chosen.title, coarse), {}).update(reasons)
+
         if problems:
             decisions |= _decide(None, problems)
             unfit.append(modules)
         elif chosen != scheme:
             decisions |= _decide(chosen, reasons)
+
     notes = [
         f"{option} also applies to the layers fused with it: {', '.join(collapse(modules))}"
         for option, modules in widened.items()
     ]
+
     for (title, coarse), why in with_fallback.items():
         names = ", ".join(collapse(why))
         # Others say "same as k_proj (..)".
         reason = min(why.values(), key=len)
         notes.append(f"{title} instead of {coarse} for {_share(why, layers)}: {names}; {reason}")
+
     unquantized_reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
     if len(unquantized_reasons) == len(layers):
         _refuse_nothing(entry.model, unquantized_reasons, requested)
         notes.append("nothing is quantized")
+
     if unfit:
         notes.append(_unfit_note(entry, scheme, layers, unfit, size))
+
     return decisions, notes
 
 
@@ -430,7 +449,9 @@ def _match_options(
             for layer in layers.values()
             if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.module)
         ]
+
         kept = [module for module in others if pattern.fullmatch(module)] if not matched else []
+
         if not matched and not (kept and harmless):
             hint = "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
             if any(map(is_head, kept)):
@@ -438,8 +459,10 @@ def _match_options(
             elif any(map(is_embedding, kept)):
                 hint = "the input embedding is quantized with --quantize-embeddings only: give that too"
             raise UsageError(f"{option} matches no module{'' if harmless else ' that can be quantized'}", hint)
+
         for module in matched:
             options.setdefault(module, option)
+
     return options
 
 

@@ -119,18 +119,22 @@ class _Comparer:
             for name, rule in self.known.outside.items()
             if "*" not in name and self.config.holds(rule.conditions)
         }
+
         lost = {name for name in expected if not self.stored.find(name)}
+
         for prefix, layers in self.known.lists.items():
             tensors, is_lost = self._compare_list(prefix, layers)
             if tensors:
                 expected[prefix] = tensors
             if is_lost:
                 lost.add(prefix)
+
         self.losses = [
             *(Loss("", None, prefix, 1) for prefix in self._lost_parts()),
             *(Loss("", None, path, tensors) for path, tensors in _subtrees(expected, lost)),
             *self.losses,
         ]
+
         self._compare_shapes()
 
     def _lost_parts(self) -> Iterator[str]:
@@ -207,19 +211,23 @@ class _Comparer:
             for name, rule in kind.items()
             if rule.repeats not in (None, ANY) and name in stored.present
         }
+
         counts: dict[str, int] = {}
         short: set[int] = set()
+
         for name, expression in counted.items():
             found = stored.present[name]
             allowed = self.config.size(expression) or frozenset({max(found.values())})
             wrong = [number for number in numbers if found[number] and found[number] not in allowed]
             most = counts[name] = max(allowed)
             short |= {number for number in wrong if found[number] < most}
+
             beyond = next((number for number in wrong if found[number] > most), None)
             if beyond is not None:
                 experts = f"{stored.prefix}.{beyond}.{name.partition('.*')[0]}"
                 said = self.config.describe(expression)
                 self.wrong.setdefault(said, {})[f"{experts} has {found[beyond]}"] = None
+
         for number in sorted(short):
             self.losses += self._lost_experts(stored.prefix, number, counts)
 
@@ -239,10 +247,12 @@ class _Comparer:
 
     def _compare_shapes(self) -> None:
         unsaid: dict[str, dict[int, list[TensorInfo]]] = {}
+
         for pattern, rules in self._rules():
             by_shape: dict[tuple[int, ...], list[TensorInfo]] = {}
             for _, info in self.stored.find(pattern):
                 by_shape.setdefault(info.shape, []).append(info)
+
             for shape, infos in by_shape.items():
                 misfits = [self._misfit(rule, shape) for rule in rules]
                 if None not in misfits:
@@ -251,11 +261,13 @@ class _Comparer:
                     for size, length in zip(rules[0].shape, shape, strict=True):
                         if size != ANY and self.config.size(size) is None:
                             unsaid.setdefault(size, {}).setdefault(length, []).extend(infos)
+
         self.misfits += [
             f"{said}, and {next(iter(texts))}" + (f" ({len(texts)} tensors)" if len(texts) > 1 else "")
             for said, texts in self.wrong.items()
             if not any(set(other.split(" and ")) < set(said.split(" and ")) for other in self.wrong)
         ]
+
         for lengths in unsaid.values():
             usual, *others = sorted(lengths.values(), key=len, reverse=True)
             self.misfits += [f"{_shape_of(other[0])}, and {_shape_of(usual[0])}" for other in others]

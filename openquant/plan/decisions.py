@@ -334,21 +334,25 @@ def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any
     """
     weights = gptq_weights(decisions)
     notes = [f"GPTQ rounds {len(weights)} layers with their Hessians over {tokens_of(texts)}"]
+
     documents = texts["documents"]
     length = texts["length"]
     inputs = max((weight.shape[1] for weight, _ in weights if not entry.experts(weight.module)), default=0)
+
     if documents * length < inputs:
         # Such a Hessian has no full rank, and nothing holds the weights of inputs that no token had.
         notes.append(
             f"these are fewer tokens than a layer has inputs ({inputs:,}), and GPTQ may change single groups of it a "
             f"lot: --samples {-(-inputs // length)} gives enough"
         )
+
     experts = sum(bool(entry.experts(weight.module)) for weight, _ in weights)
     if experts:
         notes.append(
             f"{experts} of them are experts, each rounded with the Hessian over the tokens routed to it; without any "
             "tokens gate and up use the Hessian over all tokens of their layer, and down is rounded to nearest"
         )
+
     return notes
 
 
@@ -388,12 +392,14 @@ def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
         Full module names, and for towers in the compressed-tensors format regular expressions that begin with "re:".
     """
     quantized = [weight.module for weight, _ in decisions.kinds]
+
     names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
     modules = [
         keep.tensor.module
         for keep in decisions.passthrough
         if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
     ]
+
     for module in (*modules, *decisions.unquantized):
         experts = entry.experts(module)
         if experts:
@@ -401,14 +407,17 @@ def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
             # SGLang looks up these names, whatever the projections are called (compressed_tensors.py:883).
             names |= {f"{experts}.0.{part}_proj": None for part in ("gate", "up", "down")}
         names[module] = None
+
     towers = [
         tower
         for tower in entry.model.towers
         if any(tower in module.split(".") for module in names)
         and not any(tower in module.split(".") for module in quantized)
     ]
+
     if decisions.scheme is not None and decisions.scheme.method == "compressed-tensors":
         towers = [f"re:(.*[.])?{tower}[.].*" for tower in towers]
+
     return [*entry.engine_names(names), *towers]
 
 
@@ -434,11 +443,14 @@ def target_names(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[
     """
     targets: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     has_tables = any(is_table(weight.module) for weight, _ in decisions.kinds)
+
     for module in decisions.layers:
         table = has_tables and is_table(module)
         scheme = decisions.of(module).scheme if table or module in decisions.overrides else None
+
         if scheme is not None:
             modules, experts, tables = targets.setdefault(scheme, ({}, {}, {}))
+
             path = entry.experts(module)
             if table and is_head(module):
                 tables[f"re:(.*[.])?{module.rsplit('.', 1)[-1]}"] = None
@@ -448,6 +460,7 @@ def target_names(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[
                 modules[module] = None
             if is_embedding(module) and entry.model.embedding == "class":
                 tables["Embedding"] = None
+
     return {
         scheme: [
             *entry.engine_names(modules),

@@ -156,11 +156,13 @@ def explain_modules(plan: Plan, requested: str) -> tuple[ModuleExplanation, ...]
     """
     name = requested.removesuffix(".weight")
     pattern = compile_pattern(name)
+
     groups: dict[tuple[object, ...], list[_Module]] = {}
     for module in _modules(plan):
         source = module.tensor.source.module if isinstance(module.tensor, Weight) else module.name
         if pattern.fullmatch(module.name) or pattern.fullmatch(source):
             groups.setdefault(_group_key(plan, module), []).append(module)
+
     if not groups and is_head(name) and not any(is_head(module.name) for module in _modules(plan)):
         embeddings = [module.name for module in _modules(plan) if is_embedding(module.name)]
         if embeddings:
@@ -168,8 +170,10 @@ def explain_modules(plan: Plan, requested: str) -> tuple[ModuleExplanation, ...]
                 f"{name} is no module of its own: the output head is the input embedding, which stays unquantized",
                 f"explain {embeddings[0]} instead",
             )
+
     if not groups:
         raise UsageError(f"{requested} is no module of this model, nor does it match one", _hint(plan, requested))
+
     return tuple(_explain(plan, modules) for modules in groups.values())
 
 
@@ -191,17 +195,21 @@ def _group_key(plan: Plan, module: _Module) -> tuple[object, ...]:
 
 def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
     module, tensor, shard = modules[0]
+
     entry = plan.entry
     rule = entry.rule(module)
     shape = tensor.tensor.shape if isinstance(tensor, PassthroughTensor) else tensor.shape
     decision = Decision(None, tensor.why) if isinstance(tensor, PassthroughTensor) else plan.decisions.of(module)
     source, output = _tensors(tensor, decision.scheme)
+
     ranks = None
     if rule.divided and len(shape) == 2:
         ranks = _ranks(
             plan, (shape[0], shape[1]), rule.split, decision.scheme.format.indivisible if decision.scheme else (1, 1)
         )
+
     engines = _engines(entry, module)
+
     return ModuleExplanation(
         module=module,
         modules=tuple(module.name for module in modules),
@@ -296,14 +304,18 @@ def _hint(plan: Plan, requested: str) -> str:
     for module in _modules(plan):
         families.setdefault(template(module.name), module.name)
         names.add(module.name)
+
     requested = requested.removesuffix(".weight")
     if "*" not in requested and any(name.endswith(f".{requested}") for name in families):
         return f"** is any part of a name: '**.{requested}'"
+
     offered = []
     for family in difflib.get_close_matches(template(requested), families, _MOST_OFFERED, _LEAST_SIMILARITY):
         numbers = iter([part for part in requested.split(".") if part.isdecimal()])
         name = ".".join(next(numbers, part) if part == "*" else part for part in family.split("."))
         offered.append(name if name in names else families[family])
+
     if offered:
         return f"nearest is {' or '.join(offered)}; compress --dry-run lists all"
+
     return "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"

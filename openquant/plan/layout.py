@@ -310,22 +310,26 @@ class Layout:
         """
         decisions = self.decisions
         where = self.where
+
         sources = {shard}
         for item in decisions.items[shard]:
             if isinstance(item, PassthroughTensor) and item.weight:
                 sources |= {where[part.name].shard for part in item.weight.parts}
             elif isinstance(item, PassthroughTensor) and isinstance(item.value, TensorInfo):
                 sources.add(where[item.value.name].shard)
+
             for weight in weights_of_tensor(item):
                 scale = _input_scale(weight, decisions)
                 scheme = decisions.of(weight.module).scheme
                 if scale is not None:
                     sources.add(where[scale.name].shard)
+
                 shared = (
                     decisions.fused.get(weight.module, ()) if scheme is not None and scheme.format.shares_scale else ()
                 )
                 for member in (weight, *(decisions.layers[module] for module in shared)):
                     sources |= {where[part.name].shard for part in member.parts or (member.source,)}
+
         return sources
 
     def consumed(self, shard: str) -> int:
@@ -561,30 +565,36 @@ def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
     """
     groups: dict[_Kind, _Group] = {}
     kind: _Kind
+
     for layer, (scheme, why) in decisions.decided():
         stored = layer.format is not None
         if scheme is not None and why:
             why = f"{scheme.name}: {why}"
         dtype = layer.codes.dtype if stored else layer.source.dtype
         kind = layer.name_template, dtype, layer.shape, scheme is not None, why
+
         group = groups.get(kind)
         if group is None:
             after = sum(info.nbytes for info in output_tensors(layer, scheme))
             group = groups[kind] = _Group(scheme, stored and scheme is None, 0 if stored else layer.nbytes, after, [])
         group.names.append(layer.module)
         group.stored += layer.stored_nbytes if stored else 0
+
     for kept in sorted(decisions.passthrough, key=lambda kept: kept.small):
         tensor = kept.tensor
         weight = kept.weight
         kind = kept.name_template, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, kept.why
+
         group = groups.get(kind)
         if group is None:
             group = groups[kind] = _Group(None, weight is not None, 0, tensor.nbytes, [])
         group.names.append(tensor.name if kept.small else tensor.module)
         group.stored += passthrough_source_bytes(kept)
+
     lines = []
     for (_, _, shape, _, why), group in groups.items():
         before = group.stored + len(group.names) * group.before
         after = len(group.names) * group.after
         lines.append(PlanLine(tuple(group.names), shape, group.scheme, group.decoded, why, before, after))
+
     return tuple(lines)

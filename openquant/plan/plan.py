@@ -172,6 +172,7 @@ class Plan:
         """A SHA-256 hash that guards a resumed run: equal for the same source, options, version and entry only."""
         options = self.options
         decisions = self.decisions
+
         added_scales = [repr(kept) for kept in decisions.passthrough if kept.value is not None]
         facts = [
             __version__,
@@ -191,6 +192,7 @@ class Plan:
             *([["keep"]] if decisions.keeps else []),
             *([added_scales] if says_fp8_cache(self.quantization_config) else []),
         ]
+
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -364,11 +366,14 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         PlanError: nothing is quantized, or in an unknown way.
     """
     decoded, weights = decoded_view(checkpoint)
+
     # A source with scales of an FP8 KV cache alone counts as quantized.
     if not weights and decoded.config == checkpoint.config:
         raise PlanError(f"nothing in {checkpoint.root} is quantized", "there is nothing to dequantize")
     decoded = without_cache_scales(decoded)
+
     items: dict[str, list[Item]] = {shard: [] for shard in decoded.shards}
+
     for info in decoded.tensors.values():
         weight = weights.get(info.name)
         if len(info.shape) < 2:
@@ -376,6 +381,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         else:
             kept = PassthroughTensor(info, template(info.module), "" if weight else "not quantized", weight)
         items[decoded.where[info.name].shard].append(kept)
+
     entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
     notes = tuple(left_behind(checkpoint, weights.values()))
     return Plan(checkpoint, decoded, entry, PlanOptions(), Decisions(None, items), {}, (), notes, identity)
@@ -410,24 +416,30 @@ def make_unchanged_plan(
     check_options(options)
     model = find_architecture(checkpoint, architecture)
     decoded, weights = decoded_view(checkpoint)
+
     if weights:
         raise PlanError(
             f"{len(weights)} weights of {checkpoint.root} are quantized, and {_WHY} writes unquantized ones",
             "give --kv-cache fp8 with the scheme that they have, which keeps their codes, or dequantize it first",
         )
+
     entry = ModuleRules(model)
     config = text_config(decoded, model)
     sorted_items, layers = sort_tensors(decoded, {}, entry, lambda _: True, in_scheme=False)
+
     options = expect_calibration(options, decoded.tensors, required=False)
     if options.calibration is not None:
         require_widths(options.calibration, layers.values())
     items: dict[str, list[Item]] = {
         shard: [_passthrough(item) for item in shard_items] for shard, shard_items in sorted_items.items()
     }
+
     attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
     cache_notes = add_scales(items, decoded, attentions, options.calibration)
+
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
+
     decisions = Decisions(None, items)
     notes = (*entry_notes(model), *cache_notes, *serving_notes(model, decisions), *engine_notes(entry, decisions))
     parallel = check_parallel_sizes(decoded, entry, ((layer, None) for layer in layers.values()), options.tp)
@@ -468,13 +480,17 @@ def make_kept_plan(
         UsageError: the source quantizes activations or the KV cache in an unknown way.
     """
     decoded, weights = decoded_view(checkpoint)
+
     if not weights:
         raise PlanError(f"nothing in {checkpoint.root} is quantized", "choose a scheme to quantize it with")
+
     quantization = read_quantization(with_tool_config(checkpoint.config, checkpoint.root))
     keeps = _find_schemes(weights.values(), quantization)
     counts = Counter(keeps[weight.format] for weight in weights.values() if weight.format is not None)
     scheme = counts.most_common(1)[0][0]
+
     notes = []
+
     if not options.fp8_kv_cache and says_fp8_cache(quantization.settings):
         model = find_architecture(checkpoint, architecture)
         modules = (info.module for info in decoded.tensors.values())
@@ -483,12 +499,14 @@ def make_kept_plan(
             options = replace(options, fp8_kv_cache=True)
         except PlanError as error:
             notes.append(f"the FP8 KV cache of the source is not in the output's config: {error.message}")
+
     options = replace(options, head=any(is_head(weight.module) for weight in weights.values()))
     if any(fmt.global_scale is not None and not fmt.global_scale.divides for fmt in keeps):
         notes.append(
             "global scales are one over those of the source, rounded to float32 (by 6e-8 of them at most); codes and "
             "scales of groups are the source's bytes"
         )
+
     plan = make_plan(checkpoint, scheme, options, identity, architecture, keeps=keeps)
     return replace(plan, notes=(*plan.notes, *notes))
 

@@ -359,9 +359,12 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
     layer_pattern = compile_pattern(f"{model.layers}.**")
     cached = [(compile_pattern(absolute_patterns(model, [kind.pattern])[0]), kind) for kind in model.cached]
     states = [(compile_pattern(absolute_patterns(model, [kind.pattern])[0]), kind) for kind in model.states]
+
     # For each layer and each kind of cached projections in it, the cached rows of each projection.
     row_counts: dict[tuple[int, CachedRows], list[int]] = {}
+
     state = 0
+
     for line in (line for line in lines if line.why != MTP_LAYER and len(line.shape) > 1):
         first = line.names[0]
         for pattern, cached_rows in cached:
@@ -373,12 +376,16 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
         for pattern, kind in states:
             if pattern.fullmatch(first):
                 state += len(line.names) * _state_bytes(line, kind, config)
+
     if not row_counts and not state:
         raise UnknownCache(f"what {model.name} caches for a token")
+
     windows = _windows(entry, config)
     if model.rest and _count(config, LAYERS) != len({layer for layer, _ in row_counts}):
         raise UnknownCache("what some of its layers cache for a token")
+
     with_cache = layers_with_cache(config)
+
     times: Counter[CachedLayers] = Counter()
     for (layer, cached_rows), counts in row_counts.items():
         if with_cache is None or layer < with_cache:
@@ -389,10 +396,12 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
                 times[replace(memory, window=_window(config, cached_rows.later_window))] += passes - 1
             else:
                 times[memory] += passes
+
     layers = (
         CachedLayers(memory.bf16 * count, memory.fp8 * count, memory.window, memory.heads)
         for memory, count in times.items()
     )
+
     return SequenceMemory(tuple(layers), state, _count(config, LENGTH))
 
 
@@ -534,17 +543,22 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
     entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
     config = text_config(decoded, entry.model)
     is_mtp_layer = mtp_layer_finder(entry.model, config)
+
     items: list[Item] = []
     layers: list[tuple[Weight, Format | None]] = []
+
     for info in decoded.tensors.values():
         rule = entry.rule(info.module)
         weight = weights.get(info.name)
+
         in_mtp_layer = is_mtp_layer(info.module) or rule.keep == MTP_LAYER
         small = len(info.shape) < 2
         why = FEW_AXES if small else MTP_LAYER if in_mtp_layer else ""
         items.append(PassthroughTensor(info, info.name if small else rule.name_template, why, weight))
+
         if not small and not in_mtp_layer and rule.split is not None:
             shape = (info.shape[-2], info.shape[-1])
             layers.append((Weight(info.module, rule.name_template, info, shape), weight and weight.format))
+
     lines = plan_lines(Decisions(None, {"": items}))
     return estimate_serving(lines, entry, config, check_parallel_sizes(decoded, entry, layers, None), output=False)

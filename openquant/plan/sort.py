@@ -67,19 +67,23 @@ def sort_tensors(
             names have the prefix of a wrapper.
     """
     is_mtp_layer = mtp_layer_finder(entry.model, text_config(checkpoint, entry.model))
+
     # Neighbours have the same parent, so this is asked once for each parent.
     parent = None
     in_mtp_layer = False
+
     items: dict[str, list[Item]] = {shard: [] for shard in checkpoint.shards}
     layers: dict[str, Weight] = {}
     stacks: list[StackedTensor] = []
     shape_errors: dict[str, str] = {}
+
     for info in checkpoint.tensors.values():
         module = info.module
         path = module.rpartition(".")[0]
         if path != parent:
             parent = path
             in_mtp_layer = is_mtp_layer(module)
+
         rule = entry.rule(module)
         if in_mtp_layer:
             rule = rule._replace(patterns=1, compress=False, stack=None, keep=MTP_LAYER)
@@ -87,49 +91,63 @@ def sort_tensors(
             rule = rule._replace(patterns=1, keep="--ignore")
         elif rule.patterns == 0 and entry.model.rest:
             rule = rule._replace(patterns=1, keep=entry.model.rest)
+
         item = _sort(info, module, rule, quantized.get(info.name), in_scheme)
         if isinstance(item, str):
             shape_errors[info.name] = item
             continue
         items[checkpoint.where[info.name].shard].append(item)
+
         if isinstance(item, Weight):
             layers[item.module] = item
         elif isinstance(item, StackedTensor):
             stacks.append(item)
+
     for weight in (weight for stack in stacks for weight in stack.layers):
         if f"{weight.module}.weight" in checkpoint.tensors:
             shape_errors[f"{weight.module}.weight"] = "is also in the stack of experts"
         layers[weight.module] = weight
+
     shape_errors |= _wrongly_stacked(stacks)
     if shape_errors:
         _refuse_wrapped(checkpoint.tensors)
         _raise_misfits(entry.model, shape_errors)
+
     return items, layers
 
 
 def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None, in_scheme: bool) -> Item | str:
     """Sort one tensor; a text says what is wrong with it, such as "matches no pattern"."""
     axes = len(info.shape)
+
     if in_scheme and stored is not None and axes == 2 and rule.keep not in NEVER_QUANTIZED:
         return stored._replace(name_template=rule.name_template)
+
     if axes < 2 and not (rule.compress and info.name != module) and rule.stack is None:
         return PassthroughTensor(info, template(info.name) if stored else info.name, FEW_AXES, stored)
+
     if rule.patterns != 1:
         return "matches more than one pattern" if rule.patterns else "matches no pattern"
+
     if rule.keep is not None:
         return PassthroughTensor(info, rule.name_template, rule.keep, stored)
+
     if info.dtype not in SOURCE_DTYPES:
         return f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
+
     if rule.compress and (axes != 2 or info.name == module):
         return f"is not a 2-D weight but {list(info.shape)}"
+
     if rule.compress and stored is not None:
         return stored._replace(name_template=rule.name_template)
     if rule.compress:
         return Weight(module, rule.name_template, info, (info.shape[0], info.shape[1]))
+
     if stored is not None and (stored.decodes_transposed or stored.codes.shape != info.shape):
         return f"is stored as {stored.parts[0].dtype} {list(stored.parts[0].shape)}, which cannot be read"
     if rule.stack is None or not _is_stack(info, rule.stack[1]):
         return f"is not a stack of experts but {list(info.shape)}"
+
     layers = _unstack(info, *rule.stack)
     if stored is not None and stored.format is not None:
         down, along = stored.format.group
@@ -137,6 +155,7 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
         if len(rule.stack[1].parts) > 1 and layers[0].shape[0] % (form.group[0] or 1):
             return f"has blocks that span {' and '.join(rule.stack[1].parts)}"
         layers = [layer._replace(format=form, parts=stored.parts, input_scale=stored.input_scale) for layer in layers]
+
     return StackedTensor(info, tuple(layers))
 
 
@@ -162,13 +181,16 @@ def _refuse_unmerged(names: Iterable[str]) -> None:
 
 def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
     _refuse_unmerged(shape_errors)
+
     problems = []
     for problem in dict.fromkeys(shape_errors.values()):
         names = collapse(name for name, text in shape_errors.items() if text == problem)
         names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         problems.append(f"{', '.join(names)} {problem} of {model.name}" if problem.startswith("matches")
                         else f"{', '.join(names)} {problem}")  # fmt: skip
+
     named = any(problem.startswith("matches") for problem in shape_errors.values())
+
     raise PlanError(
         "; ".join(problems),
         f"it is no part of {model.name}: the checkpoint is damaged, merged wrongly or of another class (if it belongs "
@@ -274,18 +296,22 @@ class Stored:
         """Add the stacks of experts that a conversion has split, as the class has them."""
         paths = absolute_patterns(model, [f"{layout.path}.*.{part}.weight" for part in stacked.parts])
         of_parts = [compile_pattern(path) for path in paths]
+
         for first in [name for name in self.by_template if of_parts[0].fullmatch(name)]:
             path = first.removesuffix(f".*.{stacked.parts[0]}.weight")
             place = path.rpartition(".")[0] if layout.beside else path
             names = [f"{place}.{stacked.name}", f"{place}.{stacked.name}.weight"]
             parts = [self.by_template.get(f"{path}.*.{part}.weight", {}) for part in stacked.parts]
+
             if any(name in self.by_template for name in names):
                 continue
+
             experts: dict[tuple[str, ...], int] = {}
             for numbers in parts[0]:
                 # An expert is there if all its projections are.
                 if all(numbers in part for part in parts):
                     experts[numbers[:-1]] = experts.get(numbers[:-1], 0) + 1
+
             for layer, count in experts.items():
                 info = next(info for numbers, info in parts[0].items() if numbers[:-1] == layer)
                 rows = len(parts) * info.shape[0]

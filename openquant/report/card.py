@@ -73,37 +73,45 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
         The text of README.md, with YAML metadata.
     """
     kept, metadata, _ = split_card(base or "")
+
     tags = metadata.get("tags", [])
     entries: dict[str, Any] = {}
     if repo is not None:
         entries["base_model"] = repo
         if plan.quantization_config:
             entries["base_model_relation"] = "quantized"
+
     # The library that loads it: transformers computes nonsense with per-tensor outputs.
     entries["library_name"] = "vllm" if plan.quantization_config else "transformers"
     pipeline_tag = metadata.get("pipeline_tag")
     entries["pipeline_tag"] = pipeline_tag if pipeline_tag and isinstance(pipeline_tag, str) else _task(plan.model)
+
     # YAML entries without a value are None.
     source_tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
+
     # Users search for compressed-tensors directories by that tag.
     package = required_package(plan)
+
     # Tags of a quantized source do not describe the output.
     source_tags = [
         tag
         for tag in source_tags
         if not re.match(r"fp8|mxfp|nvfp|int[2-8]|w[2-8]a|quantized|compressed-tensors|[2-8]-bit", tag)
     ]
+
     schemes = [scheme.tag for scheme in plan.decisions.schemes]
     numbers = [scheme.format.number.title.lower() for scheme in plan.decisions.schemes]
     added = (
         [*numbers, "vllm", "quantized", *([package] if package else []), *schemes] if plan.quantization_config else []
     )
     entries["tags"] = list(dict.fromkeys([*source_tags, *added]))
+
     printable = all(value.isprintable() for value in (repo or "", entries["pipeline_tag"], *entries["tags"]))
     front = kept + yaml.safe_dump(entries, sort_keys=False, allow_unicode=printable)
     where = repo if repo and _SAFE.fullmatch(repo) else None
     lines = _own_part(plan, name, where, revision, directory)
     text = source_section(source_text(base or ""), 3, where, revision, plan.files)
+
     # join_lines escapes newlines in values.
     return f"---\n{front}---\n\n{join_lines(lines)}" + (f"\n{SOURCE_HEADING}\n\n{text}\n" if text else "")
 
@@ -147,10 +155,12 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     kl = evaluation["kl"]
     floor = evaluation["floor"]
     perplexity = evaluation["perplexity"]
+
     mean = kl_text(kl["mean"], floor["kl"])
     text = evaluation["text"]
     source = evaluation["source"]["name"]
     suspects = ", ".join(map(markdown, evaluation["suspects"][:_SUSPECTS]))
+
     rows = [
         ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(verdict_meaning(evaluation))}"),
         (
@@ -173,10 +183,12 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
             f"SHA-256 of the tokens {markdown(text['sha256'][:12])}",
         ),
     ]
+
     shown = [f"![KL divergence of each position from the source]({picture})", ""] if picture else []
     rows += [("suspect layers", suspects)] if suspects else []
     lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows]
+
     few = " So few texts say little about others." if text["documents"] < ENOUGH_TEXTS else ""
     lines += [
         "",
@@ -185,10 +197,12 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         f"{CHANGED}, `broken` above. Intervals are of 95 %, over texts.{few}",
         "",
     ]
+
     answered = answers(evaluation)
     if answered:
         lines += ["<details><summary>The beginning of an answer of each</summary>", "", *_answer_table(answered[0])]
         lines += ["", "</details>", ""]
+
     commit = source_commit(card, source)
     source = f"{source}@{commit}" if commit else source
     check = f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full"
@@ -202,6 +216,7 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
         "```",
         "",
     ]
+
     return with_evaluation(card, join_lines(lines))
 
 
@@ -474,13 +489,16 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
         rounded = {scheme.rounds_activations for scheme in plan.decisions.schemes}
         others = " and activations" if rounded == {True} else "" if True in rounded else "; activations stay in 16 bits"
         what = f" with {summary.numbers(plan)} weights{others}"
+
     on: dict[str, list[str]] = {}
     for engine, places in computed.items():
         if names := [name for name in HARDWARE if any(name in names for names in places.values())]:
             on.setdefault(_devices(names), []).append(engine)
     # "vLLM and SGLang on NVIDIA Ampere", or "vLLM on NVIDIA Turing to Blackwell and CPUs, and SGLang on NVIDIA Ampere".
+
     served = ", and ".join(f"{_listed(engines)} on {devices}" for devices, engines in on.items())
     served = f" For {served}." if served else ""
+
     before = gigabytes(summary.source_bytes(plan))
     after = gigabytes(summary.output_bytes(plan))
     return f"{origin}{what}.{served} {before if before == after else f'{before} became {after}'}."
@@ -493,23 +511,29 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
     computed = _computed_on(plan)
     calibration = plan.options.calibration
     has_use = transforms or plan.decisions.input_absmax or has_fp8_cache(plan)
+
     origin = commit = _title(name)
     if repo:
         origin = commit = f"[{repo}](https://huggingface.co/{repo})"
         if revision and _SAFE.fullmatch(revision):
             commit = f"[{repo}](https://huggingface.co/{repo}/tree/{revision}) at `{revision[:12]}`"
+
     # If the source is quantized, quantizing the unquantized model does not give the same bytes.
     commit += QUANTIZED if settings and summary.has_quantized_source(plan) else ""
+
     activations = plan.scheme.activations if plan.scheme else ""
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
     cache = f"FP8, one scale for keys and one for values in each of {summary.cache_layers(plan)} layers"
+
     engines = [f"- {engine} {CITED[engine]}: {_hardware(places)}" for engine, places in computed.items() if places]
     if engines:
         unread = sglang_refusal(plan.entry, plan.decisions)
         engines += [f"- {SGLANG} does not load it: {unread.why}"] if unread is not None else []
         engines = ["Where it runs, by the source code of these versions:", "", *engines, f"- {_transformers(plan)[1]}"]
+
     unquantized = ["Not quantized:", "", "- norms and biases", *map(_item, unquantized_lines(plan)), ""]
     command = _made_with(plan, repo or name, revision if repo else None)
+
     return [
         f"# {_title(directory)}",
         "",
@@ -635,29 +659,35 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
         if not (fence or raw or html):
             raw = next((end for start, end in _RAW if start.match(line)), None)
         underline = None if fence or raw or opening else _UNDERLINE.match(line)
+
         if underline and paragraph and (top or "=" in underline[1]):
             yield f"{'#' if '=' in underline[1] else '##'} {' '.join(map(str.strip, paragraph))}", False
             paragraph = []
             top = True
             continue
+
         is_code = bool(fence or raw or opening)
         heading = _HEADING.match(line)
         html = not is_code and bool(line.strip()) and (html or (not paragraph and bool(_HTML.match(line))))
         ends = is_code or heading or not line.strip() or _RULE.match(line)
+
         if not ends and not html and (paragraph or not _NO_PARAGRAPH.match(line)):
             top = top and (bool(paragraph) or not line.startswith(" "))
             paragraph.append(line)
             continue
+
         yield from ((waiting, False) for waiting in paragraph)
         yield line, is_code
         paragraph = []
         top = bool(ends)
+
         if opening:
             fence = opening[1]
         elif fence and re.fullmatch(rf" {{0,3}}{fence[0]}{{{len(fence)},}}[ \t]*", line):
             fence = None
         elif raw and raw.search(line):
             raw = None
+
     yield from ((waiting, False) for waiting in paragraph)
 
 

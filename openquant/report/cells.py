@@ -141,8 +141,10 @@ def _span(widths: Sequence[int]) -> int:
 def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | None, keys: int) -> list[list[list[str]]]:
     """Lay a table out as one block or more, below each other: the lines of each row, for each block."""
     longest = _longest(rows)
+
     if width is None:
         return [[_row(row, longest, left) for row in rows]]
+
     least = [
         max(map(_longest_word, column))
         if number in left and number >= keys
@@ -152,21 +154,26 @@ def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | No
     if len(least) - 1 in left:
         # Behind a long word of the last column there is nothing to align.
         least[-1] = min(least[-1], width // 3)
+
     narrowed = _narrowed(longest, least, width)
     if _span(narrowed) <= width:
         return [[_row(row, narrowed, left) for row in rows]]
+
     key = range(keys)
     beneath = _span(narrowed[:keys]) > width // 2
     room = width - (_BENEATH if beneath else _span(narrowed[:keys]) + 2)
+
     parts: list[list[int]] = [[]]
     for column in range(keys, len(longest)):
         if parts[-1] and _span([least[other] for other in (*parts[-1], column)]) > room:
             parts.append([])
         parts[-1].append(column)
+
     blocks = []
     for part in parts:
         widths = _narrowed([longest[column] for column in part], [least[column] for column in part], room)
         in_part = {number for number, column in enumerate(part) if column in left}
+
         if beneath:
             heads = _narrowed(longest[:keys], least[:keys], width)
             block = [
@@ -185,7 +192,9 @@ def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | No
             block = [
                 _row([row[column] for column in (*key, *part)], [*narrowed[:keys], *widths], shown) for row in rows
             ]
+
         blocks.append(block)
+
     return blocks
 
 

@@ -334,26 +334,33 @@ def _place_all(
         order: the indices of the points, in the order in which their names are placed.
     """
     markers = [_Box(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in spots]
+
     placed: dict[int, _Place] = {}
+
     for number in order:
         best: _Place | None = None
         for distance in _DISTANCES:
             if best is not None and best.cost <= distance:
                 break
+
             for preference, angle in enumerate(_ANGLES):
                 place = _candidate(spots[number], sizes[number], distance, angle)
                 cost = distance + 0.1 * preference + (0.0 if inside.holds(place.box) else 5000.0)
                 cost += 1000.0 * sum(place.box.overlaps(other.box) for other in placed.values())
                 cost += 1000.0 * sum(place.box.overlaps(marker) for marker in markers)
+
                 if best is not None and cost >= best.cost:
                     continue
+
                 others = [at for at in range(len(spots)) if at != number]
                 cost += _crossings(place, placed.values(), [markers[at] for at in others], curves)
                 cost += _doubt(place.box, spots[number], [spots[at] for at in others])
                 if best is None or cost < best.cost:
                     best = _Place(place.box, place.start, place.end, cost)
+
         assert best is not None
         placed[number] = best
+
     return [placed[number] for number in range(len(spots))]
 
 

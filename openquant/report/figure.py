@@ -50,12 +50,14 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
     with matplotlib.rc_context({**STYLE, "font.size": 10.5}):
         rows = recovery_rows(by_kl(evaluations)) if len(evaluations) > 1 else []
         heights = [4.2, recovery_height(rows)] if rows else [4.2]
+
         figure = Figure((8.0, sum(heights)), layout="constrained", facecolor="white")
         target = io.BytesIO()
         metadata: dict[str, Any] = {
             "Software": f"openquant {__version__}",
             "Description": " ".join(evaluation_digest(evaluation) for evaluation in evaluations),
         }
+
         with quiet_fonts():
             if len(evaluations) == 1:
                 _draw_one(figure, evaluations[0])
@@ -69,6 +71,7 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
                 # Last, since it fixes the layout.
                 draw_comparison(axes[0], evaluations)
             figure.savefig(target, format="png", dpi=200, metadata=metadata)
+
     return target.getvalue()
 
 
@@ -76,14 +79,18 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
     kl = evaluation["kl"]
     sizes = evaluation["sizes"]
     perplexity = evaluation["perplexity"]
+
     _set_title(figure, f"{chart_name(evaluation['output']['name'], 60)}: {chart_name(evaluation['verdict'])}")
     _set_caption(figure, evaluation, f"compared with {chart_name(evaluation['source']['name'], 60)}\n")
+
     left, right = figure.subplots(1, 2, width_ratios=(1.45, 1.0))
     draw_distribution(left, evaluation["kl_histogram"])
     right.set_axis_off()
+
     interval = kl["interval"]
     floor = evaluation["floor"]
     share = per_cent(sizes["output"], sizes["source"])
+
     # Name, value, and what stands below them.
     rows = [
         ("size", gigabytes(sizes["output"]), f"{share} of the source's {gigabytes(sizes['source'])}"),
@@ -98,8 +105,10 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
         ("same top token", f"{100 * evaluation['top1']:.2f} %", f"floor: {100 * floor['top1']:.2f} %"),
         ("perplexity", f"{perplexity['output']:.4g}", f"source: {perplexity['source']:.4g}"),
     ]
+
     if "tasks" in evaluation:
         rows.append(("recovery in tasks", recovery_text(evaluation["tasks"]["mean"][0]), "of the source's accuracy"))
+
     for number, (name, value, below) in enumerate(rows):
         height = 0.95 - 0.95 * number / (len(rows) - 0.4)
         right.text(0.0, height, name, color=_FAINT)

@@ -93,10 +93,12 @@ def fit_rows(found: FitTable) -> list[list[str]]:
     # The arithmetic is known.
     named = any(target.hardware for target in found.targets)
     several = len(found.targets) > 1
+
     memory = [target for target in found.targets if target.memory_bytes is not None]
     held = ["GPUs", "longest", "at once"] if memory else []
     head = ["scheme", "bits", "size", *([_memory(target) for target in memory] if several else held)]
     rows = [[*head, *(["computes"] if named else []), "engine", "KL"]]
+
     for row in found.schemes:
         cells = [_fewest(one) for one in row.holds] if several else [cell for one in row.holds for cell in _held(one)]
         rows.append(
@@ -110,6 +112,7 @@ def fit_rows(found: FitTable) -> list[list[str]]:
                 NOTHING if row.kl is None else "0" if row.scheme is None else f"{row.kl:.4f}",
             ]
         )
+
     return rows
 
 
@@ -183,13 +186,17 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
     """Say what to type."""
     if len(found.targets) != 1:
         return paragraphs(["name your GPU with --gpu, such as --gpu 4090, to get the command for it"], width)
+
     [target] = found.targets
+
     lines = []
     if _fits_as_it_is(found, target) and not found.quantized_source:
         lines.append("the model fits as it is; a scheme leaves room for longer or more sequences")
+
     if found.command is None:
         lines.append(nothing_fits(found, target))
     lines = paragraphs(lines, width)
+
     if found.command is None:
         if found.instead is not None and not _left_as_it_is(found):
             lines += [f"this fits, for sequences of {found.context:,} tokens:", f"  {terminal(found.instead)}"]
@@ -198,14 +205,17 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
     else:
         lines.append(f"  {terminal(found.command)}")
         lines += _served(found)
+
     if found.calibrated is not None:
         calibrated = f"with {found.calibrated.options} {found.measured_on} lost {found.calibrated.kl:.4f}"
         lines += paragraphs([calibrated], width)
+
     if found.mixture is not None:
         mixture = "a mixture of schemes fills the memory, and may lose less (docs/fit.md):"
         lines += [*paragraphs([mixture], width), f"  {terminal(found.mixture)}"]
         if _served(found):
             lines.append(_serve_with(found.context, _best(found).engines))
+
     return lines
 
 
@@ -253,20 +263,26 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     """
     if found.quantized_source and _fits_as_it_is(found, target):
         return "the model is quantized already, and fits as it is: serve it"
+
     if left := _left_as_it_is(found):
         serve = _serve_with(left, _ENGINES)
         return f"as it is the model leaves {left:,} tokens: {serve}, or try --kv-cache fp8 or more GPUs (--gpu 2x..)"
+
     gpus = f"{target.count} {target.name or 'GPU'}"
+
     rows = [row for row in found.schemes if row.scheme is not None and row.kl is not None and row.holds]
     row = next((row for row in rows if row.holds[0].gpus is not None), None)
     most = max(rows, key=lambda row: row.holds[0].left or 0, default=None)
+
     given = {"--kv-cache fp8": found.kv_cache == "fp8", "--quantize-lm-head": found.quantize_lm_head}
     names = ["a smaller --context", *(option for option, is_given in given.items() if not is_given)]
     advice = f"try {', '.join(names)} or more GPUs (--gpu 2x..)"
+
     others = [one.scheme for one in found.schemes if one.kl is None and one.holds and one.holds[0].gpus == target.count]
     unknown = f"; {', '.join(map(str, others))} would fit, with a KL that is not known" if others else ""
     needs = f"; {row.scheme} needs {row.holds[0].gpus}" if row else ", nor do 8 of them hold one"
     most_left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens" if most and most.holds[0].left else ""
+
     return f"no scheme with a known KL fits {gpus}{most_left}{needs}{unknown}: {advice}"
 
 
@@ -281,20 +297,24 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
         The text: a row for each mixture and scheme, the smallest first, and the commands that make them.
     """
     name = f"{found.model}@{found.revision}" if found.revision else found.model
+
     rows = [
         ["", "bits", "size", "KL, nats", "95 % interval", "predicted", *(["fits"] if found.limit is not None else [])]
     ]
+
     for point in found.points:
         interval = "" if point.interval is None else "{:.4f} to {:.4f}".format(*point.interval)
         cells = [point.name, f"{point.bits:.2f}", gigabytes(point.bytes), f"{point.kl:.4f}", interval]
         fits = [] if point.fits is None else ["yes" if point.fits else "no"]
         rows.append([*cells, f"{point.predicted:.4f}", *fits])
+
     heading = [
         f"{name}: {found.architecture}",
         f"weights rounded to nearest, on {found.texts}",
         *([_room(found)] if found.gpu else []),
     ]
     predicted = "predicted: the sum of the scores, on other texts; it ranks mixtures, and is usually too large"
+
     lines = [
         *paragraphs(heading, width),
         "",

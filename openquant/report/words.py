@@ -200,7 +200,9 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("", "questions", "source", "output", "difference", "95 %", "p", "recovery", "lost", "gained", "other", "KL")
     ]
+
     several = len(tasks["tasks"]) > 1
+
     for figures in [*tasks["tasks"], *([tasks["pooled"]] if several else [])]:
         for number, metric in enumerate(figures["metrics"]):
             first = number == 0
@@ -219,10 +221,12 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
                     f"{figures['kl']:.3g}" if first else "",
                 )
             )
+
     for mean in tasks["mean"] if several else ():
         name = f"mean of {mean['tasks']} tasks, {terminal(mean['metric'])}"
         scores = _percent(mean["source"]), _percent(mean["output"])
         rows.append((name, "", *scores, *_difference(mean), "", recovery_text(mean), "", "", "", ""))
+
     return rows
 
 

@@ -184,8 +184,10 @@ class _Reading:
         while not self.stopped.is_set():
             with self.lock:
                 numbered_task = next(self.tasks, None)
+
             if numbered_task is None:
                 break
+
             number, task = numbered_task
             try:
                 if task.kv_cache_scale:
@@ -242,6 +244,7 @@ class _Worker:
     def compare(self, number: int, info: TensorInfo, original: Weight | bytes | None) -> None:
         """Compare an unquantized tensor with the source: see `TensorTask.original`."""
         place = self.checkpoint.where[info.name]
+
         low = 0
         with self.output.open(place.shard) as file:
             for expected in self._expected(info, original):
@@ -250,6 +253,7 @@ class _Worker:
                 piece = self._buffer("output", expected.size)
                 file.read(piece, place.offset + low, info.name)
                 self.reading.add_non_finite(info, piece)
+
                 if not np.array_equal(piece, expected):
                     first = low + int((piece != expected).argmax())
                     name = original.extent(self.source.where).label if isinstance(original, Weight) else "the source's"
@@ -260,8 +264,10 @@ class _Worker:
                         f"first in byte {first} of {info.nbytes}",
                     )
                     return
+
                 low += piece.size
                 self.reading.advance(piece.size)
+
         with self.reading.lock:
             self.reading.findings.equal_tensors += not _is_smoothed(original)
             if info.name in self.reading.findings.non_finite and not _is_smoothed(original):
@@ -383,19 +389,23 @@ class _Worker:
         """Check a weight by decoding it, and sum up its error if `original` is given."""
         fmt = weight.format
         assert fmt is not None
+
         # In columns and where a group of zeros has the scale 0, scales are only checked as they are decoded.
         plain = fmt.columns is None and fmt.scale.of_zeros > 0
         for info in (*((weight.scale, weight.global_scale) if plain else ()), weight.input_scale):
             signed = fmt.signed_scales and info is weight.scale
             if info is not None and self._read_scale(number, info, signed) is None:
                 return
+
         experts = len(weight.matrices)
         errors = ErrorSum()
         source_pieces = None if original is None else self.source.rows(original, 1)
+
         source_rows = np.empty((0, weight.shape[1]), np.float32)
         for bits in (piece for matrix in weight.matrices for piece in self.output.rows(matrix, 1)):
             if self.reading.stopped.is_set():
                 return
+
             # The pieces of output and source have different numbers of rows.
             while source_pieces is not None and original is not None and len(source_rows) < len(bits):
                 source_rows = np.concatenate([source_rows, to_float32(next(source_pieces), original.dtype)])
@@ -404,7 +414,9 @@ class _Worker:
                 error = bits.view(np.float32) - current
                 errors.add(current, error, error)
                 source_rows = source_rows[len(bits) :]
+
             self.reading.advance(len(bits) * weight.codes.nbytes // (weight.shape[0] * experts))
+
         if source_pieces is not None:
             if errors.excess is not None:
                 self.reading.add_problem(number, f"{self.reading.place(weight.codes.name)} {errors.excess}")
@@ -450,6 +462,7 @@ class _Worker:
         """
         values = self.output.read_scale(info)
         wrong = ~(np.isfinite(values) & (values != 0 if signed else values > 0))
+
         if wrong.any():
             index = np.unravel_index(int(wrong.argmax()), info.shape)
             allowed = "not zero" if signed else "above zero"
@@ -459,6 +472,7 @@ class _Worker:
                 f"{f' at {[int(axis) for axis in index]}' if info.shape else ''}: scales are finite and {allowed}",
             )
             return None
+
         if values.size == 1:
             with self.reading.lock:
                 self.reading.findings.scales[info.name] = float(values.reshape(-1)[0])
@@ -477,10 +491,12 @@ class _Worker:
         info = weight.codes
         scale = weight.scale
         assert scale is not None
+
         if scheme.format.shares_scale:
             # verify.py compares the scale that fused layers share once it knows the absmax of all of them.
             with self.reading.lock:
                 self.reading.findings.absmax[weight.module] = float(comparison.absmax.max())
+
         if not scheme.format.shared:
             recomputed = comparison.expected_scale
             wrong = recomputed != comparison.scale
@@ -496,6 +512,7 @@ class _Worker:
                     f"({int(wrong.sum())} of {wrong.size} scales differ)",
                 )
             self._report_zeros(number, weight, comparison)
+
         if comparison.first_difference is not None and not gptq_rounded:
             (row, col), code, recomputed_code = comparison.first_difference
             self.reading.add_problem(
@@ -509,11 +526,14 @@ class _Worker:
         info = weight.zero_points
         zeros = comparison.zeros
         recomputed = comparison.expected_zeros
+
         if info is None or zeros is None or recomputed is None or weight.format is None:
             return
+
         wrong = zeros != recomputed
         if not wrong.any():
             return
+
         index = np.unravel_index(int(wrong.argmax()), wrong.shape)
         stored, right = (int(weight.format.number.encode(grid[index].reshape(1))[0]) for grid in (zeros, recomputed))
         self.reading.add_problem(

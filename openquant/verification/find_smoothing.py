@@ -87,8 +87,10 @@ class _Recognition:
         transforms = [
             self._norm_transforms(mapping) for mapping in mappings if mapping.smooth_layer not in self.plan.layers
         ]
+
         if not self.stated and (self.problems or all((part.scale == 1).all() for part in transforms)):
             return RecognizedSmoothing(WeightTransforms(), [])
+
         # The columns of a projection may be multiplied by the factors of the norm before it.
         from_norms = combine_transforms(transforms, self.plan).weights
         transforms += [
@@ -96,9 +98,11 @@ class _Recognition:
             for mapping in mappings
             if mapping.smooth_layer in self.plan.layers
         ]
+
         combined = combine_transforms(transforms, self.plan)
         for mapping_transforms in transforms:
             self._check_columns(mapping_transforms, combined.weights)
+
         return RecognizedSmoothing(combined, self.problems)
 
     def _has_smooth_layer(self, mapping: SmoothingMapping) -> bool:
@@ -122,12 +126,15 @@ class _Recognition:
         """The transforms whose factors are the powers of two nearest to source norm / output norm."""
         info = self.plan.decoded.tensors[f"{mapping.smooth_layer}.weight"]
         source_norm, output_norm = (read_vector(info, reader) for reader in (self.source, self.output))
+
         before, after = (values + np.float32(mapping.offset) for values in (source_norm, output_norm))
         transforms = apply_smoothing(mapping, _nearest_powers(before, after), self.plan, self.source)
+
         raw = self.output.read_bytes(info)
         itemsize = len(raw) // len(source_norm)
         expected = np.frombuffer(transforms.tensors[info.name], np.uint8)
         differing = (raw != expected).reshape(-1, itemsize).any(axis=1)
+
         if differing.any():
             index = int(differing.argmax())
             self.problems.append(
@@ -135,6 +142,7 @@ class _Recognition:
                 f"{source_norm[index]:g}: their ratio is no power of two "
                 f"({int(differing.sum())} of {len(differing)} elements have none)"
             )
+
         return transforms
 
     def _row_transforms(self, mapping: SmoothingMapping, before: WeightTransform | None) -> MappingTransforms:
@@ -155,27 +163,33 @@ class _Recognition:
         mapping = mapping_transforms.mapping
         balance_layers = (module for module in mapping.balance_layers if module in self.plan.layers)
         module = next((module for module in balance_layers if self._has_codes(module)), None)
+
         if module is None:
             return
+
         output_weight = self.codes[f"{module}.weight"]
         source_weight = self.plan.layers[module]._replace(transform=transforms[module])
         expected, actual = (
             next(reader.rows(weight, 1)).view(np.float32)
             for reader, weight in ((self.source, source_weight), (self.output, output_weight))
         )
+
         count = min(len(expected), len(actual))
         expected = expected[:count].astype(np.float64)
         actual = actual[:count].astype(np.float64)
         expected_energy = (expected * expected).sum(axis=0)
         products = (expected * actual).sum(axis=0)
         actual_energy = (actual * actual).sum(axis=0)
+
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = products / expected_energy
             explained = products * products / (expected_energy * actual_energy)
             # A column that rounding has set to zero gives NaN, which is not above the limit.
             wrong = (explained > _EXPLAINED) & (np.rint(np.log2(np.abs(ratio))) != 0)
+
         # With two or three bits, rounding alone may make a column of small weights half as large again.
         wrong &= np.square(actual - expected).sum(axis=0) > self._rounding_energy(output_weight, count)
+
         if wrong.any():
             index = int(wrong.argmax())
             name = self._stored_name(mapping.smooth_layer)

@@ -83,11 +83,14 @@ def verify(
         raise UsageError("--full compares with the source, and none is given", "give --source DIR")
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
+
     with readable():
         if Path(directory).is_file():
             raise UsageError(f"{directory} is not a directory", "check the path")
+
     checked = find_whole(os.fspath(directory), begun)
     root = checked.root
+
     with readable():
         config = with_tool_config(read_config(root), root)
         if not quantization_places(config):
@@ -97,9 +100,11 @@ def verify(
                 "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
             )
         quantization = read_quantization(config)
+
     journal = read_journal(root)
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
+
     # Kept until the end, since the directory of a GGUF file goes with it.
     named = None if source is None else find_whole(os.fspath(source), begun)
     # What --copy named belongs to both.
@@ -107,6 +112,7 @@ def verify(
     origin = None if named is None else named.open(copy)
     source_name = None if source is None else os.fspath(source)
     format_title = f"{quantization.method}, {quantization.title}"
+
     try:
         checkpoint = open_checkpoint(root, copy=copy)
     except SourceError as error:
@@ -114,6 +120,7 @@ def verify(
         return Report(
             os.fspath(directory), source_name, None, format_title, (error.message,), notes, seconds=_since(start)
         )
+
     journal_files = set(journal["files"]) if journal else set()
     requested = None
     if architecture is not None:
@@ -122,11 +129,13 @@ def verify(
     if model == GENERIC:
         # The generic entry says nothing of engines.
         model = None
+
     facts = None if journal is None else facts_in(journal)
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
     verification = _Verification(headers, findings, journal_files, origin, full, facts, requested)
     verification.run(workers or available_cpus(), progress)
     contents = verification.contents
+
     return Report(
         directory=os.fspath(directory),
         source=source_name,
@@ -177,6 +186,7 @@ class _Verification:
         self.files = files
         # What the run did to weights; of a directory that another tool made, nothing is known.
         self.facts = facts or WeightFacts()
+
         self.checkpoint = headers.checkpoint
         self.origin = source
         # The source as if its quantized weights were bfloat16, and these weights by tensor name.
@@ -184,11 +194,13 @@ class _Verification:
         self.decoded: dict[str, Weight] = {}
         if source is not None:
             self.source, self.decoded = decoded_view(source)
+
         self.full = full
         self.ours = findings.ours
         self.recomputable = self.ours and not self.facts.from_quantized
         # Whether quantizing the source again must give the same codes and scales.
         self.recomputes = full and self.recomputable and headers.scheme is not None
+
         self.problems = findings.problems
         self.notes = findings.notes
         self.codes = headers.codes
@@ -197,11 +209,13 @@ class _Verification:
         self.as_engines_load = headers.quantization.checked_as_engines_load
         self.fp8_cache = cached_in_fp8(headers)
         self.cache_scales = cache_tensors(headers)
+
         entry = headers.entry
         scheme = headers.scheme
         # Keys that the config needs beside its quantization_config. Other tools may store projections unfused.
         config = self.checkpoint.config if self.ours else {}
         self.required_keys = entry.model.extra_config(scheme.name if scheme else None, config) if entry else {}
+
         self.plan: Plan | None = None
         self.transforms = WeightTransforms()
         # The source's weights by module.
@@ -214,20 +228,24 @@ class _Verification:
         pairs: list[Pair] = []
         self._require_readable()
         self._open_with_library()
+
         self._check_extra_files()
         self.problems += missing_keys(self.checkpoint.config, self.required_keys)
         self.problems += self._incomplete()
+
         if self.source is not None:
             self._compare_config(self.source)
             self._compare_files(self.source)
             self._make_plan(self.source, self.origin or self.source)
             pairs = self._pair(self.source)
             self._compare_plan()
+
         self._read(pairs, workers, progress)
         self._report_lost_weights()
         if self.headers.entry is not None:
             self._check_shared_scales(self.headers.entry)
         self._check_recomputed_shared_scales(self.headers.entry)
+
         cache = [info.name for info in self.cache_scales]
         scales = self.contents.scales
         chosen = self.facts.static_scales
@@ -283,19 +301,23 @@ class _Verification:
     def _incomplete(self) -> list[str]:
         """Find what the model lacks, and sizes in config.json that its tensors do not have."""
         entry = self.headers.entry
+
         # Of other methods, and of a directory with problems, the modules are not known for sure.
         if entry is None or self.problems or not self.as_engines_load:
             return []
+
         tensors = [
             self.headers.stored[name].source if name in self.headers.stored else info
             for name, info in self.checkpoint.tensors.items()
             if not self.headers.belongs_to_codes(name)
         ]
+
         problems = model_problems(entry, tensors, self.checkpoint)
         if self.source is None:
             return problems
         # All that the source has otherwise is found by comparing the two.
         of_source = model_problems(entry, self.source.tensors.values(), self.source)
+
         return [problem for problem in problems if problem in of_source]
 
     # Comparison with the source.
@@ -331,12 +353,14 @@ class _Verification:
             origin: the source as it is.
         """
         entry = self.architecture
+
         if entry is None and known_architecture(source) is None:
             return
         try:
             if not self.headers.quantization.groups:
                 self.plan = make_unchanged_plan(origin, PlanOptions(), architecture=entry)
                 return
+
             # For another tool's output the plan only gives names, which all schemes of a method share.
             fp8 = self.headers.quantization.method == "fp8"
             scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
@@ -344,6 +368,7 @@ class _Verification:
             headers = self.headers
             options = PlanOptions(head=headers.head, embedding=headers.embedding, fp8_kv_cache=self.fp8_cache)
             self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
+
             if self.as_engines_load:
                 self._recognize_smoothing(self.plan)
                 options = replace(options, transforms=self.transforms)
@@ -351,6 +376,7 @@ class _Verification:
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
+
         self.originals.update(self.plan.layers)
 
     def _recognize_smoothing(self, plan: Plan) -> None:
@@ -376,18 +402,21 @@ class _Verification:
         schemes_of: dict[str, set[Scheme | None]] = {}
         for weight in self.codes.values():
             schemes_of.setdefault(template(weight.module), set()).add(self._scheme_of(weight))
+
         unquantized: set[str] = set()
         stored = self.headers.stored
         for info in self.checkpoint.tensors.values():
             if len(info.shape) > 1 and info.name not in stored and not self.headers.belongs_to_codes(info.name):
                 name = template(info.module)
                 unquantized.add(info.module if name in schemes_of else name)
+
         schemes: dict[str, Scheme] = {}
         for weight in self.codes.values():
             scheme = self._scheme_of(weight)
             if scheme is not None and scheme != self.scheme:
                 name = template(weight.module)
                 schemes[weight.module if len(schemes_of[name]) > 1 else name] = scheme
+
         return StoredLayout(unquantized, schemes)
 
     def _pair(self, source: Checkpoint) -> list[Pair]:
@@ -397,20 +426,24 @@ class _Verification:
         foreign: list[str] = []
         recast: list[str] = []
         added = {info.name for info in self.cache_scales} if self.fp8_cache else set()
+
         for tensor in self.checkpoint.tensors.values():
             if tensor.name in added:
                 continue
+
             # As it would be unquantized.
             info = self.headers.stored[tensor.name].source if tensor.name in self.headers.stored else tensor
             original = source.tensors.get(info.name)
             weight = self.originals.get(info.module)
             if original is None and weight is not None and info.name != f"{info.module}.weight":
                 weight = None
+
             source_info = original or (weight and weight.source)
             if source_info is None:
                 if not self.headers.belongs_to_codes(info.name):
                     foreign.append(info.name)
                 continue
+
             dtype = source_info.dtype
             shape = weight.shape if original is None and weight else source_info.shape
             if tensor.name in self.headers.stored:
@@ -426,12 +459,14 @@ class _Verification:
                 recast.append(info.name)
             else:
                 self._report_mismatch(info, dtype, shape)
+
         if self.ours:
             self.problems += [f"{self._place(name)} is not in the source" for name in foreign]
         elif foreign:
             self.notes.append(f"not in the source: {', '.join(collapse(foreign))}")
         if recast:
             self.notes.append(f"not compared, since the source has another dtype: {', '.join(collapse(recast))}")
+
         self._check_complete(source)
         return pairs
 
@@ -458,16 +493,20 @@ class _Verification:
         """Check that an output of ours has the ignore list of its plan, and each tensor in the planned shard."""
         if self.plan is None or not self.ours:
             return
+
         key = self.headers.quantization.ignored.key
         listed = set(self.headers.quantization.ignored.entries)
         for name in ignored_layers(self.plan):
             if name not in listed and name not in self.findings.unlisted:
                 self.problems.append(f"config.json: {key} does not list {name}")
+
         # Engines may match an entry as a prefix or a part of other names.
         surplus = sorted(listed.difference(ignored_layers(self.plan)))
         self.problems += [f"config.json: {key} lists {name}, the plan does not" for name in surplus]
+
         if self.problems:
             return
+
         for shard in self.plan.layout.shards:
             for planned in self.plan.layout.outputs(shard.name):
                 info = self.checkpoint.tensors[planned.name]
@@ -551,6 +590,7 @@ class _Verification:
         """The static scales that an output of ours takes from its source, by tensor name."""
         if self.plan is None or self.source is None or not self.ours:
             return {}
+
         decisions = self.plan.decisions
         reader = Reader(self.source.where, self.source.root.joinpath)
         scales = {
@@ -558,16 +598,19 @@ class _Verification:
             for kept in decisions.passthrough
             if isinstance(kept.value, TensorInfo)
         }
+
         for weight, scheme in decisions.quantized:
             info = weight.input_scale_for(scheme.format)
             if info is None or weight.format is None:
                 continue
+
             scale = reader.read_scale(info).reshape(())
             dynamic = weight.format.input_global_scale
             if dynamic is not None and not dynamic.divides:
                 with np.errstate(divide="ignore"):
                     scale = np.float32(1) / scale
             scales[f"{weight.module}.{scheme.format.input_scale}"] = float(scale)
+
         return scales
 
     def _report_non_finite(self) -> None:
@@ -593,30 +636,36 @@ class _Verification:
         layers = self.headers.layers(entry)
         different = 0
         ragged = 0
+
         for members in sorted(set(entry.fused_groups(layers).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
             formats = {weight.format for weight in weights}
             fmt = formats.pop() if len(formats) == 1 else None
             if fmt is None:
                 continue
+
             if fmt.group[1] is not None:
                 ragged += any(weight.codes.shape[0] % (fmt.group[0] or 1) for weight in weights[:-1])
+
             tied = (weight.shared_scale.name for weight in weights if weight.shared_scale)
             names = [name for name in tied if name in self.contents.scales]
             scales = [self.contents.scales[name] for name in names]
             if len(set(scales)) < 2:
                 continue
+
             # vLLM requantizes layers with one scale per tensor, but takes one global scale for all. An output of ours
             # has several such scales if it keeps those of the source.
             if fmt.shared and not self.recomputable:
                 # vLLM loads torchao's weights as they are (layers/quantization/torchao.py).
                 different += self.headers.quantization.method != "torchao"
                 continue
+
             index = next(index for index, scale in enumerate(scales) if scale != scales[0])
             self.problems.append(
                 f"{self._place(names[0])} is {scales[0]:g} and {names[index]} is {scales[index]:g}, "
                 "but engines fuse their layers under one scale"
             )
+
         if different:
             self.notes.append(
                 f"{different} groups of fused layers have different scales: vLLM rounds them again at load"
@@ -641,17 +690,20 @@ class _Verification:
         fused_groups = entry.fused_groups(self.headers.layers(entry)) if entry else {}
         stored = self.contents.scales
         groups: dict[object, list[str]] = {}
+
         for module in self.contents.absmax:
             scale = self.codes[f"{module}.weight"].shared_scale
             if scale is not None and scale.name in stored:
                 # Without an entry the fused layers are not known; layers with equal scales may be fused.
                 key = fused_groups.get(module, (module,)) if entry else stored[scale.name]
                 groups.setdefault(key, []).append(module)
+
         for modules in groups.values():
             scheme = self._scheme_of(self.codes[f"{modules[0]}.weight"])
             assert scheme is not None
             absmax = np.float32(max(self.contents.absmax[module] for module in modules))
             recomputed = float(choose_shared_scale(scheme.format, np.asarray(absmax)))
+
             for module in modules:
                 scale = self.codes[f"{module}.weight"].shared_scale
                 if scale is not None and stored[scale.name] != recomputed:

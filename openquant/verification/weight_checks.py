@@ -91,6 +91,7 @@ def find_decodable_weights(
     stored: dict[str, Weight] = {}
     others: set[str] = set()
     modules: dict[str, list[str]] = {}
+
     for pair in pairs:
         others.update(info.name for info in (pair.scale, pair.global_scale, pair.zero_points, *pair.companions) if info)
         try:
@@ -108,16 +109,20 @@ def find_decodable_weights(
             findings.problems.append(f"{checkpoint.where[pair.codes.name].shard}: {error.message}")
         except PlanError as error:
             raise UsageError(error.message.removeprefix("the source is already quantized: "), error.hint) from None
+
     others.update(unread_tensors(checkpoint.tensors, codes.values()))
+
     for targets, fmt in quantization.groups:
         for name in (f"{target}.weight" for target in targets):
             if name in checkpoint.tensors and name not in stored:
                 dtype = checkpoint.tensors[name].dtype
                 shard = checkpoint.where[name].shard
                 findings.problems.append(f"{shard}: {name} is {dtype}, but the config has it in {fmt.number.title}")
+
     for title, names in modules.items():
         layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
         findings.notes.append(f"{layers} in {title}: {', '.join(sorted(collapse(names)))}")
+
     if not codes and not findings.problems:
         findings.notes.append("nothing is quantized")
     return StoredWeights(codes, stored, others)
@@ -141,21 +146,26 @@ class _Finder:
             info = pair.codes
             fmt = pair.fmt
             scale = pair.scale
+
             if fmt is not None and fmt.columns is not None:
                 self._add_columns(pair, fmt)
                 continue
+
             first = self.quantization.groups[0][1] if self.quantization.groups else None
             number = (fmt or first or CHANNEL.format).number
             right_name = f" called {pair.name}" if pair.packed and not number.packed else ""
             if info.dtype == number.dtype and number.packed and not pair.packed:
                 right_name = f" called {pair.name}_packed"
+
             if info.name.endswith(".qweight"):
                 right_name = f" called {pair.name}_packed"
+
             if info.dtype != number.dtype or len(info.shape) < 2 or right_name:
                 self.findings.problems.append(
                     f"{self._place(info.name)} is {described(info)}, not a matrix of {number.dtype}{right_name}"
                 )
                 continue
+
             if fmt is None:
                 self.findings.problems.append(
                     f"{self._place(info.name)} is {number.dtype}, but no config group targets it"
@@ -163,23 +173,28 @@ class _Finder:
                 weight = Weight(pair.module, "", info, (info.shape[-2], info.shape[-1]), parts=(info,))
                 self.codes[pair.name] = self.stored[info.name] = weight
                 continue
+
             if (problem := number.row_error(info.shape[-1])) is not None:
                 self.findings.problems.append(f"{self._place(info.name)} is {described(info)}: {problem}")
                 continue
+
             # Engines read a scale by no other name, but for weight_scale_inv of a per-tensor scale.
             if scale is not None and scale.name != fmt.scale_of(pair.name):
                 scale = scale if fmt.shared and scale.name.endswith("_scale_inv") else None
                 per_tensor_scale_inv += scale is not None
             self._add_rows(pair, fmt, scale)
+
         twice = stored_twice(self.checkpoint.tensors, pairs)
         self.findings.problems += [
             f"{self._place(info.name)}: {message}" for info, message in twice if info.name in self.stored
         ]
+
         if per_tensor_scale_inv:
             self.findings.notes.append(
                 f"{per_tensor_scale_inv} scales are called weight_scale_inv although they are one per tensor; "
                 f"{VLLM} reads that for Mistral 3 models only"
             )
+
         if not self.codes and self.quantization.groups:
             self.findings.notes.append("nothing is quantized")
 
@@ -204,8 +219,10 @@ class _Finder:
         module = pair.module
         shape = (*info.shape[:-1], fmt.number.count(info.shape[-1]))
         matrix = (shape[-2], shape[-1])
+
         missing = f"scale: {fmt.scale_of(pair.name)} is missing"
         scale = self._checked(info, scale, missing, fmt.scale_dtypes, fmt.scale_shapes(shape))
+
         others: list[TensorInfo | None] = []
         if fmt.global_scale is not None:
             missing = f"global scale: {fmt.shared_scale_name(module)} is missing"
@@ -213,16 +230,20 @@ class _Finder:
         if (zeros := fmt.zero_points(module, matrix)) is not None:
             missing = f"zero points: {zeros.name} is missing"
             others.append(self._checked(info, pair.zero_points, missing, (zeros.dtype,), (zeros.shape,)))
+
         self.scales.update(other.name for other in pair.companions if other.name.endswith(".input_global_scale"))
+
         input_scale = None
         if fmt.input_scale is not None:
             name = f"{module}.{fmt.input_scale}"
             how = "static" if fmt.static else "scaled under it"
             missing = f"{name}, but its activations are {how}"
             input_scale = self._checked(info, self.checkpoint.tensors.get(name), missing, FLOATS, ((), (1,)))
+
         for expected, _ in fmt.constant_tensors(module, matrix):
             tensor = self.checkpoint.tensors.get(expected.name)
             self._checked(info, tensor, f"shape: {expected.name} is missing", (expected.dtype,), (expected.shape,))
+
         self.codes[pair.name] = self.stored[info.name] = Weight(
             module,
             "",
@@ -275,10 +296,12 @@ def check_strays(headers: Headers, findings: Findings) -> None:
     """
     unread = 0
     refused = unread_tensors(headers.checkpoint.tensors, headers.codes.values())
+
     for info in headers.checkpoint.tensors.values():
         owner = headers.owner(info.name)
         if owner is None or info.name in headers.scales or info.name in refused:
             continue
+
         weight = headers.checkpoint.tensors.get(owner)
         if weight is None and owner not in headers.codes:
             findings.problems.append(f"{headers.place(info.name)} has no weight: {owner} is missing")
@@ -290,8 +313,10 @@ def check_strays(headers: Headers, findings: Findings) -> None:
             findings.problems.append(
                 f"{headers.place(info.name)} is not the scale of {owner}: the config asks for {fmt.scale_of(owner)}"
             )
+
     for name in refused:
         findings.problems.append(f"{headers.place(name)} is a tensor that engines refuse to load")
+
     if unread:
         findings.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
 
@@ -364,13 +389,16 @@ def _shared_with(headers: Headers, modules: Mapping[str, str], chosen: Mapping[s
 def _differing_in_fused(headers: Headers, values: Mapping[str, float], modules: Mapping[str, str]) -> list[str]:
     """Report fused layers whose scales differ by more than ROOM."""
     entry = headers.entry
+
     if entry is None:
         return []
+
     problems = []
     for members in sorted(set(entry.fused_groups(headers.layers(entry)).values())):
         names = [modules[module] for module in members if module in modules]
         if not names:
             continue
+
         low = min(names, key=values.__getitem__)
         high = max(names, key=values.__getitem__)
         if values[high] > ROOM * values[low]:
@@ -378,6 +406,7 @@ def _differing_in_fused(headers: Headers, values: Mapping[str, float], modules: 
                 f"{headers.place(low)} is {values[low]:g} and {high} is {values[high]:g}, but their layers read the "
                 "same input"
             )
+
     return problems
 
 
@@ -424,8 +453,10 @@ def check_cache(headers: Headers, findings: Findings) -> None:
         known = headers.quantization.checked_as_engines_load
         (findings.problems if known else findings.notes).append(error.message)
         return
+
     if not fp8_cache:
         return
+
     scheme = headers.quantization.settings.get("kv_cache_scheme")
     if (
         not findings.ours
@@ -434,14 +465,17 @@ def check_cache(headers: Headers, findings: Findings) -> None:
     ):
         findings.notes.append("KV-cache scales are dynamic or per head: they are not checked")
         return
+
     for info in cache_tensors(headers):
         if info.dtype not in FLOATS or info.shape not in ((), (1,)):
             findings.problems.append(f"{headers.place(info.name)} is {described(info)}, a KV-cache scale is one number")
+
     try:
         layers = _cache_layers(headers)
     except PlanError as error:
         findings.notes.append(f"KV-cache scales are not checked: {error.message}")
         return
+
     names_by_layer = cache_scales(headers.checkpoint.tensors)
     for number, path in layers.items():
         for last, stored_name in zip(SCALES, names_by_layer.pop(number, (None, None)), strict=True):
@@ -453,6 +487,7 @@ def check_cache(headers: Headers, findings: Findings) -> None:
                 )
             elif stored_name != name and findings.ours:
                 findings.problems.append(f"{headers.place(stored_name)} must be called {name}")
+
     for name in _names(names_by_layer):
         findings.problems.append(f"{headers.place(name)} is a scale of a layer that has no KV cache of its own")
 
