@@ -142,20 +142,25 @@ class _DiagnosisRun:
         self.provider = provider
         self.full = full
         self.progress = progress
+
         self.lock = threading.Lock()
         # A second lock, since a worker may wait long for its next task.
         self.task_lock = threading.Lock()
         self.stopped = threading.Event()
+
         tasks = _tasks(plan)
         self.tasks_left = Counter(shard for shard, _ in tasks)
         self.count = len(tasks)
         self.tasks = self._available(tasks)
+
         self.loops = loops(worth_compiling(plan))
         self.done = 0
+
         # With all rows the weights are read twice: scales must be known before errors are measured.
         layers = [weight for _, task in tasks if not isinstance(task, TensorInfo) for weight in task]
         self.total = sum(weight.nbytes for weight in layers) * (2 if full else 1)
         self.total += sum(task.nbytes for _, task in tasks if isinstance(task, TensorInfo))
+
         self.diagnoses: dict[str, LayerDiagnosis] = {}
         self.not_finite: dict[str, NonFinite] = {}
 
@@ -182,6 +187,7 @@ class _DiagnosisRun:
                 next_task = next(self.tasks, None)
             if next_task is None:
                 return
+
             shard, task = next_task
             try:
                 layers = [] if isinstance(task, TensorInfo) else _FusedLayers(self, reader, task).measure()
@@ -189,10 +195,12 @@ class _DiagnosisRun:
                     self._check_finite(task, reader)
             except _Stopped:
                 return
+
             with self.lock:
                 self.diagnoses |= {layer.module: layer for layer in layers}
                 self.tasks_left[shard] -= 1
                 shard_done = not self.tasks_left[shard]
+
             if shard_done:
                 self.provider.release(shard)
 
@@ -241,6 +249,7 @@ class _FusedLayers:
         samples = []
         low = 0
         step = sample_step(weight.shape)
+
         for bits in self.reader.rows(weight, ranges.height):
             if not ranges.add(low, bits):
                 extent = weight.extent(self.reader.where)
@@ -248,28 +257,35 @@ class _FusedLayers:
                     f"{extent.label} in {extent.shard} holds NaN or infinity",
                     DAMAGED_WEIGHTS,
                 )
+
             if not self.run.full:
                 first = (step // 2 - low) % step
                 samples.append(RowSample(np.arange(low + first, low + len(bits), step), bits[first::step].copy()))
+
             low += len(bits)
             self.run.advance(_unquantized_bytes(weight, len(bits)))
+
         return ranges, samples
 
     def _diagnose(self, ranges: WeightRanges, samples: list[RowSample], shared_absmax: Floats) -> LayerDiagnosis:
         weight = ranges.weight
+
         usable = {
             name: scheme
             for name, scheme in ranges.schemes.items()
             if (shared_absmax if scheme.format.shares_scale else ranges.absmax).item() <= scheme.largest
         }
+
         sums = RowSums()
         losses = {name: SchemeLoss() for name in usable}
+
         # Source codes that a scheme keeps lose nothing. Schemes that store weights in the same way share one loss.
         encoded: dict[object, str] = {}
         for name, scheme in usable.items():
             if not self._keeps_codes(scheme, weight):
                 storage = scheme.format.weights_only, scheme.searches_scales, scheme.clip_ratios
                 losses[name] = losses[encoded.setdefault(storage, name)]
+
         for rows in self._all_rows(weight) if self.run.full else _sampled_rows(ranges, samples):
             values = to_float32(rows.bits, weight.dtype)
             energies = row_energies(values)
@@ -277,6 +293,7 @@ class _FusedLayers:
             for name in encoded.values():
                 scales = ranges.scales(usable[name], rows, shared_absmax)
                 losses[name].add(usable[name], rows, values, energies, *scales)
+
         return layer_diagnosis(weight, sums, losses)
 
     def _all_rows(self, weight: Weight) -> Iterator[RowSample]:

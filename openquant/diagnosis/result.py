@@ -239,6 +239,7 @@ def choices(plan: Plan) -> tuple[Choice, ...]:
     kl = measured_kl(plan.scheme)
     size = summary.output_bytes(plan)
     found = []
+
     for row in MEASURED:
         if kl is None or row.kl > (1 - LEAST_GAIN) * kl or (row.readings and summary.has_quantized_source(plan)):
             continue
@@ -247,9 +248,11 @@ def choices(plan: Plan) -> tuple[Choice, ...]:
         except (PlanError, UsageError):
             # Engines load none of the model's layers in it.
             continue
+
         nbytes = summary.output_bytes(other)
         if size / SAME_SIZE <= nbytes <= size * SAME_SIZE:
             found.append(Choice(row.options, row.kl, 1 - row.kl / kl, row.readings, activations(row.scheme), nbytes))
+
     return tuple(found)
 
 
@@ -396,14 +399,17 @@ class SchemeLoss:
         number = scheme.format.number
         scale, zero_point = (None if grid is None else _widen(grid, group[1]) for grid in scales)
         assert scale is not None
+
         # Values of codes, not the codes themselves, which take longer to look up.
         if zero_point is None:
             quantized = number.nearest(values / scale)
         else:
             quantized = number.nearest(values / scale + zero_point)
             quantized -= zero_point
+
         quantized *= scale
         quantized -= values
+
         noise = row_energies(quantized)
         self.noise += rows.estimate_sum(noise)
         # A row of zeros has no noise.
