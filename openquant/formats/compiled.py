@@ -684,24 +684,11 @@ def _best(
                 relative[j] = scale[j] / one[j]
                 unit[j] = f32(1) / relative[j]
                 error[j] = f32(0)
-            for k in range(turned.shape[0] if weighs else 0):
-                line = turned[k]
-                counts = weighed[k]
-                for j in range(together):
-                    off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
-                    error[j] = f32(error[j] + f32(off * counts[j]))
-            for k in range(0, 0 if weighs else turned.shape[0], 4):
-                line = turned[k]
-                second = turned[k + 1]
-                third = turned[k + 2]
-                fourth = turned[k + 3]
-                for j in range(together):
-                    by = unit[j]
-                    total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))
-                    total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
-                    total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
-                    error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
 
+            if weighs:
+                _add_weighed_errors(turned, weighed, unit, error, least, most, lowest, rounds)
+            else:
+                _add_errors(turned, unit, error, least, most, lowest, rounds)
             for j in range(together):
                 total = f32(f32(error[j] * relative[j]) * relative[j])
                 before = smallest[j]
@@ -713,3 +700,30 @@ def _best(
         for j in range(count):
             if chosen[j]:
                 out[first + j] = scales[chosen[j] - 1, first + j]
+
+
+@_compiled
+def _add_errors(turned: Any, unit: Any, error: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> None:
+    for k in range(0, turned.shape[0], 4):
+        line = turned[k]
+        second = turned[k + 1]
+        third = turned[k + 2]
+        fourth = turned[k + 3]
+        for j in range(error.size):
+            by = unit[j]
+            total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))
+            total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
+            total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
+            error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
+
+
+@_compiled
+def _add_weighed_errors(
+    turned: Any, weighed: Any, unit: Any, error: Any, least: Any, most: Any, lowest: Any, rounds: Any
+) -> None:
+    for k in range(turned.shape[0]):
+        line = turned[k]
+        counts = weighed[k]
+        for j in range(error.size):
+            off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
+            error[j] = f32(error[j] + f32(off * counts[j]))

@@ -374,26 +374,33 @@ def assign_schemes(
         elif chosen != scheme:
             decisions |= _decide(chosen, reasons)
 
-    notes = [
+    notes = _widening_notes(widened) + _fallback_notes(with_fallback, layers)
+    unquantized_reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
+    if len(unquantized_reasons) == len(layers):
+        _refuse_nothing(entry.model, unquantized_reasons, requested)
+        notes.append("nothing is quantized")
+    if unfit:
+        notes.append(_unfit_note(entry, scheme, layers, unfit, size))
+    return decisions, notes
+
+
+def _widening_notes(widened: Mapping[str, list[str]]) -> list[str]:
+    """Notes about options that apply to more layers than they name."""
+    return [
         f"{option} also applies to the layers fused with it: {', '.join(collapse(modules))}"
         for option, modules in widened.items()
     ]
 
+
+def _fallback_notes(with_fallback: Mapping[tuple[str, str], dict[str, str]], layers: dict[str, Weight]) -> list[str]:
+    """Notes about layers that get the fallback of their scheme, by titles of both, with reasons."""
+    notes = []
     for (title, coarse), why in with_fallback.items():
         names = ", ".join(collapse(why))
         # Others say "same as k_proj (..)".
         reason = min(why.values(), key=len)
         notes.append(f"{title} instead of {coarse} for {_share(why, layers)}: {names}; {reason}")
-
-    unquantized_reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
-    if len(unquantized_reasons) == len(layers):
-        _refuse_nothing(entry.model, unquantized_reasons, requested)
-        notes.append("nothing is quantized")
-
-    if unfit:
-        notes.append(_unfit_note(entry, scheme, layers, unfit, size))
-
-    return decisions, notes
+    return notes
 
 
 def _unfit_note(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
@@ -105,10 +105,13 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
             None, None, "it finds none of these layers by name", "it loads if all layers have the same scheme"
         )
 
-    cache_refusal = _refuse_cache_scales(sglang, decisions)
-    if cache_refusal is not None:
-        return cache_refusal
+    return _refuse_cache_scales(sglang, decisions) or _refuse_mixture(entry, decisions, quantized)
 
+
+def _refuse_mixture(
+    entry: ModuleRules, decisions: Decisions, quantized: Sequence[tuple[str, Scheme]]
+) -> Refusal | None:
+    """Why SGLang does not load these schemes side by side."""
     # Experts with int32-packed codes check the whole config's format (compressed_tensors_wNa16_moe.py:75-84).
     mixed = len({chosen.settings.get("format") for _, chosen in decisions.kinds}) > 1
     int32_experts = (
@@ -120,9 +123,8 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
 
     # It takes the block size from the config group of all Linear layers (compressed_tensors.py:272-279).
     blocks = (module for module, chosen in quantized if chosen.name == "block" and not entry.experts(module))
-    if scheme.name != "block" and any(blocks):
+    if decisions.scheme and decisions.scheme.name != "block" and any(blocks):
         return Refusal(None, None, "it loads blocks only if most layers have them", "it loads -w 128 with --scheme-for")
-
     return None
 
 

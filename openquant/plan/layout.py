@@ -399,84 +399,109 @@ def _jobs(
         done: modules that an earlier job writes, since they are fused with its weight; modules of these jobs are added.
     """
     if isinstance(item, PassthroughTensor):
-        target = targets[item.tensor.name]
-        if isinstance(item.value, TensorInfo):
-            location = where[item.value.name]
-            info = item.value
-            yield CopyScale(info.name, location.shard, location.offset, info.nbytes, info.dtype, target)
-            return
-        if item.value is not None:
-            yield PutBytes(item.tensor.name, struct.pack("<f", item.value), target)
-            return
-        if isinstance(item.smoothed, bytes):
-            yield PutBytes(item.tensor.name, item.smoothed, target, item.tensor.nbytes)
-            return
-        if item.smoothed is not None:
-            yield TransformWeight(item.smoothed, target)
-            return
-        location = where[item.tensor.name]
-        info = item.tensor
-        if item.weight is None:
-            yield CopyBytes(info.name, location.shard, location.offset, info.nbytes, target, info.dtype)
-            return
+        yield from _passthrough_jobs(item, where, targets[item.tensor.name])
+
+    for weight in weights_of_tensor(item):
+        scheme = decisions.of(weight.module).scheme
+        if scheme is None:
+            yield _unquantized_job(weight, where, targets[f"{weight.module}.weight"])
+            continue
+
+        if f"{weight.module}.{scheme.format.codes}" in (decisions.rounded or {}):
+            yield from _rounded_jobs(weight, scheme, decisions, targets)
+        elif weight.module not in done:
+            encode = _encode_job(weight, scheme, decisions, where, targets)
+            done.update(piece.weight.module for piece in encode.pieces)
+            yield encode
+
+        yield from _input_scale_jobs(weight, scheme, decisions, where, targets)
+        for info, data in scheme.format.constant_tensors(weight.module, weight.shape):
+            yield PutBytes(info.name, data, targets[info.name])
+
+
+def _passthrough_jobs(item: PassthroughTensor, where: Mapping[str, Location], target: int) -> Iterator[Job]:
+    """The jobs for a tensor that is not quantized."""
+    info = item.tensor
+    if isinstance(item.value, TensorInfo):
+        yield _scale_job(item.value, where, target)
+    elif item.value is not None:
+        yield PutBytes(info.name, struct.pack("<f", item.value), target)
+    elif isinstance(item.smoothed, bytes):
+        yield PutBytes(info.name, item.smoothed, target, info.nbytes)
+    elif item.smoothed is not None:
+        yield TransformWeight(item.smoothed, target)
+    elif item.weight is None:
+        location = where[info.name]
+        yield CopyBytes(info.name, location.shard, location.offset, info.nbytes, target, info.dtype)
+    else:
         for number, matrix in enumerate(item.weight.matrices):
             size = TensorInfo("", info.dtype, matrix.shape).nbytes
             yield Decode(matrix, target + number * size)
-    rounded = decisions.rounded or {}
-    for weight in weights_of_tensor(item):
-        scheme = decisions.of(weight.module).scheme
-        name = f"{weight.module}.weight"
-        if scheme is None and weight.format is None and weight.smoothed:
-            yield TransformWeight(weight, targets[name])
-        elif scheme is None and weight.format is None and weight.expert < 0:
-            location = where[name]
-            yield CopyBytes(name, location.shard, location.offset, weight.nbytes, targets[name], weight.source.dtype)
-        elif scheme is None:
-            job_type = Unstack if weight.format is None else Decode
-            yield job_type(weight, targets[name])
-        elif f"{weight.module}.{scheme.format.codes}" in rounded:
-            stored = weight.stored_nbytes
-            for info in output_tensors(weight, scheme):
-                if file := rounded.get(info.name):
-                    yield CopyRounded(info.name, file.path, file.offset, info.nbytes, targets[info.name], stored)
-                    stored = 0
-        elif weight.module not in done:
-            fused = [decisions.layers[module] for module in decisions.fused.get(weight.module, (weight.module,))]
-            in_shard = [
-                member for member in fused if where[member.source.name].shard == where[weight.source.name].shard
-            ]
-            done.update(member.module for member in in_shard)
-            pieces = (
-                WeightPlace(
-                    member,
-                    targets[f"{member.module}.{scheme.format.codes}"],
-                    targets[f"{member.module}.{scheme.format.scale.name}"],
-                    member.is_stored_as(scheme.format),
-                    targets[scheme.format.shared_scale_name(member.module)] if scheme.format.shares_scale else None,
-                    targets[f"{member.module}.{scheme.format.zero_point}"] if scheme.format.zero_point else None,
-                )
-                for member in in_shard
-            )
-            yield Encode(scheme, tuple(pieces), tuple(fused) if scheme.format.shares_scale else (), decisions.keeps)
-        scale = _input_scale(weight, decisions)
-        name = f"{weight.module}.{scheme.format.input_scale}" if scheme else ""
-        if scale is not None:
-            location = where[scale.name]
-            dynamic = None if weight.format is None else weight.format.input_global_scale
-            yield CopyScale(
-                scale.name,
-                location.shard,
-                location.offset,
-                scale.nbytes,
-                scale.dtype,
-                targets[name],
-                inverse=dynamic is not None and not dynamic.divides,
-            )
-        elif scheme is not None and name in targets:
-            absmax = decisions.input_absmax.get(weight.module)
-            yield PutBytes(name, struct.pack("<f", scheme.input_scale(absmax)), targets[name])
-        for info, data in scheme.format.constant_tensors(weight.module, weight.shape) if scheme else ():
-            yield PutBytes(info.name, data, targets[info.name])
+
+
+def _unquantized_job(weight: Weight, where: Mapping[str, Location], target: int) -> Job:
+    """The job for a layer's weight that is not quantized."""
+    if weight.format is not None:
+        return Decode(weight, target)
+    if weight.smoothed:
+        return TransformWeight(weight, target)
+    if weight.expert >= 0:
+        return Unstack(weight, target)
+
+    name = f"{weight.module}.weight"
+    location = where[name]
+    return CopyBytes(name, location.shard, location.offset, weight.nbytes, target, weight.source.dtype)
+
+
+def _rounded_jobs(weight: Weight, scheme: Scheme, decisions: Decisions, targets: dict[str, int]) -> Iterator[Job]:
+    """Copies of the codes and scales that GPTQ wrote; the first one counts for all bytes of the source."""
+    stored = weight.stored_nbytes
+    for info in output_tensors(weight, scheme):
+        if file := (decisions.rounded or {}).get(info.name):
+            yield CopyRounded(info.name, file.path, file.offset, info.nbytes, targets[info.name], stored)
+            stored = 0
+
+
+def _encode_job(
+    weight: Weight, scheme: Scheme, decisions: Decisions, where: Mapping[str, Location], targets: dict[str, int]
+) -> Encode:
+    """The job that quantizes a weight, and those fused with it that lie in its shard."""
+    fmt = scheme.format
+    fused = [decisions.layers[module] for module in decisions.fused.get(weight.module, (weight.module,))]
+    shard = where[weight.source.name].shard
+    pieces = (
+        WeightPlace(
+            member,
+            targets[f"{member.module}.{fmt.codes}"],
+            targets[f"{member.module}.{fmt.scale.name}"],
+            member.is_stored_as(fmt),
+            targets[fmt.shared_scale_name(member.module)] if fmt.shares_scale else None,
+            targets[f"{member.module}.{fmt.zero_point}"] if fmt.zero_point else None,
+        )
+        for member in fused
+        if where[member.source.name].shard == shard
+    )
+    return Encode(scheme, tuple(pieces), tuple(fused) if fmt.shares_scale else (), decisions.keeps)
+
+
+def _input_scale_jobs(
+    weight: Weight, scheme: Scheme, decisions: Decisions, where: Mapping[str, Location], targets: dict[str, int]
+) -> Iterator[Job]:
+    """The job for the static scale of a layer's inputs: the source's, or one from a calibration."""
+    name = f"{weight.module}.{scheme.format.input_scale}"
+    scale = _input_scale(weight, decisions)
+    if scale is not None:
+        dynamic = None if weight.format is None else weight.format.input_global_scale
+        yield _scale_job(scale, where, targets[name], inverse=dynamic is not None and not dynamic.divides)
+    elif name in targets:
+        absmax = decisions.input_absmax.get(weight.module)
+        yield PutBytes(name, struct.pack("<f", scheme.input_scale(absmax)), targets[name])
+
+
+def _scale_job(scale: TensorInfo, where: Mapping[str, Location], target: int, inverse: bool = False) -> CopyScale:
+    """The job that copies a scale of the source."""
+    location = where[scale.name]
+    return CopyScale(scale.name, location.shard, location.offset, scale.nbytes, scale.dtype, target, inverse)
 
 
 def _input_scale(weight: Weight, decisions: Decisions) -> TensorInfo | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -239,14 +239,11 @@ def make_plan(
     # Open: quantized weights of the source appear as the bfloat16 tensors that they decode to.
     decoded, weights = decoded_view(checkpoint)
     check_options(options)
-    if options.head:
-        refuse_head(decoded, model, scheme)
-        model = model.with_head()
-    if options.embedding:
-        refuse_embedding(decoded, model, scheme)
-        model = model.with_embedding()
+    model = _add_tables(model, decoded, scheme, options)
+
     has_input_scales = stored or any(weight.input_scale_for(scheme.format) for weight in weights.values())
     options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
+
     entry = ModuleRules(model)
     config = text_config(decoded, model)
     check_layer_count(config)
@@ -262,6 +259,7 @@ def make_plan(
         require_widths(options.calibration, layers.values())
     if options.transforms is not None:
         apply_transforms(items, layers, options.transforms)
+
     cache_notes: list[str] = []
     if options.fp8_kv_cache:
         attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
@@ -270,28 +268,9 @@ def make_plan(
         refuse_size(entry, layers, config, options.tp)
 
     # Decide.
-    fused = entry.fused_groups(layers)
-    input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
-    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps is not None)
-    if stored:
-        requested = schemes_of_output(stored, layers)
-    elif keeps is not None:
-        requested = schemes_of_source(keeps, scheme, layers)
-    else:
-        requested = requested_schemes(scheme, options, layers, decisions.passthrough)
-    asked = not stored and keeps is None
-    unquantized = {module for module, layer in layers.items() if asked and in_scheme and layer.format is None}
-    find_scale_problem = scale_problem_finder(scheme.format, options.calibration, input_absmax, not asked)
-    find_problem = problem_finder(entry, layers, fused, config, options.tp, find_scale_problem)
-    overrides, scheme_notes = assign_schemes(
-        entry, scheme, layers, find_problem, fused, requested, unquantized, options.tp
+    decisions, scheme_notes = _assign_layers(
+        entry, scheme, schemes, options, items, layers, config, stored, keeps, keeps_choice=in_scheme
     )
-    decisions = replace(decisions, overrides=overrides)
-    if keeps is not None:
-        refuse_changes(decisions, keeps)
-    refuse_experts(entry, decisions)
-    refuse_embedding_schemes(decisions)
-    refuse_nameless(entry, decisions)
 
     # Describe.
     formats = ((layer, chosen.scheme.format if chosen.scheme else None) for layer, chosen in decisions.decided())
@@ -308,6 +287,58 @@ def make_plan(
     ]
     settings = quantization_config(entry, decisions, options.fp8_kv_cache)
     return Plan(checkpoint, decoded, entry, options, decisions, settings, parallel, tuple(notes), identity)
+
+
+def _add_tables(model: Architecture, decoded: Checkpoint, scheme: Scheme, options: PlanOptions) -> Architecture:
+    """The entry with the output head and the embedding among the quantized layers, where the options ask for them."""
+    if options.head:
+        refuse_head(decoded, model, scheme)
+        model = model.with_head()
+    if options.embedding:
+        refuse_embedding(decoded, model, scheme)
+        model = model.with_embedding()
+    return model
+
+
+def _assign_layers(
+    entry: ModuleRules,
+    scheme: Scheme,
+    schemes: Sequence[Scheme],
+    options: PlanOptions,
+    items: dict[str, list[Item]],
+    layers: dict[str, Weight],
+    config: dict[str, Any],
+    stored: StoredLayout | None,
+    keeps: Mapping[Format, Scheme] | None,
+    keeps_choice: bool,
+) -> tuple[Decisions, list[str]]:
+    """Decide the scheme of each layer, and refuse what no engine loads; with notes."""
+    fused = entry.fused_groups(layers)
+    input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
+    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps is not None)
+
+    if stored:
+        requested = schemes_of_output(stored, layers)
+    elif keeps is not None:
+        requested = schemes_of_source(keeps, scheme, layers)
+    else:
+        requested = requested_schemes(scheme, options, layers, decisions.passthrough)
+
+    asked = not stored and keeps is None
+    unquantized = {module for module, layer in layers.items() if asked and keeps_choice and layer.format is None}
+    find_scale_problem = scale_problem_finder(scheme.format, options.calibration, input_absmax, not asked)
+    find_problem = problem_finder(entry, layers, fused, config, options.tp, find_scale_problem)
+    overrides, scheme_notes = assign_schemes(
+        entry, scheme, layers, find_problem, fused, requested, unquantized, options.tp
+    )
+    decisions = replace(decisions, overrides=overrides)
+
+    if keeps is not None:
+        refuse_changes(decisions, keeps)
+    refuse_experts(entry, decisions)
+    refuse_embedding_schemes(decisions)
+    refuse_nameless(entry, decisions)
+    return decisions, scheme_notes
 
 
 _COMPRESSED_TENSORS = "compressed-tensors"

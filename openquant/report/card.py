@@ -152,14 +152,50 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     Returns:
         The text of the new README.md.
     """
+    shown = [f"![KL divergence of each position from the source]({picture})", ""] if picture else []
+    lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in _evaluation_rows(evaluation)]
+
+    few = " So few texts say little about others." if evaluation["text"]["documents"] < ENOUGH_TEXTS else ""
+    lines += [
+        "",
+        "KL says how far the probabilities of the next token are from the source's: 0 if they are equal, `same` if as "
+        f"near as bfloat16's own noise, `close` up to {CLOSE} nats, `similar` up to {SIMILAR}, `changed` up to "
+        f"{CHANGED}, `broken` above. Intervals are of 95 %, over texts.{few}",
+        "",
+    ]
+
+    answered = answers(evaluation)
+    if answered:
+        lines += ["<details><summary>The beginning of an answer of each</summary>", "", *_answer_table(answered[0])]
+        lines += ["", "</details>", ""]
+
+    source = evaluation["source"]["name"]
+    commit = source_commit(card, source)
+    source = f"{source}@{commit}" if commit else source
+    check = f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full"
+    install = f"pip install {DISTRIBUTION}"
+    lines += [
+        f"To check and to measure it (`{install}`):",
+        "",
+        "```",
+        check,
+        _eval_command(repo, source, evaluation),
+        "```",
+        "",
+    ]
+
+    return with_evaluation(card, join_lines(lines))
+
+
+def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The table of an evaluation: name and value of each row."""
     kl = evaluation["kl"]
     floor = evaluation["floor"]
     perplexity = evaluation["perplexity"]
 
     mean = kl_text(kl["mean"], floor["kl"])
     text = evaluation["text"]
-    source = evaluation["source"]["name"]
-    suspects = ", ".join(map(markdown, evaluation["suspects"][:_SUSPECTS]))
 
     rows = [
         ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(verdict_meaning(evaluation))}"),
@@ -183,41 +219,10 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
             f"SHA-256 of the tokens {markdown(text['sha256'][:12])}",
         ),
     ]
-
-    shown = [f"![KL divergence of each position from the source]({picture})", ""] if picture else []
-    rows += [("suspect layers", suspects)] if suspects else []
-    lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows]
-
-    few = " So few texts say little about others." if text["documents"] < ENOUGH_TEXTS else ""
-    lines += [
-        "",
-        "KL says how far the probabilities of the next token are from the source's: 0 if they are equal, `same` if as "
-        f"near as bfloat16's own noise, `close` up to {CLOSE} nats, `similar` up to {SIMILAR}, `changed` up to "
-        f"{CHANGED}, `broken` above. Intervals are of 95 %, over texts.{few}",
-        "",
-    ]
-
-    answered = answers(evaluation)
-    if answered:
-        lines += ["<details><summary>The beginning of an answer of each</summary>", "", *_answer_table(answered[0])]
-        lines += ["", "</details>", ""]
-
-    commit = source_commit(card, source)
-    source = f"{source}@{commit}" if commit else source
-    check = f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full"
-    install = f"pip install {DISTRIBUTION}"
-    lines += [
-        f"To check and to measure it (`{install}`):",
-        "",
-        "```",
-        check,
-        _eval_command(repo, source, evaluation),
-        "```",
-        "",
-    ]
-
-    return with_evaluation(card, join_lines(lines))
+    suspects = ", ".join(map(markdown, evaluation["suspects"][:_SUSPECTS]))
+    if suspects:
+        rows.append(("suspect layers", suspects))
+    return rows
 
 
 def _texts_from(text: Mapping[str, Any]) -> str:

@@ -310,80 +310,120 @@ class _Worker:
         """Check the codes and scales of a quantized weight, and compare it with the source if the task has one."""
         assert not isinstance(task.original, bytes)
         original = task.original
-        scheme = task.scheme
         if task.by_decoding:
             self._check_decoded(number, weight, original)
             return
-        info = weight.codes
-        low = 0
-        if weight.input_scale is not None:
-            self._read_scale(number, weight.input_scale)
-        signed = weight.format is not None and weight.format.signed_scales
-        scale = None if weight.scale is None else self._read_scale(number, weight.scale, signed)
-        global_scale: Floats | None = None
-        if weight.format is not None and weight.format.global_scale is not None:
-            values = weight.global_scale and self._read_scale(number, weight.global_scale)
-            global_scale = None if values is None else values.reshape(1, 1)
-            with np.errstate(over="ignore"):
-                scale = None if scale is None or global_scale is None else scale / global_scale
-        for expected_info, data in weight.format.constant_tensors(weight.module, weight.shape) if weight.format else ():
+
+        fmt = weight.format
+        scale, global_scale = self._read_scales(number, weight)
+        for expected_info, data in fmt.constant_tensors(weight.module, weight.shape) if fmt else ():
             self._check_integers(number, expected_info, data)
-        place = self.checkpoint.where[info.name]
-        comparison = None
+
         zeros = self.output.zero_points(weight, 0, weight.shape[0])
-        decodable = weight.format is not None and (zeros is not None or weight.format.zero_point is None)
-        if original is not None and scale is not None and weight.format and decodable and weight.scale is not None:
+        decodable = fmt is not None and (zeros is not None or fmt.zero_point is None)
+        comparison = None
+        if original is not None and scale is not None and fmt and decodable and weight.scale is not None:
             comparison = Comparison(
                 original.shape,
-                weight.format,
+                fmt,
                 scale,
                 weight.scale.dtype,
-                scheme,
+                task.scheme,
                 zeros,
                 global_scale,
                 task.weighted_search,
             )
-        pitch = info.nbytes // math.prod(info.shape[:-1])
-        lost = LostWeights(weight.format, info.nbytes // pitch) if weight.format and decodable else None
-        nan_at: int | None = None
-        with self.output.open(place.shard) as file:
-            for count, bits in self._pieces(info, pitch, original if comparison else None):
-                if self.reading.stopped.is_set():
-                    return
-                piece = self._buffer("output", count * pitch)
-                first = self.output.read_codes_unchecked(file, weight, low, piece)
-                if nan_at is None and first is not None:
-                    nan_at = low * pitch + first
-                if comparison is not None and bits is not None and original is not None:
-                    comparison.add(low, piece.reshape(count, pitch), bits, original.dtype)
-                if lost is not None:
-                    grid = None if zeros is None else zeros[low : low + count]
-                    lost.look_at(piece.reshape(count, pitch), grid, bits)
-                low += count
-                self.reading.advance(piece.size)
-        if nan_at is not None:
-            index = [int(axis) for axis in np.unravel_index(nan_at, info.shape)]
-            self.reading.add_problem(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
+        lost = LostWeights(fmt, math.prod(weight.codes.shape[:-1])) if fmt and decodable else None
+        if not self._read_codes(number, weight, original, comparison, lost, zeros):
             return
+
         if lost is not None and lost.unusual:
             with self.reading.lock:
                 layers = self.reading.findings.zero_layers if comparison is None else self.reading.findings.lost_layers
                 layers.add(weight.module)
-        if scale is not None and decodable and weight.format is not None:
+        if scale is not None and decodable and fmt is not None:
             self.output.check_values(weight, scale)
         if comparison is not None and original is not None:
-            if not comparison.finite:
-                extent = original.extent(self.source.where)
-                self.reading.add_problem(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
-                return
-            if scheme is not None:
-                self._report_recomputed(number, weight, comparison, scheme, global_scale, task.gptq_rounded)
-            if task.kept and comparison.error.largest > 0:
-                self.reading.add_problem(
-                    number,
-                    f"{self.reading.place(info.name)} stands for other weights than the source's codes and scales",
-                )
-            self._report_error(number, weight, comparison, task)
+            self._report_comparison(number, task, weight, original, comparison, global_scale)
+
+    def _read_scales(self, number: int, weight: Weight) -> tuple[Floats | None, Floats | None]:
+        """The scales, divided by the global scale, and the global scale; None for what is wrong or not there."""
+        if weight.input_scale is not None:
+            self._read_scale(number, weight.input_scale)
+
+        signed = weight.format is not None and weight.format.signed_scales
+        scale = None if weight.scale is None else self._read_scale(number, weight.scale, signed)
+        if weight.format is None or weight.format.global_scale is None:
+            return scale, None
+
+        values = weight.global_scale and self._read_scale(number, weight.global_scale)
+        if values is None:
+            return None, None
+        global_scale = values.reshape(1, 1)
+        with np.errstate(over="ignore"):
+            return None if scale is None else scale / global_scale, global_scale
+
+    def _read_codes(
+        self,
+        number: int,
+        weight: Weight,
+        original: Weight | None,
+        comparison: Comparison | None,
+        lost: LostWeights | None,
+        zeros: Floats | None,
+    ) -> bool:
+        """Read the codes, into `comparison` and `lost`. False if they hold NaN or another thread has failed."""
+        info = weight.codes
+        pitch = info.nbytes // math.prod(info.shape[:-1])
+        low = 0
+        nan_at: int | None = None
+        with self.output.open(self.checkpoint.where[info.name].shard) as file:
+            for count, bits in self._pieces(info, pitch, original if comparison else None):
+                if self.reading.stopped.is_set():
+                    return False
+
+                piece = self._buffer("output", count * pitch)
+                first = self.output.read_codes_unchecked(file, weight, low, piece)
+                if nan_at is None and first is not None:
+                    nan_at = low * pitch + first
+
+                codes = piece.reshape(count, pitch)
+                if comparison is not None and bits is not None and original is not None:
+                    comparison.add(low, codes, bits, original.dtype)
+                if lost is not None:
+                    lost.look_at(codes, None if zeros is None else zeros[low : low + count], bits)
+                low += count
+                self.reading.advance(piece.size)
+
+        if nan_at is None:
+            return True
+        index = [int(axis) for axis in np.unravel_index(nan_at, info.shape)]
+        self.reading.add_problem(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
+        return False
+
+    def _report_comparison(
+        self,
+        number: int,
+        task: TensorTask,
+        weight: Weight,
+        original: Weight,
+        comparison: Comparison,
+        global_scale: Floats | None,
+    ) -> None:
+        """Report how codes and scales differ from the source."""
+        if not comparison.finite:
+            extent = original.extent(self.source.where)
+            self.reading.add_problem(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
+            return
+
+        if task.scheme is not None:
+            self._report_recomputed(number, weight, comparison, task.scheme, global_scale, task.gptq_rounded)
+        if task.kept and comparison.error.largest > 0:
+            self.reading.add_problem(
+                number,
+                f"{self.reading.place(weight.codes.name)} stands for other weights than the source's codes and scales",
+            )
+        self._report_error(number, weight, comparison, task)
 
     def _check_decoded(self, number: int, weight: Weight, original: Weight | None) -> None:
         """Check a weight by decoding it, and sum up its error if `original` is given."""

@@ -24,7 +24,7 @@ from ..files.tensors import TensorInfo
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE, choose_shared_scale
 from ..formats.numbers import cache_scales, can_be_non_finite
-from ..formats.quantization import quantization_places, read_quantization
+from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
 from ..hub.fetch import find_whole
 from ..machine import available_cpus
@@ -83,24 +83,13 @@ def verify(
         raise UsageError("--full compares with the source, and none is given", "give --source DIR")
     if workers is not None and workers < 1:
         raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
-
     with readable():
         if Path(directory).is_file():
             raise UsageError(f"{directory} is not a directory", "check the path")
 
     checked = find_whole(os.fspath(directory), begun)
     root = checked.root
-
-    with readable():
-        config = with_tool_config(read_config(root), root)
-        if not quantization_places(config):
-            raise UsageError(
-                f"{root} is not quantized: its config.json has no quantization_config",
-                "give a quantized directory, and with --source the model that it was made from; openquant diagnose "
-                "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
-            )
-        quantization = read_quantization(config)
-
+    quantization = _read_quantization(root)
     journal = read_journal(root)
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
@@ -121,6 +110,7 @@ def verify(
             os.fspath(directory), source_name, None, format_title, (error.message,), notes, seconds=_since(start)
         )
 
+    facts = None if journal is None else facts_in(journal)
     journal_files = set(journal["files"]) if journal else set()
     requested = None
     if architecture is not None:
@@ -130,7 +120,6 @@ def verify(
         # The generic entry says nothing of engines.
         model = None
 
-    facts = None if journal is None else facts_in(journal)
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
     verification = _Verification(headers, findings, journal_files, origin, full, facts, requested)
     verification.run(workers or available_cpus(), progress)
@@ -157,6 +146,19 @@ def verify(
     )
 
 
+def _read_quantization(root: Path) -> Quantization:
+    """What config.json says of the quantization of a directory, which must have one."""
+    with readable():
+        config = with_tool_config(read_config(root), root)
+        if not quantization_places(config):
+            raise UsageError(
+                f"{root} is not quantized: its config.json has no quantization_config",
+                "give a quantized directory, and with --source the model that it was made from; openquant diagnose "
+                "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
+            )
+        return read_quantization(config)
+
+
 def _since(start: float) -> float:
     return round(time.monotonic() - start, 3)
 
@@ -178,7 +180,6 @@ class _Verification:
         architecture: Architecture | None,
     ) -> None:
         self.headers = headers
-        # Whether it lies in the Hub's cache, whose files are links.
         # The entry that --architecture names; None for that of the class.
         self.architecture = architecture
         self.findings = findings
@@ -521,32 +522,9 @@ class _Verification:
 
     def _read(self, pairs: list[Pair], workers: int, progress: Progress | None) -> None:
         """Read all tensors, and report what is wrong with their contents."""
-        tasks = [TensorTask(info, original=original) for info, original in pairs]
         gptq_rounded = self._gptq_modules()
-        for weight in self.codes.values():
-            original = self.originals.get(weight.module) if self.full else None
-            original = original if original and original.shape == weight.source.shape else None
-            scheme = self._scheme_of(weight) if self.recomputes else None
-            # The source whose codes are kept, or the one that those codes were made from, by any method.
-            keeps = self.facts.keeps_codes
-            kept = keeps and original is not None and original.format is not None
-            by_gptq = weight.module in gptq_rounded or (keeps and not kept)
-            # GPTQ's search is weighted by the Hessian.
-            weighted = self.facts.weighed or by_gptq
-            by_decoding = not self.as_engines_load or (weight.format is not None and weight.format.columns is not None)
-            tasks.append(
-                TensorTask(
-                    weight.codes,
-                    weight,
-                    original,
-                    scheme,
-                    weighted,
-                    by_gptq,
-                    foreign=not self.ours,
-                    kept=kept,
-                    by_decoding=by_decoding,
-                )
-            )
+        tasks = [TensorTask(info, original=original) for info, original in pairs]
+        tasks += [self._weight_task(weight, gptq_rounded) for weight in self.codes.values()]
         tasks += [TensorTask(info, kv_cache_scale=True) for info in self.cache_scales]
         read_names = {task.info.name for task in tasks} | self.headers.scales
         tasks += [
@@ -554,11 +532,39 @@ class _Verification:
             for info in self.checkpoint.tensors.values()
             if can_be_non_finite(info.dtype) and info.name not in read_names
         ]
+
         # Disks read fastest in the order of the files.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
         self.contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
         self.problems += self.contents.problems
         self._report_non_finite()
+        self._add_contents_notes(len(gptq_rounded))
+
+    def _weight_task(self, weight: Weight, gptq_rounded: Collection[str]) -> TensorTask:
+        """The task that reads the codes of a weight."""
+        original = self.originals.get(weight.module) if self.full else None
+        if original and original.shape != weight.source.shape:
+            original = None
+
+        # The source whose codes are kept, or the one that those codes were made from, by any method.
+        keeps = self.facts.keeps_codes
+        kept = keeps and original is not None and original.format is not None
+        by_gptq = weight.module in gptq_rounded or (keeps and not kept)
+        return TensorTask(
+            weight.codes,
+            weight,
+            original,
+            scheme=self._scheme_of(weight) if self.recomputes else None,
+            # GPTQ's search is weighted by the Hessian.
+            weighted_search=self.facts.weighed or by_gptq,
+            gptq_rounded=by_gptq,
+            foreign=not self.ours,
+            kept=kept,
+            by_decoding=not self.as_engines_load or (weight.format is not None and weight.format.columns is not None),
+        )
+
+    def _add_contents_notes(self, gptq_rounded: int) -> None:
+        """Say how the contents were compared."""
         if self.facts.keeps_codes and self.full and self.decoded:
             self.notes.append("codes and scales were compared with those of the source, which the output keeps")
         elif self.facts.keeps_codes and self.full:
@@ -571,6 +577,7 @@ class _Verification:
                 "codes and scales were not recomputed, since the source was already quantized: errors were compared "
                 "with the rounding bound"
             )
+
         if self.contents.compensated:
             self.notes.append(
                 "most weights are farther from the source than the nearest codes are, as after GPTQ: its limits were "
@@ -578,13 +585,13 @@ class _Verification:
             )
         if self.full and gptq_rounded:
             self.notes.append(
-                f"{len(gptq_rounded)} layers were rounded by GPTQ, whose codes are not recomputed; their weight errors "
+                f"{gptq_rounded} layers were rounded by GPTQ, whose codes are not recomputed; their weight errors "
                 "are larger on purpose, and openquant eval measures what the model loses"
             )
-        if self.full:
-            skipped = sum(weight.module not in self.originals for weight in self.codes.values())
-            if skipped:
-                self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
+
+        skipped = sum(weight.module not in self.originals for weight in self.codes.values())
+        if self.full and skipped:
+            self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
 
     def _source_scales(self) -> dict[str, float]:
         """The static scales that an output of ours takes from its source, by tensor name."""
