@@ -259,7 +259,9 @@ def choices(plan: Plan) -> tuple[Choice, ...]:
 def activations(scheme: Scheme) -> str:
     """Name the numeric format that engines round activations to: "FP8"; "16 bits" if they do not."""
     inputs = scheme.group.get("input_activations", {"type": "float", "num_bits": 8})
-    return f"{'INT' if inputs['type'] == 'int' else 'FP'}{inputs['num_bits']}" if inputs else "16 bits"
+    if not inputs:
+        return "16 bits"
+    return f"INT{inputs['num_bits']}" if inputs["type"] == "int" else f"FP{inputs['num_bits']}"
 
 
 Energies = npt.NDArray[np.float64]

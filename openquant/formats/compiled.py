@@ -61,7 +61,7 @@ class _SafeCache(FunctionCache):
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
-def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(loop: Callable[..., Any]) -> Callable[..., Any]:
     """Return a loop that is compiled at its first call and runs without the interpreter lock."""
     compiled_loop: Any = numba.njit(nogil=True, error_model="numpy")(loop)
     # numba raises RuntimeError if neither this directory nor the user's cache can be written to.
@@ -128,6 +128,26 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     return out.reshape(absmax.shape)
 
 
+def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+    """Encode scales as they are stored, in compiled loops.
+
+    Args:
+        fmt: how the weights are stored.
+        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
+            has none.
+
+    Returns:
+        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
+        scales are stored as float32.
+    """
+    if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
+        return fmt.stored(scale, global_scale)
+    codes = np.empty(scale.shape, u8)
+    encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
+    return codes
+
+
 def encode_stored(
     bits: Bits,
     dtype: str,
@@ -168,26 +188,6 @@ def encode_stored(
     else:
         steps = u32(round(number.normal / number.smallest))
         _encode_floats(*arguments, *_range(number)[1:], steps, u32(1 << (number.bits - 1)))
-
-
-def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Encode scales as they are stored, in compiled loops.
-
-    Args:
-        fmt: how the weights are stored.
-        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
-            has none.
-
-    Returns:
-        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
-        scales are stored as float32.
-    """
-    if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
-        return fmt.stored(scale, global_scale)
-    codes = np.empty(scale.shape, u8)
-    encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
-    return codes
 
 
 def decode_rows(
@@ -288,7 +288,7 @@ def _range(number: Number) -> tuple[Any, ...]:
     return f32(-number.largest), f32(np.nanmax(number.values())), f32(normal), f32(rounds)
 
 
-@_compiled
+@_compile
 def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
     for row in range(bits.shape[0]):
         into = largest[row // height]
@@ -300,7 +300,7 @@ def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
             into[group] = max(into[group], most)
 
 
-@_compiled
+@_compile
 def _signs(bits: Any, signed: Any, out: Any) -> None:
     for group in range(out.size):
         line = bits[group]
@@ -316,7 +316,7 @@ def _signs(bits: Any, signed: Any, out: Any) -> None:
         out[group] = f32(-1) if u32(u32(highest) << u32(32 - 8 * bits.itemsize)) > size else f32(1)
 
 
-@_compiled
+@_compile
 def _largest_magnitude(codes: Any) -> Any:
     """Return the largest code without its sign bit."""
     most = u8(0)
@@ -325,7 +325,7 @@ def _largest_magnitude(codes: Any) -> Any:
     return most
 
 
-@_compiled
+@_compile
 def _scales(
     largest: Any, span: Any, carry: Any, kept: Any, above: Any, floor: Any, zeros: Any, rounding: Any, out: Any
 ) -> None:
@@ -344,7 +344,7 @@ def _scales(
         out[i] = f32((zeros if largest[i] == 0 else scale) / above)
 
 
-@_compiled
+@_compile
 def _load(line: Any, half: Any, below: Any, values: Any) -> None:
     """Convert the bits of a row to float32: from float16, or by shifting them left by `below`."""
     if half:
@@ -357,7 +357,7 @@ def _load(line: Any, half: Any, below: Any, values: Any) -> None:
             values[i] = u32(u32(line[i]) << below).view(f32)
 
 
-@_compiled
+@_compile
 def _lanes(width: Any, lane: Any) -> Any:
     """Return the mask of the low `width` bits in each lane of 64 bits; `lane` is a lane's bits."""
     mask = u64(0)
@@ -368,7 +368,7 @@ def _lanes(width: Any, lane: Any) -> Any:
     return mask
 
 
-@_compiled
+@_compile
 def _pack(codes: Any, bits: Any, out: Any) -> None:
     """Pack the codes of a row, of less than 8 bits, without gaps, the first in the lowest bits."""
     if bits == 4:
@@ -395,7 +395,7 @@ def _pack(codes: Any, bits: Any, out: Any) -> None:
             together >>= eight
 
 
-@_compiled
+@_compile
 def _unpack(packed: Any, bits: Any, codes: Any) -> None:
     """Undo `_pack`."""
     if bits == 4:
@@ -420,7 +420,7 @@ def _unpack(packed: Any, bits: Any, codes: Any) -> None:
         spread[i] = (apart & first) | ((apart & (first << width)) << gap)
 
 
-@_compiled
+@_compile
 def _encode_integers(
     bits: Any,
     half: Any,
@@ -455,7 +455,37 @@ def _encode_integers(
             _pack(codes, code_bits, out[row])
 
 
-@_compiled
+@_compile
+def _decode_integers(
+    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any, bits: Any
+) -> None:
+    values = np.empty(out.shape[1], f32)
+    unpacked = np.empty(out.shape[1], u8)
+    mask = u32(2 * half - 1)
+    for row in range(out.shape[0]):
+        line = codes[row]
+        above = (low + row) // height
+        if bits < 8:
+            _unpack(line, bits, unpacked)
+            line = unpacked
+        for i in range(line.size):
+            values[i] = f32(i32(u32(u32(line[i] + turn) & mask)) - half)
+        _apply_scales(values, scale[above], zero[above], width, out[row])
+
+
+@_compile
+def _apply_scales(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
+    """Dequantize the values of a row's codes by its scales and zero points."""
+    for group in range(scale.size):
+        factor = scale[group]
+        middle = zero[group]
+        part = values[group * width : (group + 1) * width]
+        into = out[group * width : (group + 1) * width]
+        for i in range(into.size):
+            into[i] = f32(part[i] - middle) * factor
+
+
+@_compile
 def _encode_floats(
     bits: Any,
     half: Any,
@@ -497,7 +527,23 @@ def _encode_floats(
             _pack(codes, code_bits, out[row])
 
 
-@_compiled
+@_compile
+def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
+    values = np.empty(out.shape[1], f32)
+    for row in range(out.shape[0]):
+        line = codes[row]
+        above = (low + row) // height
+        for i in range(line.size):
+            size = u32(u32(line[i] & 0x7F) << u32(20))
+            # For subnormal codes: 2^-6 with this mantissa, less 2^-6.
+            least = f32(u32(size + u32(121 << 23)).view(f32) - f32(2.0**-6))
+            magnitude = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
+            magnitude = u32(0x7FC00000) if size == u32(0x7F << 20) else magnitude
+            values[i] = u32(u32(magnitude) | u32(u32(line[i] & 0x80) << u32(24))).view(f32)
+        _apply_scales(values, scale[above], zero[above], width, out[row])
+
+
+@_compile
 def _to_e2m1(quotient: Any) -> Any:
     """Return the E2M1 code of a quotient, in fewer steps than `_encode_floats` takes."""
     bits = f32(quotient).view(u32)
@@ -509,7 +555,7 @@ def _to_e2m1(quotient: Any) -> Any:
     return u32(u32(step + above) | u32(u32(bits & u32(0x80000000)) >> u32(28)))
 
 
-@_compiled
+@_compile
 def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> None:
     """Quantize words of two bfloat16 weights, the first in the low half, to bytes of two E2M1 codes."""
     spread = np.empty((scale.shape[1], width), f32)
@@ -532,53 +578,7 @@ def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> 
             into[i] = u8(u32(low) | u32(u32(high) << u32(4)))
 
 
-@_compiled
-def _scaled(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
-    """Dequantize the values of a row's codes by its scales and zero points."""
-    for group in range(scale.size):
-        factor = scale[group]
-        middle = zero[group]
-        part = values[group * width : (group + 1) * width]
-        into = out[group * width : (group + 1) * width]
-        for i in range(into.size):
-            into[i] = f32(part[i] - middle) * factor
-
-
-@_compiled
-def _decode_integers(
-    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any, bits: Any
-) -> None:
-    values = np.empty(out.shape[1], f32)
-    unpacked = np.empty(out.shape[1], u8)
-    mask = u32(2 * half - 1)
-    for row in range(out.shape[0]):
-        line = codes[row]
-        above = (low + row) // height
-        if bits < 8:
-            _unpack(line, bits, unpacked)
-            line = unpacked
-        for i in range(line.size):
-            values[i] = f32(i32(u32(u32(line[i] + turn) & mask)) - half)
-        _scaled(values, scale[above], zero[above], width, out[row])
-
-
-@_compiled
-def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
-    values = np.empty(out.shape[1], f32)
-    for row in range(out.shape[0]):
-        line = codes[row]
-        above = (low + row) // height
-        for i in range(line.size):
-            size = u32(u32(line[i] & 0x7F) << u32(20))
-            # For subnormal codes: 2^-6 with this mantissa, less 2^-6.
-            least = f32(u32(size + u32(121 << 23)).view(f32) - f32(2.0**-6))
-            magnitude = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
-            magnitude = u32(0x7FC00000) if size == u32(0x7F << 20) else magnitude
-            values[i] = u32(u32(magnitude) | u32(u32(line[i] & 0x80) << u32(24))).view(f32)
-        _scaled(values, scale[above], zero[above], width, out[row])
-
-
-@_compiled
+@_compile
 def _half_e2m1(code: Any) -> Any:
     """Return the value of an E2M1 code. The constant has twice the magnitudes of all eight, four bits each."""
     twice = u32(u32(u32(0xC8643210) >> u32(u32(code & 7) * 4)) & u32(15))
@@ -586,7 +586,7 @@ def _half_e2m1(code: Any) -> Any:
     return u32(f32(size).view(u32) | u32(u32(code & 8) << u32(28))).view(f32)
 
 
-@_compiled
+@_compile
 def _decode_e2m1(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
     values = np.empty(out.shape[1], f32)
     for row in range(out.shape[0]):
@@ -595,17 +595,17 @@ def _decode_e2m1(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low
         for i in range(line.size):
             values[2 * i] = _half_e2m1(u32(line[i] & 15))
             values[2 * i + 1] = _half_e2m1(u32(line[i] >> 4))
-        _scaled(values, scale[above], zero[above], width, out[row])
+        _apply_scales(values, scale[above], zero[above], width, out[row])
 
 
-@_compiled
+@_compile
 def _to_bfloat16(bits: Any, out: Any) -> None:
     for i in range(bits.size):
         even = u32(u32(bits[i] >> u32(16)) & u32(1))
         out[i] = u16(u32(u32(bits[i] + even) + u32(0x7FFF)) >> u32(16))
 
 
-@_compiled
+@_compile
 def _transpose(part: Any, transposed: Any) -> None:
     for k in range(part.shape[1]):
         into = transposed[k]
@@ -613,7 +613,7 @@ def _transpose(part: Any, transposed: Any) -> None:
             into[j] = part[j, k]
 
 
-@_compiled
+@_compile
 def _square(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> Any:
     """Return the squared rounding error of a quotient."""
     near = min(max(quotient, least), most)
@@ -623,7 +623,7 @@ def _square(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> A
     return f32(off * off)
 
 
-@_compiled
+@_compile
 def _best(
     bits: Any,
     half: Any,
@@ -654,7 +654,6 @@ def _best(
     smallest = np.empty(together, f32)
 
     weighs = importance.size > 0
-    which = np.zeros(together, i32)
     weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
 
     for first in range(0, groups, together):
@@ -662,21 +661,14 @@ def _best(
         one[:count] = unclipped[first : first + count]
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
-        if weighs:
-            for j in range(count):
-                which[j] = (first + j) % importance.shape[1]
-
         _transpose(bits[first : first + count], raw)
         for k in range(width):
             line = turned[k]
             _load(raw[k], half, below, line)
             for j in range(together):
                 line[j] /= one[j]
-            if weighs:
-                counts = weighed[k]
-                row = importance[k]
-                for j in range(count):
-                    counts[j] = row[which[j]]
+        if weighs:
+            _take_importance(importance, first, count, weighed)
 
         for ratio in range(scales.shape[0]):
             scale[:count] = scales[ratio, first : first + count]
@@ -685,10 +677,24 @@ def _best(
                 unit[j] = f32(1) / relative[j]
                 error[j] = f32(0)
 
-            if weighs:
-                _add_weighed_errors(turned, weighed, unit, error, least, most, lowest, rounds)
-            else:
-                _add_errors(turned, unit, error, least, most, lowest, rounds)
+            for k in range(turned.shape[0] if weighs else 0):
+                line = turned[k]
+                counts = weighed[k]
+                for j in range(together):
+                    off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
+                    error[j] = f32(error[j] + f32(off * counts[j]))
+            for k in range(0, 0 if weighs else turned.shape[0], 4):
+                line = turned[k]
+                second = turned[k + 1]
+                third = turned[k + 2]
+                fourth = turned[k + 3]
+                for j in range(together):
+                    by = unit[j]
+                    total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))
+                    total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
+                    total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
+                    error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
+
             for j in range(together):
                 total = f32(f32(error[j] * relative[j]) * relative[j])
                 before = smallest[j]
@@ -702,28 +708,13 @@ def _best(
                 out[first + j] = scales[chosen[j] - 1, first + j]
 
 
-@_compiled
-def _add_errors(turned: Any, unit: Any, error: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> None:
-    for k in range(0, turned.shape[0], 4):
-        line = turned[k]
-        second = turned[k + 1]
-        third = turned[k + 2]
-        fourth = turned[k + 3]
-        for j in range(error.size):
-            by = unit[j]
-            total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))
-            total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
-            total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
-            error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
-
-
-@_compiled
-def _add_weighed_errors(
-    turned: Any, weighed: Any, unit: Any, error: Any, least: Any, most: Any, lowest: Any, rounds: Any
-) -> None:
-    for k in range(turned.shape[0]):
-        line = turned[k]
-        counts = weighed[k]
-        for j in range(error.size):
-            off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
-            error[j] = f32(error[j] + f32(off * counts[j]))
+@_compile
+def _take_importance(importance: Any, first: Any, count: Any, out: Any) -> None:
+    which = np.empty(count, i32)
+    for j in range(count):
+        which[j] = (first + j) % importance.shape[1]
+    for k in range(importance.shape[0]):
+        counts = out[k]
+        row = importance[k]
+        for j in range(count):
+            counts[j] = row[which[j]]

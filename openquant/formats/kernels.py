@@ -271,6 +271,8 @@ def encode(
 ) -> None:
     """Quantize weights and write their codes to `out`, one per byte.
 
+    INT4 stores value + 8: with the scale 0.5, [-4.0, 0.0, 1.3, 9.0] has the codes [0, 8, 11, 15]; 9.0 is out of range.
+
     Args:
         bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
         dtype: dtype of the weights: "BF16", "F16" or "F32".
@@ -350,8 +352,89 @@ def encode_stored(
         pack(codes[low:high], out[low:high], number)
 
 
+def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point: Floats | None = None) -> None:
+    """Dequantize codes into `out`: (value - zero point) * scale. NaN codes give NaN, overflow gives infinity.
+
+    INT4 bytes [0x80, 0xfb] with the scale 0.5 are [-4.0, 0.0, 1.5, 3.5].
+
+    Args:
+        codes: uint8 [rows, cols * bits / 8].
+        scale: float32 of any shape that broadcasts over [rows, cols], with any global scale divided out.
+        out: float32 [rows, cols], contiguous; is overwritten.
+        number: numeric format of the codes.
+        zero_point: float32 of the shape of `scale`; None if zero points are 0.
+    """
+    if number.bits in (4, 8):
+        values = bytes_of(number)
+        np.take(values, codes, out=out.view(values.dtype), mode="clip")
+    else:
+        np.take(number.values(), unpack(codes, number), out=out, mode="clip")
+    if zero_point is not None:
+        out -= zero_point
+    with np.errstate(over="ignore"):
+        out *= scale
+
+
+def decode_rows(
+    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
+) -> None:
+    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
+
+    Args:
+        codes: uint8 [rows, cols * bits / 8].
+        number: numeric format of the codes.
+        scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
+        group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
+        low: index in the matrix of the first of these rows, which tells where in a group it lies.
+        out: float32 [rows, cols], contiguous; is overwritten.
+        zero_point: float32 of the shape of `scale`; None if zero points are 0.
+    """
+    rows, cols = out.shape
+    height = group[0] or low + rows
+    width = group[1]
+    first = low // height
+    start = 0
+
+    while start < rows:
+        # Rows with scales of their own are decoded together; rows of blocks only with those of the same block.
+        end = start + max(1, CHUNK // cols)
+        if height > 1:
+            end = min(end, (low + start) // height * height + height - low)
+        end = min(end, rows)
+
+        part = slice((low + start) // height - first, (low + end - 1) // height + 1 - first)
+        spread = [
+            None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols]
+            for grid in (scale, zero_point)
+        ]
+        assert spread[0] is not None
+        decode(codes[start:end], spread[0], out[start:end], number, spread[1])
+
+        start = end
+
+
+def encode_float32(values: Floats, scale: Floats, number: Number, zero_point: Floats | None = None) -> Codes:
+    """Quantize finite values: divide by the scale, add the zero point, clamp, round to nearest even.
+
+    Args:
+        values: float32 [rows, cols].
+        scale: float32 of any shape that broadcasts over [rows, cols]: weight = (code value - zero point) * scale.
+        number: numeric format of the codes.
+        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
+
+    Returns:
+        uint8 [rows, cols], one code per byte.
+    """
+    quotients = np.divide(values, scale)
+    if zero_point is not None:
+        quotients += zero_point
+    return number.encode(quotients)
+
+
 def pack(codes: Codes, out: Codes, number: Number) -> None:
     """Pack codes without gaps, the first in the lowest bits.
+
+    Codes [1, 2, 3, 4, 5, 6, 7, 0] are the bytes [0x21, 0x43, 0x65, 0x07] with 4 bits, [0xd1, 0x58, 0x1f] with 3.
 
     Args:
         codes: uint8 [rows, cols], each below 2^bits; contiguous, `cols` a multiple of `number.run`.
@@ -379,7 +462,7 @@ def pack(codes: Codes, out: Codes, number: Number) -> None:
 
 
 def unpack(codes: Codes, number: Number) -> Codes:
-    """Unpack stored codes.
+    """Unpack stored codes: 3-bit codes in [0xd1, 0x58, 0x1f] are [1, 2, 3, 4, 5, 6, 7, 0].
 
     Args:
         codes: uint8 [rows, cols * bits / 8], contiguous; `cols` is a multiple of `number.run`.
@@ -409,7 +492,7 @@ def unpack(codes: Codes, number: Number) -> Codes:
 
 
 def unpack_words(words: npt.NDArray[np.uint32], number: Number) -> Codes:
-    """Unpack words that have the codes of several rows, the first row in the lowest bits.
+    """Unpack words that have the codes of several rows, the first row in the lowest bits: 0x87654321 is 1 to 8.
 
     Args:
         words: uint32 [ceil(rows * bits / 32), cols].
@@ -424,6 +507,8 @@ def unpack_words(words: npt.NDArray[np.uint32], number: Number) -> Codes:
 
 def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
     """Pack the codes of several rows into words, the first row in the lowest bits; the last word is padded with zeros.
+
+    A column of the 4-bit codes 1 to 8 is the word 0x87654321.
 
     Args:
         codes: uint8 [rows, cols], one code per byte.
@@ -507,65 +592,6 @@ def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, sl
         for low in range(start, stop, step):
             high = min(low + step, stop)
             yield low, high, slice(low // height, (high - 1) // height + 1)
-
-
-def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point: Floats | None = None) -> None:
-    """Dequantize codes into `out`: (value - zero point) * scale. NaN codes give NaN, overflow gives infinity.
-
-    Args:
-        codes: uint8 [rows, cols * bits / 8].
-        scale: float32 of any shape that broadcasts over [rows, cols], with any global scale divided out.
-        out: float32 [rows, cols], contiguous; is overwritten.
-        number: numeric format of the codes.
-        zero_point: float32 of the shape of `scale`; None if zero points are 0.
-    """
-    if number.bits in (4, 8):
-        values = bytes_of(number)
-        np.take(values, codes, out=out.view(values.dtype), mode="clip")
-    else:
-        np.take(number.values(), unpack(codes, number), out=out, mode="clip")
-    if zero_point is not None:
-        out -= zero_point
-    with np.errstate(over="ignore"):
-        out *= scale
-
-
-def decode_rows(
-    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
-) -> None:
-    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
-
-    Args:
-        codes: uint8 [rows, cols * bits / 8].
-        number: numeric format of the codes.
-        scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
-        group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
-        low: index in the matrix of the first of these rows, which tells where in a group it lies.
-        out: float32 [rows, cols], contiguous; is overwritten.
-        zero_point: float32 of the shape of `scale`; None if zero points are 0.
-    """
-    rows, cols = out.shape
-    height = group[0] or low + rows
-    width = group[1]
-    first = low // height
-    start = 0
-
-    while start < rows:
-        # Rows with scales of their own are decoded together; rows of blocks only with those of the same block.
-        end = start + max(1, CHUNK // cols)
-        if height > 1:
-            end = min(end, (low + start) // height * height + height - low)
-        end = min(end, rows)
-
-        part = slice((low + start) // height - first, (low + end - 1) // height + 1 - first)
-        spread = [
-            None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols]
-            for grid in (scale, zero_point)
-        ]
-        assert spread[0] is not None
-        decode(codes[start:end], spread[0], out[start:end], number, spread[1])
-
-        start = end
 
 
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
@@ -699,24 +725,6 @@ def _encode_by_arithmetic(
 def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
     """Repeat each entry of a grid `width` times along its row; unchanged if None, as one column broadcasts."""
     return grid if width is None else np.repeat(grid, width, axis=1)
-
-
-def encode_float32(values: Floats, scale: Floats, number: Number, zero_point: Floats | None = None) -> Codes:
-    """Quantize finite values: divide by the scale, add the zero point, clamp, round to nearest even.
-
-    Args:
-        values: float32 [rows, cols].
-        scale: float32 of any shape that broadcasts over [rows, cols]: weight = (code value - zero point) * scale.
-        number: numeric format of the codes.
-        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
-
-    Returns:
-        uint8 [rows, cols], one code per byte.
-    """
-    quotients = np.divide(values, scale)
-    if zero_point is not None:
-        quotients += zero_point
-    return number.encode(quotients)
 
 
 # Groups whose scales, and weights whose zero points, are searched for together: few calls into numpy, and yet small

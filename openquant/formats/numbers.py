@@ -107,6 +107,10 @@ class Number(ABC):
             Codes, uint8 of the same shape, one per byte.
         """
 
+    def decode(self, codes: Codes) -> Floats:
+        """Return the values of codes: uint8 of any shape, one per byte, to float32 of the same shape."""
+        return np.take(self.values(), codes, mode="clip")
+
     @abstractmethod
     def values(self) -> Floats:
         """Return the value of every code, float32 [2^bits]; NaN for codes that are no number."""
@@ -140,10 +144,6 @@ class Number(ABC):
         """The largest weight that can be encoded so that no code decodes beyond bfloat16: 448 * 2^119 for E4M3."""
         exponent = int(np.floor(np.log2(_LARGEST_BFLOAT16 / self.largest)))
         return self.span * 2.0**exponent
-
-    def decode(self, codes: Codes) -> Floats:
-        """Return the values of codes: uint8 of any shape, one per byte, to float32 of the same shape."""
-        return np.take(self.values(), codes, mode="clip")
 
     def nearest(self, quotients: Floats) -> Floats:
         """Round finite float32 values of any shape to values of codes, ties to even; float32 of the same shape."""

@@ -466,10 +466,10 @@ def _read_awq(method: str, settings: dict[str, Any]) -> Quantization:
 
 
 def _read_quark(method: str, settings: dict[str, Any]) -> Quantization:
-    return _mixed(method, settings, *read_quark(settings))
+    return _make_mixed(method, settings, *read_quark(settings))
 
 
-def _mixed(
+def _make_mixed(
     method: str, settings: dict[str, Any], groups: Groups, inputs: Sequence[Mapping[str, Any] | None] | None = None
 ) -> Quantization:
     """Return a config with a format for each group of layers, activations as they are if `inputs` is None; the tensors
@@ -500,10 +500,10 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "mxfp4": _read_mxfp4,
     "mxfp8": _read_mxfp8,
     "awq": _read_awq,
-    "gptq": lambda method, settings: _mixed(method, settings, read_gptq_groups(settings)),
-    "auto-round": lambda method, settings: _mixed(method, settings, read_auto_round_groups(settings)),
+    "gptq": lambda method, settings: _make_mixed(method, settings, read_gptq_groups(settings)),
+    "auto-round": lambda method, settings: _make_mixed(method, settings, read_auto_round_groups(settings)),
     # As the first versions of auto-round wrote it.
-    "intel/auto-round": lambda _, settings: _mixed("auto-round", settings, read_auto_round_groups(settings)),
+    "intel/auto-round": lambda _, settings: _make_mixed("auto-round", settings, read_auto_round_groups(settings)),
     "quark": _read_quark,
     "torchao": lambda method, settings: _alone(method, settings, *read_torchao(settings)),
     "bitsandbytes": lambda method, settings: _alone(method, settings, read_bitsandbytes(settings), None),
@@ -713,7 +713,7 @@ def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[st
             if key not in allowed:
                 unknown.append(name)
             elif values is not None and not _is_one_of(value, values):
-                problems.append(f"{name} is {setting_repr(value)}, engines read {_either(values)}")
+                problems.append(f"{name} is {setting_repr(value)}, engines read {_join_or(values)}")
     problems += list(_contradictions(settings))
     return problems, unknown
 
@@ -769,7 +769,7 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         grouped = strategy if strategy in ("group", "tensor_group") else ""
         formats = _GROUP_FORMATS[kind, group["weights"].get("num_bits"), grouped]
         if not _is_one_of(format, formats):
-            yield f"{path} has the format {setting_repr(format)}, engines read {_either(formats)} for its weights"
+            yield f"{path} has the format {setting_repr(format)}, engines read {_join_or(formats)} for its weights"
 
         activations = group.get("input_activations")
         if not isinstance(activations, dict):
@@ -787,7 +787,7 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
         if not _is_one_of(activations.get("strategy"), strategies):
             yield (
                 f"{path}.input_activations.strategy is {setting_repr(activations.get('strategy'))}, engines read "
-                f"{_either(strategies)} for {'dynamic' if dynamic else 'static'} activations"
+                f"{_join_or(strategies)} for {'dynamic' if dynamic else 'static'} activations"
             )
 
 
@@ -802,5 +802,5 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in allowed)
 
 
-def _either(values: tuple[Any, ...]) -> str:
+def _join_or(values: tuple[Any, ...]) -> str:
     return " or ".join(json.dumps(value) for value in values)

@@ -70,10 +70,10 @@ def model_tensors(values: Mapping[str, Any], name: str) -> tuple[PretrainedConfi
         reason = str(error).partition("\n")[0]
         raise SourceError(f"{name}: transformers refuses the config of its metadata: {reason}", _NO_FIT) from None
     config.architectures = [type(model).__name__]
-    return config, list(_published(model.state_dict()))
+    return config, list(_iter_published(model.state_dict()))
 
 
-def _published(state: Mapping[str, torch.Tensor]) -> Iterator[TensorInfo]:
+def _iter_published(state: Mapping[str, torch.Tensor]) -> Iterator[TensorInfo]:
     for name, tensor in state.items():
         if (stack := _STACK.fullmatch(name)) is None:
             yield TensorInfo(name, "BF16", tuple(tensor.shape))

@@ -282,7 +282,7 @@ def refuse_changes(decisions: Decisions, keeps: Mapping[Format, Scheme]) -> None
     """
     changed = {
         layer.module: decision.why
-        for layer, decision in decisions.decided()
+        for layer, decision in decisions.iter_decisions()
         if layer.format is not None and decision.scheme != keeps[layer.format]
     }
     changed |= {kept.tensor.module: kept.why for kept in decisions.passthrough if kept.weight is not None}

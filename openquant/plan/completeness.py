@@ -538,12 +538,12 @@ class ConfigSizes:
 
     def value(self, key: str) -> Any:
         """Return the value of a key, nested ones joined by dots; None if config.json does not say it."""
-        value = self._said(key)
+        value = self._find_setting(key)
         if value is None and key in self._known.aliases:
-            value = self._said(self._known.aliases[key])
+            value = self._find_setting(self._known.aliases[key])
         return value
 
-    def _said(self, key: str) -> Any:
+    def _find_setting(self, key: str) -> Any:
         value: Any = self._config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None

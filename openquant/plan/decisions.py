@@ -172,7 +172,7 @@ class Decisions:
         """Return the decision about a weight that may be quantized."""
         return self.overrides.get(module) or Decision(self.scheme, "")
 
-    def decided(self) -> Iterator[tuple[Weight, Decision]]:
+    def iter_decisions(self) -> Iterator[tuple[Weight, Decision]]:
         """Iterate over the weights that may be quantized, each with its decision."""
         default = Decision(self.scheme, "")
         overrides = self.overrides
@@ -186,12 +186,12 @@ class Decisions:
     @property
     def quantized(self) -> list[tuple[Weight, Scheme]]:
         """The weights that are quantized, each with its scheme."""
-        return [(weight, decision.scheme) for weight, decision in self.decided() if decision.scheme is not None]
+        return [(weight, decision.scheme) for weight, decision in self.iter_decisions() if decision.scheme is not None]
 
     @property
     def unquantized(self) -> list[str]:
         """The modules that may be quantized and are not."""
-        return [weight.module for weight, decision in self.decided() if decision.scheme is None]
+        return [weight.module for weight, decision in self.iter_decisions() if decision.scheme is None]
 
     @cached_property
     def kinds(self) -> list[tuple[Weight, Scheme]]:
@@ -226,10 +226,10 @@ def _transform_item(item: Item, transforms: WeightTransforms) -> Item:
         return _with_transform(item, transforms)
     if isinstance(item, StackedTensor):
         return item._replace(layers=tuple(_with_transform(weight, transforms) for weight in item.layers))
-    return item._replace(smoothed=_smoothed(item, transforms))
+    return item._replace(smoothed=_apply_smoothing(item, transforms))
 
 
-def _smoothed(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | Weight | None:
+def _apply_smoothing(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | Weight | None:
     info = kept.tensor
     if info.name in transforms.tensors:
         data = transforms.tensors[info.name]

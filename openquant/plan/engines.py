@@ -89,11 +89,13 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
             return refusal
 
     if any(entry.rule(module).plain for module, _ in quantized):
-        return Refusal(None, None, f"it builds {_named(sglang.plain)} in bfloat16", "it loads with --ignore for these")
+        return Refusal(
+            None, None, f"it builds {_list_patterns(sglang.plain)} in bfloat16", "it loads with --ignore for these"
+        )
 
     packed = (module for module, chosen in quantized if chosen.format.codes == "weight_packed")
     if any(entry.rule(module).unpacked for module in packed):
-        why = f"it accepts no packed codes for {_named(sglang.unpacked)}"
+        why = f"it accepts no packed codes for {_list_patterns(sglang.unpacked)}"
         return Refusal(None, None, why, "it loads with --ignore for these")
 
     if sglang.head is not None and len(quantized) < len(decisions.kinds):
@@ -139,7 +141,7 @@ def _refuse_cache_scales(sglang: SGLangLimits, decisions: Decisions) -> Refusal 
     return Refusal(None, None, sglang.cache, hint)
 
 
-def _named(patterns: tuple[str, ...]) -> str:
+def _list_patterns(patterns: tuple[str, ...]) -> str:
     return ", ".join(f"**{pattern}" for pattern in patterns)
 
 

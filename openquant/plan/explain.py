@@ -224,7 +224,7 @@ def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
         experts=entry.experts(module),
         ranks=ranks,
         engines=engines,
-        listed=_listed(plan, {name for names in engines.values() for name in names}),
+        listed=_find_listed(plan, {name for names in engines.values() for name in names}),
     )
 
 
@@ -290,7 +290,7 @@ def _engines(entry: ModuleRules, module: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _listed(plan: Plan, names: set[str]) -> str | None:
+def _find_listed(plan: Plan, names: set[str]) -> str | None:
     if plan.scheme is None:
         return None
     by_experts = plan.scheme.method == "fp8"

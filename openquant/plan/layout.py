@@ -591,7 +591,7 @@ def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
     groups: dict[_Kind, _Group] = {}
     kind: _Kind
 
-    for layer, (scheme, why) in decisions.decided():
+    for layer, (scheme, why) in decisions.iter_decisions():
         stored = layer.format is not None
         if scheme is not None and why:
             why = f"{scheme.name}: {why}"

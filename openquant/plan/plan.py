@@ -273,7 +273,7 @@ def make_plan(
     )
 
     # Describe.
-    formats = ((layer, chosen.scheme.format if chosen.scheme else None) for layer, chosen in decisions.decided())
+    formats = ((layer, chosen.scheme.format if chosen.scheme else None) for layer, chosen in decisions.iter_decisions())
     parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
     notes = [
         *entry_notes(model),
@@ -562,7 +562,7 @@ def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict
         scheme = next((one for one in KEPT_SCHEMES if _keeps(one, weight, {fmt, turned}, inputs)), None)
         if scheme is None:
             name = weight.codes.name
-            raise PlanError(f"compressed-tensors has no layout for {name}: {_described(weight, inputs)}", _OTHERS)
+            raise PlanError(f"compressed-tensors has no layout for {name}: {_describe_stored(weight, inputs)}", _OTHERS)
         if scheme.format.input_scale is not None and (problem := why_no_input_scale(weight, scheme.format)):
             raise PlanError(f"{weight.module} has static activations: {problem}", _OTHERS)
         schemes |= {fmt: scheme, turned: scheme}
@@ -590,7 +590,7 @@ def _alike(inputs: ActivationQuantization | None) -> tuple[object, ...] | None:
     return None if inputs is None else (inputs.number, inputs.static, inputs.has_global_scale)
 
 
-def _described(weight: Weight, inputs: ActivationQuantization | None) -> str:
+def _describe_stored(weight: Weight, inputs: ActivationQuantization | None) -> str:
     """Say how a weight is stored: "FP8 with one scale per 64x64 block, F32 scales, FP8 activations"."""
     fmt = weight.format
     scale = weight.scale

@@ -516,7 +516,8 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
         every = _count(config, rule.key)
     if not every:
         return lambda _: size
-    return lambda layer: None if (layer if rule.first else layer + 1) % every == 0 else size
+    unlimited = 0 if rule.first else every - 1
+    return lambda layer: None if layer % every == unlimited else size
 
 
 def _window(config: Mapping[str, Any], key: str) -> int:
@@ -553,10 +554,13 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
 
         in_mtp_layer = is_mtp_layer(info.module) or rule.keep == MTP_LAYER
         small = len(info.shape) < 2
-        why = FEW_AXES if small else MTP_LAYER if in_mtp_layer else ""
-        items.append(PassthroughTensor(info, info.name if small else rule.name_template, why, weight))
+        if small:
+            items.append(PassthroughTensor(info, info.name, FEW_AXES, weight))
+            continue
 
-        if not small and not in_mtp_layer and rule.split is not None:
+        why = MTP_LAYER if in_mtp_layer else ""
+        items.append(PassthroughTensor(info, rule.name_template, why, weight))
+        if not in_mtp_layer and rule.split is not None:
             shape = (info.shape[-2], info.shape[-1])
             layers.append((Weight(info.module, rule.name_template, info, shape), weight and weight.format))
 

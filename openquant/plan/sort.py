@@ -318,7 +318,7 @@ class Stored:
                 cols = info.shape[1]
                 shape = (count, cols, rows) if stacked.transposed else (count, rows, cols)
                 for name in names:
-                    full = _filled(name, layer)
+                    full = _fill_template(name, layer)
                     self.by_template.setdefault(name, {})[layer] = info._replace(name=full, shape=shape)
 
     @cached_property
@@ -353,7 +353,7 @@ class Stored:
                 yield tuple(stars), info
 
 
-def _filled(name: str, numbers: Iterable[str]) -> str:
+def _fill_template(name: str, numbers: Iterable[str]) -> str:
     """Put numbers in place of the stars of a name template."""
     for number in numbers:
         name = name.replace("*", number, 1)

@@ -49,7 +49,7 @@ from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture
 from ..registry.rules import is_embedding
 from ..version import CITED, DISTRIBUTION, SGLANG, __version__
-from .cells import gigabytes, join_lines, markdown, shortened
+from .cells import gigabytes, join_lines, markdown, shorten
 from .words import task_summary, texts_origin, verdict_meaning
 
 # Names that are safe in a Markdown link.
@@ -99,12 +99,12 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
         if not re.match(r"fp8|mxfp|nvfp|int[2-8]|w[2-8]a|quantized|compressed-tensors|[2-8]-bit", tag)
     ]
 
-    schemes = [scheme.tag for scheme in plan.decisions.schemes]
-    numbers = [scheme.format.number.title.lower() for scheme in plan.decisions.schemes]
-    added = (
-        [*numbers, "vllm", "quantized", *([package] if package else []), *schemes] if plan.quantization_config else []
-    )
-    entries["tags"] = list(dict.fromkeys([*source_tags, *added]))
+    entries["tags"] = source_tags
+    if plan.quantization_config:
+        schemes = [scheme.tag for scheme in plan.decisions.schemes]
+        numbers = [scheme.format.number.title.lower() for scheme in plan.decisions.schemes]
+        entries["tags"] += [*numbers, "vllm", "quantized", *([package] if package else []), *schemes]
+    entries["tags"] = list(dict.fromkeys(entries["tags"]))
 
     printable = all(value.isprintable() for value in (repo or "", entries["pipeline_tag"], *entries["tags"]))
     front = kept + yaml.safe_dump(entries, sort_keys=False, allow_unicode=printable)
@@ -238,7 +238,7 @@ _SUSPECTS = 5
 
 def _answer_table(text: Mapping[str, Any]) -> list[str]:
     """Return a Markdown table of a prompt and both answers."""
-    cells = [(name, markdown(shortened(text[name], _TEXT_LENGTH))) for name in SIDES]
+    cells = [(name, markdown(shorten(text[name], _TEXT_LENGTH))) for name in SIDES]
     difference = difference_text(text)
     return [
         "| | |",
@@ -316,14 +316,14 @@ def unquantized_lines(plan: Plan) -> list[str]:
         if not line.quantized and len(line.shape) >= 2:
             reasons.setdefault(line.why, []).extend(line.names)
     quantized = [weight.module for weight, _ in plan.decisions.kinds]
-    return [f"{_shortened(collapse(names), quantized)} ({why})" for why, names in reasons.items()]
+    return [f"{_join_shortened(collapse(names), quantized)} ({why})" for why, names in reasons.items()]
 
 
 # Names of layers, or of what they are below, that a line of the card has.
 _NAMES = 3
 
 
-def _shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
+def _join_shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
     """Join names, or what many names are below if no quantized layer is below that."""
     if len(names) <= _NAMES:
         return ", ".join(names)
@@ -333,7 +333,7 @@ def _shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
     for above in ([".".join(common)] if common else [], list(towers)):
         below = tuple(f"{name}." for name in above)
         if 0 < len(above) <= _NAMES and not any(module.startswith(below) for module in quantized):
-            return f"layers of {_listed(above)}"
+            return f"layers of {_join_names(above)}"
     return f"{', '.join(names[:_NAMES])} and {len(names) - _NAMES} more"
 
 
@@ -457,7 +457,7 @@ def _title(name: str) -> str:
     return name if _SAFE.fullmatch(name) else markdown(" ".join(name.split()))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
@@ -466,14 +466,14 @@ def _range(names: Sequence[str]) -> str:
     order = list(GENERATIONS)
     first = order.index(names[0])
     last = order.index(names[-1])
-    return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _listed(names)
+    return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _join_names(names)
 
 
 def _devices(names: Sequence[str]) -> str:
     """Name hardware, in its order: "NVIDIA Turing to Blackwell, AMD MI300 and CPUs"."""
     nvidia = [name for name in names if name in GENERATIONS]
     others = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
-    return _listed([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
+    return _join_names([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
 
 
 def _hardware(places: Mapping[str, list[str]]) -> str:
@@ -492,8 +492,11 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
         what = " with its weights as they are and scales for an FP8 KV cache"
     else:
         rounded = {scheme.rounds_activations for scheme in plan.decisions.schemes}
-        others = " and activations" if rounded == {True} else "" if True in rounded else "; activations stay in 16 bits"
-        what = f" with {summary.numbers(plan)} weights{others}"
+        what = f" with {summary.numbers(plan)} weights"
+        if rounded == {True}:
+            what += " and activations"
+        elif True not in rounded:
+            what += "; activations stay in 16 bits"
 
     on: dict[str, list[str]] = {}
     for engine, places in computed.items():
@@ -501,7 +504,7 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
             on.setdefault(_devices(names), []).append(engine)
     # "vLLM and SGLang on NVIDIA Ampere", or "vLLM on NVIDIA Turing to Blackwell and CPUs, and SGLang on NVIDIA Ampere".
 
-    served = ", and ".join(f"{_listed(engines)} on {devices}" for devices, engines in on.items())
+    served = ", and ".join(f"{_join_names(engines)} on {devices}" for devices, engines in on.items())
     served = f" For {served}." if served else ""
 
     before = gigabytes(summary.source_bytes(plan))
@@ -648,7 +651,7 @@ def source_section(text: str, level: int, repo: str | None, revision: str | None
     def link(target: str) -> str:
         return target if repo is None else _in_repository(target, repo, revision, files)
 
-    return "\n".join(line if is_code else _linked(_lowered(line, down), link) for line, is_code in lines)
+    return "\n".join(line if is_code else _rewrite_links(_lower_headings(line, down), link) for line, is_code in lines)
 
 
 def _lines(text: str) -> Iterator[tuple[str, bool]]:
@@ -701,13 +704,13 @@ def _levels(line: str) -> list[int]:
     return [*([len(heading[2])] if heading else []), *(int(found[2]) for found in _HTML_HEADING.finditer(line))]
 
 
-def _lowered(line: str, down: int) -> str:
+def _lower_headings(line: str, down: int) -> str:
     """Return a line with its headings that many levels lower; 6 is the lowest."""
     line = _HTML_HEADING.sub(lambda match: f"{match[1]}{min(6, int(match[2]) + down)}", line)
     return _HEADING.sub(lambda match: match[1] + "#" * min(6, len(match[2]) + down), line, count=1) if down else line
 
 
-def _linked(line: str, link: Callable[[str], str]) -> str:
+def _rewrite_links(line: str, link: Callable[[str], str]) -> str:
     def replacement(match: re.Match[str]) -> str:
         if match["code"]:
             return match[0]
@@ -724,6 +727,8 @@ def _in_repository(target: str, repo: str, revision: str | None, files: Containe
     name = posixpath.normpath(unquote(path))
     if not path or _ABSOLUTE.match(target) or name in files or name.startswith(".."):
         return target
-    kind = "resolve" if name.lower().endswith(_MEDIA) else "tree" if path.endswith("/") else "blob"
+    kind = "tree" if path.endswith("/") else "blob"
+    if name.lower().endswith(_MEDIA):
+        kind = "resolve"
     where = f"https://huggingface.co/{repo}/{kind}/{quote(revision or 'main', safe='')}"
     return f"{where}/{path.removeprefix('./')}{target[len(path) :]}"

@@ -46,18 +46,18 @@ def fit_notes(found: FitTable) -> list[str]:
     """
     return [
         f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
-        *_unmeasured(found),
+        *_unmeasured_lines(found),
         *_rounded_less(found.schemes),
         *_heads(found),
         *(["the model is quantized already: KL is what is lost on top of that"] if found.quantized_source else []),
         *(["FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"] if found.cache_in_config else []),
         *([f"the KV cache is not counted: it is not known {terminal(found.unknown)}"] if found.unknown else []),
         *_needs(found.schemes),
-        *_refused(found),
+        *_refused_lines(found),
     ]
 
 
-def _unmeasured(found: FitTable) -> list[str]:
+def _unmeasured_lines(found: FitTable) -> list[str]:
     names = [row.scheme for row in found.schemes if row.kl is None]
     broken = [name for name in BROKEN if name in names]
     said = f"; {' and '.join(broken)} in groups of 64 broke it (docs/results.md)" if broken else ""
@@ -100,7 +100,9 @@ def fit_rows(found: FitTable) -> list[list[str]]:
     rows = [[*head, *(["computes"] if named else []), "engine", "KL"]]
 
     for row in found.schemes:
-        cells = [_fewest(one) for one in row.holds] if several else [cell for one in row.holds for cell in _held(one)]
+        cells = [_fewest(one) for one in row.holds]
+        if not several:
+            cells = [cell for one in row.holds for cell in _held_cells(one)]
         rows.append(
             [
                 row.scheme or "(as it is)",
@@ -109,7 +111,7 @@ def fit_rows(found: FitTable) -> list[list[str]]:
                 *cells,
                 *([_arithmetic(row)] if named else []),
                 _engines(row.engines),
-                NOTHING if row.kl is None else "0" if row.scheme is None else f"{row.kl:.4f}",
+                _kl(row),
             ]
         )
 
@@ -128,7 +130,7 @@ def _fewest(held: Held) -> str:
     return str(held.gpus) if held.longest is None else f"{held.gpus}: {short(held.longest)}"
 
 
-def _held(held: Held) -> list[str]:
+def _held_cells(held: Held) -> list[str]:
     return [
         NOTHING if held.gpus is None else str(held.gpus),
         NOTHING if held.longest is None else f"{held.longest:,}",
@@ -141,8 +143,16 @@ def _arithmetic(row: SchemeFit) -> str:
     return "/".join(dict.fromkeys(filter(None, (row.arithmetic, row.expert_arithmetic)))) or NOTHING
 
 
+def _kl(row: SchemeFit) -> str:
+    if row.kl is None:
+        return NOTHING
+    return "0" if row.scheme is None else f"{row.kl:.4f}"
+
+
 def _engines(engines: tuple[str, ...]) -> str:
-    return "both" if len(engines) > 1 else engines[0] if engines else NOTHING
+    if not engines:
+        return NOTHING
+    return "both" if len(engines) > 1 else engines[0]
 
 
 def _heads(found: FitTable) -> list[str]:
@@ -175,7 +185,7 @@ def _rounded_less(rows: Iterable[SchemeFit]) -> list[str]:
     return [f"activations stay in 16 bits on this GPU, so less is lost: {', '.join(names)}"] if names else []
 
 
-def _refused(found: FitTable) -> list[str]:
+def _refused_lines(found: FitTable) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for scheme, reason in found.refused.items():
         by_reason.setdefault(reason, []).append(scheme)
@@ -204,7 +214,7 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
                 lines.append(_serve_with(found.context, _ENGINES))
     else:
         lines.append(f"  {terminal(found.command)}")
-        lines += _served(found)
+        lines += _served_lines(found)
 
     if found.calibrated is not None:
         calibrated = f"with {found.calibrated.options} {found.measured_on} lost {found.calibrated.kl:.4f}"
@@ -213,7 +223,7 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
     if found.mixture is not None:
         mixture = "a mixture of schemes fills the memory, and may lose less (docs/fit.md):"
         lines += [*paragraphs([mixture], width), f"  {terminal(found.mixture)}"]
-        if _served(found):
+        if _served_lines(found):
             lines.append(_serve_with(found.context, _best(found).engines))
 
     return lines
@@ -235,7 +245,7 @@ def _fits_as_it_is(found: FitTable, target: Target) -> bool:
     return target.memory_bytes is not None and source.holds[0].gpus == target.count
 
 
-def _served(found: FitTable) -> list[str]:
+def _served_lines(found: FitTable) -> list[str]:
     """Name the option of engines for the context, if the model allows a longer one than fits."""
     best = _best(found)
     longest = next((held.longest for held in best.holds), None)
@@ -305,8 +315,9 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
     for point in found.points:
         interval = "" if point.interval is None else "{:.4f} to {:.4f}".format(*point.interval)
         cells = [point.name, f"{point.bits:.2f}", gigabytes(point.bytes), f"{point.kl:.4f}", interval]
-        fits = [] if point.fits is None else ["yes" if point.fits else "no"]
-        rows.append([*cells, f"{point.predicted:.4f}", *fits])
+        rows.append([*cells, f"{point.predicted:.4f}"])
+        if point.fits is not None:
+            rows[-1].append("yes" if point.fits else "no")
 
     heading = [
         f"{name}: {found.architecture}",

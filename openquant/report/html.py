@@ -32,7 +32,7 @@ from ..fit.result import SearchResult
 from ..hub.source import local_source
 from ..plan.serving import serving_to_json, stored_serving
 from ..version import __version__, install_hint
-from .cells import gigabytes, per_cent, short, shortened, terminal
+from .cells import gigabytes, per_cent, short, shorten, terminal
 from .words import verdict_meaning, words_on_page
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def render_page(page: PageContent) -> str:
         "interval": lambda edges: " to ".join(map(_number, edges)) if edges else "",
         "points": lambda difference: f"{100 * difference:+.1f}",
         "share": lambda part: "-" if part is None else f"{100 * part:.1f} %",
-        "cut": lambda text: shortened(text, MOST_LETTERS),
+        "cut": lambda text: shorten(text, MOST_LETTERS),
         "compared": _mark_differences,
         "verdict_meaning": verdict_meaning,
         "drawn": Markup,
@@ -182,7 +182,7 @@ def _mark_differences(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
     from markupsafe import Markup
 
     words = [
-        re.findall(r"\s+|[^\s]+", terminal(shortened(text[name], MOST_LETTERS), kept="\n\t"))
+        re.findall(r"\s+|[^\s]+", terminal(shorten(text[name], MOST_LETTERS), kept="\n\t"))
         for name in ("source", "output")
     ]
     answers = (Markup(), Markup())

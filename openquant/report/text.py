@@ -22,7 +22,7 @@ from ..plan.static_scales import CACHED
 from ..result import Place, Preview, Result, zero_notes
 from ..verification.outcome import Report
 from .card import SIDES, answers, difference_text, engines_that_read, percent, serve_commands
-from .cells import gigabytes, join_lines, paragraphs, short, shortened, table, terminal
+from .cells import gigabytes, join_lines, paragraphs, short, shorten, table, terminal
 from .words import task_rows, verdict_meaning
 
 # Characters of a reason in the plan's table: a pattern may name a hundred layers, which the line names too.
@@ -69,13 +69,14 @@ def plan_text(
 
 
 def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
+    becomes = "BF16" if line.decoded else "keep"
     return (
-        line.scheme.format.number.title if line.scheme else "BF16" if line.decoded else "keep",
+        line.scheme.format.number.title if line.scheme else becomes,
         ", ".join(collapse(line.names)),
         " x ".join(map(str, line.shape)),
         gigabytes(line.bytes_before),
         gigabytes(line.bytes_after),
-        shortened(line.why, _LONGEST_REASON),
+        shorten(line.why, _LONGEST_REASON),
     )
 
 

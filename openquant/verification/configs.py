@@ -90,8 +90,8 @@ def judge_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iter
         A difference (the path of keys, the output's value, the source's value), and whether it changes what the model
         computes.
     """
-    actual = _normalized(actual)
-    expected = _normalized(expected)
+    actual = _normalize(actual)
+    expected = _normalize(expected)
     for difference in config_differences(actual, expected):
         actual_section = actual
         expected_section = expected
@@ -143,10 +143,10 @@ _TIED = "tie_word_embeddings"
 _PLAIN_ROPE = (None, "default", 1.0, {"rope_type": "default"})
 
 
-def _normalized(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in the spelling of transformers 5, which has dtype and rope_parameters."""
     normalized: dict[str, Any] = {
-        key: _normalized(value) if isinstance(value, dict) and "rope" not in key else value
+        key: _normalize(value) if isinstance(value, dict) and "rope" not in key else value
         for key, value in config.items()
     }
 

@@ -247,7 +247,7 @@ class _Worker:
 
         low = 0
         with self.output.open(place.shard) as file:
-            for expected in self._expected(info, original):
+            for expected in self._read_expected(info, original):
                 if self.reading.stopped.is_set():
                     return
                 piece = self._buffer("output", expected.size)
@@ -281,7 +281,7 @@ class _Worker:
             self.reading.add_non_finite(info, piece)
             self.reading.advance(piece.size)
 
-    def _expected(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
+    def _read_expected(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
         """The expected bytes of an unquantized tensor, in pieces."""
         if original is None:
             return self._tensor(info, self.source, "source")

@@ -112,7 +112,7 @@ class Headers:
         }
 
 
-def described(info: TensorInfo) -> str:
+def describe(info: TensorInfo) -> str:
     """Format a tensor's dtype and shape for a message: "F32 [1]".
 
     Args:
@@ -121,7 +121,7 @@ def described(info: TensorInfo) -> str:
     return f"{info.dtype} {list(info.shape)}"
 
 
-def either(words: Sequence[str]) -> str:
+def join_or(words: Sequence[str]) -> str:
     """Join words for a message: "F32, BF16 or F16".
 
     Args:

@@ -46,7 +46,7 @@ from .checks import check_headers, extra_files, extra_weights
 from .configs import config_differences, judge_config, missing_keys, without_quantization
 from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .find_smoothing import recognize_smoothing
-from .headers import Findings, Headers, described
+from .headers import Findings, Headers, describe
 from .outcome import Report
 from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 
@@ -215,7 +215,8 @@ class _Verification:
         scheme = headers.scheme
         # Keys that the config needs beside its quantization_config. Other tools may store projections unfused.
         config = self.checkpoint.config if self.ours else {}
-        self.required_keys = entry.model.extra_config(scheme.name if scheme else None, config) if entry else {}
+        scheme_name = scheme.name if scheme else None
+        self.required_keys = entry.model.extra_config(scheme_name, config) if entry else {}
 
         self.plan: Plan | None = None
         self.transforms = WeightTransforms()
@@ -472,7 +473,7 @@ class _Verification:
         return pairs
 
     def _report_mismatch(self, info: TensorInfo, dtype: str, shape: tuple[int, ...]) -> None:
-        self.problems.append(f"{self._place(info.name)} is {described(info)}, the source has {dtype} {list(shape)}")
+        self.problems.append(f"{self._place(info.name)} is {describe(info)}, the source has {dtype} {list(shape)}")
 
     def _check_complete(self, source: Checkpoint) -> None:
         """Check that every tensor of the source is there, whole or split into experts."""
@@ -514,8 +515,8 @@ class _Verification:
                 where = self.checkpoint.where[planned.name]
                 if (info != planned and info.name not in self.headers.scales) or where.shard != shard.name:
                     self.problems.append(
-                        f"{self._place(info.name)} is {described(info)}, "
-                        f"the plan has {described(planned)} in {shard.name}"
+                        f"{self._place(info.name)} is {describe(info)}, "
+                        f"the plan has {describe(planned)} in {shard.name}"
                     )
 
     # Contents of tensors.

@@ -29,7 +29,7 @@ from ..version import VLLM
 from ..weights.find import CodesAndScale, checked_weights, stored_twice, unread_tensors
 from ..weights.packed_columns import packed_columns
 from ..weights.weight import Weight
-from .headers import COLUMN_PARTS, Findings, Headers, described, either
+from .headers import COLUMN_PARTS, Findings, Headers, describe, join_or
 
 
 class StoredWeights(NamedTuple):
@@ -101,7 +101,7 @@ def find_decodable_weights(
                     modules.setdefault(f"{fmt.number.title}, {fmt.label}", []).append(weight.module)
                 if (scale := weight.input_scale) is not None and scale.dtype not in FLOATS:
                     findings.problems.append(
-                        f"{checkpoint.where[scale.name].shard}: {scale.name} is {described(scale)}, not a scale"
+                        f"{checkpoint.where[scale.name].shard}: {scale.name} is {describe(scale)}, not a scale"
                     )
                     weight = weight._replace(input_scale=None)
                 codes[weight.source.name] = stored[pair.codes.name] = weight
@@ -162,7 +162,7 @@ class _Finder:
 
             if info.dtype != number.dtype or len(info.shape) < 2 or right_name:
                 self.findings.problems.append(
-                    f"{self._place(info.name)} is {described(info)}, not a matrix of {number.dtype}{right_name}"
+                    f"{self._place(info.name)} is {describe(info)}, not a matrix of {number.dtype}{right_name}"
                 )
                 continue
 
@@ -175,7 +175,7 @@ class _Finder:
                 continue
 
             if (problem := number.row_error(info.shape[-1])) is not None:
-                self.findings.problems.append(f"{self._place(info.name)} is {described(info)}: {problem}")
+                self.findings.problems.append(f"{self._place(info.name)} is {describe(info)}: {problem}")
                 continue
 
             # Engines read a scale by no other name, but for weight_scale_inv of a per-tensor scale.
@@ -221,15 +221,15 @@ class _Finder:
         matrix = (shape[-2], shape[-1])
 
         missing = f"scale: {fmt.scale_of(pair.name)} is missing"
-        scale = self._checked(info, scale, missing, fmt.scale_dtypes, fmt.scale_shapes(shape))
+        scale = self._check_part(info, scale, missing, fmt.scale_dtypes, fmt.scale_shapes(shape))
 
         others: list[TensorInfo | None] = []
         if fmt.global_scale is not None:
             missing = f"global scale: {fmt.shared_scale_name(module)} is missing"
-            others.append(self._checked(info, pair.global_scale, missing, ("F32",), ((1,), ())))
+            others.append(self._check_part(info, pair.global_scale, missing, ("F32",), ((1,), ())))
         if (zeros := fmt.zero_points(module, matrix)) is not None:
             missing = f"zero points: {zeros.name} is missing"
-            others.append(self._checked(info, pair.zero_points, missing, (zeros.dtype,), (zeros.shape,)))
+            others.append(self._check_part(info, pair.zero_points, missing, (zeros.dtype,), (zeros.shape,)))
 
         self.scales.update(other.name for other in pair.companions if other.name.endswith(".input_global_scale"))
 
@@ -238,11 +238,11 @@ class _Finder:
             name = f"{module}.{fmt.input_scale}"
             how = "static" if fmt.static else "scaled under it"
             missing = f"{name}, but its activations are {how}"
-            input_scale = self._checked(info, self.checkpoint.tensors.get(name), missing, FLOATS, ((), (1,)))
+            input_scale = self._check_part(info, self.checkpoint.tensors.get(name), missing, FLOATS, ((), (1,)))
 
         for expected, _ in fmt.constant_tensors(module, matrix):
             tensor = self.checkpoint.tensors.get(expected.name)
-            self._checked(info, tensor, f"shape: {expected.name} is missing", (expected.dtype,), (expected.shape,))
+            self._check_part(info, tensor, f"shape: {expected.name} is missing", (expected.dtype,), (expected.shape,))
 
         self.codes[pair.name] = self.stored[info.name] = Weight(
             module,
@@ -254,7 +254,7 @@ class _Finder:
             input_scale=input_scale,
         )
 
-    def _checked(
+    def _check_part(
         self,
         info: TensorInfo,
         tensor: TensorInfo | None,
@@ -280,9 +280,9 @@ class _Finder:
             dtypes = dtypes[:1] if dtypes[0] != "BF16" else ("BF16", "F16")
         if tensor.dtype in dtypes and tensor.shape in shapes:
             return tensor
-        expected = f"{either(dtypes)} {either([str(list(shape)) for shape in shapes])}"
+        expected = f"{join_or(dtypes)} {join_or([str(list(shape)) for shape in shapes])}"
         self.findings.problems.append(
-            f"{self._place(tensor.name)} is {described(tensor)}, for {described(info)} it must be {expected}"
+            f"{self._place(tensor.name)} is {describe(tensor)}, for {describe(info)} it must be {expected}"
         )
         return None
 
@@ -468,7 +468,7 @@ def check_cache(headers: Headers, findings: Findings) -> None:
 
     for info in cache_tensors(headers):
         if info.dtype not in FLOATS or info.shape not in ((), (1,)):
-            findings.problems.append(f"{headers.place(info.name)} is {described(info)}, a KV-cache scale is one number")
+            findings.problems.append(f"{headers.place(info.name)} is {describe(info)}, a KV-cache scale is one number")
 
     try:
         layers = _cache_layers(headers)

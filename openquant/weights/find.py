@@ -145,7 +145,7 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
         UsageError: matching names with regular expressions of the config takes too long.
     """
     for info in tensors.values():
-        name = _unquantized(info)
+        name = _unquantized_name(info)
         if name is None:
             continue
 
@@ -191,7 +191,7 @@ def stored_twice(
         codes_names[pair.name] = pair.codes.name
 
 
-def _unquantized(info: TensorInfo) -> str | None:
+def _unquantized_name(info: TensorInfo) -> str | None:
     """Return the unquantized name of a weight whose codes a tensor holds; None if it holds no codes."""
     if info.name.endswith(".weight_packed"):
         return info.name.removesuffix("_packed")
@@ -416,13 +416,13 @@ def checked_weights(
                 DAMAGED,
             )
         elif info.name.endswith(f".{QDATA}"):
-            weights = [_unpacked(pair)]
+            weights = [_check_unpacked(pair)]
         elif pair.packed or info.dtype == "U8":
-            weights = [_blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)]
+            weights = [_blocks(pair) if info.name.endswith("_blocks") else _check_packed(checkpoint, pair)]
         elif _is_deepseek_mxfp4(pair):
             weights = [_deepseek_mxfp4(pair)]
         elif info.dtype in CODES and (info.name.endswith(".weight") or len(info.shape) == 3):
-            weights = [_unpacked(pair)]
+            weights = [_check_unpacked(pair)]
         else:
             raise PlanError(f"{name_and_type(info)}, which is not supported", "start from the unquantized model")
 
@@ -430,7 +430,7 @@ def checked_weights(
             yield weight, pair
 
 
-def _unpacked(pair: CodesAndScale) -> Weight:
+def _check_unpacked(pair: CodesAndScale) -> Weight:
     """Check a weight with one code in each element."""
     info = pair.codes
     fmt = _required_format(pair)
@@ -495,7 +495,7 @@ def _four_bits(checkpoint: Checkpoint, pair: CodesAndScale, fmt: Format) -> Weig
     return _weight(pair, shape, replace(fmt, group=(1, size)), parts[1])._replace(parts=parts)
 
 
-def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
+def _check_packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
     """Check a weight with several codes in each element."""
     fmt = _required_format(pair)
     info = pair.codes

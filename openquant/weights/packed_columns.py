@@ -275,7 +275,7 @@ class ColumnReader:
         columns = fmt.columns
         assert columns is not None
         order = columns.order or tuple(range(fmt.number.run))
-        codes = _ordered(raw, fmt.number, order)
+        codes = _unpack_in_order(raw, fmt.number, order)
         mask = (1 << fmt.number.bits) - 1
         return (codes + np.uint8(columns.zero_point_offset)) & np.uint8(mask)
 
@@ -315,7 +315,7 @@ class ColumnReader:
         return raw
 
 
-def _ordered(raw: Bytes, number: Number, order: tuple[int, ...]) -> Codes:
+def _unpack_in_order(raw: Bytes, number: Number, order: tuple[int, ...]) -> Codes:
     """Unpack words [rows, bytes] to codes, one a byte [rows, codes]; `order` is the place of each code in its word."""
     codes = kernels.unpack(raw, number).reshape(len(raw), -1, number.run)
     return codes[:, :, list(order)].reshape(len(raw), -1)
@@ -451,7 +451,7 @@ def four_bits(
     require("quant_map", ("F32",), 16)
     parts.append(tensors[state_name])
     if absmax.dtype == "U8":
-        nested_size, _ = _nested(state, state_name)
+        nested_size, _ = _read_nested(state, state_name)
         require("nested_absmax", ("F32",), -(-absmax.shape[0] // nested_size))
         require("nested_quant_map", ("F32",), 256)
     return (shape[0], shape[1]), size, tuple(parts)
@@ -468,7 +468,7 @@ def _parse(data: bytes, name: str) -> dict[str, Any]:
     return state
 
 
-def _nested(state: Mapping[str, Any], name: str) -> tuple[int, float]:
+def _read_nested(state: Mapping[str, Any], name: str) -> tuple[int, float]:
     """Return how many scales share a nested_absmax, and what is added to all."""
     size = state.get("nested_blocksize")
     offset = state.get("nested_offset")
@@ -510,7 +510,7 @@ def bitsandbytes_scales(weight: Weight, low: int, count: int, read: ReadPart) ->
 
     _, _, _, state_info, nested_absmax, nested_map = weight.parts
     state = _parse(read(state_info, 0, state_info.nbytes).tobytes(), state_info.name)
-    size, offset = _nested(state, state_info.name)
+    size, offset = _read_nested(state, state_info.name)
 
     outer_first = first // size
     outer_last = (first + number - 1) // size

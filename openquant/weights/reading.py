@@ -129,17 +129,17 @@ class Reader:
         step = rows_at_once(weight, multiple)
         transform = weight.transform
         if transform is None or not transform.smooths:
-            yield from self._stored(weight, step)
+            yield from self._read_stored(weight, step)
             return
         unsmoothed = weight._replace(transform=None)
         low = 0
-        for bits in self._stored(unsmoothed, step):
+        for bits in self._read_stored(unsmoothed, step):
             values = kernels.to_float32(bits, unsmoothed.dtype)
             transform.apply(values, low)
             low += len(values)
             yield values.view(np.uint32)
 
-    def _stored(self, weight: Weight, step: int) -> Iterator[Bits]:
+    def _read_stored(self, weight: Weight, step: int) -> Iterator[Bits]:
         """Yield the weight without its transform, `step` rows at a time."""
         rows, cols = weight.shape
         extent = weight.extent(self.where)
