@@ -612,8 +612,7 @@ class _Worker:
             is_zero = True
 
             for bits in self.reader.rows(weight, 1):
-                loaded = self.kernels.load(bits, weight.dtype)
-                absmax = self.kernels.absmax(loaded, weight.dtype, (None, None))
+                absmax = self.kernels.absmax(self.kernels.load(bits, weight.dtype), weight.dtype, (None, None))
                 require_finite(weight, absmax, self.reader.where)
                 is_zero = is_zero and not absmax.any()
                 largest = np.maximum(largest, absmax)

@@ -79,13 +79,12 @@ def shards_to_read(plan: Plan) -> dict[str, list[str]]:
         By file name of each shard: sorted file names of the shards that must be there when it is read. These are
         itself, and those that have other parts of its layers (scales) or layers that are fused with them.
     """
-    where = plan.decoded.where
     needs: dict[str, set[str]] = {}
     for shard, task in _tasks(plan):
         needs.setdefault(shard, set()).add(shard)
         for weight in () if isinstance(task, TensorInfo) else task:
             parts = weight.parts or (weight.source,)
-            needs[shard].update(where[part.name].shard for part in parts)
+            needs[shard].update(plan.decoded.where[part.name].shard for part in parts)
     return {shard: sorted(names) for shard, names in needs.items()}
 
 

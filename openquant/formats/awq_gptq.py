@@ -197,8 +197,7 @@ def _entries(config: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]
 
 
 def _format(number: Number, group: Group, columns: Columns, zero_point: str | None) -> Format:
-    scale = Scale("scales", dtype="F16")
-    return Format(number, group, scale, codes="qweight", zero_point=zero_point, columns=columns)
+    return Format(number, group, Scale("scales", dtype="F16"), codes="qweight", zero_point=zero_point, columns=columns)
 
 
 def _require(config: dict[str, Any], key: str, accepted: tuple[object, ...], hint: str) -> None:
@@ -540,12 +539,11 @@ def _int4(weight: dict[str, Any], order: str) -> Format | None:
 
 def _blocks(weight: dict[str, Any]) -> Format | None:
     block = weight.get("block_size")
-    exponents = weight.get("scale_type") == "float8_e8m0fnu"
     if not (isinstance(block, list) and len(block) == 2 and all(type(side) is int for side in block)):
         return None
     if weight.get("symmetric") is not True or not all(0 < side <= 1 << 16 for side in block):
         return None
-    scale = replace(BLOCK_COMPRESSED.format.scale, power_of_two=exponents)
+    scale = replace(BLOCK_COMPRESSED.format.scale, power_of_two=weight.get("scale_type") == "float8_e8m0fnu")
     return replace(BLOCK_COMPRESSED.format, group=(block[0], block[1]), scale=scale)
 
 

@@ -216,8 +216,7 @@ def decode_rows(
         (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*arguments)
     else:
         half = 1 << (number.bits - 1)
-        turn = u32(half - number.encode(np.zeros(1, f32)).item())
-        _decode_integers(*arguments, turn, np.int32(half), number.bits)
+        _decode_integers(*arguments, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half), number.bits)
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
@@ -641,7 +640,6 @@ def _best(
     groups, width = bits.shape
     together = max(32, min(128, 8192 // width // 8 * 8))
     lowest = f32(normal).view(u32)
-
     # Four weights of each group are taken at a time; zeros, which have no rounding error, fill up.
     raw = np.zeros((width, together), bits.dtype)
     turned = np.zeros((-(-width // 4) * 4, together), f32)
@@ -652,7 +650,6 @@ def _best(
     unit = np.ones(together, f32)
     error = np.empty(together, f32)
     smallest = np.empty(together, f32)
-
     weighs = importance.size > 0
     weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
 
@@ -661,12 +658,7 @@ def _best(
         one[:count] = unclipped[first : first + count]
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
-        _transpose(bits[first : first + count], raw)
-        for k in range(width):
-            line = turned[k]
-            _load(raw[k], half, below, line)
-            for j in range(together):
-                line[j] /= one[j]
+        _load_columns(bits[first : first + count], half, below, one, raw, turned)
         if weighs:
             _take_importance(importance, first, count, weighed)
 
@@ -702,14 +694,25 @@ def _best(
                 smallest[j] = total if better else before
                 # Computed without a branch, which the processor could not predict.
                 chosen[j] = u32(chosen[j] + u32(better) * u32(u32(ratio + 1) - chosen[j]))
-
         for j in range(count):
             if chosen[j]:
                 out[first + j] = scales[chosen[j] - 1, first + j]
 
 
 @_compile
+def _load_columns(part: Any, half: Any, below: Any, divisor: Any, raw: Any, out: Any) -> None:
+    """Load groups, the rows of `part`, into the columns of `out`, divided by the divisor of each."""
+    _transpose(part, raw)
+    for k in range(raw.shape[0]):
+        line = out[k]
+        _load(raw[k], half, below, line)
+        for j in range(divisor.size):
+            line[j] /= divisor[j]
+
+
+@_compile
 def _take_importance(importance: Any, first: Any, count: Any, out: Any) -> None:
+    """The weights of the errors of some groups, from group `first` on: a column of `out` for each."""
     which = np.empty(count, i32)
     for j in range(count):
         which[j] = (first + j) % importance.shape[1]

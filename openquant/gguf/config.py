@@ -189,11 +189,10 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], config: Mapping[str, Any], na
     """
     factor = float(factors.max(initial=1.0))
     head_dim = config["head_dim"]
-    context = _LLAMA3["original_max_position_embeddings"]
     low = 1.0
     high = _LLAMA3["high_freq_factor"]
     waves = 2 * np.pi * np.float64(config.get("rope_theta", 10000.0)) ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((context / waves - low) / (high - low), 0, 1)
+    smooth = np.clip((_LLAMA3["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
         raise SourceError(f"{name}: rope_freqs.weight are not the factors of Llama 3's rope_scaling", _NOT_REBUILT)

@@ -77,9 +77,8 @@ def open_gguf(path: Path) -> OpenedGguf:
 
     rope = tensors.get(ROPE_FACTORS)
     factors = None if rope is None else _read_vector(files[owners[rope.name]], rope, types[rope.type_id])
-    values = gguf_config(metadata, tensors, factors, name)
     with errors_only(), readable():
-        config, expected = model_tensors(values, name)
+        config, expected = model_tensors(gguf_config(metadata, tensors, factors, name), name)
         placed = place_tensors(architecture, entry, config, expected, tensors, name)
         root = Path(tempfile.mkdtemp(prefix="openquant-gguf-"))
         try:

@@ -175,8 +175,7 @@ class Decisions:
     def iter_decisions(self) -> Iterator[tuple[Weight, Decision]]:
         """Iterate over the weights that may be quantized, each with its decision."""
         default = Decision(self.scheme, "")
-        overrides = self.overrides
-        return ((weight, overrides.get(module, default)) for module, weight in self.layers.items())
+        return ((weight, self.overrides.get(module, default)) for module, weight in self.layers.items())
 
     @property
     def passthrough(self) -> Iterator[PassthroughTensor]:
@@ -335,11 +334,10 @@ def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any
     weights = gptq_weights(decisions)
     notes = [f"GPTQ rounds {len(weights)} layers with their Hessians over {tokens_of(texts)}"]
 
-    documents = texts["documents"]
     length = texts["length"]
     inputs = max((weight.shape[1] for weight, _ in weights if not entry.experts(weight.module)), default=0)
 
-    if documents * length < inputs:
+    if texts["documents"] * length < inputs:
         # Such a Hessian has no full rank, and nothing holds the weights of inputs that no token had.
         notes.append(
             f"these are fewer tokens than a layer has inputs ({inputs:,}), and GPTQ may change single groups of it a "

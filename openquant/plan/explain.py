@@ -293,8 +293,7 @@ def _engines(entry: ModuleRules, module: str) -> dict[str, tuple[str, ...]]:
 def _find_listed(plan: Plan, names: set[str]) -> str | None:
     if plan.scheme is None:
         return None
-    by_experts = plan.scheme.method == "fp8"
-    return Ignored(plan.scheme.ignored_keys[0], ignored_layers(plan), by_experts).find(sorted(names))
+    return Ignored(plan.scheme.ignored_keys[0], ignored_layers(plan), plan.scheme.method == "fp8").find(sorted(names))
 
 
 def _hint(plan: Plan, requested: str) -> str:

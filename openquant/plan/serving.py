@@ -439,8 +439,7 @@ def _cached_rows(line: PlanLine, cached: CachedRows, entry: ModuleRules, config:
         return [line.shape[0] // cached.equal_parts] * 2
     if split is None or not split.parts:
         return [line.shape[0]]
-    shape = (line.shape[0], line.shape[1])
-    counts = [rows for rows, _ in fused_parts(shape, split, dict(config))[-2:]]
+    counts = [rows for rows, _ in fused_parts((line.shape[0], line.shape[1]), split, dict(config))[-2:]]
     if not all(counts):
         raise UnknownCache(f"what {line.names[0]} holds: config.json does not count its heads")
     return counts

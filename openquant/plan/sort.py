@@ -318,8 +318,9 @@ class Stored:
                 cols = info.shape[1]
                 shape = (count, cols, rows) if stacked.transposed else (count, rows, cols)
                 for name in names:
-                    full = _fill_template(name, layer)
-                    self.by_template.setdefault(name, {})[layer] = info._replace(name=full, shape=shape)
+                    self.by_template.setdefault(name, {})[layer] = info._replace(
+                        name=_fill_template(name, layer), shape=shape
+                    )
 
     @cached_property
     def prefixes(self) -> set[str]:
@@ -349,8 +350,7 @@ class Stored:
         places = _PLACE.findall(pattern)
         for numbers, info in self.by_template.get(template(pattern), {}).items():
             if all(place in ("*", number) for place, number in zip(places, numbers, strict=True)):
-                stars = (number for place, number in zip(places, numbers, strict=True) if place == "*")
-                yield tuple(stars), info
+                yield tuple(number for place, number in zip(places, numbers, strict=True) if place == "*"), info
 
 
 def _fill_template(name: str, numbers: Iterable[str]) -> str:
@@ -387,9 +387,8 @@ def under_stored_names(known: ClassTensors, entry: ModuleRules, stored: Stored) 
         start, stored_start = next((pair for pair in moved if name.startswith(pair[0])), ("", ""))
         if name == other and not stored.has(name):
             names[name] = stored_start + name.removeprefix(start)
-    outside = {names[name]: rule for name, rule in known.outside.items()}
     lists = {names[prefix]: layers for prefix, layers in known.lists.items()}
-    return known._replace(outside=outside, lists=lists)
+    return known._replace(outside={names[name]: rule for name, rule in known.outside.items()}, lists=lists)
 
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:
@@ -405,8 +404,7 @@ def _different_starts(name: str, other: str) -> tuple[str, str]:
 def _decoder_prefixes(known: ClassTensors, entry: ModuleRules, stored: Stored) -> Iterator[tuple[str, str]]:
     """What stands before the decoder layers in the class, and what does in the checkpoint, where that is another."""
     is_decoder = compile_pattern(entry.model.layers)
-    lacks = entry.model.lacks
-    of_class = [prefix for prefix in known.lists if is_decoder.fullmatch(f"{prefix.removeprefix(lacks)}.0")]
+    of_class = [prefix for prefix in known.lists if is_decoder.fullmatch(f"{prefix.removeprefix(entry.model.lacks)}.0")]
     of_files = [prefix for prefix in stored.prefixes if is_decoder.fullmatch(f"{prefix}.0")]
     for prefix, other in zip(of_class[:1], of_files[:1], strict=False):
         yield _different_starts(prefix, other)

@@ -343,8 +343,7 @@ def chosen_scales(decisions: Decisions, entry: ModuleRules) -> dict[str, float]:
         if scheme.format.input_scale is not None and not of_source and key not in seen:
             seen.add(key)
             # As it is stored.
-            value = np.float32(scheme.input_scale(absmax))
-            scales[f"{weight.module}.{scheme.format.input_scale}"] = float(value)
+            scales[f"{weight.module}.{scheme.format.input_scale}"] = float(np.float32(scheme.input_scale(absmax)))
     return scales
 
 

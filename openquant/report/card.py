@@ -173,13 +173,12 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     source = evaluation["source"]["name"]
     commit = source_commit(card, source)
     source = f"{source}@{commit}" if commit else source
-    check = f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full"
     install = f"pip install {DISTRIBUTION}"
     lines += [
         f"To check and to measure it (`{install}`):",
         "",
         "```",
-        check,
+        f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full",
         _eval_command(repo, source, evaluation),
         "```",
         "",

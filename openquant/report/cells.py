@@ -200,8 +200,7 @@ def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | No
 
 
 def _longest_word(text: str) -> int:
-    indent = len(text) - len(text.lstrip(" "))
-    return indent + max(map(len, text.split(" ")))
+    return len(text) - len(text.lstrip(" ")) + max(map(len, text.split(" ")))
 
 
 def _narrow_columns(longest: Sequence[int], least: Sequence[int], width: int) -> list[int]:

@@ -25,9 +25,8 @@ def fit_text(found: FitTable, width: int | None = None) -> str:
         The text: what the table is for, a row for each scheme, notes, and the command for the best.
     """
     name = f"{found.model}@{found.revision}" if found.revision else found.model
-    heading = [f"{name}: {found.architecture}", fit_caption(found)]
     lines = [
-        *paragraphs(heading, width),
+        *paragraphs([f"{name}: {found.architecture}", fit_caption(found)], width),
         "",
         *table(fit_rows(found), width=width),
         "",
@@ -241,8 +240,7 @@ def _source(found: FitTable) -> SchemeFit:
 
 def _fits_as_it_is(found: FitTable, target: Target) -> bool:
     """Whether as many GPUs as there are hold the source."""
-    source = _source(found)
-    return target.memory_bytes is not None and source.holds[0].gpus == target.count
+    return target.memory_bytes is not None and _source(found).holds[0].gpus == target.count
 
 
 def _served_lines(found: FitTable) -> list[str]:

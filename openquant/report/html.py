@@ -266,7 +266,6 @@ def _serving(output: Path, source: Path | None) -> Mapping[str, Any] | None:
     """Return what serving takes; None if one of them cannot be opened, or has a format that openquant does not read."""
     try:
         model = local_source(source or output)
-        checkpoints = model.open(), open_checkpoint(output)
-        return serving_to_json(*map(stored_serving, checkpoints))
+        return serving_to_json(*map(stored_serving, (model.open(), open_checkpoint(output))))
     except OpenQuantError:
         return None

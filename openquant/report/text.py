@@ -86,12 +86,11 @@ def _facts(
     unchanged = plan.scheme is None and plan.quantization_config
     layers = "" if unchanged else f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
 
-    before = summary.source_bytes(plan)
     after = summary.output_bytes(plan)
     at_a_time = gigabytes(space.needed) if space and space.needed not in (0, space.output) else None
 
     lines = [
-        f"weights:  {gigabytes(before)} -> {gigabytes(after)}, {_share(plan)}{layers}",
+        f"weights:  {gigabytes(summary.source_bytes(plan))} -> {gigabytes(after)}, {_share(plan)}{layers}",
         f"disk:     {gigabytes(after + sum(plan.files.values()))} in "
         f"{_count(len(plan.layout.shards), 'shard')} and {_count(len(plan.files), 'other file')}"
         + (
@@ -142,9 +141,8 @@ def serving_lines(source: Serving, output: Serving, width: int | None = None) ->
 
     if cache is not None:
         sequence = f" and {gigabytes(cache.per_sequence(False))} a sequence" if cache.per_sequence(False) else ""
-        token = gigabytes(cache.per_token(False))
         gpus = "GPUs that are needed: tokens of all sequences together, cached in bfloat16, in FP8"
-        legend = f"KV cache {token} a token{sequence}; {gpus}"
+        legend = f"KV cache {gigabytes(cache.per_token(False))} a token{sequence}; {gpus}"
 
     rows = [["", *(f"{size} GB" for size in GPU_GB)]]
     for name, serving in (("source", source), ("output", output)):
@@ -358,12 +356,11 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
     floor = evaluation["floor"]
     outputs = evaluation["outputs"]
 
-    source = f"{terminal(evaluation['source']['name'])} (source)"
     rows = [("", "size", "KL in nats", "95 %", "99th", "same token", "perplexity", "verdict")]
 
     size = gigabytes(outputs[0]["sizes"]["source"])
     perplexity = _number(outputs[0]["perplexity"]["source"])
-    rows.append((source, size, "", "", "", "", perplexity, ""))
+    rows.append((f"{terminal(evaluation['source']['name'])} (source)", size, "", "", "", "", perplexity, ""))
     rows.append(
         ("  with noise: the floor", "", *_kl(floor, floor), percent(floor["top1"]), _number(floor["perplexity"]), "")
     )

@@ -283,8 +283,7 @@ def check_index(checkpoint: Checkpoint, findings: Findings) -> None:
     """
     if not checkpoint.indexed:
         return
-    index = read_json(checkpoint.root / INDEX_FILE, INDEX_FILE)
-    metadata = index.get("metadata")
+    metadata = read_json(checkpoint.root / INDEX_FILE, INDEX_FILE).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     if stated is not None and stated != total:

@@ -172,8 +172,7 @@ class _Reading:
         if not self.foreign:
             return
         # Nearest codes have no larger error than themselves, whatever the scales are.
-        median = statistics.median(error.times_rounding for error in self.foreign)
-        self.findings.compensated = median > MOVED
+        self.findings.compensated = statistics.median(error.times_rounding for error in self.foreign) > MOVED
         for error in self.foreign:
             problem = error.beyond_gptq if self.findings.compensated else error.beyond_nearest
             if problem is not None:
@@ -214,8 +213,7 @@ class _Reading:
         """Add the NaN and infinities in a piece of an unquantized tensor to the findings."""
         if count := count_non_finite(data, info.dtype):
             with self.lock:
-                so_far = self.findings.non_finite.get(info.name, NonFinite())
-                self.findings.non_finite[info.name] = so_far + count
+                self.findings.non_finite[info.name] = self.findings.non_finite.get(info.name, NonFinite()) + count
 
     def advance(self, nbytes: int) -> None:
         """Report that `nbytes` more bytes were read."""

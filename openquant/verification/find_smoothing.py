@@ -132,8 +132,7 @@ class _Recognition:
 
         raw = self.output.read_bytes(info)
         itemsize = len(raw) // len(source_norm)
-        expected = np.frombuffer(transforms.tensors[info.name], np.uint8)
-        differing = (raw != expected).reshape(-1, itemsize).any(axis=1)
+        differing = (raw != np.frombuffer(transforms.tensors[info.name], np.uint8)).reshape(-1, itemsize).any(axis=1)
 
         if differing.any():
             index = int(differing.argmax())
@@ -153,8 +152,7 @@ class _Recognition:
             before: the transform that the norm before the projection makes of it; None if there is none.
         """
         rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
-        weight = self.plan.layers[mapping.smooth_layer]._replace(transform=before)
-        source_sizes = _row_norms(self.source, weight)[rows]
+        source_sizes = _row_norms(self.source, self.plan.layers[mapping.smooth_layer]._replace(transform=before))[rows]
         output_sizes = _row_norms(self.output, self.codes[f"{mapping.smooth_layer}.weight"])[rows]
         return apply_smoothing(mapping, _nearest_powers(source_sizes, output_sizes), self.plan, self.source)
 

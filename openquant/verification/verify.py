@@ -79,14 +79,7 @@ def verify(
             source cannot be opened; or an option does not make sense.
     """
     start = time.monotonic()
-    if full and source is None:
-        raise UsageError("--full compares with the source, and none is given", "give --source DIR")
-    if workers is not None and workers < 1:
-        raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
-    with readable():
-        if Path(directory).is_file():
-            raise UsageError(f"{directory} is not a directory", "check the path")
-
+    _check_options(directory, source, full, workers)
     checked = find_whole(os.fspath(directory), begun)
     root = checked.root
     quantization = _read_quantization(root)
@@ -144,6 +137,19 @@ def verify(
         recomputed=verification.recomputes,
         seconds=_since(start),
     )
+
+
+def _check_options(
+    directory: str | os.PathLike[str], source: str | os.PathLike[str] | None, full: bool, workers: int | None
+) -> None:
+    """Refuse options that make no sense."""
+    if full and source is None:
+        raise UsageError("--full compares with the source, and none is given", "give --source DIR")
+    if workers is not None and workers < 1:
+        raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
+    with readable():
+        if Path(directory).is_file():
+            raise UsageError(f"{directory} is not a directory", "check the path")
 
 
 def _read_quantization(root: Path) -> Quantization:
@@ -249,9 +255,8 @@ class _Verification:
         self._check_recomputed_shared_scales(self.headers.entry)
 
         cache = [info.name for info in self.cache_scales]
-        scales = self.contents.scales
         chosen = self.facts.static_scales
-        self.problems += check_static_scales(self.headers, scales, cache, chosen, self._source_scales())
+        self.problems += check_static_scales(self.headers, self.contents.scales, cache, chosen, self._source_scales())
 
     def _report_lost_weights(self) -> None:
         """Report layers whose weights became zero, as far as codes or the source show it."""
@@ -333,8 +338,7 @@ class _Verification:
                 self.problems.append(f"config.json: {difference.text('the source has')}")
             return
         for difference, changes_model in judge_config(output_config, source_config):
-            message = f"config.json: {difference.text('the source has')}"
-            (self.problems if changes_model else self.notes).append(message)
+            (self.problems if changes_model else self.notes).append(f"config.json: {difference.text('the source has')}")
 
     def _compare_files(self, source: Checkpoint) -> None:
         # The model card is rewritten, and _compare_config compares the config key by key.
@@ -364,8 +368,7 @@ class _Verification:
                 return
 
             # For another tool's output the plan only gives names, which all schemes of a method share.
-            fp8 = self.headers.quantization.method == "fp8"
-            scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
+            scheme = self.scheme or (TENSOR if self.headers.quantization.method == "fp8" else CHANNEL)
             layout = self._stored_layout()
             headers = self.headers
             options = PlanOptions(head=headers.head, embedding=headers.embedding, fp8_kv_cache=self.fp8_cache)
@@ -641,11 +644,10 @@ class _Verification:
 
     def _check_shared_scales(self, entry: ModuleRules) -> None:
         """Check that fused layers share a scale. vLLM otherwise requantizes them at load, or uses one of the scales."""
-        layers = self.headers.layers(entry)
         different = 0
         ragged = 0
 
-        for members in sorted(set(entry.fused_groups(layers).values())):
+        for members in sorted(set(entry.fused_groups(self.headers.layers(entry)).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
             formats = {weight.format for weight in weights}
             fmt = formats.pop() if len(formats) == 1 else None
@@ -688,8 +690,7 @@ class _Verification:
         if weight.format is None or self.scheme is None:
             return self.scheme
         layout = _layout(weight.format)
-        schemes = (self.scheme, *KEPT_SCHEMES)
-        alike = [scheme for scheme in schemes if _layout(scheme.format) == layout]
+        alike = [scheme for scheme in (self.scheme, *KEPT_SCHEMES) if _layout(scheme.format) == layout]
         # Some differ in how activations are quantized alone.
         return next((scheme for scheme in alike if scheme.format == weight.format), alike[0] if alike else None)
 

@@ -450,8 +450,7 @@ def check_cache(headers: Headers, findings: Findings) -> None:
         fp8_cache = says_fp8_cache(headers.quantization.settings)
     except UsageError as error:
         # Of other methods than those that openquant writes, engines may read what openquant does not.
-        known = headers.quantization.checked_as_engines_load
-        (findings.problems if known else findings.notes).append(error.message)
+        (findings.problems if headers.quantization.checked_as_engines_load else findings.notes).append(error.message)
         return
 
     if not fp8_cache:

@@ -332,8 +332,7 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
 
     files = {name: size for name, size in checkpoint.files.items() if name not in TOOL_CONFIG_FILES}
     left_out = (*checkpoint.left_out, *(name for name in checkpoint.files if name not in files))
-    view = replace(checkpoint, config=config, tensors=tensors, where=where, files=files, left_out=left_out)
-    return view, weights
+    return replace(checkpoint, config=config, tensors=tensors, where=where, files=files, left_out=left_out), weights
 
 
 def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
@@ -404,8 +403,7 @@ def checked_weights(
         info = pair.codes
         if per_rank and ranked and info.dtype == E4M3.dtype and per_rank.fullmatch(pair.module):
             fmt = _required_format(pair)
-            scale = _any_scale(pair, fmt)
-            weights = per_rank_projections(pair.module, info, scale, fmt, ranked, checkpoint.config)
+            weights = per_rank_projections(pair.module, info, _any_scale(pair, fmt), fmt, ranked, checkpoint.config)
         elif pair.fmt is not None and pair.fmt.columns is not None:
             weights = [_columns(checkpoint, pair, pair.fmt)]
         elif pair.fmt is not None and pair.fmt.number in BITSANDBYTES:

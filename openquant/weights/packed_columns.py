@@ -276,8 +276,7 @@ class ColumnReader:
         assert columns is not None
         order = columns.order or tuple(range(fmt.number.run))
         codes = _unpack_in_order(raw, fmt.number, order)
-        mask = (1 << fmt.number.bits) - 1
-        return (codes + np.uint8(columns.zero_point_offset)) & np.uint8(mask)
+        return (codes + np.uint8(columns.zero_point_offset)) & np.uint8((1 << fmt.number.bits) - 1)
 
     def _read_bytes(self, info: TensorInfo) -> Bytes:
         place = self._where(info.name)

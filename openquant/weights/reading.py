@@ -368,8 +368,7 @@ class Reader:
 
         height = weight.format.group[0] or low + count
         first = low // height
-        last = (low + count - 1) // height
-        count = last + 1 - first
+        count = (low + count - 1) // height + 1 - first
 
         with self.open(extent.shard) as source:
             if weight.transposed:
@@ -434,8 +433,7 @@ class Reader:
         with self.open(place.shard) as source:
             source.read(words.reshape(-1).view(np.uint8), place.offset + start * info.shape[1] * 4, info.name)
 
-        codes = kernels.unpack_words(words, fmt.number)
-        return fmt.number.decode(codes[low - first :][:count])
+        return fmt.number.decode(kernels.unpack_words(words, fmt.number)[low - first :][:count])
 
     def _check_shape(self, weight: Weight) -> None:
         """Refuse rows whose last word is padded, and tiles: only `weight_shape` and `weight_format` say so."""
@@ -494,9 +492,8 @@ class Reader:
         smallest = math.inf
 
         for weight in fused:
-            extent = weight.extent(self.where)
             step = max(1, BUFFER // weight.row_bytes)
-            with self.open(extent.shard) as source:
+            with self.open(weight.extent(self.where).shard) as source:
                 for low in range(0, weight.shape[0], step):
                     count = min(step, weight.shape[0] - low)
                     codes = np.empty(count * weight.row_bytes, np.uint8)

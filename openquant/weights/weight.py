@@ -108,8 +108,7 @@ class Weight(NamedTuple):
         if self.expert < 0:
             return sum(part.nbytes for part in self.parts)
         grid = grid_of(self.format.group, self.shape)
-        scale = self.parts[1]
-        return self.shape[0] * self.row_bytes + math.prod(grid) * DTYPE_BITS[scale.dtype] // 8
+        return self.shape[0] * self.row_bytes + math.prod(grid) * DTYPE_BITS[self.parts[1].dtype] // 8
 
     @property
     def row_bytes(self) -> int:
