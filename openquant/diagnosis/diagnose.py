@@ -252,10 +252,7 @@ class _FusedLayers:
         for bits in self.reader.rows(weight, ranges.height):
             if not ranges.add(low, bits):
                 extent = weight.extent(self.reader.where)
-                raise SourceError(
-                    f"{extent.label} in {extent.shard} holds NaN or infinity",
-                    DAMAGED_WEIGHTS,
-                )
+                raise SourceError(f"{extent.label} in {extent.shard} holds NaN or infinity", DAMAGED_WEIGHTS)
 
             if not self.run.full:
                 first = (step // 2 - low) % step

@@ -219,8 +219,7 @@ def _group(size: object, number: Number) -> Group:
         return 1, None
     if type(size) is not int or not 0 < size <= 1 << 16 or size % number.run:
         raise UsageError(
-            f"config.json has the group_size {json.dumps(size)[:100]}",
-            f"known are -1 and multiples of {number.run}",
+            f"config.json has the group_size {json.dumps(size)[:100]}", f"known are -1 and multiples of {number.run}"
         )
     return 1, size
 

@@ -560,7 +560,6 @@ def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, we
     weights /= unclipped
     chosen = unclipped
     least = np.full(unclipped.shape, np.inf, np.float32)
-
     quotients = np.empty_like(weights)
 
     for scale in scales:

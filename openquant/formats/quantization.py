@@ -189,8 +189,7 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
     method = str(settings.get("quant_method"))
     if method in _REFUSED:
         raise UsageError(
-            f"config.json has weights of {_REFUSED[method]}",
-            f"{UNQUANTIZED}, which the model card names as base_model",
+            f"config.json has weights of {_REFUSED[method]}", f"{UNQUANTIZED}, which the model card names as base_model"
         )
 
     if method not in _READERS:
@@ -513,9 +512,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
 
 
 # By method, why it is not read. HQQ saves zero points as floats (hqq/core/quantize.py).
-_REFUSED = {
-    "hqq": "HQQ, whose zero points are no whole numbers",
-}
+_REFUSED = {"hqq": "HQQ, whose zero points are no whole numbers"}
 
 
 def _is_block(size: object) -> TypeGuard[list[int]]:

@@ -634,8 +634,7 @@ def find_scheme(
         )
     if not matching:
         raise UsageError(
-            f"--scheme {name} has no groups of a size to choose",
-            "use --scheme int4, or leave --group-size out",
+            f"--scheme {name} has no groups of a size to choose", "use --scheme int4, or leave --group-size out"
         )
 
     if activation_scheme == "dynamic":

@@ -57,10 +57,7 @@ def find_gguf_architecture(metadata: Mapping[str, Any], name: str) -> tuple[str,
 
 
 def gguf_config(
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, GgufTensor],
-    rope_factors: np.ndarray[Any, Any] | None,
-    name: str,
+    metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], rope_factors: np.ndarray[Any, Any] | None, name: str
 ) -> dict[str, Any]:
     """Return the values of config.json that a GGUF file says, for the config class of transformers.
 
@@ -256,10 +253,7 @@ ARCHITECTURES = {
     "gemma2": GgufArchitecture(
         "gemma2",
         _WINDOW
-        | {
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
+        | {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
         norms_plus_one=True,
         scaled_by_width=(46,),
     ),

@@ -77,8 +77,7 @@ class _Layers:
         self.prefix = prefix
         # For each name below a layer: in which layers it is, and how often.
         self.present: dict[str, Counter[int]] = {}
-        names = dict.fromkeys(name for kind in layers.kinds for name in kind)
-        for name in names:
+        for name in dict.fromkeys(name for kind in layers.kinds for name in kind):
             found = Counter(int(numbers[0]) for numbers, _ in stored.find(f"{prefix}.*.{name}"))
             if found:
                 self.present[name] = found

@@ -552,13 +552,11 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
         weight = weights.get(info.name)
 
         in_mtp_layer = is_mtp_layer(info.module) or rule.keep == MTP_LAYER
-        small = len(info.shape) < 2
-        if small:
+        if len(info.shape) < 2:
             items.append(PassthroughTensor(info, info.name, FEW_AXES, weight))
             continue
 
-        why = MTP_LAYER if in_mtp_layer else ""
-        items.append(PassthroughTensor(info, rule.name_template, why, weight))
+        items.append(PassthroughTensor(info, rule.name_template, MTP_LAYER if in_mtp_layer else "", weight))
         if not in_mtp_layer and rule.split is not None:
             shape = (info.shape[-2], info.shape[-1])
             layers.append((Weight(info.module, rule.name_template, info, shape), weight and weight.format))

@@ -198,10 +198,7 @@ def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     rows = [
         ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(verdict_meaning(evaluation))}"),
-        (
-            "mean KL to the source",
-            f"{mean} nats{_interval(kl['interval'])} (bfloat16's own noise {floor['kl']:.3g})",
-        ),
+        ("mean KL to the source", f"{mean} nats{_interval(kl['interval'])} (bfloat16's own noise {floor['kl']:.3g})"),
         (
             "same most probable token",
             f"{percent(evaluation['top1'])} (with bfloat16's own noise {percent(floor['top1'])})",

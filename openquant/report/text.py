@@ -201,12 +201,7 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
 
-    said = [
-        headline,
-        *published,
-        *not_finite_notes(result.not_finite, result.unread_shards),
-        engines_that_read(plan),
-    ]
+    said = [headline, *published, *not_finite_notes(result.not_finite, result.unread_shards), engines_that_read(plan)]
 
     return join_lines([*paragraphs(said, width), "", *[f"  {command}" for command in commands]])
 

@@ -17,7 +17,7 @@ _SEVERAL = {
     "frontier": (
         "The outputs that no other one given beats. One output beats another if it is smaller or closer to the "
         "source, and neither larger nor farther."
-    ),
+    )
 }
 _DIVERGENCE = {
     "KL, mean KL": (
@@ -115,9 +115,7 @@ _SERVED = {
 
 
 def words_on_page(
-    evaluations: Sequence[Mapping[str, Any]],
-    served: Mapping[str, Any] | None,
-    frontier: Mapping[str, Any] | None,
+    evaluations: Sequence[Mapping[str, Any]], served: Mapping[str, Any] | None, frontier: Mapping[str, Any] | None
 ) -> dict[str, str]:
     """Choose the terms that a page needs.
 

@@ -322,14 +322,7 @@ class _Worker:
         comparison = None
         if original is not None and scale is not None and fmt and decodable and weight.scale is not None:
             comparison = Comparison(
-                original.shape,
-                fmt,
-                scale,
-                weight.scale.dtype,
-                task.scheme,
-                zeros,
-                global_scale,
-                task.weighted_search,
+                original.shape, fmt, scale, weight.scale.dtype, task.scheme, zeros, global_scale, task.weighted_search
             )
         lost = LostWeights(fmt, math.prod(weight.codes.shape[:-1])) if fmt and decodable else None
         if not self._read_codes(number, weight, original, comparison, lost, zeros):

@@ -689,8 +689,7 @@ class _Verification:
         """The scheme that a weight is stored in: the directory's, or one that it may be mixed with; None for others."""
         if weight.format is None or self.scheme is None:
             return self.scheme
-        layout = _layout(weight.format)
-        alike = [scheme for scheme in (self.scheme, *KEPT_SCHEMES) if _layout(scheme.format) == layout]
+        alike = [one for one in (self.scheme, *KEPT_SCHEMES) if _layout(one.format) == _layout(weight.format)]
         # Some differ in how activations are quantized alone.
         return next((scheme for scheme in alike if scheme.format == weight.format), alike[0] if alike else None)
 

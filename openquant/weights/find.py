@@ -410,8 +410,7 @@ def checked_weights(
             weights = [_four_bits(checkpoint, pair, pair.fmt)]
         elif info.name.endswith(".qweight"):
             raise SourceError(
-                f"{name_and_type(info)}, but config.json has its layer in none of AWQ, GPTQ and auto-round",
-                DAMAGED,
+                f"{name_and_type(info)}, but config.json has its layer in none of AWQ, GPTQ and auto-round", DAMAGED
             )
         elif info.name.endswith(f".{QDATA}"):
             weights = [_check_unpacked(pair)]

@@ -292,10 +292,7 @@ class Reader:
         """
         if self.read_codes_unchecked(source, weight, low, into) is not None:
             extent = weight.extent(self.where)
-            raise SourceError(
-                f"{extent.label} in {extent.shard} holds NaN",
-                DAMAGED_WEIGHTS,
-            )
+            raise SourceError(f"{extent.label} in {extent.shard} holds NaN", DAMAGED_WEIGHTS)
 
     def read_bytes(self, info: TensorInfo) -> Bytes:
         """Read all bytes of a small tensor, as uint8 [nbytes].
@@ -624,10 +621,7 @@ def require_finite(weight: Weight, absmax: Floats, where: Mapping[str, Location]
     """
     if not np.isfinite(absmax).all():
         extent = weight.extent(where)
-        raise SourceError(
-            f"{extent.label} in {extent.shard} holds NaN or infinity",
-            DAMAGED_WEIGHTS,
-        )
+        raise SourceError(f"{extent.label} in {extent.shard} holds NaN or infinity", DAMAGED_WEIGHTS)
 
 
 def row_bytes(weight: Weight, rows: int) -> int:
