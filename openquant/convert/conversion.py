@@ -552,9 +552,7 @@ class _Worker:
             self._advance_by_scales(piece.weight)
 
     def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: Target, exact: Floats | None) -> None:
-        """Write the source's codes unchanged, and its scales as the scheme stores them. With `exact` these are for
-        smaller groups, under that global scale.
-        """
+        """Write the source's codes unchanged, and its scales as the scheme has them; `exact`: the global scale."""
         weight = piece.weight
         scale_target = piece.scale_target
         zero_target = piece.zero_target

@@ -312,10 +312,7 @@ class _FusedLayers:
 
 
 def _sampled_rows(ranges: WeightRanges, samples: list[RowSample]) -> Iterator[RowSample]:
-    """The rows to be measured, about CHUNK weights at a time.
-
-    The row of the largest weight comes first and stands for itself only. The sampled rows stand for all others.
-    """
+    """The rows to be measured: that of the largest weight, for itself, then the sampled ones for all others."""
     outlier = ranges.absmax_row
     indices = np.concatenate([rows.indices for rows in samples])
     others = indices != outlier.indices

@@ -279,9 +279,7 @@ def _kind(dtype: str) -> tuple[bool, Any]:
 
 
 def _range(number: Number) -> tuple[Any, ...]:
-    """Return the smallest and largest value of a numeric format, the power of two below which its steps are equal, and
-    the factor by which to multiply a binade for a number that rounds to its steps when added.
-    """
+    """Return a format's smallest and largest value, its lowest binade, and what times a binade rounds to its steps."""
     normal = number.normal or 256.0
     rounds = _ROUNDS * number.smallest / normal
     return f32(-number.largest), f32(np.nanmax(number.values())), f32(normal), f32(rounds)

@@ -8,11 +8,9 @@ refused (plan/engines.py), and so may a layer whose shape no kernel takes.
     >>> kernel.arithmetic, kernel.in_hardware
     ('16 bits', False)
 
-GPUs by name: how much memory each has, and which kernels engines have for it.
-
-Memory is what CUDA reports (`torch.cuda.mem_get_info`), which is what engines take their share of. It is 0.5 to 4 %
-less than the driver's own figure. That of H100 and H200 was measured; the others are what users report, rounded down,
-with ECC on where the card is sold with it.
+GPUs are found by name, each with its memory and generation. Memory is what CUDA reports (`torch.cuda.mem_get_info`),
+which is what engines take their share of. It is 0.5 to 4 % less than the driver's own figure. That of H100 and H200 was
+measured; the others are what users report, rounded down, with ECC on where the card is sold with it.
 
     find_gpu("rtx-4090")        # GPU("RTX 4090", 24, 25233981440, "Ada")
     nearest_gpus("4900")        # ("RTX 4090",)

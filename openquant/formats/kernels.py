@@ -667,9 +667,7 @@ def _tables(number: Number, multiple: float) -> Codes:
 
 @lru_cache(maxsize=8)
 def _tables_of_global_scale(number: Number, global_scale: float) -> Codes:
-    """Return codes, uint8 [8 * 65536]: entry [m, x] for bfloat16 x and scale (1 + m/8) / global_scale, times the power
-    of two that gives the scale the exponent field _TOP_SCALE. For NVFP4: weights are at most 10 times their scale.
-    """
+    """Return codes, uint8 [8 * 65536]: entry [m, x] for bfloat16 x and the NVFP4 scale (1 + m/8) / global_scale."""
     scales = np.arange(8, 16, dtype=np.float32) / 8 / np.float32(global_scale)
     raised = ((scales.view(np.uint32) & 0x7FFFFF) | np.uint32(_TOP_SCALE << 23)).view(np.float32)
     return _tables_of_scales(number, raised)

@@ -421,12 +421,7 @@ def _read_mixed_precision(method: str, settings: dict[str, Any]) -> Quantization
 
 
 def _modelopt_format(settings: dict[str, Any], subject: str) -> tuple[Format, Mapping[str, Any] | None]:
-    """Return the format of weights, and how activations are quantized, of a `quant_algo`.
-
-    Args:
-        settings: modelopt's settings of all layers or of one, with its `quant_algo` and perhaps a `group_size`.
-        subject: the beginning of an error message.
-    """
+    """Return the format of weights, and how activations are quantized, of a `quant_algo`; `subject` begins errors."""
     algorithm = str(settings.get("quant_algo", "")).upper()
     algorithm = "FP8_PB_WO" if algorithm == _BLOCK_SCALES else algorithm
 
@@ -471,9 +466,7 @@ def _read_quark(method: str, settings: dict[str, Any]) -> Quantization:
 def _make_mixed(
     method: str, settings: dict[str, Any], groups: Groups, inputs: Sequence[Mapping[str, Any] | None] | None = None
 ) -> Quantization:
-    """Return a config with a format for each group of layers, activations as they are if `inputs` is None; the tensors
-    show what is quantized.
-    """
+    """Return a config with a format for each group of layers; activations stay as they are if `inputs` is None."""
     expressions = Expressions(target for targets, _ in groups for target in targets)
     alone = _alone(method, settings, groups[0][1], None)
     return replace(alone, groups=tuple(groups), inputs=tuple(inputs or [None] * len(groups)), expressions=expressions)

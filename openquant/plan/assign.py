@@ -440,14 +440,7 @@ def _refuse_nothing(model: Architecture, reasons: Iterable[str], requested: Requ
 def _match_options(
     patterns: dict[str, str], layers: dict[str, Weight], others: Collection[str], harmless: bool
 ) -> dict[str, str]:
-    """Find the first option that names each layer, by module.
-
-    Args:
-        patterns: by option, as the user typed them.
-        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
-        others: the modules that are not quantized.
-        harmless: whether an option may name only some of these, to no effect.
-    """
+    """Find the first option that names each layer, by module; `harmless`: it may name modules of `others` alone."""
     options: dict[str, str] = {}
     for option, text in patterns.items():
         pattern = compile_pattern(text.removesuffix(".weight"))
@@ -474,13 +467,7 @@ def _match_options(
 
 
 def _spread(modules: list[str], reasons: dict[str, str], widened: dict[str, list[str]] | None = None) -> dict[str, str]:
-    """A reason for each module of a group: its own, or that of the first module that has one.
-
-    Args:
-        modules: the group.
-        reasons: by module, for some of the group.
-        widened: modules without a reason of their own are added here, by the reason that they got.
-    """
+    """A reason for each module of a group: its own, or that of the first with one, then also in `widened`."""
     first = next(module for module in modules if module in reasons)
     shared = f"{_SAME_SCHEME}{first.rsplit('.', 1)[-1]} ({reasons[first]})"
     if widened is not None and len(reasons) < len(modules):

@@ -297,17 +297,7 @@ def _shape_of(info: TensorInfo) -> str:
 def _closest_kind(
     kinds: list[dict[str, TensorRule]], layers: LayerList, values: Mapping[str, str], names: frozenset[str]
 ) -> dict[str, TensorRule]:
-    """Return the kind of layer that stored names are closest to.
-
-    A layer may have the attention of one kind and the MLP of another, so each child of the layer is looked at by
-    itself; which children a layer has is that of a kind.
-
-    Args:
-        kinds: the kinds of layers.
-        layers: the list of layers.
-        values: what config.json says of this layer, by the child that it decides about.
-        names: what is stored of it.
-    """
+    """Return the kind of layer that stored names are closest to, for each child of the layer by itself."""
 
     def distance(rules: Mapping[str, TensorRule], stored: Collection[str]) -> tuple[int, int]:
         return len(rules.keys() - stored), len(set(stored) - rules.keys())

@@ -1,5 +1,4 @@
-"""Where every output tensor goes: the shards, their headers and offsets, the jobs that fill them, and the printed
-lines.
+"""Where every output tensor goes: shards, their headers and offsets, the jobs that fill them; and the printed lines.
 
     plan.layout.shards                                       # names and sizes
     plan.layout.lay_out("model-00001-of-00005.safetensors").jobs
@@ -389,15 +388,7 @@ class Layout:
 def _jobs(
     item: Item, decisions: Decisions, where: Mapping[str, Location], targets: dict[str, int], done: set[str]
 ) -> Iterator[Job]:
-    """Make the jobs for a tensor.
-
-    Args:
-        item: the tensor.
-        decisions: what becomes of each tensor: its scheme, or that it is copied or decoded.
-        where: shard and offset of each tensor of the source, by name.
-        targets: position of each tensor in the output shard, by name.
-        done: modules that an earlier job writes, since they are fused with its weight; modules of these jobs are added.
-    """
+    """Make the jobs for a tensor. `done`: modules that an earlier job writes; those that these jobs write are added."""
     if isinstance(item, PassthroughTensor):
         yield from _passthrough_jobs(item, where, targets[item.tensor.name])
 

@@ -6,10 +6,8 @@ All decisions are made here, and no tensor is read for them. `--dry-run` prints 
 conversion carries it out (layout.py), the output's config.json says it, and a resumed run continues it.
 
 Three plans choose no scheme: `make_plain_plan` dequantizes, `make_unchanged_plan` copies all weights and adds the
-scales
-
-of an FP8 KV cache (--scheme none), and `make_kept_plan` keeps codes and scales of a quantized source, and writes them
-as compressed-tensors (--scheme keep).
+scales of an FP8 KV cache (--scheme none), and `make_kept_plan` keeps codes and scales of a quantized source, and writes
+them as compressed-tensors (--scheme keep).
 
     make_plain_plan(open_checkpoint(Path("DeepSeek-V3"))).quantization_config     # {}
     make_kept_plan(open_checkpoint(Path("Qwen3-8B-NVFP4")), PlanOptions()).quantization_config["quant_method"]
@@ -543,16 +541,7 @@ def make_kept_plan(
 
 
 def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict[Format, Scheme]:
-    """Find the scheme that stores the codes and scales of each weight.
-
-    Returns:
-        The scheme of each format of the weights. Of stacks of experts that are stored transposed both orientations of
-        the format are there.
-
-    Raises:
-        PlanError: there is none for a weight, which the message names; or it has no static activation scale.
-        UsageError: activations are quantized in an unknown way.
-    """
+    """Find the scheme that stores the codes and scales of each weight, by format; of stacks, also the transposed."""
     schemes: dict[Format, Scheme] = {}
     for weight in weights:
         fmt = weight.format

@@ -1,5 +1,4 @@
-"""The memory that GPUs need to serve a plan's source and its output, or a checkpoint without a plan: weights and KV
-cache.
+"""The memory that GPUs need to serve a plan's source and output, or a checkpoint: weights and KV cache.
 
 How much a layer caches for a token follows from its projections' shapes. Which layers have sliding windows, and what
 ranks divide, follows from config.json and the registry. What neither says is not guessed: then token counts are None,
@@ -483,11 +482,7 @@ def _state_bytes(line: PlanLine, kind: RecurrentState, config: Mapping[str, Any]
 
 
 def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], int | None]:
-    """Return a function from a layer's number to its sliding window in tokens; None for full attention.
-
-    Raises:
-        UnknownCache: config.json says that there are windows, but not in which layers.
-    """
+    """Return a function from a layer's number to its sliding window in tokens; None for full attention."""
     rule = entry.model.windows
     types = config.get(TYPES)
     if isinstance(types, list):

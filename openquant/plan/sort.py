@@ -225,10 +225,7 @@ def mtp_layer_finder(model: Architecture, config: dict[str, Any]) -> Callable[[s
 
 
 def _wrongly_stacked(stacks: Iterable[StackedTensor]) -> dict[str, str]:
-    """Find stacks whose shapes do not fit together: down must be the transposed shape of gate and of up.
-
-    Some tools write stacks in the other orientation under the same names. Returns the problems, by tensor name.
-    """
+    """Find stacks of experts whose shapes fit together in neither orientation: problems by tensor name."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     shape_errors: dict[str, str] = {}
     for name, first in ((stack.tensor.name, stack.layers[0]) for stack in stacks):

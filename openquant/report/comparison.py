@@ -324,15 +324,7 @@ def _place_all(
     curves: Sequence[Sequence[tuple[float, float]]],
     order: Sequence[int],
 ) -> list[_Place]:
-    """Place names one after another, each where it costs least. Lengths are in points.
-
-    Args:
-        spots: the points.
-        sizes: width and height of each name.
-        inside: the rectangle that names must not leave.
-        curves: corners of curves that names should rather not cover.
-        order: the indices of the points, in the order in which their names are placed.
-    """
+    """Place names one after another, in `order`, each where it costs least. Lengths are in points."""
     markers = [_Box(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in spots]
 
     placed: dict[int, _Place] = {}

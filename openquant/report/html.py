@@ -1,12 +1,10 @@
-"""The HTML report: one file that loads nothing from the network.
+"""The HTML report of each verb: one file that loads nothing from the network.
 
 The template escapes all text (names, prompts, answers) except the charts and the marks that are made here. A
 Content-Security-Policy lets no script run but the page's own.
 
     page = render_page(PageContent("Qwen3-8B-FP8", evaluations=[evaluation]))
     Destination(Path("report.html"), "--report", PAGE).write(page.encode())
-
-The content of each verb's HTML report.
 """
 
 from __future__ import annotations

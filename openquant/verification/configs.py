@@ -104,15 +104,7 @@ def judge_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iter
 def _changes_model(
     difference: Difference, actual_section: Mapping[str, Any], expected_section: Mapping[str, Any]
 ) -> bool:
-    """Whether a difference makes the model compute something else.
-
-    A key that only the output has counts only for RoPE and head sizes: tools write out defaults, which change nothing.
-
-    Args:
-        difference: a difference of two normalized configs.
-        actual_section: the object in the first config that has, or lacks, the key.
-        expected_section: the same of the second config.
-    """
+    """Whether a difference of two normalized configs, in these sections, makes the model compute something else."""
     key = difference.path[-1]
     value = difference.actual
 

@@ -455,13 +455,7 @@ class _Worker:
                 self.reading.errors.append((number, errors.of(weight.module, weight.shape)))
 
     def _pieces(self, info: TensorInfo, pitch: int, original: Weight | None) -> Iterator[tuple[int, Bits | None]]:
-        """Divide codes into pieces: the number of rows of each, and the source's bits of these rows [rows, in].
-
-        Args:
-            info: the codes.
-            pitch: bytes of a row of codes.
-            original: the source's weight; None if it is not compared.
-        """
+        """Divide codes into pieces: the number of rows of each, and the source's bits of these rows [rows, in]."""
         if original is not None:
             for bits in self.source.rows(original, 1):
                 yield len(bits), bits
@@ -487,10 +481,7 @@ class _Worker:
             self.reading.add_problem(number, f"{self.reading.place(expected.name)} is {actual}, its codes are {right}")
 
     def _read_scale(self, number: int, info: TensorInfo, signed: bool = False) -> Floats | None:
-        """The values of a scale, float32; None, and a problem, unless all are finite and above zero.
-
-        If `signed`, they may be below zero too.
-        """
+        """The values of a scale; None, and a problem, unless all are finite and above zero (`signed`: not zero)."""
         values = self.output.read_scale(info)
         wrong = ~(np.isfinite(values) & (values != 0 if signed else values > 0))
 
@@ -574,10 +565,7 @@ class _Worker:
         )
 
     def _report_error(self, number: int, weight: Weight, comparison: Comparison, task: TensorTask) -> None:
-        """Record a layer's error, and report weights that are farther from the source than rounding explains.
-
-        Codes that were recomputed need no bound.
-        """
+        """Record a layer's error; report one larger than rounding explains, unless the codes were recomputed."""
         place = self.reading.place(weight.codes.name)
         beyond_nearest = beyond_gptq = None
         if comparison.out_of_bound is not None:

@@ -145,12 +145,7 @@ class _Recognition:
         return transforms
 
     def _row_transforms(self, mapping: SmoothingMapping, before: WeightTransform | None) -> MappingTransforms:
-        """The transforms whose factors are the powers of two nearest to the ratios of row norms.
-
-        Args:
-            mapping: its smooth layer is a projection.
-            before: the transform that the norm before the projection makes of it; None if there is none.
-        """
+        """The factors of rows: powers of two nearest to the ratios of row norms; `before`: its own transform."""
         rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
         source_sizes = _row_norms(self.source, self.plan.layers[mapping.smooth_layer]._replace(transform=before))[rows]
         output_sizes = _row_norms(self.output, self.codes[f"{mapping.smooth_layer}.weight"])[rows]
@@ -198,9 +193,7 @@ class _Recognition:
             )
 
     def _rounding_energy(self, weight: Weight, count: int) -> npt.NDArray[np.float64]:
-        """The largest sum of squared rounding errors in each column of the first `count` rows, float64 [in]; 0 for
-        floating-point formats.
-        """
+        """The largest sum of squared rounding errors in each column of `count` rows, float64 [in]; 0 for floats."""
         fmt = weight.format
         cols = weight.shape[1]
         if fmt is None or fmt.number.normal:

@@ -352,12 +352,7 @@ class _Verification:
                 self.findings.add_difference(f"{name} differs from the source's")
 
     def _make_plan(self, source: Checkpoint, origin: Checkpoint) -> None:
-        """Make the plan that quantizes what the directory has quantized. Without a plan, tensors are matched by name.
-
-        Args:
-            source: the source as if unquantized.
-            origin: the source as it is.
-        """
+        """Plan what the directory has quantized, from the source as if unquantized and as it is (`origin`)."""
         entry = self.architecture
 
         if entry is None and known_architecture(source) is None:
@@ -400,10 +395,7 @@ class _Verification:
             )
 
     def _stored_layout(self) -> StoredLayout:
-        """Which modules are unquantized, and which are stored in another scheme than most.
-
-        A template such as "model.layers.*.mlp.up_proj" stands for all its modules where they are stored alike.
-        """
+        """Which modules, or name templates, are unquantized, and which are stored in another scheme than most."""
         schemes_of: dict[str, set[Scheme | None]] = {}
         for weight in self.codes.values():
             schemes_of.setdefault(template(weight.module), set()).add(self._scheme_of(weight))

@@ -262,15 +262,7 @@ class _Finder:
         dtypes: tuple[str, ...],
         shapes: tuple[tuple[int, ...], ...],
     ) -> TensorInfo | None:
-        """Return a scale, zero points or a shape if it is there and its dtype and shape are right; else add a problem.
-
-        Args:
-            info: the codes it belongs to.
-            tensor: the tensor; None if it is missing.
-            missing: what the codes then lack.
-            dtypes: the dtypes that engines load; openquant writes the first.
-            shapes: the shapes that engines load.
-        """
+        """Return a scale, zero points or a shape if its dtype and shape are right; else add a problem."""
         if tensor is None:
             self.findings.problems.append(f"{self._place(info.name)} has no {missing}")
             return None
@@ -492,11 +484,7 @@ def check_cache(headers: Headers, findings: Findings) -> None:
 
 
 def _cache_layers(headers: Headers) -> dict[int, str]:
-    """The attention module of each layer that has a KV cache of its own, by layer number.
-
-    Raises:
-        PlanError: the layers are not known.
-    """
+    """The attention module of each layer that has a KV cache of its own, by layer number."""
     names = (headers.stored[name].module if name in headers.stored else name for name in headers.checkpoint.tensors)
     modules = [name.removesuffix(".weight") for name in names]
     if headers.entry is None:

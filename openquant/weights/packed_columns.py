@@ -12,9 +12,8 @@ Stored transposed (AutoAWQ, GPTQ, auto-round, Quark):
     X.g_idx    int32 [in], the group of each input (GPTQ with act-order); without it, groups are in order
 
 Several projections in one tensor, stored per tensor-parallel rank, as MiMo V2.5 has q, k and v in FP8: the queries,
-keys
-and values of rank 0, then those of rank 1, and so on. Blocks of scales begin anew at each rank: where a rank's rows are
-no whole number of blocks, the tensor has more scales than blocks.
+keys and values of rank 0, then those of rank 1, and so on. Blocks of scales begin anew at each rank: where a rank's
+rows are no whole number of blocks, the tensor has more scales than blocks.
 
 bitsandbytes in 4 bits (functional.py, QuantState.as_dict and dequantize_4bit):
     X.weight                   uint8 [out * in / 2, 1], two codes in a byte, the first highest; rows follow one another
@@ -288,12 +287,7 @@ class ColumnReader:
     def _read_strip(
         self, source: SourceFile, info: TensorInfo, low: int, count: int, packed: Number | None = None
     ) -> Bytes:
-        """Read the columns of a tensor that hold `count` outputs from `low` on, in words of the codes of `packed` or
-        one in each element.
-
-        Returns:
-            uint8 [rows of the tensor, bytes].
-        """
+        """Read the columns with `count` outputs from `low` on, uint8 [rows, bytes]; codes of `packed` share words."""
         if packed is not None:
             assert low % packed.run == count % packed.run == 0
             low = packed.items(low)

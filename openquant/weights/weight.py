@@ -1,11 +1,10 @@
 """Weight: one matrix of a checkpoint, be it a tensor of its own, one expert of a stack, or codes with scales.
 
-Weight transforms: what a calibration changes about weights before they are quantized.
-
-SmoothQuant and AWQ divide the inputs of a layer by factors where they are made (the smooth_layer: a norm, or the rows
-of a projection) and multiply the layer's columns by them. The model computes the same, and quantization may lose less.
-calibration/smoothing.py says which layers. Factors are powers of two, so norms, biases and routers in bfloat16 stay
-exact, and `verify` can read the factors off the source and the output.
+A WeightTransform is what a calibration changes about a weight before it is quantized. SmoothQuant and AWQ divide the
+inputs of a layer by factors where they are made (the smooth_layer: a norm, or the rows of a projection) and multiply
+the layer's columns by them. The model computes the same, and quantization may lose less. calibration/smoothing.py says
+which layers. Factors are powers of two, so norms, biases and routers in bfloat16 stay exact, and `verify` can read the
+factors off the source and the output.
 
     WeightTransform(columns=np.array([4, 1, 0.5], np.float32)).apply(values, 0)    # float32 [n, 3]
 """
