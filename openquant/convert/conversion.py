@@ -590,7 +590,7 @@ class _Worker:
                     scale = divided_scales(scale, codes, scheme.format, scheme.format.scale.of_zeros / exact.item())
 
                 buffer.send(file, codes, target)
-                stored = stored_as(weight, scheme).stored(scale, global_scale)
+                stored = stored_as(weight, scheme).encode_scales(scale, global_scale)
 
                 if low == 0 or group[0] is not None:
                     file.write(stored, scale_target)
@@ -645,7 +645,7 @@ class _Worker:
 
         if shared_absmax is not None and piece.tied_target is not None:
             shared_scale = choose_shared_scale(fmt, shared_absmax)
-            file.write(fmt.stored(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
+            file.write(fmt.encode_scales(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
             global_scale = None if fmt.shared else shared_scale
 
         for bits in self.reader.rows(weight, fmt.height):
@@ -661,7 +661,7 @@ class _Worker:
             scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
 
             if shared_absmax is None or not fmt.shared:
-                stored = self.loops.stored(fmt, scale, global_scale)
+                stored = self.loops.encode_scales(fmt, scale, global_scale)
                 file.write(stored, scale_target)
                 scale_target += stored.nbytes
 

@@ -128,7 +128,7 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     return out.reshape(absmax.shape)
 
 
-def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
     """Encode scales as they are stored, in compiled loops.
 
     Args:
@@ -142,7 +142,7 @@ def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> St
         scales are stored as float32.
     """
     if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
-        return fmt.stored(scale, global_scale)
+        return fmt.encode_scales(scale, global_scale)
     codes = np.empty(scale.shape, u8)
     encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
     return codes

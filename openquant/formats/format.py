@@ -437,7 +437,7 @@ class Format:
         zero_point = self.number.nearest(-np.float32(self.number.largest) - low / exact)
         return self.scales(half), zero_point
 
-    def stored(self, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+    def encode_scales(self, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
         """Encode scales as they are stored.
 
         Args:

@@ -53,7 +53,7 @@ class Loops(Protocol):
     def scales(self, fmt: Format, absmax: Floats, global_scale: Floats | None = None, /) -> Floats:
         """Compute the scale of each group, float32 of the shape of `absmax`."""
 
-    def stored(self, fmt: Format, scale: Floats, global_scale: Floats | None = None, /) -> StoredScales:
+    def encode_scales(self, fmt: Format, scale: Floats, global_scale: Floats | None = None, /) -> StoredScales:
         """Encode scales as they are stored, float32, uint16 or uint8 of the shape of `scale`."""
 
     def encode_stored(
@@ -243,7 +243,7 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     return fmt.scales(absmax, global_scale)
 
 
-def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
     """Encode scales as they are stored.
 
     Args:
@@ -256,7 +256,7 @@ def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> St
         uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
         scales are stored as float32.
     """
-    return fmt.stored(scale, global_scale)
+    return fmt.encode_scales(scale, global_scale)
 
 
 def encode(

@@ -542,9 +542,7 @@ def says_fp8_cache(config: Mapping[str, Any]) -> bool:
     """
     inner = config.get("quantization")
 
-    places = (config, inner) if isinstance(inner, dict) else (config,)
-
-    for place in places:
+    for place in (config, inner) if isinstance(inner, dict) else (config,):
         scheme = place.get("kv_cache_scheme")
         algorithm = place.get("kv_cache_quant_algo")
 

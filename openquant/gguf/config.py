@@ -94,8 +94,7 @@ def gguf_config(
         else:
             raise SourceError(f"{name}: no key of config.json is known for {key} = {short_repr(value)}", _NOT_REBUILT)
 
-    required = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
-    for rest in required:
+    for rest in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length"):
         if keys[rest] not in config:
             raise SourceError(f"{name} lacks the metadata key {architecture}.{rest}", _NOT_REBUILT)
 

@@ -229,8 +229,7 @@ def why_not_reordered(
         return None
 
     if split.interleaved_rows:
-        short = (info.name.lstrip(".") for info in form.parts("", shape) if info.shape[:1] != shape[:1])
-        name = next(short, None)
+        name = next((info.name.lstrip(".") for info in form.parts("", shape) if info.shape[:1] != shape[:1]), None)
         return f"{_SORTED}, and fails on its {name}, which has fewer rows" if name else None
 
     heads = sum(_part_proportions(split, config)[1])

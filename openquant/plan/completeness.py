@@ -224,8 +224,7 @@ class _Comparer:
             beyond = next((number for number in wrong if found[number] > most), None)
             if beyond is not None:
                 experts = f"{stored.prefix}.{beyond}.{name.partition('.*')[0]}"
-                said = self.config.describe(expression)
-                self.wrong.setdefault(said, {})[f"{experts} has {found[beyond]}"] = None
+                self.wrong.setdefault(self.config.describe(expression), {})[f"{experts} has {found[beyond]}"] = None
 
         for number in sorted(short):
             self.losses += self._lost_experts(stored.prefix, number, counts)

@@ -225,7 +225,7 @@ def mtp_layer_finder(model: Architecture, config: dict[str, Any]) -> Callable[[s
 
 
 def _wrongly_stacked(stacks: Iterable[StackedTensor]) -> dict[str, str]:
-    """Find stacks of experts whose shapes fit together in neither orientation: problems by tensor name."""
+    """Find stacks where down has not the transposed shape of gate and of up: the problems, by tensor name."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     shape_errors: dict[str, str] = {}
     for name, first in ((stack.tensor.name, stack.layers[0]) for stack in stacks):

@@ -120,6 +120,7 @@ def _changes_model(
     if difference.expected is not MissingValue:
         return True
 
+    # The output alone has the key: tools write out defaults, so only RoPE and sizes of heads count.
     heads = actual_section.get("num_attention_heads")
     size = actual_section.get("hidden_size")
     if key == "head_dim":

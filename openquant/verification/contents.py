@@ -334,8 +334,14 @@ class _Worker:
                 layers.add(weight.module)
         if scale is not None and decodable and fmt is not None:
             self.output.check_values(weight, scale)
-        if comparison is not None and original is not None:
-            self._report_comparison(number, task, weight, original, comparison, global_scale)
+        if comparison is None or original is None:
+            return
+
+        if comparison.finite:
+            self._report_comparison(number, task, weight, comparison, global_scale)
+        else:
+            extent = original.extent(self.source.where)
+            self.reading.add_problem(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
 
     def _read_scales(self, number: int, weight: Weight) -> tuple[Floats | None, Floats | None]:
         """The scales, divided by the global scale, and the global scale; None for what is wrong or not there."""
@@ -393,20 +399,9 @@ class _Worker:
         return False
 
     def _report_comparison(
-        self,
-        number: int,
-        task: TensorTask,
-        weight: Weight,
-        original: Weight,
-        comparison: Comparison,
-        global_scale: Floats | None,
+        self, number: int, task: TensorTask, weight: Weight, comparison: Comparison, global_scale: Floats | None
     ) -> None:
         """Report how codes and scales differ from the source."""
-        if not comparison.finite:
-            extent = original.extent(self.source.where)
-            self.reading.add_problem(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
-            return
-
         if task.scheme is not None:
             self._report_recomputed(number, weight, comparison, task.scheme, global_scale, task.gptq_rounded)
         if task.kept and comparison.error.largest > 0:
