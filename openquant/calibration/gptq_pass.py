@@ -270,7 +270,7 @@ def _round_weight(
             require_in_range(weight, group_absmax, scheme, reader.where)
         scale, zero_point = choose_scales(scheme, bits, weight.dtype, group_absmax, global_scale, importance, loops)
         if not fmt.shared or not scales:
-            scales.append(np.asarray(fmt.stored(scale, global_scale)))
+            scales.append(np.asarray(fmt.encode_scales(scale, global_scale)))
         if zero_point is not None:
             zero_points.append(pack_words(fmt.number.encode(zero_point), fmt.number))
         values = torch.from_numpy(to_float32(bits, weight.dtype)).to(device)

@@ -209,23 +209,30 @@ def check_written(path: Path, layout: ShardLayout) -> WeightFindings:
     """
     findings = WeightFindings()
     buffer = np.empty(BUFFER, np.uint8)
+
     with SourceFile(path, layout.name) as file:
         for job in layout.jobs:
             match job:
                 case CopyBytes():
-                    name, nbytes, dtype = job.label, job.nbytes, job.dtype
+                    name = job.label
+                    nbytes = job.nbytes
+                    dtype = job.dtype
                 case Unstack() | TransformWeight():
-                    name, nbytes, dtype = _name(job.weight), job.weight.nbytes, job.weight.source.dtype
+                    name = _name(job.weight)
+                    nbytes = job.weight.nbytes
+                    dtype = job.weight.source.dtype
                 case Encode():
                     findings.lost_layers.update(_lost_layers(file, job))
                     continue
                 case _:
                     continue
+
             for low in range(0, nbytes if can_be_non_finite(dtype) else 0, BUFFER):
                 piece = buffer[: min(BUFFER, nbytes - low)]
                 file.read(piece, job.target + low, name)
                 if count := count_non_finite(piece, dtype):
                     findings.not_finite[name] = findings.not_finite.get(name, NonFinite()) + count
+
     return findings
 
 
@@ -272,6 +279,7 @@ class _Conversion:
         self.device = device
         self.progress = progress
         self.against = against
+
         self.loops = loops(fast)
         self.lock = threading.Lock()
         # Separate from `lock`, since a worker may wait long for its next task.
@@ -279,6 +287,7 @@ class _Conversion:
         self.stopped = threading.Event()
         self.failure = FirstFailure(self.stopped.set)
         # By name, the shards that were begun and are not finished.
+
         self.files: dict[str, Target] = {}
         self.findings = WeightFindings()
         self.tasks = self._make_tasks(shards)
@@ -317,13 +326,16 @@ class _Conversion:
 
     def _work(self, writers: Helpers) -> None:
         worker = None
+
         try:
             worker = _Worker(self, writers)
+
             while not self.stopped.is_set():
                 with self.task_lock:
                     task = next(self.tasks, None)
                 if task is None:
                     break
+
                 file, job = task
                 worker.do(job, file)
         except BaseException as error:
@@ -518,6 +530,7 @@ class _Worker:
 
     def _encode(self, job: Encode, file: Target) -> None:
         keeps_scale = not job.fused or self.reader.keeps_shared_scale(job.fused, job.scheme)
+
         if job.keeps and not keeps_scale:
             # vLLM rounds the codes of layers with one scale per tensor again as it loads them.
             if job.scheme.format.global_scale is not None:
@@ -527,8 +540,10 @@ class _Worker:
                     f"use --scheme {job.scheme.name}, which quantizes them again under one",
                 )
             keeps_scale = True
+
         exact = None if keeps_scale else self.reader.exact_global_scale(job.fused, job.scheme)
         shared_absmax = None if keeps_scale or exact is not None else self._shared_absmax(job)
+
         for piece in job.pieces:
             if (piece.keeps_codes and keeps_scale) or exact is not None:
                 self._copy_codes(piece, job.scheme, file, exact)
@@ -537,57 +552,73 @@ class _Worker:
             self._advance_by_scales(piece.weight)
 
     def _copy_codes(self, piece: WeightPlace, scheme: Scheme, file: Target, exact: Floats | None) -> None:
-        """Write the source's codes unchanged, and its scales as the scheme stores them. With `exact` these are for
-        smaller groups, under that global scale.
-        """
-        weight, scale_target, zero_target = piece.weight, piece.scale_target, piece.zero_target
+        """Write the source's codes unchanged, and its scales as the scheme has them; `exact`: the global scale."""
+        weight = piece.weight
+        scale_target = piece.scale_target
+        zero_target = piece.zero_target
+
         assert weight.format is not None
-        group, extent, pitch = weight.format.group, weight.extent(self.reader.where), weight.row_bytes
+
+        group = weight.format.group
+        extent = weight.extent(self.reader.where)
+        pitch = weight.row_bytes
         height = max(group[0] or 1, scheme.format.height)
+
         if weight.format.columns is not None:
             # In AutoAWQ's order several rows share a word.
             height = max(height, weight.format.number.run)
         step = max(1, BUFFER // (pitch * height)) * height
+
         global_scale = self.reader.global_scale(weight) if exact is None else exact
         if scheme.format.global_scale is not None and piece.tied_target is not None:
             file.write(global_scale, piece.tied_target)
+
         with self.reader.open(extent.shard) as source:
             for low in range(0, weight.shape[0], step):
                 count = min(step, weight.shape[0] - low)
                 target = piece.target + low * pitch
                 buffer = self._next_buffer()
                 codes = buffer.take(target, count * pitch)
+
                 self.reader.read_codes(source, weight, low, codes)
                 powers = scheme.format.scale.power_of_two or exact is not None
                 scale = self.reader.scales(weight, low, count, SMALLEST_SCALE, powers)
                 zero_point = self.reader.zero_points(weight, low, count)
                 self.reader.check_codes(weight, low, codes, scale, zero_point)
+
                 if exact is not None:
                     scale = divided_scales(scale, codes, scheme.format, scheme.format.scale.of_zeros / exact.item())
+
                 buffer.send(file, codes, target)
-                stored = stored_as(weight, scheme).stored(scale, global_scale)
+                stored = stored_as(weight, scheme).encode_scales(scale, global_scale)
+
                 if low == 0 or group[0] is not None:
                     file.write(stored, scale_target)
                     scale_target += stored.nbytes
+
                 if zero_target is not None:
                     zero_point = np.zeros_like(scale) if zero_point is None else zero_point
                     zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
+
                 self.conversion.advance(codes.nbytes)
 
     def _shared_absmax(self, job: Encode) -> Floats:
         """Return the largest absolute weight of fused layers, float32 [1, 1]."""
         largest = np.zeros((1, 1), np.float32)
+
         for weight in job.fused:
             is_zero = True
+
             for bits in self.reader.rows(weight, 1):
-                loaded = self.kernels.load(bits, weight.dtype)
-                absmax = self.kernels.absmax(loaded, weight.dtype, (None, None))
+                absmax = self.kernels.absmax(self.kernels.load(bits, weight.dtype), weight.dtype, (None, None))
                 require_finite(weight, absmax, self.reader.where)
                 is_zero = is_zero and not absmax.any()
                 largest = np.maximum(largest, absmax)
                 self.conversion.advance(0)
+
             if is_zero:
                 self.conversion.add_zero_layer(weight)
+
         limit = job.scheme.largest
         if largest.item() > limit:
             names = ", ".join(weight.extent(self.reader.where).label for weight in job.fused)
@@ -595,42 +626,58 @@ class _Worker:
                 f"{names}: a weight reaches {largest.item():g}, engines load at most {limit:g} under one scale",
                 "use --scheme block, or leave these layers as they are with --ignore",
             )
+
         return largest
 
     def _quantize(self, piece: WeightPlace, scheme: Scheme, shared_absmax: Floats | None, file: Target) -> None:
-        weight, fmt = piece.weight, scheme.format
-        target, scale_target, zero_target = piece.target, piece.scale_target, piece.zero_target
+        weight = piece.weight
+        fmt = scheme.format
+        target = piece.target
+        scale_target = piece.scale_target
+        zero_target = piece.zero_target
+
         importance = None if weight.transform is None else weight.transform.importance
         global_scale = None
+
         # Where there is a shared one, _shared_absmax has looked.
         is_zero = shared_absmax is None
         lost = LostWeights(fmt, weight.shape[0])
+
         if shared_absmax is not None and piece.tied_target is not None:
             shared_scale = choose_shared_scale(fmt, shared_absmax)
-            file.write(fmt.stored(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
+            file.write(fmt.encode_scales(shared_scale) if fmt.shared else shared_scale, piece.tied_target)
             global_scale = None if fmt.shared else shared_scale
+
         for bits in self.reader.rows(weight, fmt.height):
-            loaded, absmax = self.kernels.load(bits, weight.dtype), shared_absmax
+            loaded = self.kernels.load(bits, weight.dtype)
+
+            absmax = shared_absmax
             if absmax is None or not fmt.shared:
                 absmax = self.kernels.absmax(loaded, weight.dtype, fmt.group)
                 require_in_range(weight, absmax, scheme, self.reader.where)
             is_zero = is_zero and not absmax.any()
+
             # Scales are chosen on the CPU whatever the device, so that all devices choose the same.
             scale, zero_point = choose_scales(scheme, bits, weight.dtype, absmax, global_scale, importance, self.loops)
+
             if shared_absmax is None or not fmt.shared:
-                stored = self.loops.stored(fmt, scale, global_scale)
+                stored = self.loops.encode_scales(fmt, scale, global_scale)
                 file.write(stored, scale_target)
                 scale_target += stored.nbytes
+
             if zero_point is not None and zero_target is not None:
                 zero_target = _write_zero_points(zero_point, scheme, file, zero_target)
+
             buffer = self._next_buffer()
             codes = buffer.take(target, len(bits) * fmt.number.nbytes(bits.shape[1]))
             out = codes.reshape(len(bits), -1)
             self.kernels.encode(loaded, weight.dtype, scale, fmt, out, global_scale, zero_point)
             lost.look_at(out, zero_point, bits)
             buffer.send(file, codes, target)
+
             target += codes.nbytes
             self.conversion.advance(row_bytes(weight, len(bits)))
+
         if is_zero:
             self.conversion.add_zero_layer(weight)
         elif lost.unusual:
@@ -665,15 +712,18 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
     formats = {
         piece.weight.module: job.scheme.format for job in layout.jobs if isinstance(job, Encode) for piece in job.pieces
     }
+
     offset = len(layout.header)
     try:
         with safe_open(path, framework="np") as file:
             if set(file.keys()) != {info.name for info in layout.tensors}:
                 problems.append("its tensors are not those of the plan")
+
             for info in layout.tensors:
                 written = file.get_slice(info.name)
                 if written.get_dtype() != info.dtype or tuple(written.get_shape()) != info.shape:
                     problems.append(f"{info.name} is {written.get_dtype()} {written.get_shape()}")
+
                 fmt = formats.get(info.name.rpartition(".")[0])
                 if fmt is not None and is_scale_tensor(info):
                     signed = fmt.signed_scales
@@ -685,8 +735,10 @@ def verify_shard(path: Path, layout: ShardLayout) -> None:
                     if not sound:
                         problems.append(f"{info.name} is not finite and {'not zero' if signed else 'positive'}")
                 offset += info.nbytes
+
     except SafetensorError as error:
         problems.append(str(error))
+
     if problems:
         raise RuntimeError(f"{layout.name} was written wrongly: {'; '.join(problems)}")
 

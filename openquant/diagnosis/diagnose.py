@@ -31,7 +31,8 @@ from ..weights.weight import Weight
 from .result import LayerDiagnosis, RowSample, RowSums, SchemeLoss, WeightRanges, layer_diagnosis
 
 # About so many weights of a layer are sampled, and at least so many rows.
-SAMPLE_WEIGHTS, SAMPLE_ROWS = 1 << 16, 32
+SAMPLE_WEIGHTS = 1 << 16
+SAMPLE_ROWS = 32
 # Of a layer with at most so many weights, all rows are.
 MAX_UNSAMPLED = 1 << 18
 # Bytes of a passthrough tensor that are read at a time.
@@ -78,13 +79,12 @@ def shards_to_read(plan: Plan) -> dict[str, list[str]]:
         By file name of each shard: sorted file names of the shards that must be there when it is read. These are
         itself, and those that have other parts of its layers (scales) or layers that are fused with them.
     """
-    where = plan.decoded.where
     needs: dict[str, set[str]] = {}
     for shard, task in _tasks(plan):
         needs.setdefault(shard, set()).add(shard)
         for weight in () if isinstance(task, TensorInfo) else task:
             parts = weight.parts or (weight.source,)
-            needs[shard].update(where[part.name].shard for part in parts)
+            needs[shard].update(plan.decoded.where[part.name].shard for part in parts)
     return {shard: sorted(names) for shard, names in needs.items()}
 
 
@@ -141,20 +141,25 @@ class _DiagnosisRun:
         self.provider = provider
         self.full = full
         self.progress = progress
+
         self.lock = threading.Lock()
         # A second lock, since a worker may wait long for its next task.
         self.task_lock = threading.Lock()
         self.stopped = threading.Event()
+
         tasks = _tasks(plan)
         self.tasks_left = Counter(shard for shard, _ in tasks)
         self.count = len(tasks)
         self.tasks = self._available(tasks)
+
         self.loops = loops(worth_compiling(plan))
         self.done = 0
+
         # With all rows the weights are read twice: scales must be known before errors are measured.
         layers = [weight for _, task in tasks if not isinstance(task, TensorInfo) for weight in task]
         self.total = sum(weight.nbytes for weight in layers) * (2 if full else 1)
         self.total += sum(task.nbytes for _, task in tasks if isinstance(task, TensorInfo))
+
         self.diagnoses: dict[str, LayerDiagnosis] = {}
         self.not_finite: dict[str, NonFinite] = {}
 
@@ -181,6 +186,7 @@ class _DiagnosisRun:
                 next_task = next(self.tasks, None)
             if next_task is None:
                 return
+
             shard, task = next_task
             try:
                 layers = [] if isinstance(task, TensorInfo) else _FusedLayers(self, reader, task).measure()
@@ -188,16 +194,19 @@ class _DiagnosisRun:
                     self._check_finite(task, reader)
             except _Stopped:
                 return
+
             with self.lock:
                 self.diagnoses |= {layer.module: layer for layer in layers}
                 self.tasks_left[shard] -= 1
                 shard_done = not self.tasks_left[shard]
+
             if shard_done:
                 self.provider.release(shard)
 
     def _check_finite(self, info: TensorInfo, reader: Reader) -> None:
         """Count NaN and infinities in a tensor that stays unquantized."""
-        place, non_finite = self.plan.decoded.where[info.name], NonFinite()
+        place = self.plan.decoded.where[info.name]
+        non_finite = NonFinite()
         buffer = np.empty(min(PIECE, info.nbytes), np.uint8)
         with reader.open(place.shard) as file:
             for low in range(0, info.nbytes, PIECE):
@@ -235,35 +244,44 @@ class _FusedLayers:
 
     def _read(self, weight: Weight) -> tuple[WeightRanges, list[RowSample]]:
         """Read all of a layer, and sample rows of it; none with `full`, when all rows are read a second time."""
-        ranges, samples, low, step = WeightRanges(weight, self.run.loops), [], 0, sample_step(weight.shape)
+        ranges = WeightRanges(weight, self.run.loops)
+        samples = []
+        low = 0
+        step = sample_step(weight.shape)
+
         for bits in self.reader.rows(weight, ranges.height):
             if not ranges.add(low, bits):
                 extent = weight.extent(self.reader.where)
-                raise SourceError(
-                    f"{extent.label} in {extent.shard} holds NaN or infinity",
-                    DAMAGED_WEIGHTS,
-                )
+                raise SourceError(f"{extent.label} in {extent.shard} holds NaN or infinity", DAMAGED_WEIGHTS)
+
             if not self.run.full:
                 first = (step // 2 - low) % step
                 samples.append(RowSample(np.arange(low + first, low + len(bits), step), bits[first::step].copy()))
+
             low += len(bits)
             self.run.advance(_unquantized_bytes(weight, len(bits)))
+
         return ranges, samples
 
     def _diagnose(self, ranges: WeightRanges, samples: list[RowSample], shared_absmax: Floats) -> LayerDiagnosis:
         weight = ranges.weight
+
         usable = {
             name: scheme
             for name, scheme in ranges.schemes.items()
             if (shared_absmax if scheme.format.shares_scale else ranges.absmax).item() <= scheme.largest
         }
-        sums, losses = RowSums(), {name: SchemeLoss() for name in usable}
+
+        sums = RowSums()
+        losses = {name: SchemeLoss() for name in usable}
+
         # Source codes that a scheme keeps lose nothing. Schemes that store weights in the same way share one loss.
         encoded: dict[object, str] = {}
         for name, scheme in usable.items():
             if not self._keeps_codes(scheme, weight):
                 storage = scheme.format.weights_only, scheme.searches_scales, scheme.clip_ratios
                 losses[name] = losses[encoded.setdefault(storage, name)]
+
         for rows in self._all_rows(weight) if self.run.full else _sampled_rows(ranges, samples):
             values = to_float32(rows.bits, weight.dtype)
             energies = row_energies(values)
@@ -271,11 +289,13 @@ class _FusedLayers:
             for name in encoded.values():
                 scales = ranges.scales(usable[name], rows, shared_absmax)
                 losses[name].add(usable[name], rows, values, energies, *scales)
+
         return layer_diagnosis(weight, sums, losses)
 
     def _all_rows(self, weight: Weight) -> Iterator[RowSample]:
         """All rows of a layer, about CHUNK weights at a time."""
-        low, step = 0, max(1, CHUNK // weight.shape[1])
+        low = 0
+        step = max(1, CHUNK // weight.shape[1])
         for bits in self.reader.rows(weight, 1):
             for start in range(0, len(bits), step):
                 part = bits[start : start + step]
@@ -292,11 +312,9 @@ class _FusedLayers:
 
 
 def _sampled_rows(ranges: WeightRanges, samples: list[RowSample]) -> Iterator[RowSample]:
-    """The rows to be measured, about CHUNK weights at a time.
-
-    The row of the largest weight comes first and stands for itself only. The sampled rows stand for all others.
-    """
-    outlier, indices = ranges.absmax_row, np.concatenate([rows.indices for rows in samples])
+    """The rows to be measured: that of the largest weight, for itself, then the sampled ones for all others."""
+    outlier = ranges.absmax_row
+    indices = np.concatenate([rows.indices for rows in samples])
     others = indices != outlier.indices
     indices = np.concatenate([outlier.indices, indices[others]])
     bits = np.concatenate([outlier.bits, np.concatenate([rows.bits for rows in samples])[others]])

@@ -141,7 +141,8 @@ class Diagnosis:
     @property
     def remedies(self) -> list[str]:
         """Schemes of the same numeric format in which none of these layers is conspicuous: ["channel"]."""
-        number, layers = SCHEMES[self.scheme].format.number, self.conspicuous
+        number = SCHEMES[self.scheme].format.number
+        layers = self.conspicuous
         return [
             name
             for name, scheme in SCHEMES.items()
@@ -173,7 +174,8 @@ BROKEN = ("int3", "int2")
 """Schemes that broke it in groups of 64 (docs/results.md); in their own groups they were not measured."""
 
 # Outputs of about the same size differ by less than this factor. What gains less than this share is not worth a change.
-SAME_SIZE, LEAST_GAIN = 1.1, 0.1
+SAME_SIZE = 1.1
+LEAST_GAIN = 0.1
 
 
 class Measurement(NamedTuple):
@@ -234,8 +236,10 @@ def choices(plan: Plan) -> tuple[Choice, ...]:
         loses at least a tenth less (LEAST_GAIN).
     """
     assert plan.scheme is not None
-    kl, size = measured_kl(plan.scheme), summary.output_bytes(plan)
+    kl = measured_kl(plan.scheme)
+    size = summary.output_bytes(plan)
     found = []
+
     for row in MEASURED:
         if kl is None or row.kl > (1 - LEAST_GAIN) * kl or (row.readings and summary.has_quantized_source(plan)):
             continue
@@ -244,16 +248,20 @@ def choices(plan: Plan) -> tuple[Choice, ...]:
         except (PlanError, UsageError):
             # Engines load none of the model's layers in it.
             continue
+
         nbytes = summary.output_bytes(other)
         if size / SAME_SIZE <= nbytes <= size * SAME_SIZE:
             found.append(Choice(row.options, row.kl, 1 - row.kl / kl, row.readings, activations(row.scheme), nbytes))
+
     return tuple(found)
 
 
 def activations(scheme: Scheme) -> str:
     """Name the numeric format that engines round activations to: "FP8"; "16 bits" if they do not."""
     inputs = scheme.group.get("input_activations", {"type": "float", "num_bits": 8})
-    return f"{'INT' if inputs['type'] == 'int' else 'FP'}{inputs['num_bits']}" if inputs else "16 bits"
+    if not inputs:
+        return "16 bits"
+    return f"INT{inputs['num_bits']}" if inputs["type"] == "int" else f"FP{inputs['num_bits']}"
 
 
 Energies = npt.NDArray[np.float64]
@@ -296,7 +304,8 @@ class WeightRanges:
     """
 
     def __init__(self, weight: Weight, loops: Loops) -> None:
-        self.weight, self._loops = weight, loops
+        self.weight = weight
+        self._loops = loops
         stored = {name: _as_stored(scheme, weight) for name, scheme in SCHEMES.items()}
         self.schemes = {name: scheme for name, scheme in stored.items() if scheme is not None}
         self.absmax: Floats = np.zeros((1, 1), np.float32)
@@ -357,7 +366,8 @@ class WeightRanges:
         elif fmt in self._grids:
             if len(self._grids[fmt]) > 1:
                 self._grids[fmt] = [np.concatenate(self._grids[fmt])]
-            group, absmax = (1, width), self._grids[fmt][0][rows.indices // (height or 1)]
+            group = (1, width)
+            absmax = self._grids[fmt][0][rows.indices // (height or 1)]
         else:
             absmax = self._loops.absmax(rows.bits, self.weight.dtype, fmt.group)
         global_scale = choose_shared_scale(fmt, shared_absmax) if fmt.global_scale is not None else None
@@ -391,14 +401,17 @@ class SchemeLoss:
         number = scheme.format.number
         scale, zero_point = (None if grid is None else _widen(grid, group[1]) for grid in scales)
         assert scale is not None
+
         # Values of codes, not the codes themselves, which take longer to look up.
         if zero_point is None:
             quantized = number.nearest(values / scale)
         else:
             quantized = number.nearest(values / scale + zero_point)
             quantized -= zero_point
+
         quantized *= scale
         quantized -= values
+
         noise = row_energies(quantized)
         self.noise += rows.estimate_sum(noise)
         # A row of zeros has no noise.
@@ -448,7 +461,8 @@ def normal_row_error(scheme: Scheme) -> float:
     """Measure the row error of normally distributed weights in a scheme, such as 0.0262: 128 rows of 1024."""
     values = np.random.default_rng(0).standard_normal((128, 1024), np.float32)
     bits = values.view(np.uint32)
-    loss, rows = SchemeLoss(), RowSample(np.arange(len(bits)), bits)
+    loss = SchemeLoss()
+    rows = RowSample(np.arange(len(bits)), bits)
     loss.add(scheme, rows, values, row_energies(values), scheme.format.group, choose_scales(scheme, bits, "F32"))
     return math.sqrt(loss.row_noise / len(bits))
 

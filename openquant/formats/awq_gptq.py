@@ -98,6 +98,7 @@ def read_gptq(config: dict[str, Any]) -> Format:
     _require(config, "is_marlin_format", (False, None), "known are gptq and gptq_v2")
     for key in ("sym", "desc_act"):
         _require(config, key, (True, False, None), "it must be true or false")
+
     number = _number(config.get("bits"), tuple(_BITS))
     columns = Columns(
         ZEROS,
@@ -105,6 +106,7 @@ def read_gptq(config: dict[str, Any]) -> Format:
         index="g_idx",
         act_order=config.get("desc_act") is True,
     )
+
     return _format(
         number, _group(config.get("group_size"), number), columns, None if config.get("sym", True) else ZEROS
     )
@@ -161,6 +163,7 @@ def _read_auto_round(config: dict[str, Any]) -> Format:
     _require(config, "data_type", ("int", None), "known are integers")
     _require(config, "act_bits", (16, 32, None), "known are activations as they are")
     _require(config, "rotation_config", (None,), "known are weights that are not rotated")
+
     packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
     layout = _AUTO_ROUND.get(":".join(str(packing).split(":")[:2]))
     if layout is None:
@@ -168,9 +171,11 @@ def _read_auto_round(config: dict[str, Any]) -> Format:
             f"config.json has the packing_format {json.dumps(packing)[:100]}",
             f"known are {', '.join(list(_AUTO_ROUND)[:-1])} and {list(_AUTO_ROUND)[-1]}",
         )
+
     if layout != "awq":
         plain = {key: config.get(key) for key in ("bits", "group_size")}
         return read_gptq({**plain, "sym": config.get("sym", True), "checkpoint_format": layout})
+
     fmt = read_awq({key: config.get(key) for key in ("bits", "group_size")})
     return fmt if config.get("sym") is False else replace(fmt, zero_point=None)
 
@@ -192,8 +197,7 @@ def _entries(config: dict[str, Any], key: str) -> list[tuple[str, dict[str, Any]
 
 
 def _format(number: Number, group: Group, columns: Columns, zero_point: str | None) -> Format:
-    scale = Scale("scales", dtype="F16")
-    return Format(number, group, scale, codes="qweight", zero_point=zero_point, columns=columns)
+    return Format(number, group, Scale("scales", dtype="F16"), codes="qweight", zero_point=zero_point, columns=columns)
 
 
 def _require(config: dict[str, Any], key: str, accepted: tuple[object, ...], hint: str) -> None:
@@ -215,8 +219,7 @@ def _group(size: object, number: Number) -> Group:
         return 1, None
     if type(size) is not int or not 0 < size <= 1 << 16 or size % number.run:
         raise UsageError(
-            f"config.json has the group_size {json.dumps(size)[:100]}",
-            f"known are -1 and multiples of {number.run}",
+            f"config.json has the group_size {json.dumps(size)[:100]}", f"known are -1 and multiples of {number.run}"
         )
     return 1, size
 
@@ -225,7 +228,10 @@ def _group(size: object, number: Number) -> Group:
 _Matcher = Callable[[str, float], bool]
 # Limits for the regular expressions of a list: their number, characters of each, and seconds for all names together.
 # Compiling may unroll counted repeats, so the product of their counts has a limit too.
-MAX_EXPRESSIONS, MAX_LETTERS, MAX_SECONDS, MAX_REPEATS = 1000, 1000, 5.0, 1000
+MAX_EXPRESSIONS = 1000
+MAX_LETTERS = 1000
+MAX_SECONDS = 5.0
+MAX_REPEATS = 1000
 MEND = "mend quantization_config, or save the model again"
 
 
@@ -278,7 +284,8 @@ class Expressions:
         Raises:
             UsageError: matching this name and those before it takes too long.
         """
-        match, begin = None, time.thread_time()
+        match = None
+        begin = time.thread_time()
         for entry, matches in self._matchers.items():
             try:
                 if matches(name, self._seconds_left):
@@ -436,20 +443,26 @@ def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
         UsageError: openquant does not know this layout, or the config is malformed.
     """
     export = _object(config, "export")
-    stored, order = export.get("weight_format"), export.get("pack_method")
+    stored = export.get("weight_format")
+    order = export.get("pack_method")
+
     if stored not in (None, "real_quantized"):
         raise UsageError(f"config.json has the weight_format {json.dumps(stored)[:100]}", "known is real_quantized")
     if order not in (None, *_ORDERS):
         raise UsageError(f"config.json has the pack_method {json.dumps(order)[:100]}", "known are reorder and order")
+
     of_types = _object(config, "layer_type_quant_config")
     named: list[tuple[str, str, Any]] = []
+
     for pattern, layer in _object(config, "layer_quant_config").items():
         # The first pattern that matches counts, so a name after an expression must be one too.
         in_turn = named and named[-1][1].startswith("re:")
         target = f"re:{fnmatch.translate(pattern)}" if in_turn or set(pattern) & set("*?[") else pattern
         named.append((pattern, target, layer))
+
     whole = "layer_type_quant_config" if "Linear" in of_types else "global_quant_config"
     named.append((whole, "Linear", of_types.get("Linear", config.get("global_quant_config"))))
+
     layers: Layers = []
     inputs: Inputs = []
     for name, target, layer in named:
@@ -461,6 +474,7 @@ def read_quark(config: dict[str, Any]) -> tuple[Layers, Inputs]:
                 raise UsageError(f"config.json: {name[:100]} of Quark has a quantized bias", "known are weights")
             layers.append(((target,), _quark_format(name, layer["weight"], str(order or "reorder"))))
             inputs.append(_inputs(layer.get("input_tensors")))
+
     if not layers:
         raise UsageError("config.json has no weights that Quark quantized", MEND)
     return layers, inputs
@@ -482,8 +496,10 @@ def _parts(config: object) -> list[dict[str, Any]]:
 def _quark_format(name: str, config: object, order: str) -> Format:
     parts = _parts(config)
     weight = parts[0] if parts else {}
+
     dtype, scheme, size, axis = (weight.get(key) for key in ("dtype", "qscheme", "group_size", "ch_axis"))
     axes: tuple[int | None, ...] = (None, 0) if scheme == "per_channel" else (None, 1, -1)
+
     fmt = None
     if len(parts) == 1 and not weight.get("is_dynamic") and (scheme in ("per_tensor", "per_block") or axis in axes):
         fmt = _PLAIN.get((str(dtype), str(scheme)))
@@ -498,6 +514,7 @@ def _quark_format(name: str, config: object, order: str) -> Format:
     elif len(parts) == 2 and (dtype, scheme, size) == ("fp4", "per_group", 16) and axis in axes:
         second = parts[1].get("dtype"), parts[1].get("qscheme")
         fmt = _NVFP4 if second == ("fp8_e4m3", "per_tensor") else None
+
     if fmt is None:
         keys = ("dtype", "qscheme", "group_size", "symmetric", "scale_format", "is_dynamic", "ch_axis")
         said = [{key: part[key] for key in keys if part.get(key) is not None} for part in parts]
@@ -507,7 +524,8 @@ def _quark_format(name: str, config: object, order: str) -> Format:
 
 def _int4(weight: dict[str, Any], order: str) -> Format | None:
     """Return the format of integers that are stored transposed; None if it is not known."""
-    size, signed = weight.get("group_size"), bool(weight.get("dtype") == "int4")
+    size = weight.get("group_size")
+    signed = bool(weight.get("dtype") == "int4")
     if type(size) is not int or not 0 < size <= 1 << 16 or size % INT4.run:
         return None
     # vLLM takes uint4 with `symmetric` for int4, and Quark does not (layers/quantization/quark/utils.py).
@@ -519,12 +537,12 @@ def _int4(weight: dict[str, Any], order: str) -> Format | None:
 
 
 def _blocks(weight: dict[str, Any]) -> Format | None:
-    block, exponents = weight.get("block_size"), weight.get("scale_type") == "float8_e8m0fnu"
+    block = weight.get("block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(side) is int for side in block)):
         return None
     if weight.get("symmetric") is not True or not all(0 < side <= 1 << 16 for side in block):
         return None
-    scale = replace(BLOCK_COMPRESSED.format.scale, power_of_two=exponents)
+    scale = replace(BLOCK_COMPRESSED.format.scale, power_of_two=weight.get("scale_type") == "float8_e8m0fnu")
     return replace(BLOCK_COMPRESSED.format, group=(block[0], block[1]), scale=scale)
 
 
@@ -536,10 +554,13 @@ def _inputs(config: object) -> Mapping[str, Any] | None:
     parts = _parts(config)
     if config is None or not parts:
         return None
-    first, dtype = parts[0], str(parts[0].get("dtype"))
+
+    first = parts[0]
+    dtype = str(parts[0].get("dtype"))
     if len(parts) == 2 and (dtype, first.get("group_size")) == ("fp4", 16):
         inputs: Mapping[str, Any] = NVFP4_W4A4.group["input_activations"]
         return inputs
+
     return {
         "type": "int" if dtype == "int8" else "float",
         "num_bits": {"fp8_e4m3": 8, "int8": 8}.get(dtype, dtype),

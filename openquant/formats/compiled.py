@@ -24,7 +24,12 @@ from .format import Format, Group, StoredScales, grid_of
 from .kernels import Bits, to_float32
 from .numbers import BITSANDBYTES, E2M1, E4M3, Codes, Floats, Number
 
-u8, u16, u32, u64, i32, f32 = np.uint8, np.uint16, np.uint32, np.uint64, np.int32, np.float32
+u8 = np.uint8
+u16 = np.uint16
+u32 = np.uint32
+u64 = np.uint64
+i32 = np.int32
+f32 = np.float32
 
 # Adding and subtracting it rounds a float32 to an integer, ties to even: at this size the last bit is worth one.
 _ROUNDS = 1.5 * 2.0**23
@@ -56,7 +61,7 @@ class _SafeCache(FunctionCache):
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
 
 
-def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(loop: Callable[..., Any]) -> Callable[..., Any]:
     """Return a loop that is compiled at its first call and runs without the interpreter lock."""
     compiled_loop: Any = numba.njit(nogil=True, error_model="numpy")(loop)
     # numba raises RuntimeError if neither this directory nor the user's cache can be written to.
@@ -113,13 +118,34 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     if fmt.global_scale is not None and global_scale is None:
         global_scale = fmt.choose_global_scale(absmax.max(keepdims=True))
     factor = f32(1) if global_scale is None or fmt.global_scale is None else global_scale.reshape(-1)[0]
-    scale, out = fmt.scale, np.empty(absmax.size, f32)
+    scale = fmt.scale
+    out = np.empty(absmax.size, f32)
     # For powers of two: what is added to the bits of a quotient, and the mask of the bits that stay.
     power = (u32(fmt.carry), u32(0xFF800000)) if scale.power_of_two else (u32(0), u32(0xFFFFFFFF))
     rounding = _ROUNDINGS.get(scale.dtype, u32(0))
     span = f32(scale.clip_limit or fmt.number.span)
     _scales(absmax.reshape(-1), span, *power, factor, f32(scale.floor), f32(scale.of_zeros), rounding, out)
     return out.reshape(absmax.shape)
+
+
+def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+    """Encode scales as they are stored, in compiled loops.
+
+    Args:
+        fmt: how the weights are stored.
+        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
+        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
+            has none.
+
+    Returns:
+        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
+        scales are stored as float32.
+    """
+    if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
+        return fmt.encode_scales(scale, global_scale)
+    codes = np.empty(scale.shape, u8)
+    encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
+    return codes
 
 
 def encode_stored(
@@ -147,8 +173,11 @@ def encode_stored(
     """
     del global_scale
     rows, cols = bits.shape
-    height, width = group[0] or rows, group[1] or cols
+    height = group[0] or rows
+    width = group[1] or cols
+
     arguments = bits, *_kind(dtype), scale, height, width, number.bits, out
+
     if number.normal == 0:
         middle = number.encode(np.zeros(1, f32)).item()
         _encode_integers(
@@ -159,26 +188,6 @@ def encode_stored(
     else:
         steps = u32(round(number.normal / number.smallest))
         _encode_floats(*arguments, *_range(number)[1:], steps, u32(1 << (number.bits - 1)))
-
-
-def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
-    """Encode scales as they are stored, in compiled loops.
-
-    Args:
-        fmt: how the weights are stored.
-        scale: float32 of any shape, with weight = code value * scale, as `scales` returns them.
-        global_scale: float32 of one element, by which scales are multiplied before they are stored; None if the format
-            has none.
-
-    Returns:
-        uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
-        scales are stored as float32.
-    """
-    if fmt.scale.dtype != "F8_E4M3" or global_scale is None:
-        return fmt.stored(scale, global_scale)
-    codes = np.empty(scale.shape, u8)
-    encode_stored((scale * global_scale).view(u32), "F32", np.ones((1, 1), f32), (None, None), codes, E4M3)
-    return codes
 
 
 def decode_rows(
@@ -199,15 +208,15 @@ def decode_rows(
         kernels.decode_rows(codes, number, scale, group, low, out, zero_point)
         return
     rows, cols = out.shape
-    height, width = group[0] or low + rows, min(group[1] or cols, cols)
+    height = group[0] or low + rows
+    width = min(group[1] or cols, cols)
     zero_point = np.zeros_like(scale) if zero_point is None else np.ascontiguousarray(zero_point)
     arguments = codes, scale, zero_point, height, width, low % height, out
     if number.normal:
         (_decode_e4m3 if number == E4M3 else _decode_e2m1)(*arguments)
     else:
         half = 1 << (number.bits - 1)
-        turn = u32(half - number.encode(np.zeros(1, f32)).item())
-        _decode_integers(*arguments, turn, np.int32(half), number.bits)
+        _decode_integers(*arguments, u32(half - number.encode(np.zeros(1, f32)).item()), np.int32(half), number.bits)
 
 
 def first_unsound(codes: Codes, number: Number) -> int | None:
@@ -270,15 +279,13 @@ def _kind(dtype: str) -> tuple[bool, Any]:
 
 
 def _range(number: Number) -> tuple[Any, ...]:
-    """Return the smallest and largest value of a numeric format, the power of two below which its steps are equal, and
-    the factor by which to multiply a binade for a number that rounds to its steps when added.
-    """
+    """Return a format's smallest and largest value, its lowest binade, and what times a binade rounds to its steps."""
     normal = number.normal or 256.0
     rounds = _ROUNDS * number.smallest / normal
     return f32(-number.largest), f32(np.nanmax(number.values())), f32(normal), f32(rounds)
 
 
-@_compiled
+@_compile
 def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
     for row in range(bits.shape[0]):
         into = largest[row // height]
@@ -290,20 +297,23 @@ def _absmax(bits: Any, mask: Any, height: Any, largest: Any) -> None:
             into[group] = max(into[group], most)
 
 
-@_compiled
+@_compile
 def _signs(bits: Any, signed: Any, out: Any) -> None:
     for group in range(out.size):
-        line, same = bits[group], signed[group]
+        line = bits[group]
+        same = signed[group]
         # A float that is the largest as a signed integer is the most positive; as an unsigned one, the most negative.
-        lowest, highest = bits.dtype.type(0), signed.dtype.type(0)
+        lowest = bits.dtype.type(0)
+        highest = signed.dtype.type(0)
         for i in range(line.size):
-            lowest, highest = max(lowest, line[i]), max(highest, same[i])
+            lowest = max(lowest, line[i])
+            highest = max(highest, same[i])
         top = u32(u32(lowest) << u32(32 - 8 * bits.itemsize))
         size = u32(top & u32(0x7FFFFFFF)) if top >> u32(31) else u32(0)
         out[group] = f32(-1) if u32(u32(highest) << u32(32 - 8 * bits.itemsize)) > size else f32(1)
 
 
-@_compiled
+@_compile
 def _largest_magnitude(codes: Any) -> Any:
     """Return the largest code without its sign bit."""
     most = u8(0)
@@ -312,7 +322,7 @@ def _largest_magnitude(codes: Any) -> Any:
     return most
 
 
-@_compiled
+@_compile
 def _scales(
     largest: Any, span: Any, carry: Any, kept: Any, above: Any, floor: Any, zeros: Any, rounding: Any, out: Any
 ) -> None:
@@ -331,7 +341,7 @@ def _scales(
         out[i] = f32((zeros if largest[i] == 0 else scale) / above)
 
 
-@_compiled
+@_compile
 def _load(line: Any, half: Any, below: Any, values: Any) -> None:
     """Convert the bits of a row to float32: from float16, or by shifting them left by `below`."""
     if half:
@@ -344,27 +354,34 @@ def _load(line: Any, half: Any, below: Any, values: Any) -> None:
             values[i] = u32(u32(line[i]) << below).view(f32)
 
 
-@_compiled
+@_compile
 def _lanes(width: Any, lane: Any) -> Any:
     """Return the mask of the low `width` bits in each lane of 64 bits; `lane` is a lane's bits."""
-    mask, start = u64(0), u64(0)
+    mask = u64(0)
+    start = u64(0)
     while start < u64(64):
         mask |= u64(u64(u64(1) << width) - u64(1)) << start
         start += lane
     return mask
 
 
-@_compiled
+@_compile
 def _pack(codes: Any, bits: Any, out: Any) -> None:
     """Pack the codes of a row, of less than 8 bits, without gaps, the first in the lowest bits."""
     if bits == 4:
         for i in range(out.size):
             out[i] = codes[2 * i] | u8(codes[2 * i + 1] << u8(4))
         return
+
     # Eight codes take as many bytes as a code has bits. They are brought together by pairs, pairs of pairs, and those.
-    width, packed = u64(bits), codes.view(u64)
-    first, second, third = _lanes(width, u64(16)), _lanes(width * u64(2), u64(32)), _lanes(width * u64(4), u64(64))
-    gap, eight = u64(8) - width, u64(8)
+    width = u64(bits)
+    packed = codes.view(u64)
+    first = _lanes(width, u64(16))
+    second = _lanes(width * u64(2), u64(32))
+    third = _lanes(width * u64(4), u64(64))
+    gap = u64(8) - width
+    eight = u64(8)
+
     for i in range(packed.size):
         together = packed[i]
         together = (together & first) | ((together >> gap) & (first << width))
@@ -375,7 +392,7 @@ def _pack(codes: Any, bits: Any, out: Any) -> None:
             together >>= eight
 
 
-@_compiled
+@_compile
 def _unpack(packed: Any, bits: Any, codes: Any) -> None:
     """Undo `_pack`."""
     if bits == 4:
@@ -383,9 +400,14 @@ def _unpack(packed: Any, bits: Any, codes: Any) -> None:
             codes[2 * i] = packed[i] & u8(15)
             codes[2 * i + 1] = packed[i] >> u8(4)
         return
-    width, spread = u64(bits), codes.view(u64)
-    first, second, third = _lanes(width, u64(16)), _lanes(width * u64(2), u64(32)), _lanes(width * u64(4), u64(64))
+
+    width = u64(bits)
+    spread = codes.view(u64)
+    first = _lanes(width, u64(16))
+    second = _lanes(width * u64(2), u64(32))
+    third = _lanes(width * u64(4), u64(64))
     gap = u64(8) - width
+
     for i in range(spread.size):
         apart = u64(0)
         for byte in range(bits):
@@ -395,7 +417,7 @@ def _unpack(packed: Any, bits: Any, codes: Any) -> None:
         spread[i] = (apart & first) | ((apart & (first << width)) << gap)
 
 
-@_compiled
+@_compile
 def _encode_integers(
     bits: Any,
     half: Any,
@@ -410,12 +432,16 @@ def _encode_integers(
     middle: Any,
     zero: Any,
 ) -> None:
-    values, codes = np.empty(bits.shape[1], f32), np.empty(bits.shape[1], u8)
+    values = np.empty(bits.shape[1], f32)
+    codes = np.empty(bits.shape[1], u8)
+
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
         into = codes if code_bits < 8 else out[row]
+
         for group in range(scale.shape[1]):
-            divisor, shift = scale[row // height, group], zero[row // height, group]
+            divisor = scale[row // height, group]
+            shift = zero[row // height, group]
             part = values[group * width : (group + 1) * width]
             group_codes = into[group * width : (group + 1) * width]
             for i in range(part.size):
@@ -426,7 +452,37 @@ def _encode_integers(
             _pack(codes, code_bits, out[row])
 
 
-@_compiled
+@_compile
+def _decode_integers(
+    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any, bits: Any
+) -> None:
+    values = np.empty(out.shape[1], f32)
+    unpacked = np.empty(out.shape[1], u8)
+    mask = u32(2 * half - 1)
+    for row in range(out.shape[0]):
+        line = codes[row]
+        above = (low + row) // height
+        if bits < 8:
+            _unpack(line, bits, unpacked)
+            line = unpacked
+        for i in range(line.size):
+            values[i] = f32(i32(u32(u32(line[i] + turn) & mask)) - half)
+        _apply_scales(values, scale[above], zero[above], width, out[row])
+
+
+@_compile
+def _apply_scales(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
+    """Dequantize the values of a row's codes by its scales and zero points."""
+    for group in range(scale.size):
+        factor = scale[group]
+        middle = zero[group]
+        part = values[group * width : (group + 1) * width]
+        into = out[group * width : (group + 1) * width]
+        for i in range(into.size):
+            into[i] = f32(part[i] - middle) * factor
+
+
+@_compile
 def _encode_floats(
     bits: Any,
     half: Any,
@@ -442,11 +498,14 @@ def _encode_floats(
     steps: Any,
     mark: Any,
 ) -> None:
-    values, codes = np.empty(bits.shape[1], f32), np.empty(bits.shape[1], u8)
+    values = np.empty(bits.shape[1], f32)
+    codes = np.empty(bits.shape[1], u8)
     lowest = f32(normal).view(u32)
+
     for row in range(bits.shape[0]):
         _load(bits[row], half, below, values)
         into = codes if code_bits < 8 else out[row]
+
         for group in range(scale.shape[1]):
             divisor = scale[row // height, group]
             part = values[group * width : (group + 1) * width]
@@ -465,7 +524,23 @@ def _encode_floats(
             _pack(codes, code_bits, out[row])
 
 
-@_compiled
+@_compile
+def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
+    values = np.empty(out.shape[1], f32)
+    for row in range(out.shape[0]):
+        line = codes[row]
+        above = (low + row) // height
+        for i in range(line.size):
+            size = u32(u32(line[i] & 0x7F) << u32(20))
+            # For subnormal codes: 2^-6 with this mantissa, less 2^-6.
+            least = f32(u32(size + u32(121 << 23)).view(f32) - f32(2.0**-6))
+            magnitude = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
+            magnitude = u32(0x7FC00000) if size == u32(0x7F << 20) else magnitude
+            values[i] = u32(u32(magnitude) | u32(u32(line[i] & 0x80) << u32(24))).view(f32)
+        _apply_scales(values, scale[above], zero[above], width, out[row])
+
+
+@_compile
 def _to_e2m1(quotient: Any) -> Any:
     """Return the E2M1 code of a quotient, in fewer steps than `_encode_floats` takes."""
     bits = f32(quotient).view(u32)
@@ -477,66 +552,30 @@ def _to_e2m1(quotient: Any) -> Any:
     return u32(u32(step + above) | u32(u32(bits & u32(0x80000000)) >> u32(28)))
 
 
-@_compiled
+@_compile
 def _encode_pairs(words: Any, scale: Any, height: Any, width: Any, out: Any) -> None:
     """Quantize words of two bfloat16 weights, the first in the low half, to bytes of two E2M1 codes."""
     spread = np.empty((scale.shape[1], width), f32)
     divisors = spread.reshape(-1)
+
     for row in range(words.shape[0]):
         for group in range(scale.shape[1]):
-            divisor, part = scale[row // height, group], spread[group]
+            divisor = scale[row // height, group]
+            part = spread[group]
             for i in range(part.size):
                 part[i] = divisor
-        line, into = words[row], out[row]
+
+        line = words[row]
+        into = out[row]
         for i in range(line.size):
             first = u32(u32(line[i]) << u32(16)).view(f32)
             second = u32(u32(line[i]) & u32(0xFFFF0000)).view(f32)
-            low, high = _to_e2m1(f32(first / divisors[i])), _to_e2m1(f32(second / divisors[i]))
+            low = _to_e2m1(f32(first / divisors[i]))
+            high = _to_e2m1(f32(second / divisors[i]))
             into[i] = u8(u32(low) | u32(u32(high) << u32(4)))
 
 
-@_compiled
-def _scaled(values: Any, scale: Any, zero: Any, width: Any, out: Any) -> None:
-    """Dequantize the values of a row's codes by its scales and zero points."""
-    for group in range(scale.size):
-        factor, middle = scale[group], zero[group]
-        part = values[group * width : (group + 1) * width]
-        into = out[group * width : (group + 1) * width]
-        for i in range(into.size):
-            into[i] = f32(part[i] - middle) * factor
-
-
-@_compiled
-def _decode_integers(
-    codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any, turn: Any, half: Any, bits: Any
-) -> None:
-    values, unpacked, mask = np.empty(out.shape[1], f32), np.empty(out.shape[1], u8), u32(2 * half - 1)
-    for row in range(out.shape[0]):
-        line, above = codes[row], (low + row) // height
-        if bits < 8:
-            _unpack(line, bits, unpacked)
-            line = unpacked
-        for i in range(line.size):
-            values[i] = f32(i32(u32(u32(line[i] + turn) & mask)) - half)
-        _scaled(values, scale[above], zero[above], width, out[row])
-
-
-@_compiled
-def _decode_e4m3(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
-    values = np.empty(out.shape[1], f32)
-    for row in range(out.shape[0]):
-        line, above = codes[row], (low + row) // height
-        for i in range(line.size):
-            size = u32(u32(line[i] & 0x7F) << u32(20))
-            # For subnormal codes: 2^-6 with this mantissa, less 2^-6.
-            least = f32(u32(size + u32(121 << 23)).view(f32) - f32(2.0**-6))
-            magnitude = u32(f32(least).view(u32) if size < u32(1 << 23) else u32(size + u32(120 << 23)))
-            magnitude = u32(0x7FC00000) if size == u32(0x7F << 20) else magnitude
-            values[i] = u32(u32(magnitude) | u32(u32(line[i] & 0x80) << u32(24))).view(f32)
-        _scaled(values, scale[above], zero[above], width, out[row])
-
-
-@_compiled
+@_compile
 def _half_e2m1(code: Any) -> Any:
     """Return the value of an E2M1 code. The constant has twice the magnitudes of all eight, four bits each."""
     twice = u32(u32(u32(0xC8643210) >> u32(u32(code & 7) * 4)) & u32(15))
@@ -544,25 +583,26 @@ def _half_e2m1(code: Any) -> Any:
     return u32(f32(size).view(u32) | u32(u32(code & 8) << u32(28))).view(f32)
 
 
-@_compiled
+@_compile
 def _decode_e2m1(codes: Any, scale: Any, zero: Any, height: Any, width: Any, low: Any, out: Any) -> None:
     values = np.empty(out.shape[1], f32)
     for row in range(out.shape[0]):
-        line, above = codes[row], (low + row) // height
+        line = codes[row]
+        above = (low + row) // height
         for i in range(line.size):
             values[2 * i] = _half_e2m1(u32(line[i] & 15))
             values[2 * i + 1] = _half_e2m1(u32(line[i] >> 4))
-        _scaled(values, scale[above], zero[above], width, out[row])
+        _apply_scales(values, scale[above], zero[above], width, out[row])
 
 
-@_compiled
+@_compile
 def _to_bfloat16(bits: Any, out: Any) -> None:
     for i in range(bits.size):
         even = u32(u32(bits[i] >> u32(16)) & u32(1))
         out[i] = u16(u32(u32(bits[i] + even) + u32(0x7FFF)) >> u32(16))
 
 
-@_compiled
+@_compile
 def _transpose(part: Any, transposed: Any) -> None:
     for k in range(part.shape[1]):
         into = transposed[k]
@@ -570,7 +610,7 @@ def _transpose(part: Any, transposed: Any) -> None:
             into[j] = part[j, k]
 
 
-@_compiled
+@_compile
 def _square(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> Any:
     """Return the squared rounding error of a quotient."""
     near = min(max(quotient, least), most)
@@ -580,7 +620,7 @@ def _square(quotient: Any, least: Any, most: Any, lowest: Any, rounds: Any) -> A
     return f32(off * off)
 
 
-@_compiled
+@_compile
 def _best(
     bits: Any,
     half: Any,
@@ -599,49 +639,52 @@ def _best(
     together = max(32, min(128, 8192 // width // 8 * 8))
     lowest = f32(normal).view(u32)
     # Four weights of each group are taken at a time; zeros, which have no rounding error, fill up.
-    raw, turned = np.zeros((width, together), bits.dtype), np.zeros((-(-width // 4) * 4, together), f32)
-    one, scale, chosen = np.ones(together, f32), np.ones(together, f32), np.zeros(together, u32)
-    relative, unit = np.ones(together, f32), np.ones(together, f32)
-    error, smallest = np.empty(together, f32), np.empty(together, f32)
-    weighs, which = importance.size > 0, np.zeros(together, i32)
+    raw = np.zeros((width, together), bits.dtype)
+    turned = np.zeros((-(-width // 4) * 4, together), f32)
+    one = np.ones(together, f32)
+    scale = np.ones(together, f32)
+    chosen = np.zeros(together, u32)
+    relative = np.ones(together, f32)
+    unit = np.ones(together, f32)
+    error = np.empty(together, f32)
+    smallest = np.empty(together, f32)
+    weighs = importance.size > 0
     weighed = np.zeros((turned.shape[0] if weighs else 0, together), f32)
+
     for first in range(0, groups, together):
         count = min(together, groups - first)
         one[:count] = unclipped[first : first + count]
         chosen[:] = u32(0)
         smallest[:] = f32(np.inf)
+        _load_columns(bits[first : first + count], half, below, one, raw, turned)
         if weighs:
-            for j in range(count):
-                which[j] = (first + j) % importance.shape[1]
-        _transpose(bits[first : first + count], raw)
-        for k in range(width):
-            line = turned[k]
-            _load(raw[k], half, below, line)
-            for j in range(together):
-                line[j] /= one[j]
-            if weighs:
-                counts, row = weighed[k], importance[k]
-                for j in range(count):
-                    counts[j] = row[which[j]]
+            _take_importance(importance, first, count, weighed)
+
         for ratio in range(scales.shape[0]):
             scale[:count] = scales[ratio, first : first + count]
             for j in range(together):
                 relative[j] = scale[j] / one[j]
                 unit[j] = f32(1) / relative[j]
                 error[j] = f32(0)
+
             for k in range(turned.shape[0] if weighs else 0):
-                line, counts = turned[k], weighed[k]
+                line = turned[k]
+                counts = weighed[k]
                 for j in range(together):
                     off = _square(f32(line[j] * unit[j]), least, most, lowest, rounds)
                     error[j] = f32(error[j] + f32(off * counts[j]))
             for k in range(0, 0 if weighs else turned.shape[0], 4):
-                line, second, third, fourth = turned[k], turned[k + 1], turned[k + 2], turned[k + 3]
+                line = turned[k]
+                second = turned[k + 1]
+                third = turned[k + 2]
+                fourth = turned[k + 3]
                 for j in range(together):
                     by = unit[j]
                     total = f32(error[j] + _square(f32(line[j] * by), least, most, lowest, rounds))
                     total = f32(total + _square(f32(second[j] * by), least, most, lowest, rounds))
                     total = f32(total + _square(f32(third[j] * by), least, most, lowest, rounds))
                     error[j] = f32(total + _square(f32(fourth[j] * by), least, most, lowest, rounds))
+
             for j in range(together):
                 total = f32(f32(error[j] * relative[j]) * relative[j])
                 before = smallest[j]
@@ -652,3 +695,27 @@ def _best(
         for j in range(count):
             if chosen[j]:
                 out[first + j] = scales[chosen[j] - 1, first + j]
+
+
+@_compile
+def _load_columns(part: Any, half: Any, below: Any, divisor: Any, raw: Any, out: Any) -> None:
+    """Load groups, the rows of `part`, into the columns of `out`, divided by the divisor of each."""
+    _transpose(part, raw)
+    for k in range(raw.shape[0]):
+        line = out[k]
+        _load(raw[k], half, below, line)
+        for j in range(divisor.size):
+            line[j] /= divisor[j]
+
+
+@_compile
+def _take_importance(importance: Any, first: Any, count: Any, out: Any) -> None:
+    """The weights of the errors of some groups, from group `first` on: a column of `out` for each."""
+    which = np.empty(count, i32)
+    for j in range(count):
+        which[j] = (first + j) % importance.shape[1]
+    for k in range(importance.shape[0]):
+        counts = out[k]
+        row = importance[k]
+        for j in range(count):
+            counts[j] = row[which[j]]

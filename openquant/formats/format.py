@@ -50,7 +50,8 @@ def grid_of(group: Group, shape: tuple[int, ...]) -> tuple[int, int]:
     Returns:
         The shape of the grid of scales, one per group: (ceil(out / height), ceil(in / width)).
     """
-    (rows, cols), (height, width) = shape, group
+    (rows, cols) = shape
+    (height, width) = group
     return -(-rows // (height or rows)), -(-cols // (width or cols))
 
 
@@ -399,15 +400,19 @@ class Format:
             # clip limit it always carries. The division above is exact enough: the quotient exceeds a power of two
             # exactly where absmax exceeds the divisor times that power.
             scale = ((scale.view(np.uint32) + np.uint32(self.carry)) & np.uint32(0xFF800000)).view(np.float32)
+
         if self.global_scale is not None:
             global_scale = self.choose_global_scale(absmax.max(keepdims=True)) if global_scale is None else global_scale
             scale = scale * global_scale
+
         scale = np.maximum(scale, np.float32(self.scale.floor))
         if self.scale.dtype == "BF16":
             scale = (nearest_bfloat16(scale) << 16).view(np.float32)
         if self.scale.dtype == "F8_E4M3":
             scale = E4M3.nearest(scale)
+
         scale = np.where(absmax == 0, np.float32(self.scale.of_zeros), scale).astype(np.float32)
+
         return scale if global_scale is None or self.global_scale is None else scale / global_scale
 
     def ranges(self, low: Floats, high: Floats) -> tuple[Floats, Floats]:
@@ -423,7 +428,8 @@ class Format:
             Scales and zero points, both float32 of the same shape. A zero point is the value of the code for zero:
             weight = (code value - zero point) * scale.
         """
-        low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
+        low = np.minimum(low, np.float32(0))
+        high = np.maximum(high, np.float32(0))
         # The range of codes is twice the span.
         half = (high - low) / np.float32(2)
         # Zero points follow from the unrounded scale (compressed-tensors, quantization/utils/helpers.py:106-108).
@@ -431,7 +437,7 @@ class Format:
         zero_point = self.number.nearest(-np.float32(self.number.largest) - low / exact)
         return self.scales(half), zero_point
 
-    def stored(self, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+    def encode_scales(self, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
         """Encode scales as they are stored.
 
         Args:
@@ -528,18 +534,24 @@ def read_activation_quantization(activations: Mapping[str, Any] | None) -> Activ
         return None
     if all(activations.get(key) == value for key, value in _NVFP4.items()):
         return ActivationQuantization(E2M1, (1, 16), has_global_scale=True)
+
     number = _NUMBERS.get((activations.get("type"), activations.get("num_bits")))
-    static, size = not activations.get("dynamic"), activations.get("group_size")
+    static = not activations.get("dynamic")
+    size = activations.get("group_size")
+
     groups: dict[Any, Group] = {"tensor": (None, None)}
     if not static:
         groups["token"] = (1, None)
         if type(size) is int and size > 0:
             groups["group"] = (1, size)
+
     strategy = activations.get("strategy")
     group = groups.get(strategy) if isinstance(strategy, str) else None
+
     if number is None or group is None or activations.get("symmetric") is False:
         text = json.dumps(activations)
         raise UsageError(f"config.json quantizes activations as {text[:200]}, which is not known here", KNOWN)
+
     return ActivationQuantization(
         number, group, str(activations.get("scale_dtype")).endswith("uint8") or activations.get("ue8m0") is True, static
     )
@@ -589,6 +601,7 @@ def ggml_types() -> dict[int, GgmlType]:
         raise UsageError(
             "GGUF files are read with the package gguf, which is not installed", install_hint("gguf")
         ) from None
+
     types: dict[int, GgmlType] = {}
     for kind, (block, block_bytes) in GGML_QUANT_SIZES.items():
         try:
@@ -596,6 +609,7 @@ def ggml_types() -> dict[int, GgmlType]:
         except NotImplementedError:
             continue
         types[int(kind)] = GgmlType(kind.name, kind.name, "U8", 8, 0, 0, int(kind), block, block_bytes)
+
     return types
 
 

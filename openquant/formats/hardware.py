@@ -8,11 +8,9 @@ refused (plan/engines.py), and so may a layer whose shape no kernel takes.
     >>> kernel.arithmetic, kernel.in_hardware
     ('16 bits', False)
 
-GPUs by name: how much memory each has, and which kernels engines have for it.
-
-Memory is what CUDA reports (`torch.cuda.mem_get_info`), which is what engines take their share of. It is 0.5 to 4 %
-less than the driver's own figure. That of H100 and H200 was measured; the others are what users report, rounded down,
-with ECC on where the card is sold with it.
+GPUs are found by name, each with its memory and generation. Memory is what CUDA reports (`torch.cuda.mem_get_info`),
+which is what engines take their share of. It is 0.5 to 4 % less than the driver's own figure. That of H100 and H200 was
+measured; the others are what users report, rounded down, with ECC on where the card is sold with it.
 
     find_gpu("rtx-4090")        # GPU("RTX 4090", 24, 25233981440, "Ada")
     nearest_gpus("4900")        # ("RTX 4090",)
@@ -227,17 +225,21 @@ def arithmetic_on(engine: str, layers: Iterable[tuple[str, bool]]) -> dict[str, 
     wanted = list(layers)
     places: dict[str, list[str]] = {}
     in_hardware: set[str] = set()
+
     for hardware in HARDWARE:
         kernels = [find_kernel(engine, scheme, hardware, experts) for scheme, experts in wanted]
         present = [kernel for kernel in kernels if kernel is not None]
         if not present or len(present) < len(kernels):
             continue
+
         numbers = " and ".join(dict.fromkeys(kernel.arithmetic for kernel in present))
         needs = " and ".join(dict.fromkeys(kernel.needs for kernel in present if kernel.needs))
         key = f"{numbers} with {needs}" if needs else numbers
         places.setdefault(key, []).append(hardware)
+
         if any(kernel.in_hardware for kernel in present):
             in_hardware.add(key)
+
     return {key: places[key] for key in sorted(places, key=lambda key: key not in in_hardware)}
 
 

@@ -53,7 +53,7 @@ class Loops(Protocol):
     def scales(self, fmt: Format, absmax: Floats, global_scale: Floats | None = None, /) -> Floats:
         """Compute the scale of each group, float32 of the shape of `absmax`."""
 
-    def stored(self, fmt: Format, scale: Floats, global_scale: Floats | None = None, /) -> StoredScales:
+    def encode_scales(self, fmt: Format, scale: Floats, global_scale: Floats | None = None, /) -> StoredScales:
         """Encode scales as they are stored, float32, uint16 or uint8 of the shape of `scale`."""
 
     def encode_stored(
@@ -221,7 +221,8 @@ def signs(bits: Bits) -> Floats:
     for low in range(0, len(bits), step):
         part = bits[low : low + step]
         # A float that is the largest as a signed integer is the most positive; as an unsigned one, the most negative.
-        highest, lowest = part.view(signed).max(axis=1), part.max(axis=1).view(signed)
+        highest = part.view(signed).max(axis=1)
+        lowest = part.max(axis=1).view(signed)
         negative[low : low + step] = highest > np.where(lowest < 0, lowest & np.iinfo(signed).max, 0)
     return np.where(negative, np.float32(-1), np.float32(1))
 
@@ -242,7 +243,7 @@ def scales(fmt: Format, absmax: Floats, global_scale: Floats | None = None) -> F
     return fmt.scales(absmax, global_scale)
 
 
-def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
+def encode_scales(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> StoredScales:
     """Encode scales as they are stored.
 
     Args:
@@ -255,7 +256,7 @@ def stored(fmt: Format, scale: Floats, global_scale: Floats | None = None) -> St
         uint16 (the bits of bfloat16 or float16) or uint8 (E4M3 or E8M0) of the shape of `scale`; `scale` itself where
         scales are stored as float32.
     """
-    return fmt.stored(scale, global_scale)
+    return fmt.encode_scales(scale, global_scale)
 
 
 def encode(
@@ -269,6 +270,8 @@ def encode(
     zero_point: Floats | None = None,
 ) -> None:
     """Quantize weights and write their codes to `out`, one per byte.
+
+    INT4 stores value + 8: with the scale 0.5, [-4.0, 0.0, 1.3, 9.0] has the codes [0, 8, 11, 15]; 9.0 is out of range.
 
     Args:
         bits: bits of finite weights, uint16 (uint32 for F32) [rows, cols].
@@ -284,6 +287,7 @@ def encode(
     if zero_point is not None:
         _encode_by_arithmetic(bits, dtype, scale, group, out, number, zero_point)
         return
+
     if dtype == "BF16" and global_scale is not None:
         exponent = scale.view(np.uint32) >> 23
         if np.all((exponent >= _SAFE) & (exponent <= _TOP_SCALE)):
@@ -292,6 +296,7 @@ def encode(
             tables = _tables_of_global_scale(number, float(global_scale.item()))
             _encode_by_offset(bits, (mantissa << 16) + ((_TOP_SCALE - exponent) << 7), group, out, tables)
             return
+
     # Tables need a multiple of the scale that is a bfloat16: the group's largest weight, from which the scale was made
     # (not where fused layers mix dtypes), or a power of two times the scale. Only the latter will do where weights may
     # be larger than the one from which the scale was made.
@@ -299,15 +304,18 @@ def encode(
     for multiple in multiples if dtype == "BF16" and global_scale is None else ():
         with np.errstate(over="ignore"):
             largest = (scale * np.float32(multiple)).view(np.uint32)
+
         top = (largest + np.uint32(0x8000)) >> 16
         # Where scales may be negative, tables of negative ones follow those of positive ones.
         negative = top >> 15 if number.span < number.largest else np.uint32(0)
         exponent = (top >> 7) - (negative << 8)
         exact = (top << 16).view(np.float32) / np.float32(multiple) == scale
+
         if np.all(exact & (exponent >= _SAFE) & (exponent <= _TOP)):
             offset = ((negative << 7 | top & 127) << 16) + ((_TOP - exponent) << 7)
             _encode_by_offset(bits, offset, group, out, _tables(number, multiple))
             return
+
     _encode_by_arithmetic(bits, dtype, scale, group, out, number)
 
 
@@ -344,8 +352,89 @@ def encode_stored(
         pack(codes[low:high], out[low:high], number)
 
 
+def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point: Floats | None = None) -> None:
+    """Dequantize codes into `out`: (value - zero point) * scale. NaN codes give NaN, overflow gives infinity.
+
+    INT4 bytes [0x80, 0xfb] with the scale 0.5 are [-4.0, 0.0, 1.5, 3.5].
+
+    Args:
+        codes: uint8 [rows, cols * bits / 8].
+        scale: float32 of any shape that broadcasts over [rows, cols], with any global scale divided out.
+        out: float32 [rows, cols], contiguous; is overwritten.
+        number: numeric format of the codes.
+        zero_point: float32 of the shape of `scale`; None if zero points are 0.
+    """
+    if number.bits in (4, 8):
+        values = bytes_of(number)
+        np.take(values, codes, out=out.view(values.dtype), mode="clip")
+    else:
+        np.take(number.values(), unpack(codes, number), out=out, mode="clip")
+    if zero_point is not None:
+        out -= zero_point
+    with np.errstate(over="ignore"):
+        out *= scale
+
+
+def decode_rows(
+    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
+) -> None:
+    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
+
+    Args:
+        codes: uint8 [rows, cols * bits / 8].
+        number: numeric format of the codes.
+        scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
+        group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
+        low: index in the matrix of the first of these rows, which tells where in a group it lies.
+        out: float32 [rows, cols], contiguous; is overwritten.
+        zero_point: float32 of the shape of `scale`; None if zero points are 0.
+    """
+    rows, cols = out.shape
+    height = group[0] or low + rows
+    width = group[1]
+    first = low // height
+    start = 0
+
+    while start < rows:
+        # Rows with scales of their own are decoded together; rows of blocks only with those of the same block.
+        end = start + max(1, CHUNK // cols)
+        if height > 1:
+            end = min(end, (low + start) // height * height + height - low)
+        end = min(end, rows)
+
+        part = slice((low + start) // height - first, (low + end - 1) // height + 1 - first)
+        spread = [
+            None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols]
+            for grid in (scale, zero_point)
+        ]
+        assert spread[0] is not None
+        decode(codes[start:end], spread[0], out[start:end], number, spread[1])
+
+        start = end
+
+
+def encode_float32(values: Floats, scale: Floats, number: Number, zero_point: Floats | None = None) -> Codes:
+    """Quantize finite values: divide by the scale, add the zero point, clamp, round to nearest even.
+
+    Args:
+        values: float32 [rows, cols].
+        scale: float32 of any shape that broadcasts over [rows, cols]: weight = (code value - zero point) * scale.
+        number: numeric format of the codes.
+        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
+
+    Returns:
+        uint8 [rows, cols], one code per byte.
+    """
+    quotients = np.divide(values, scale)
+    if zero_point is not None:
+        quotients += zero_point
+    return number.encode(quotients)
+
+
 def pack(codes: Codes, out: Codes, number: Number) -> None:
     """Pack codes without gaps, the first in the lowest bits.
+
+    Codes [1, 2, 3, 4, 5, 6, 7, 0] are the bytes [0x21, 0x43, 0x65, 0x07] with 4 bits, [0xd1, 0x58, 0x1f] with 3.
 
     Args:
         codes: uint8 [rows, cols], each below 2^bits; contiguous, `cols` a multiple of `number.run`.
@@ -359,18 +448,21 @@ def pack(codes: Codes, out: Codes, number: Number) -> None:
         np.copyto(out, pairs | pairs >> 4, casting="unsafe")
     else:
         # Eight codes take as many bytes as a code has bits.
-        packed, width = codes.reshape(-1).view("<u8"), number.bits
+        packed = codes.reshape(-1).view("<u8")
+        width = number.bits
         for lane in (8, 16, 32):
             low = np.uint64(lanes(width, 2 * lane))
             packed = packed & low | packed >> np.uint64(lane - width) & low << np.uint64(width)
             width *= 2
-        of_eight, into = packed.view(np.uint8).reshape(-1, 8), out.reshape(-1, number.bits)
+
+        of_eight = packed.view(np.uint8).reshape(-1, 8)
+        into = out.reshape(-1, number.bits)
         for byte in range(number.bits):
             into[:, byte] = of_eight[:, byte]
 
 
 def unpack(codes: Codes, number: Number) -> Codes:
-    """Unpack stored codes.
+    """Unpack stored codes: 3-bit codes in [0xd1, 0x58, 0x1f] are [1, 2, 3, 4, 5, 6, 7, 0].
 
     Args:
         codes: uint8 [rows, cols * bits / 8], contiguous; `cols` is a multiple of `number.run`.
@@ -383,20 +475,24 @@ def unpack(codes: Codes, number: Number) -> Codes:
         return codes
     if number.bits == 4:
         return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+
     of_eight = np.zeros((codes.size // number.bits, 8), np.uint8)
     packed = codes.reshape(-1, number.bits)
     for byte in range(number.bits):
         of_eight[:, byte] = packed[:, byte]
-    spread, width = of_eight.reshape(-1).view("<u8"), 4 * number.bits
+
+    spread = of_eight.reshape(-1).view("<u8")
+    width = 4 * number.bits
     for lane in (32, 16, 8):
         low = np.uint64(lanes(width, 2 * lane))
         spread = spread & low | (spread & low << np.uint64(width)) << np.uint64(lane - width)
         width //= 2
+
     return spread.view(np.uint8).reshape(len(codes), -1)
 
 
 def unpack_words(words: npt.NDArray[np.uint32], number: Number) -> Codes:
-    """Unpack words that have the codes of several rows, the first row in the lowest bits.
+    """Unpack words that have the codes of several rows, the first row in the lowest bits: 0x87654321 is 1 to 8.
 
     Args:
         words: uint32 [ceil(rows * bits / 32), cols].
@@ -411,6 +507,8 @@ def unpack_words(words: npt.NDArray[np.uint32], number: Number) -> Codes:
 
 def pack_words(codes: Codes, number: Number) -> npt.NDArray[np.uint32]:
     """Pack the codes of several rows into words, the first row in the lowest bits; the last word is padded with zeros.
+
+    A column of the 4-bit codes 1 to 8 is the word 0x87654321.
 
     Args:
         codes: uint8 [rows, cols], one code per byte.
@@ -460,8 +558,10 @@ def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, we
     """Choose the scales of groups that are the columns of `weights`, which is overwritten."""
     # In units of the unclipped scale no square overflows or underflows.
     weights /= unclipped
-    chosen, least = unclipped, np.full(unclipped.shape, np.inf, np.float32)
+    chosen = unclipped
+    least = np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
+
     for scale in scales:
         relative = scale / unclipped
         np.multiply(weights, np.float32(1) / relative, out=quotients)
@@ -469,11 +569,14 @@ def _best(weights: Floats, unclipped: Floats, scales: Floats, number: Number, we
         quotients *= quotients
         if weighting is not None:
             quotients *= weighting
+
         # With a single column numpy would sum pairwise, in another order.
         total = quotients.sum(axis=0) if len(unclipped) > 1 else np.add.accumulate(quotients[:, 0])[-1:]
+
         error = total * relative * relative
         chosen = np.where(error < least, scale, chosen)
         least = np.minimum(error, least)
+
     return chosen
 
 
@@ -488,60 +591,6 @@ def _chunks(group: Group, shape: tuple[int, ...]) -> Iterator[tuple[int, int, sl
         for low in range(start, stop, step):
             high = min(low + step, stop)
             yield low, high, slice(low // height, (high - 1) // height + 1)
-
-
-def decode(codes: Codes, scale: Floats, out: Floats, number: Number, zero_point: Floats | None = None) -> None:
-    """Dequantize codes into `out`: (value - zero point) * scale. NaN codes give NaN, overflow gives infinity.
-
-    Args:
-        codes: uint8 [rows, cols * bits / 8].
-        scale: float32 of any shape that broadcasts over [rows, cols], with any global scale divided out.
-        out: float32 [rows, cols], contiguous; is overwritten.
-        number: numeric format of the codes.
-        zero_point: float32 of the shape of `scale`; None if zero points are 0.
-    """
-    if number.bits in (4, 8):
-        values = bytes_of(number)
-        np.take(values, codes, out=out.view(values.dtype), mode="clip")
-    else:
-        np.take(number.values(), unpack(codes, number), out=out, mode="clip")
-    if zero_point is not None:
-        out -= zero_point
-    with np.errstate(over="ignore"):
-        out *= scale
-
-
-def decode_rows(
-    codes: Codes, number: Number, scale: Floats, group: Group, low: int, out: Floats, zero_point: Floats | None = None
-) -> None:
-    """Dequantize some rows of a matrix into `out`, from row `low` of the matrix on.
-
-    Args:
-        codes: uint8 [rows, cols * bits / 8].
-        number: numeric format of the codes.
-        scale: float32 [groups along these rows, ceil(cols / width)]: weight = (code value - zero point) * scale.
-        group: (height, width) of a group, None for the whole axis; groups at the matrix's edges may be smaller.
-        low: index in the matrix of the first of these rows, which tells where in a group it lies.
-        out: float32 [rows, cols], contiguous; is overwritten.
-        zero_point: float32 of the shape of `scale`; None if zero points are 0.
-    """
-    rows, cols = out.shape
-    height, width = group[0] or low + rows, group[1]
-    first, start = low // height, 0
-    while start < rows:
-        # Rows with scales of their own are decoded together; rows of blocks only with those of the same block.
-        end = start + max(1, CHUNK // cols)
-        if height > 1:
-            end = min(end, (low + start) // height * height + height - low)
-        end = min(end, rows)
-        part = slice((low + start) // height - first, (low + end - 1) // height + 1 - first)
-        spread = [
-            None if grid is None else _widen(grid[part], width and min(width, cols))[:, :cols]
-            for grid in (scale, zero_point)
-        ]
-        assert spread[0] is not None
-        decode(codes[start:end], spread[0], out[start:end], number, spread[1])
-        start = end
 
 
 def to_bfloat16(values: Floats, out: npt.NDArray[np.uint16]) -> None:
@@ -618,9 +667,7 @@ def _tables(number: Number, multiple: float) -> Codes:
 
 @lru_cache(maxsize=8)
 def _tables_of_global_scale(number: Number, global_scale: float) -> Codes:
-    """Return codes, uint8 [8 * 65536]: entry [m, x] for bfloat16 x and scale (1 + m/8) / global_scale, times the power
-    of two that gives the scale the exponent field _TOP_SCALE. For NVFP4: weights are at most 10 times their scale.
-    """
+    """Return codes, uint8 [8 * 65536]: entry [m, x] for bfloat16 x and the NVFP4 scale (1 + m/8) / global_scale."""
     scales = np.arange(8, 16, dtype=np.float32) / 8 / np.float32(global_scale)
     raised = ((scales.view(np.uint32) & 0x7FFFFF) | np.uint32(_TOP_SCALE << 23)).view(np.float32)
     return _tables_of_scales(number, raised)
@@ -647,14 +694,17 @@ def _encode_by_offset(
     if offset.size == 1:
         start = int(offset.item())
         table = tables[start : (start & ~0xFFFF) + 0x10000]
-        flat, codes = bits.reshape(-1), out.reshape(-1)
+        flat = bits.reshape(-1)
+        codes = out.reshape(-1)
         for i in range(0, flat.size, CHUNK):
             np.take(table, flat[i : i + CHUNK], out=codes[i : i + CHUNK], mode="clip")
         return
+
     rows, cols = bits.shape
     # The processor adds several 32-bit integers at a time; take() needs them widened.
     narrow = np.empty((min(rows, max(1, CHUNK // cols)), cols), np.uint32)
     index = np.empty(narrow.shape, np.intp)
+
     for low, high, part in _chunks(group, bits.shape):
         shift = _widen(offset[part], group[1])
         np.copyto(index[: high - low], np.add(bits[low:high], shift, out=narrow[: high - low]))
@@ -674,27 +724,10 @@ def _widen(grid: npt.NDArray[Entry], width: int | None) -> npt.NDArray[Entry]:
     return grid if width is None else np.repeat(grid, width, axis=1)
 
 
-def encode_float32(values: Floats, scale: Floats, number: Number, zero_point: Floats | None = None) -> Codes:
-    """Quantize finite values: divide by the scale, add the zero point, clamp, round to nearest even.
-
-    Args:
-        values: float32 [rows, cols].
-        scale: float32 of any shape that broadcasts over [rows, cols]: weight = (code value - zero point) * scale.
-        number: numeric format of the codes.
-        zero_point: float32 of the shape of `scale`: value of the code that stands for zero; None if it is 0.
-
-    Returns:
-        uint8 [rows, cols], one code per byte.
-    """
-    quotients = np.divide(values, scale)
-    if zero_point is not None:
-        quotients += zero_point
-    return number.encode(quotients)
-
-
 # Groups whose scales, and weights whose zero points, are searched for together: few calls into numpy, and yet small
 # enough for the cache.
-GROUPS, WEIGHTS = 1 << 16, 1 << 18
+GROUPS = 1 << 16
+WEIGHTS = 1 << 18
 
 
 class Scales(NamedTuple):
@@ -781,22 +814,28 @@ def _search(
     width = fmt.group[1] or bits.shape[1]
     step = max(1, GROUPS // absmax.shape[1])
     scale = np.empty(absmax.shape, np.float32)
+
     weighting = () if importance is None else (_relative_importance(importance, width),)
     # Groups are a single axis below, so the global scale must not have two.
     global_scale = None if global_scale is None else global_scale.reshape(1)
+
     for low in range(0, len(bits), step):
-        groups, largest = bits[low : low + step].reshape(-1, width), absmax[low : low + step].reshape(-1)
+        groups = bits[low : low + step].reshape(-1, width)
+        largest = absmax[low : low + step].reshape(-1)
         with np.errstate(over="ignore"):
             # A ratio above 1 may overflow; E4M3 clamps the scale.
             tried = np.stack([loops.scales(fmt, largest * np.float32(ratio), global_scale) for ratio in clip_ratios])
+
         unclipped = loops.scales(fmt, largest, global_scale)
         if fmt.number.span < fmt.number.largest:
             # The largest weight is to get the code of the largest magnitude, which is below zero.
             signs = loops.signs(groups)
             unclipped = unclipped * signs
             tried *= signs
+
         best = loops.best_scales(groups, dtype, unclipped, tried, fmt.number, *weighting)
         scale[low : low + step] = best.reshape(scale[low : low + step].shape)
+
     return scale
 
 
@@ -806,9 +845,13 @@ def _choose_with_zero_points(
     """Return the scale and zero point of each group; with several clip ratios, those of the least squared error."""
     width = fmt.group[1] or bits.shape[1]
     step = max(1, WEIGHTS // bits.shape[1])
+
     shape = len(bits), bits.shape[1] // width
-    scale, zero_point = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    scale = np.empty(shape, np.float32)
+    zero_point = np.empty(shape, np.float32)
+
     weighting = None if importance is None else _relative_importance(importance, width)
+
     for low in range(0, len(bits), step):
         groups = to_float32(bits[low : low + step], dtype).reshape(-1, width)
         if len(clip_ratios) == 1:
@@ -818,8 +861,10 @@ def _choose_with_zero_points(
             # A column for each group, so that per-group arithmetic runs along memory. It is always a copy.
             weighed = None if weighting is None else np.tile(weighting.T, (1, len(groups) // shape[1]))
             best = _search_with_zero_points(fmt, np.array(groups.T, order="C"), clip_ratios, weighed)
+
         for grid, values in zip((scale, zero_point), best, strict=True):
             grid[low : low + step] = values.reshape(-1, shape[1])
+
     return Scales(scale, zero_point)
 
 
@@ -827,25 +872,33 @@ def _search_with_zero_points(
     fmt: Format, weights: Floats, clip_ratios: tuple[float, ...], weighting: Floats | None
 ) -> tuple[Floats, Floats]:
     """Return the best scale and zero point of each column of weights [width, groups], which is overwritten."""
-    low, high = weights.min(axis=0), weights.max(axis=0)
+    low = weights.min(axis=0)
+    high = weights.max(axis=0)
     unclipped, best_zero_point = fmt.ranges(low, high)
+
     # In units of the unclipped scale no square overflows or underflows.
     weights /= unclipped
-    best, least = unclipped, np.full(unclipped.shape, np.inf, np.float32)
+    best = unclipped
+    least = np.full(unclipped.shape, np.inf, np.float32)
     quotients = np.empty_like(weights)
+
     for ratio in clip_ratios:
         scale, zero_point = fmt.ranges(low * np.float32(ratio), high * np.float32(ratio))
         relative = scale / unclipped
         np.multiply(weights, np.float32(1) / relative, out=quotients)
+
         quotients += zero_point
         quotients -= fmt.number.nearest(quotients)
         quotients *= quotients
         if weighting is not None:
             quotients *= weighting
+
         error = quotients.sum(axis=0) * relative * relative
         better = error < least
-        best, best_zero_point = np.where(better, scale, best), np.where(better, zero_point, best_zero_point)
+        best = np.where(better, scale, best)
+        best_zero_point = np.where(better, zero_point, best_zero_point)
         least = np.minimum(error, least)
+
     return best, best_zero_point
 
 

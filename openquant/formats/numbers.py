@@ -107,6 +107,10 @@ class Number(ABC):
             Codes, uint8 of the same shape, one per byte.
         """
 
+    def decode(self, codes: Codes) -> Floats:
+        """Return the values of codes: uint8 of any shape, one per byte, to float32 of the same shape."""
+        return np.take(self.values(), codes, mode="clip")
+
     @abstractmethod
     def values(self) -> Floats:
         """Return the value of every code, float32 [2^bits]; NaN for codes that are no number."""
@@ -140,10 +144,6 @@ class Number(ABC):
         """The largest weight that can be encoded so that no code decodes beyond bfloat16: 448 * 2^119 for E4M3."""
         exponent = int(np.floor(np.log2(_LARGEST_BFLOAT16 / self.largest)))
         return self.span * 2.0**exponent
-
-    def decode(self, codes: Codes) -> Floats:
-        """Return the values of codes: uint8 of any shape, one per byte, to float32 of the same shape."""
-        return np.take(self.values(), codes, mode="clip")
 
     def nearest(self, quotients: Floats) -> Floats:
         """Round finite float32 values of any shape to values of codes, ties to even; float32 of the same shape."""
@@ -456,21 +456,27 @@ def count_non_finite(data: npt.NDArray[np.uint8], dtype: str) -> NonFinite:
     """
     if dtype in _FNUZ:
         return NonFinite(nan=int(np.count_nonzero(data == 0x80)))
+
     layout = _LAYOUTS.get(dtype)
     if layout is None or not data.size:
         return NonFinite()
-    unsigned, sign = np.dtype(f"u{layout.nbytes}"), 1 << (8 * layout.nbytes - 1)
+
+    unsigned = np.dtype(f"u{layout.nbytes}")
+    sign = 1 << (8 * layout.nbytes - 1)
     mask = unsigned.type(sign - 1 if layout.has_sign else 2 * sign - 1)
+
     count = NonFinite()
     for low in range(0, data.size, PIECE * layout.nbytes):
         part = data[low : low + PIECE * layout.nbytes]
         elements = part.view(unsigned)
+
         # Compare the largest of both signs first, which are nearly always finite: twice as fast as clearing the signs.
         positive = layout.has_sign and int(part.view(f"i{layout.nbytes}").max()) > layout.largest
         if positive or int(elements.max()) > (layout.largest | sign if layout.has_sign else layout.largest):
             above = (elements & mask)[(elements & mask) > layout.largest]
             infinite = int(np.count_nonzero(above == layout.largest + 1)) if layout.has_infinity else 0
             count += NonFinite(len(above) - infinite, infinite)
+
     return count
 
 
@@ -535,9 +541,11 @@ def says_fp8_cache(config: Mapping[str, Any]) -> bool:
         UsageError: it asks for another numeric format.
     """
     inner = config.get("quantization")
-    places = (config, inner) if isinstance(inner, dict) else (config,)
-    for place in places:
-        scheme, algorithm = place.get("kv_cache_scheme"), place.get("kv_cache_quant_algo")
+
+    for place in (config, inner) if isinstance(inner, dict) else (config,):
+        scheme = place.get("kv_cache_scheme")
+        algorithm = place.get("kv_cache_quant_algo")
+
         if isinstance(scheme, dict):
             if (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
                 raise UsageError(

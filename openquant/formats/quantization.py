@@ -185,17 +185,19 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
         raise UsageError("config.json has a quantization_config that is no JSON object", MEND)
     if settings is None:
         raise UsageError("config.json has no quantization_config", "give a directory of quantized weights")
+
     method = str(settings.get("quant_method"))
     if method in _REFUSED:
         raise UsageError(
-            f"config.json has weights of {_REFUSED[method]}",
-            f"{UNQUANTIZED}, which the model card names as base_model",
+            f"config.json has weights of {_REFUSED[method]}", f"{UNQUANTIZED}, which the model card names as base_model"
         )
+
     if method not in _READERS:
         methods = f"{', '.join(list(_READERS)[:-1])} and {list(_READERS)[-1]}"
         raise UsageError(
             f"config.json has the quant_method {json.dumps(settings.get('quant_method'))}", f"known are {methods}"
         )
+
     return _READERS[method](method, settings)
 
 
@@ -238,6 +240,7 @@ def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
     activations = settings.get("activation_scheme")
     if activations not in ("static", "dynamic"):
         problems.append(f"config.json: activation_scheme is {json.dumps(activations)}, neither dynamic nor static")
+
     size = settings.get("weight_block_size")
     block = None
     if size is not None:
@@ -247,46 +250,60 @@ def _read_fp8(method: str, settings: dict[str, Any]) -> Quantization:
                 f"it must be two numbers from 1 to {MAX_SIDE}",
             )
         block = size[0], size[1]
+
     fmt = BLOCK.format if block else TENSOR.format
     scale = replace(fmt.scale, power_of_two=settings.get("scale_fmt") == "ue8m0")
     fmt = replace(fmt, group=block or fmt.group, scale=scale, static=activations == "static")
+
     lists = {key: _names(settings, key) for key in IGNORE_KEYS[:2]}
     # vLLM falls back to the second where the first is missing or empty.
     key = next((key for key in lists if lists[key]), IGNORE_KEYS[0])
+
     if all(lists.values()):
         for first, second in (IGNORE_KEYS[:2], IGNORE_KEYS[1::-1]):
             names = set(lists[second])
             problems += [
                 f"config.json: {first} lists {name}, {second} does not" for name in lists[first] if name not in names
             ]
+
     ignored = Ignored(key, lists[key], by_experts=True)
+
     # vLLM takes groups as wide as a block has rows, and with CUTLASS one scale for each token instead of one for
     # all (layers/quantization/fp8.py:262-282), which is the finer.
     inputs = {**_FP8, "strategy": "group", "group_size": block[0]} if block else {**_FP8, "strategy": "tensor"}
     inputs |= {"dynamic": not fmt.static, "ue8m0": scale.power_of_two}
+
     return Quantization(
         method, _all_of(fmt), (inputs,), Expressions(()), ignored, _without_lists(settings), tuple(problems)
     )
 
 
 def _read_compressed_tensors(method: str, settings: dict[str, Any]) -> Quantization:
-    rotated, sparse = settings.get("transform_config"), settings.get("sparsity_config")
+    rotated = settings.get("transform_config")
+    sparse = settings.get("sparsity_config")
+
     if rotated and (not isinstance(rotated, dict) or rotated.get("config_groups")):
         raise UsageError("config.json has a transform_config: the weights are stored rotated", _KNOWN_GROUPS)
     if sparse and (not isinstance(sparse, dict) or sparse.get("format") not in (None, "dense")):
         raise UsageError("config.json has a sparsity_config: zeros are not stored", _KNOWN_GROUPS)
-    groups, inputs = [], []
+
+    groups = []
+    inputs = []
+
     config_groups = settings.get("config_groups")
     for name, group in (config_groups if isinstance(config_groups, dict) else {}).items():
         parts = [group.get(key) or {} for key in ("weights", "input_activations")] if isinstance(group, dict) else []
         if not parts or not all(isinstance(part, dict) for part in parts):
             raise UsageError(f"config.json: {name} is not a config group", MEND)
         weights, activations = parts
+
         stored = group.get("format") or settings.get("format")
         groups.append((tuple(_names(group, "targets")), _read_group(name, weights, stored, activations)))
         inputs.append(activations or None)
+
     if not groups and (config_groups or not settings.get("kv_cache_scheme")):
         raise UsageError("config.json has no config_groups", _KNOWN_GROUPS)
+
     ignored = Ignored("ignore", _names(settings, "ignore"), by_experts=False)
     expressions = Expressions(target for targets, _ in groups for target in targets)
     return Quantization(method, tuple(groups), tuple(inputs), expressions, ignored, _without_lists(settings), ())
@@ -307,21 +324,29 @@ _INTEGERS: tuple[tuple[tuple[object, ...], Format], ...] = (
 def _read_group(name: str, weights: dict[str, Any], stored: object, activations: dict[str, Any]) -> Format:
     """Return the format of a config group's weights; `stored` is its format in the config, such as "int-quantized"."""
     static = bool(activations) and not activations.get("dynamic")
-    strategy, kind = weights.get("strategy"), (weights.get("type"), weights.get("num_bits"))
-    size, in_bytes = weights.get("group_size"), str(weights.get("scale_dtype")).endswith("uint8")
+    strategy = weights.get("strategy")
+    kind = (weights.get("type"), weights.get("num_bits"))
+    size = weights.get("group_size")
+    in_bytes = str(weights.get("scale_dtype")).endswith("uint8")
+
     asymmetric = not weights.get("symmetric", True)
+
     if kind == ("float", 8) and strategy in ("tensor", "channel") and not asymmetric:
         return replace((TENSOR_COMPRESSED if strategy == "tensor" else CHANNEL).format, static=static)
+
     if kind == ("float", 8) and strategy == "block" and not asymmetric:
         block = weights.get("block_structure")
         if not _is_block(block):
             raise UsageError(f"config.json: {name} has no block_structure of two numbers from 1 to {MAX_SIDE}", MEND)
         return replace(BLOCK_COMPRESSED.format, group=(block[0], block[1]), static=static)
+
     if strategy == "group" and size == MX_GROUP and in_bytes and kind in (("float", 8), ("float", 4)):
         return replace((MXFP8 if kind[1] == 8 else MXFP4).format, static=static)
     if strategy == "tensor_group" and size == NVFP4.format.group[1] and kind == ("float", 4):
         return (NVFP4_W4A4 if activations.get("dynamic") == "local" else NVFP4).format
+
     forms = [fmt for key, fmt in _INTEGERS if key in ((*kind, stored), (*kind, None))]
+
     # Only packed formats have zero points.
     if forms and (not asymmetric or (forms[0].number.packed and strategy != "tensor")):
         # Groups must fill their words, since the packed tensor tells the length of rows.
@@ -331,6 +356,7 @@ def _read_group(name: str, weights: dict[str, Any], stored: object, activations:
         group = dict(groups).get(str(strategy))
         if group is not None:
             return replace(forms[0], group=group, static=static, zero_point=ZERO_POINT if asymmetric else None)
+
     raise UsageError(
         f"config.json: {name} stores {'asymmetric ' if asymmetric else ''}{kind[0]}{kind[1]} weights by {strategy}",
         _KNOWN_GROUPS,
@@ -375,42 +401,45 @@ def _read_mixed_precision(method: str, settings: dict[str, Any]) -> Quantization
     layers = settings.get("quantized_layers")
     if not isinstance(layers, dict) or not layers:
         raise UsageError(f"config.json has {_MIXED_PRECISION} and no quantized_layers", MEND)
+
     names: dict[Format, list[str]] = {}
     inputs: dict[Format, Mapping[str, Any] | None] = {}
+
     for name, layer in layers.items():
         if not isinstance(layer, dict):
             raise UsageError(f"config.json: quantized_layers.{name} is not a JSON object", MEND)
         fmt, activations = _modelopt_format(layer, f"config.json: quantized_layers.{name} has")
         inputs.setdefault(fmt, activations)
+
         # vLLM tries both names of a module.
         others = [other for other in language_model_names(name) if other not in layers]
         names.setdefault(fmt, []).extend([name, *others])
+
     groups = tuple((tuple(targets), fmt) for fmt, targets in names.items())
     mixed = _alone(method, settings, groups[0][1], None)
     return replace(mixed, groups=groups, inputs=tuple(inputs.values()), by_parent=True)
 
 
 def _modelopt_format(settings: dict[str, Any], subject: str) -> tuple[Format, Mapping[str, Any] | None]:
-    """Return the format of weights, and how activations are quantized, of a `quant_algo`.
-
-    Args:
-        settings: modelopt's settings of all layers or of one, with its `quant_algo` and perhaps a `group_size`.
-        subject: the beginning of an error message.
-    """
+    """Return the format of weights, and how activations are quantized, of a `quant_algo`; `subject` begins errors."""
     algorithm = str(settings.get("quant_algo", "")).upper()
     algorithm = "FP8_PB_WO" if algorithm == _BLOCK_SCALES else algorithm
+
     if algorithm not in _MODELOPT:
         raise UsageError(
             f"{subject} the quant_algo {json.dumps(settings.get('quant_algo'))}",
             f"known are {', '.join(_MODELOPT)} and {_MIXED_PRECISION}",
         )
+
     fmt, inputs = _MODELOPT[algorithm]
     size = settings.get("group_size", fmt.group[1])
     if algorithm == "FP8_PB_WO" and _is_block([size, size]):
         return replace(fmt, group=(size, size)), inputs
+
     if (algorithm == "FP8_PB_WO" or fmt.global_scale is not None) and size != fmt.group[1]:
         kind, known = ("NVFP4", "16") if fmt.global_scale else (algorithm, f"a number from 1 to {MAX_SIDE}")
         raise UsageError(f"{subject} {kind} with the group_size {json.dumps(size)}", f"known is {known}")
+
     return fmt, inputs
 
 
@@ -431,15 +460,13 @@ def _read_awq(method: str, settings: dict[str, Any]) -> Quantization:
 
 
 def _read_quark(method: str, settings: dict[str, Any]) -> Quantization:
-    return _mixed(method, settings, *read_quark(settings))
+    return _make_mixed(method, settings, *read_quark(settings))
 
 
-def _mixed(
+def _make_mixed(
     method: str, settings: dict[str, Any], groups: Groups, inputs: Sequence[Mapping[str, Any] | None] | None = None
 ) -> Quantization:
-    """Return a config with a format for each group of layers, activations as they are if `inputs` is None; the tensors
-    show what is quantized.
-    """
+    """Return a config with a format for each group of layers; activations stay as they are if `inputs` is None."""
     expressions = Expressions(target for targets, _ in groups for target in targets)
     alone = _alone(method, settings, groups[0][1], None)
     return replace(alone, groups=tuple(groups), inputs=tuple(inputs or [None] * len(groups)), expressions=expressions)
@@ -465,10 +492,10 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
     "mxfp4": _read_mxfp4,
     "mxfp8": _read_mxfp8,
     "awq": _read_awq,
-    "gptq": lambda method, settings: _mixed(method, settings, read_gptq_groups(settings)),
-    "auto-round": lambda method, settings: _mixed(method, settings, read_auto_round_groups(settings)),
+    "gptq": lambda method, settings: _make_mixed(method, settings, read_gptq_groups(settings)),
+    "auto-round": lambda method, settings: _make_mixed(method, settings, read_auto_round_groups(settings)),
     # As the first versions of auto-round wrote it.
-    "intel/auto-round": lambda _, settings: _mixed("auto-round", settings, read_auto_round_groups(settings)),
+    "intel/auto-round": lambda _, settings: _make_mixed("auto-round", settings, read_auto_round_groups(settings)),
     "quark": _read_quark,
     "torchao": lambda method, settings: _alone(method, settings, *read_torchao(settings)),
     "bitsandbytes": lambda method, settings: _alone(method, settings, read_bitsandbytes(settings), None),
@@ -478,9 +505,7 @@ _READERS: dict[str, Callable[[str, dict[str, Any]], Quantization]] = {
 
 
 # By method, why it is not read. HQQ saves zero points as floats (hqq/core/quantize.py).
-_REFUSED = {
-    "hqq": "HQQ, whose zero points are no whole numbers",
-}
+_REFUSED = {"hqq": "HQQ, whose zero points are no whole numbers"}
 
 
 def _is_block(size: object) -> TypeGuard[list[int]]:
@@ -525,7 +550,8 @@ def read_bitsandbytes(config: dict[str, Any]) -> Format:
         return _INT8
     if (config.get("load_in_4bit") or config.get("_load_in_4bit")) is not True:
         raise UsageError("config.json has bitsandbytes with neither load_in_4bit nor load_in_8bit", "set one of them")
-    kind, storage = config.get("bnb_4bit_quant_type", "fp4"), config.get("bnb_4bit_quant_storage")
+    kind = config.get("bnb_4bit_quant_type", "fp4")
+    storage = config.get("bnb_4bit_quant_storage")
     if storage not in (None, "uint8"):
         raise UsageError(f"config.json has the bnb_4bit_quant_storage {json.dumps(storage)[:100]}", "known is uint8")
     fmt = _FOUR_BITS.get(str(kind))
@@ -557,16 +583,20 @@ def read_torchao(config: dict[str, Any]) -> tuple[Format, Mapping[str, Any] | No
         UsageError: openquant does not know this layout.
     """
     default = _inner(config.get("quant_type"), "default")
-    kind, data = str(default.get("_type")), _inner(default, "_data")
+    kind = str(default.get("_type"))
+    data = _inner(default, "_data")
+
     granularity = data.get("granularity")
     # One for activations and one for weights.
     parts = granularity if isinstance(granularity, list) else [granularity]
     names = {str(part.get("_type")) if isinstance(part, dict) else "" for part in parts}
     found = _FORMATS.get(names.pop()) if len(names) == 1 else None
+
     if kind not in _CLASSES:
         raise UsageError(f"config.json has torchao's {kind[:100]}", _KNOWN)
     if found is None or _inner(data, "weight_dtype").get("_data") != "float8_e4m3fn":
         raise UsageError(f"config.json has torchao's {kind} with {json.dumps(data)[:200]}", _KNOWN)
+
     fmt, strategy = found
     inputs = {"type": "float", "num_bits": 8, "strategy": strategy, "dynamic": True}
     return fmt, inputs if _CLASSES[kind] else None
@@ -664,7 +694,8 @@ def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[st
     """
     if settings.get("quant_method") not in ("fp8", "compressed-tensors"):
         return [], []
-    problems, unknown = [], []
+    problems = []
+    unknown = []
     for path, mapping, allowed in _walk(settings):
         for key, value in mapping.items():
             name = ".".join((*path, key))
@@ -672,7 +703,7 @@ def check_config_values(settings: Mapping[str, Any]) -> tuple[list[str], list[st
             if key not in allowed:
                 unknown.append(name)
             elif values is not None and not _is_one_of(value, values):
-                problems.append(f"{name} is {setting_repr(value)}, engines read {_either(values)}")
+                problems.append(f"{name} is {setting_repr(value)}, engines read {_join_or(values)}")
     problems += list(_contradictions(settings))
     return problems, unknown
 
@@ -684,16 +715,20 @@ def _walk(settings: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mappin
         refusal = () if settings.get("weight_block_size") else (TRANSFORMERS_REFUSAL,)
         yield (), settings, {**_FP8_KEYS, "scale_fmt": (None, "float", "ue8m0", *refusal)}
         return
+
     yield (), settings, _COMPRESSED
+
     for name, group in (settings.get("config_groups") or {}).items():
         path = "config_groups", name
         yield path, group, _GROUP
+
         weights = group["weights"]
         of_weights = _INTEGER_KEYS if weights.get("type") == "int" else _WEIGHT_KEYS
         for key, allowed in (("weights", of_weights), ("input_activations", _activations(weights))):
             if isinstance(group.get(key), dict):
                 # Activations must have the type of the weights.
                 yield (*path, key), group[key], {**allowed, "type": (weights.get("type"),)}
+
     cache = settings.get("kv_cache_scheme")
     if isinstance(cache, dict):
         yield ("kv_cache_scheme",), cache, _CACHE
@@ -711,16 +746,21 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
     cache = settings.get("kv_cache_scheme")
     if cache is not None and not isinstance(cache, dict):
         yield f"kv_cache_scheme is {setting_repr(cache)}, engines read null or an object"
+
     groups = settings.get("config_groups")
     for name, group in groups.items() if isinstance(groups, dict) else ():
-        path, format = f"config_groups.{name}", group.get("format")
+        path = f"config_groups.{name}"
+        format = group.get("format")
         if format is None:
             format = settings.get("format")
-        kind, strategy = group["weights"].get("type"), group["weights"].get("strategy")
+        kind = group["weights"].get("type")
+        strategy = group["weights"].get("strategy")
+
         grouped = strategy if strategy in ("group", "tensor_group") else ""
         formats = _GROUP_FORMATS[kind, group["weights"].get("num_bits"), grouped]
         if not _is_one_of(format, formats):
-            yield f"{path} has the format {setting_repr(format)}, engines read {_either(formats)} for its weights"
+            yield f"{path} has the format {setting_repr(format)}, engines read {_join_or(formats)} for its weights"
+
         activations = group.get("input_activations")
         if not isinstance(activations, dict):
             if kind == "int" and format in _WITH_ACTIVATIONS:
@@ -728,13 +768,16 @@ def _contradictions(settings: Mapping[str, Any]) -> Iterator[str]:
             continue
         dynamic = activations.get("dynamic") is True
         strategies = _DYNAMIC[kind] if dynamic else ("tensor",)
+
         # NVFP4 has dynamic scales of groups under a static global scale.
         if grouped == "tensor_group":
-            strategies, dynamic = (grouped,), activations.get("dynamic") == "local"
+            strategies = (grouped,)
+            dynamic = activations.get("dynamic") == "local"
+
         if not _is_one_of(activations.get("strategy"), strategies):
             yield (
                 f"{path}.input_activations.strategy is {setting_repr(activations.get('strategy'))}, engines read "
-                f"{_either(strategies)} for {'dynamic' if dynamic else 'static'} activations"
+                f"{_join_or(strategies)} for {'dynamic' if dynamic else 'static'} activations"
             )
 
 
@@ -749,5 +792,5 @@ def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) is type(choice) and value == choice for choice in allowed)
 
 
-def _either(values: tuple[Any, ...]) -> str:
+def _join_or(values: tuple[Any, ...]) -> str:
     return " or ".join(json.dumps(value) for value in values)

@@ -22,7 +22,7 @@ def group_absmax(weight: Tensor, group: Group) -> Tensor:
     Returns:
         float32 [out / height, in / width].
     """
-    return _grouped(weight.float().abs(), group).amax((1, 3))
+    return _to_groups(weight.float().abs(), group).amax((1, 3))
 
 
 def group_global_scale(largest: Tensor, format: Format) -> Tensor:
@@ -101,8 +101,9 @@ def group_ranges(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     Returns:
         Scales and zero points, both float32 [out / height, in / width]: weight = (code value - zero point) * scale.
     """
-    grouped = _grouped(weight.float(), format.group)
-    low, high = grouped.amin((1, 3)).clamp(max=0), grouped.amax((1, 3)).clamp(min=0)
+    grouped = _to_groups(weight.float(), format.group)
+    low = grouped.amin((1, 3)).clamp(max=0)
+    high = grouped.amax((1, 3)).clamp(min=0)
     half = (high - low) / 2
     exact = (half / half.new_tensor(format.number.span)).clamp(min=format.scale.floor)
     largest = format.number.largest
@@ -136,6 +137,8 @@ def choose_unsearched_scales(
 def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
     """Quantize a weight: divide by the scale, add the zero point, clamp, round to nearest even.
 
+    E2M1 with the scale 0.5 stores [-4.0, 0.0, 1.3, 9.0] as -6, 0, 3 and 6: the bytes [0x0f, 0x75].
+
     Args:
         weight: [out, in] of whole groups, of any floating dtype.
         scale: float32 [out / height, in / width]: weight = (code value - zero point) * scale, so any global scale is
@@ -147,16 +150,17 @@ def encode(weight: Tensor, scale: Tensor, format: Format, zero_point: Tensor | N
         The codes as they are stored: float8_e4m3fn or int8 [out, in], uint8 pairs [out, in / 2] or int32 words
         [out, in * bits / 32].
     """
-    quotient = _grouped(weight.float(), format.group) / _spread(scale, weight, format.group)
+    quotient = _to_groups(weight.float(), format.group) / _spread(scale, weight, format.group)
     if zero_point is not None:
         quotient += _spread(zero_point, weight, format.group)
     largest = format.number.largest
-    quotient, number = quotient.clamp(-largest, largest).reshape(weight.shape), format.number
+    quotient = quotient.clamp(-largest, largest).reshape(weight.shape)
+    number = format.number
     return _WRITTEN[number](quotient) if number in _WRITTEN else _write_words(quotient, number)
 
 
 def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | None = None) -> Tensor:
-    """Dequantize codes: (value - zero point) * scale.
+    """Dequantize codes: (value - zero point) * scale. E2M1 bytes [0x0f, 0x75] with the scale 0.5: [-3, 0, 1.5, 3].
 
     Args:
         codes: as `encode` returns them.
@@ -168,7 +172,7 @@ def decode(codes: Tensor, scale: Tensor, format: Format, zero_point: Tensor | No
         float32 [out, in].
     """
     values = _READ[format.number](codes) if format.number in _READ else _read_words(codes, format.number)
-    grouped = _grouped(values, format.group)
+    grouped = _to_groups(values, format.group)
     if zero_point is not None:
         grouped = grouped - _spread(zero_point, values, format.group)
     return (grouped * _spread(scale, values, format.group)).reshape(values.shape)
@@ -187,7 +191,7 @@ def read_zero_points(words: Tensor, number: Number) -> Tensor:
     return _read_words(words.T.contiguous(), number).T
 
 
-def _grouped(weight: Tensor, group: Group) -> Tensor:
+def _to_groups(weight: Tensor, group: Group) -> Tensor:
     """[out, in] -> [out/height, height, in/width, width]."""
     down, along = grid_of(group, weight.shape)
     return weight.reshape(down, weight.shape[0] // down, along, weight.shape[1] // along)
@@ -235,7 +239,8 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
         return codes
     if bits == 4:
         return codes[..., ::2] | codes[..., 1::2] << 4
-    packed, width = codes.contiguous().view(torch.int64), bits
+    packed = codes.contiguous().view(torch.int64)
+    width = bits
     for lane in (8, 16, 32):
         low = lanes(width, 2 * lane)
         packed = packed & low | packed >> (lane - width) & low << width

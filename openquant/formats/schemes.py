@@ -433,9 +433,11 @@ def _width(number: Number, clip_ratios: tuple[float, ...], quality: str) -> _Wid
         f"activations stay as they are; {VLLM} has one kernel for {number.bits} bits (Humming, for NVIDIA GPUs from "
         "Turing on), none for CPUs and AMD",
     ]
+
     if 32 % number.bits:
         # Before, a word had as many codes as fit whole.
         notes.append(f"transformers reads {number.bits} bits with compressed-tensors 0.18 or later")
+
     return _Width(
         number,
         f"{number.name}-w{number.bits}a16",
@@ -494,8 +496,10 @@ def _by_groups(width: _Width, asymmetric: bool = False) -> tuple[Scheme, ...]:
         weights: dict[str, Any] = {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
         if asymmetric:
             weights["symmetric"] = False
+
         number = width.number
         experts = width.engines if width.experts_by_row or size else ()
+
         return Scheme(
             number.name,
             # vLLM compressed_tensors/schemes/compressed_tensors_wNa16.py:160-237. compressed-tensors gives a
@@ -600,22 +604,27 @@ def find_scheme(
     """
     if name not in SCHEMES:
         raise UsageError(f"{name} is not a scheme", f"choose one of {', '.join(SCHEMES)}")
+
     format = format or SCHEMES[name].method
+
     of_name = [scheme for scheme in (ASYMMETRIC if asymmetric else VARIANTS) if scheme.name == name]
     if not of_name and SCHEMES[name].asymmetric:
         raise UsageError(f"--scheme {name} always has zero points", "leave --asymmetric out")
     if not of_name:
         raise UsageError(f"--scheme {name} has no zero points", "use --scheme int4, or leave --asymmetric out")
+
     of_format = [scheme for scheme in of_name if scheme.method == format]
     if not of_format:
         formats = " or ".join(dict.fromkeys(scheme.method for scheme in of_name))
         raise UsageError(f"the format {format} has no scheme {name}", f"use --format {formats}")
+
     matching = [scheme for scheme in of_format if scale_format in (None, scheme.scale_format)]
     if not matching:
         raise UsageError(
             f"--scheme {name} has no {scale_format} scales in the {format} format",
             "leave --scale-format out: block in the fp8 format has both kinds, mxfp8 and mxfp4 ue8m0, all else float",
         )
+
     sizes = [scheme.group_size for scheme in matching if scheme.group_size]
     matching = [scheme for scheme in matching if group_size in (None, scheme.group_size)]
     if not matching and sizes:
@@ -625,17 +634,19 @@ def find_scheme(
         )
     if not matching:
         raise UsageError(
-            f"--scheme {name} has no groups of a size to choose",
-            "use --scheme int4, or leave --group-size out",
+            f"--scheme {name} has no groups of a size to choose", "use --scheme int4, or leave --group-size out"
         )
+
     if activation_scheme == "dynamic":
         return matching[0]
+
     static = next((scheme for scheme in STATIC if (scheme.name, scheme.method) == (name, format)), None)
     if activation_scheme != "static" or static is None:
         raise UsageError(
             f"--scheme {name} has no {activation_scheme} activations",
             "use --scheme tensor for static ones, or leave --activation-scheme out",
         )
+
     return static
 
 
@@ -681,15 +692,19 @@ def find_others(
             f"--scheme-for does not go with --scheme {scheme.name} in the {scheme.method} format: all layers are alike",
             "use --scheme channel, or --scheme tensor or block with --format compressed-tensors",
         )
+
     others = []
+
     for pattern, name in scheme_for.items():
         named = [other for other in MIXED if other.name == name]
         sized = [other for other in named if not group_size or other.group_size in (None, group_size)]
         match = next((other for other in sized if other.asymmetric == asymmetric), next(iter(sized), None))
+
         if match is None:
             known = ", ".join(dict.fromkeys(other.name for other in MIXED))
             raise UsageError(f"--scheme-for {pattern}={name}: {name} is not a scheme to mix", f"choose one of {known}")
         others.append((pattern, match))
+
     return tuple(others)
 
 

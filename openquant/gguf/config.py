@@ -57,10 +57,7 @@ def find_gguf_architecture(metadata: Mapping[str, Any], name: str) -> tuple[str,
 
 
 def gguf_config(
-    metadata: Mapping[str, Any],
-    tensors: Mapping[str, GgufTensor],
-    rope_factors: np.ndarray[Any, Any] | None,
-    name: str,
+    metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], rope_factors: np.ndarray[Any, Any] | None, name: str
 ) -> dict[str, Any]:
     """Return the values of config.json that a GGUF file says, for the config class of transformers.
 
@@ -77,12 +74,16 @@ def gguf_config(
     architecture, entry = find_gguf_architecture(metadata, name)
     keys = {**COMMON, **entry.keys}
     largest = max((max(tensor.shape) for tensor in tensors.values()), default=0)
+
     config: dict[str, Any] = {"model_type": entry.model_type, **entry.fixed}
-    checked, scaling = {}, {}
+    checked = {}
+    scaling = {}
+
     for key, value in metadata.items():
         prefix, _, rest = key.partition(".")
         if prefix != architecture:
             continue
+
         if rest in keys:
             _require_number(value, key, keys[rest], largest, name)
             config[keys[rest]] = value
@@ -92,34 +93,42 @@ def gguf_config(
             scaling[rest.removeprefix(_SCALING)] = value
         else:
             raise SourceError(f"{name}: no key of config.json is known for {key} = {short_repr(value)}", _NOT_REBUILT)
-    required = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
-    for rest in required:
+
+    for rest in ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length"):
         if keys[rest] not in config:
             raise SourceError(f"{name} lacks the metadata key {architecture}.{rest}", _NOT_REBUILT)
+
     # Each layer has a tensor, and each expert three.
-    layers, experts = config["num_hidden_layers"], config.get("num_experts", 1)
+    layers = config["num_hidden_layers"]
+    experts = config.get("num_experts", 1)
     if layers > min(len(tensors), _MOST_LAYERS) or layers * experts * 3 > MAX_TENSORS:
         raise SourceError(
             f"{name} claims {layers:,} layers and {experts:,} experts, and holds {len(tensors):,} tensors", DAMAGED
         )
-    heads, width = config["num_attention_heads"], config["hidden_size"]
+
+    heads = config["num_attention_heads"]
+    width = config["hidden_size"]
     head_dim = config.setdefault("head_dim", checked.get("rope.dimension_count") or width // heads)
     _check(entry, config, checked, head_dim, architecture, name)
     if config["num_hidden_layers"] in entry.scaled_by_width:
         config["query_pre_attn_scalar"] = width // heads
+
     if rope_factors is not None:
         config["rope_scaling"] = _llama3_scaling(rope_factors, config, name)
     elif scaling:
         config["rope_scaling"] = _rope_scaling(scaling, architecture, name)
+
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, int):
         config.setdefault("vocab_size", tokens)
     if not 1 <= config.get("vocab_size", 0) <= largest:
         raise SourceError(f"{name} has no vocabulary (tokenizer.ggml.tokens)", _NOT_REBUILT)
+
     for key, config_key in _TOKENS.items():
         # Without one, none: the class would have that of another model.
         token = metadata.get(f"tokenizer.ggml.{key}")
         config[config_key] = token if type(token) is int and 0 <= token < config["vocab_size"] else None
+
     return {**config, "tie_word_embeddings": HEAD not in tensors, "dtype": "bfloat16"}
 
 
@@ -174,10 +183,12 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], config: Mapping[str, Any], na
     Low frequencies are divided by the factor itself, high ones not at all, and those between by a mixture
     (transformers, modeling_rope_utils.py, _compute_llama3_parameters; llama.cpp, convert_hf_to_gguf.py).
     """
-    factor, head_dim = float(factors.max(initial=1.0)), config["head_dim"]
-    context, low, high = _LLAMA3["original_max_position_embeddings"], 1.0, _LLAMA3["high_freq_factor"]
+    factor = float(factors.max(initial=1.0))
+    head_dim = config["head_dim"]
+    low = 1.0
+    high = _LLAMA3["high_freq_factor"]
     waves = 2 * np.pi * np.float64(config.get("rope_theta", 10000.0)) ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((context / waves - low) / (high - low), 0, 1)
+    smooth = np.clip((_LLAMA3["original_max_position_embeddings"] / waves - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
         raise SourceError(f"{name}: rope_freqs.weight are not the factors of Llama 3's rope_scaling", _NOT_REBUILT)
@@ -241,10 +252,7 @@ ARCHITECTURES = {
     "gemma2": GgufArchitecture(
         "gemma2",
         _WINDOW
-        | {
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
+        | {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"},
         norms_plus_one=True,
         scaled_by_width=(46,),
     ),

@@ -70,10 +70,10 @@ def model_tensors(values: Mapping[str, Any], name: str) -> tuple[PretrainedConfi
         reason = str(error).partition("\n")[0]
         raise SourceError(f"{name}: transformers refuses the config of its metadata: {reason}", _NO_FIT) from None
     config.architectures = [type(model).__name__]
-    return config, list(_published(model.state_dict()))
+    return config, list(_iter_published(model.state_dict()))
 
 
-def _published(state: Mapping[str, torch.Tensor]) -> Iterator[TensorInfo]:
+def _iter_published(state: Mapping[str, torch.Tensor]) -> Iterator[TensorInfo]:
     for name, tensor in state.items():
         if (stack := _STACK.fullmatch(name)) is None:
             yield TensorInfo(name, "BF16", tuple(tensor.shape))
@@ -115,8 +115,11 @@ def place_tensors(
         raise SourceError(
             f"the installed gguf does not know the architecture {short_repr(architecture)}", "pip install -U gguf"
         )
+
     names = get_tensor_name_map(kind, config.num_hidden_layers)
-    placed, used = [], {ROPE_FACTORS}
+    placed = []
+    used = {ROPE_FACTORS}
+
     for info in expected:
         stem, _, suffix = info.name.rpartition(".")
         expert = _EXPERT.fullmatch(stem)
@@ -124,14 +127,17 @@ def place_tensors(
         stored_name = f"{stored_stem}.{suffix}"
         if info.name == _HEAD_NAME and config.tie_word_embeddings:
             continue
+
         stored = tensors.get(stored_name)
         if stored is None:
             missing = stored_name if stored_stem else f"what gguf's {architecture} has no name for"
             raise SourceError(f"{name} lacks {missing}, from which {info.name} is made", _NO_FIT)
         used.add(stored_name)
+
         shape = info.shape
         if expert:
             shape = (config.num_experts, *info.shape)
+
         # One row may be stored as a vector.
         if stored.shape != shape and (1, *stored.shape) != shape:
             raise SourceError(
@@ -139,18 +145,24 @@ def place_tensors(
                 f"from {list(shape)}",
                 _NO_FIT,
             )
+
         if expert:
             nbytes = stored.nbytes // config.num_experts
             stored = stored._replace(shape=info.shape, offset=stored.offset + int(expert[2]) * nbytes, nbytes=nbytes)
-        head_rows, turned = 0, _INTERLEAVED.fullmatch(stored_name) if entry.interleaved else None
+
+        head_rows = 0
+        turned = _INTERLEAVED.fullmatch(stored_name) if entry.interleaved else None
         if turned:
             heads = config.num_attention_heads if turned[1] == "q" else config.num_key_value_heads
             head_rows = info.shape[0] // heads
+
         plus_one = entry.norms_plus_one and stored_name.endswith(_NORM)
         placed.append(PlacedTensor(info.name, info.shape, stored, head_rows, plus_one))
+
     if extra := [tensor for tensor in tensors if tensor not in used]:
         more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
         raise SourceError(
             f"{name} holds {', '.join(extra[:3])}{more}, which {config.architectures[0]} has no place for", _NO_FIT
         )
+
     return placed

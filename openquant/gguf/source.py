@@ -68,7 +68,8 @@ def open_gguf(path: Path) -> OpenedGguf:
     headers = [read_gguf_header(file, file.name, types) for file in files]
     _check_split(files, headers)
     owners, tensors = _all_tensors(files, headers)
-    metadata, name = headers[0].metadata, path.name
+    metadata = headers[0].metadata
+    name = path.name
     architecture, entry = find_gguf_architecture(metadata, name)
     # torch and transformers take seconds to load, so all else is checked before.
     from .names import ROPE_FACTORS, model_tensors, place_tensors
@@ -76,9 +77,8 @@ def open_gguf(path: Path) -> OpenedGguf:
 
     rope = tensors.get(ROPE_FACTORS)
     factors = None if rope is None else _read_vector(files[owners[rope.name]], rope, types[rope.type_id])
-    values = gguf_config(metadata, tensors, factors, name)
     with errors_only(), readable():
-        config, expected = model_tensors(values, name)
+        config, expected = model_tensors(gguf_config(metadata, tensors, factors, name), name)
         placed = place_tensors(architecture, entry, config, expected, tensors, name)
         root = Path(tempfile.mkdtemp(prefix="openquant-gguf-"))
         try:
@@ -120,11 +120,14 @@ def _checkpoint(
     """Return the checkpoint whose shards have these tensors, each with the number of its GGUF file."""
     weights: dict[str, Weight] = {}
     where: dict[str, Location] = {}
+
     for shard, group in shards.items():
         for _, tensor in group:
-            blocks, kind = Blocks(tensor.head_rows, tensor.plus_one), types[tensor.stored.type_id]
+            blocks = Blocks(tensor.head_rows, tensor.plus_one)
+            kind = types[tensor.stored.type_id]
             weights[tensor.name] = gguf_weight(tensor.name, tensor.shape, tensor.stored, kind, blocks)
             where[tensor.name] = Location(shard, tensor.stored.offset)
+
     owner = {shard: headers[group[0][0]] for shard, group in shards.items()}
     return GgufCheckpoint(
         root=root,
@@ -151,7 +154,8 @@ def _all_tensors(files: list[Path], headers: list[GgufHeader]) -> tuple[dict[str
             if name in tensors:
                 both = f"{files[owners[name]].name} and in {files[number].name}"
                 raise SourceError(f"{name} is in {both}", "download or copy the files again")
-            owners[name], tensors[name] = number, tensor
+            owners[name] = number
+            tensors[name] = tensor
     return owners, tensors
 
 
@@ -160,7 +164,8 @@ def _all_files(path: Path) -> list[Path]:
     split = _SPLIT.fullmatch(path.name)
     if split is None:
         return [path]
-    count, number = int(split["count"]), int(split["number"])
+    count = int(split["count"])
+    number = int(split["number"])
     if not 1 <= count <= _MOST_FILES or number != 1:
         first = f"{split['stem']}-00001-of-{split['count']}.gguf"
         raise UsageError(f"{path.name} is not the first of {count} files", f"give {first}, in the same directory")
@@ -175,7 +180,8 @@ def _all_files(path: Path) -> list[Path]:
 def _check_split(files: list[Path], headers: list[GgufHeader]) -> None:
     """Refuse files whose metadata say that they are other parts than their names do."""
     for number, (file, header) in enumerate(zip(files, headers, strict=True)):
-        part, count = header.metadata.get("split.no", 0), header.metadata.get("split.count", 0)
+        part = header.metadata.get("split.no", 0)
+        count = header.metadata.get("split.count", 0)
         # Older files that are whole have a count of 0 or 1, or none.
         if (part, max(count, 1) if isinstance(count, int) else count) != (number, len(files)):
             raise SourceError(
@@ -194,7 +200,8 @@ def _shards(tensors: list[tuple[int, PlacedTensor]]) -> Iterator[list[tuple[int,
         size = TensorInfo("", "BF16", tensor.shape).nbytes
         if group and (owner != group[0][0] or nbytes + size > SHARD_BYTES):
             yield group
-            group, nbytes = [], 0
+            group = []
+            nbytes = 0
         group.append((owner, tensor))
         nbytes += size
     yield group

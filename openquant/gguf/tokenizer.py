@@ -23,7 +23,8 @@ _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 # Those that split as GPT-2 does, which is what transformers' GPT2Tokenizer does.
 _GPT2 = ("gpt-2", "gpt2")
 # What a vocabulary has in place of a space: byte-level ones the first, those of SentencePiece the second.
-_BYTE_LEVEL_SPACE, _SPACE = "\u0120", "\u2581"
+_BYTE_LEVEL_SPACE = "\u0120"
+_SPACE = "\u2581"
 _NO_TOKENIZER = "start from the model's Hugging Face directory"
 
 
@@ -56,7 +57,10 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
         raise UsageError(
             "this transformers is too old to build the tokenizers of GGUF files", 'pip install "transformers>=5.24"'
         ) from None
-    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+
+    kind = metadata.get("tokenizer.ggml.model")
+    split = metadata.get("tokenizer.ggml.pre")
+
     if kind not in known.GGUF_TOKENIZER_TYPES:
         raise SourceError(
             f"{file.name} has the tokenizer {short_repr(kind)}; read are {', '.join(known.GGUF_TOKENIZER_TYPES)}",
@@ -67,9 +71,11 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
             f"{file.name}: it is not known how the tokenizer {short_repr(split)} (tokenizer.ggml.pre) splits text",
             _NO_TOKENIZER,
         )
+
     # Files that lie beside the GGUF file must not have a say.
     link = directory / "model.gguf"
     link.symlink_to(file)
+
     try:
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
             directory, gguf_file=link.name, local_files_only=True, token=False
@@ -82,11 +88,13 @@ def write_tokenizer(file: Path, metadata: Mapping[str, Any], directory: Path) ->
         raise SourceError(f"{file.name}: its tokenizer cannot be built: {reason}", _NO_TOKENIZER) from None
     finally:
         link.unlink()
+
     _check_vocabulary(file.name, str(kind), tokenizer.get_vocab())
     if kind == "gpt2" and split in _SINGLE_DIGITS:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
         )
+
     tokenizer.save_pretrained(directory)
 
 

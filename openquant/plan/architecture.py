@@ -227,22 +227,26 @@ def why_not_reordered(
     """
     if split is None or not split.interleaved:
         return None
+
     if split.interleaved_rows:
-        short = (info.name.lstrip(".") for info in form.parts("", shape) if info.shape[:1] != shape[:1])
-        name = next(short, None)
+        name = next((info.name.lstrip(".") for info in form.parts("", shape) if info.shape[:1] != shape[:1]), None)
         return f"{_SORTED}, and fails on its {name}, which has fewer rows" if name else None
+
     heads = sum(_part_proportions(split, config)[1])
     if not heads or shape[0] % heads:
         if form.height > 1 or split.interleaved_all:
             return "config.json does not say how many rows each of its parts has"
         return None
+
     rows = shape[0] // heads
     if rows % form.height:
         return f"{_SORTED}, and the {rows} rows of a head are not whole groups of {form.height}"
+
     if split.interleaved_all:
         for info in form.parts("", shape):
             if not info.shape or info.shape[0] % heads:
                 return f"{_SORTED}, and fails on its {info.name.lstrip('.')}, which has no rows for each head"
+
     return None
 
 
@@ -266,12 +270,15 @@ def check_parallel_sizes(
     """
     config = text_config(checkpoint, entry.model)
     kinds: dict[tuple[str, tuple[int, int], Group], ParallelSplit | None] = {}
+
     for weight, form in layers:
         group = form.indivisible if form else (1, 1)
         key = (weight.name_template, weight.shape, group)
         if key not in kinds:
             kinds[key] = entry.rule(weight.module).split
+
     result = []
+
     for size in sorted({*TENSOR_PARALLEL_SIZES, *([extra_size] if extra_size else [])}):
         problem = None
         for (name, shape, group), split in kinds.items():
@@ -280,6 +287,7 @@ def check_parallel_sizes(
                 problem = f"{name}: {problem}"
                 break
         result.append(ParallelSize(size, problem))
+
     return tuple(result)
 
 
@@ -312,6 +320,7 @@ def _indivisible_length(
 ) -> str | None:
     parts = size
     heads = config.get(key) if key else None
+
     if isinstance(heads, int) and heads > 0:
         if split.replicated and size > heads:
             parts = heads
@@ -319,9 +328,12 @@ def _indivisible_length(
                 return f"{short_repr(heads)} heads cannot be copied evenly to {size} ranks"
         elif heads % size:
             return f"{short_repr(heads)} heads do not divide by {size}"
+
     if length % parts:
         return f"{length} does not divide by {parts}"
+
     # A layer that is not divided needs no check: quantized here it fits, and otherwise it is as its maker stored it.
     if parts > 1 and length // parts % multiple:
         return f"{length} / {parts} = {length // parts} is not a multiple of {multiple}"
+
     return None

@@ -87,10 +87,14 @@ def problem_finder(
     def find_kind_problem(layer: Weight, scheme: Scheme) -> str | None:
         if not scheme.head and is_head(layer.module):
             return "engines load no output head in this scheme"
+
         rule = entry.rule(layer.module)
         if not scheme.follows_rows and rule.reordered:
             return "engines reorder its rows but not its scales"
-        split, problem = rule.split, None
+
+        split = rule.split
+        problem = None
+
         # Engines load what the source has in this format already, also with smaller blocks at the edges.
         for rows, _ in (
             ()
@@ -100,10 +104,13 @@ def problem_finder(
             problem = problem or scheme.format.shape_error((rows, layer.shape[1]))
             if not rows and scheme.format.indivisible[0] not in (1, None):
                 problem = problem or "config.json does not say how many rows each of its parts has"
+
         problem = problem or why_not_reordered(layer.shape, split, config, scheme.format)
+
         if problem is None and size is not None:
             problem = why_indivisible(layer.shape, split, config, scheme.format.indivisible, size)
             return problem and f"--tp {size}: {problem}"
+
         return problem
 
     def find_problem(layer: Weight, scheme: Scheme) -> str | None:
@@ -228,7 +235,8 @@ def schemes_of_output(stored: StoredLayout, layers: dict[str, Weight]) -> Reques
         By full module name the reason why it is unquantized (`ignored`), or the suffix of a scheme that is not that of
         most layers (`mixed`); and the schemes by suffix (`schemes`).
     """
-    ignored, mixed = {}, {}
+    ignored = {}
+    mixed = {}
     for module, layer in layers.items():
         if module in stored.unquantized or layer.name_template in stored.unquantized:
             ignored[module] = "the directory has it unquantized"
@@ -252,7 +260,8 @@ def schemes_of_source(keeps: Mapping[Format, Scheme], scheme: Scheme, layers: di
     """
     schemes = {f"the source has it so ({kept.suffix[1:]})": kept for kept in dict.fromkeys(keeps.values())}
     reasons = {kept: reason for reason, kept in schemes.items()}
-    ignored, mixed = {}, {}
+    ignored = {}
+    mixed = {}
     for module, layer in layers.items():
         if layer.format is None:
             ignored[module] = "the source has it unquantized"
@@ -273,7 +282,7 @@ def refuse_changes(decisions: Decisions, keeps: Mapping[Format, Scheme]) -> None
     """
     changed = {
         layer.module: decision.why
-        for layer, decision in decisions.decided()
+        for layer, decision in decisions.iter_decisions()
         if layer.format is not None and decision.scheme != keeps[layer.format]
     }
     changed |= {kept.tensor.module: kept.why for kept in decisions.passthrough if kept.weight is not None}
@@ -318,24 +327,30 @@ def assign_schemes(
     """
     ignored, mixed, schemes, _ = requested
     chosen_by_hand = bool(ignored or mixed or unquantized)
+
     if layers and not chosen_by_hand and not any(find_problem(layer, scheme) for layer in layers.values()):
         return {}, []
+
     groups: dict[str, list[str]] = {}
     for module in layers:
         groups.setdefault(entry.experts(module) or fused.get(module, (module,))[0], []).append(module)
+
     decisions: dict[str, Decision] = {}
     widened: dict[str, list[str]] = {}
     with_fallback: dict[tuple[str, str], dict[str, str]] = {}
     unfit: list[list[str]] = []
+
     for modules in groups.values():
         reasons = {module: ignored[module] for module in modules if module in ignored}
         if reasons:
             decisions |= _decide(None, _spread(modules, reasons, widened))
             continue
+
         reasons = {module: "the source has it unquantized" for module in modules if module in unquantized}
         if reasons:
             decisions |= _decide(None, _spread(modules, reasons))
             continue
+
         chosen = scheme
         reasons = {module: mixed[module] for module in modules if module in mixed}
         if reasons:
@@ -343,26 +358,23 @@ def assign_schemes(
             chosen = schemes[option]
             named = {module: option for module in modules if reasons.get(module) == option}
             reasons = _spread(modules, named, widened)
+
         problems = _find_problems(modules, layers, chosen, find_problem)
         if problems and chosen.fallback is not None:
-            reasons, coarse, chosen = problems, chosen.title, chosen.fallback
+            reasons = problems
+            coarse = chosen.title
+            chosen = chosen.fallback
             problems = _find_problems(modules, layers, chosen, find_problem)
             if not problems:
                 with_fallback.setdefault((chosen.title, coarse), {}).update(reasons)
+
         if problems:
             decisions |= _decide(None, problems)
             unfit.append(modules)
         elif chosen != scheme:
             decisions |= _decide(chosen, reasons)
-    notes = [
-        f"{option} also applies to the layers fused with it: {', '.join(collapse(modules))}"
-        for option, modules in widened.items()
-    ]
-    for (title, coarse), why in with_fallback.items():
-        names = ", ".join(collapse(why))
-        # Others say "same as k_proj (..)".
-        reason = min(why.values(), key=len)
-        notes.append(f"{title} instead of {coarse} for {_share(why, layers)}: {names}; {reason}")
+
+    notes = _widening_notes(widened) + _fallback_notes(with_fallback, layers)
     unquantized_reasons = [decision.why for decision in decisions.values() if decision.scheme is None]
     if len(unquantized_reasons) == len(layers):
         _refuse_nothing(entry.model, unquantized_reasons, requested)
@@ -370,6 +382,25 @@ def assign_schemes(
     if unfit:
         notes.append(_unfit_note(entry, scheme, layers, unfit, size))
     return decisions, notes
+
+
+def _widening_notes(widened: Mapping[str, list[str]]) -> list[str]:
+    """Notes about options that apply to more layers than they name."""
+    return [
+        f"{option} also applies to the layers fused with it: {', '.join(collapse(modules))}"
+        for option, modules in widened.items()
+    ]
+
+
+def _fallback_notes(with_fallback: Mapping[tuple[str, str], dict[str, str]], layers: dict[str, Weight]) -> list[str]:
+    """Notes about layers that get the fallback of their scheme, by titles of both, with reasons."""
+    notes = []
+    for (title, coarse), why in with_fallback.items():
+        names = ", ".join(collapse(why))
+        # Others say "same as k_proj (..)".
+        reason = min(why.values(), key=len)
+        notes.append(f"{title} instead of {coarse} for {_share(why, layers)}: {names}; {reason}")
+    return notes
 
 
 def _unfit_note(
@@ -409,14 +440,7 @@ def _refuse_nothing(model: Architecture, reasons: Iterable[str], requested: Requ
 def _match_options(
     patterns: dict[str, str], layers: dict[str, Weight], others: Collection[str], harmless: bool
 ) -> dict[str, str]:
-    """Find the first option that names each layer, by module.
-
-    Args:
-        patterns: by option, as the user typed them.
-        layers: the weights that may be quantized, by full module name: "model.layers.0.mlp.up_proj".
-        others: the modules that are not quantized.
-        harmless: whether an option may name only some of these, to no effect.
-    """
+    """Find the first option that names each layer, by module; `harmless`: it may name modules of `others` alone."""
     options: dict[str, str] = {}
     for option, text in patterns.items():
         pattern = compile_pattern(text.removesuffix(".weight"))
@@ -425,7 +449,9 @@ def _match_options(
             for layer in layers.values()
             if pattern.fullmatch(layer.module) or pattern.fullmatch(layer.source.module)
         ]
+
         kept = [module for module in others if pattern.fullmatch(module)] if not matched else []
+
         if not matched and not (kept and harmless):
             hint = "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"
             if any(map(is_head, kept)):
@@ -433,19 +459,15 @@ def _match_options(
             elif any(map(is_embedding, kept)):
                 hint = "the input embedding is quantized with --quantize-embeddings only: give that too"
             raise UsageError(f"{option} matches no module{'' if harmless else ' that can be quantized'}", hint)
+
         for module in matched:
             options.setdefault(module, option)
+
     return options
 
 
 def _spread(modules: list[str], reasons: dict[str, str], widened: dict[str, list[str]] | None = None) -> dict[str, str]:
-    """A reason for each module of a group: its own, or that of the first module that has one.
-
-    Args:
-        modules: the group.
-        reasons: by module, for some of the group.
-        widened: modules without a reason of their own are added here, by the reason that they got.
-    """
+    """A reason for each module of a group: its own, or that of the first with one, then also in `widened`."""
     first = next(module for module in modules if module in reasons)
     shared = f"{_SAME_SCHEME}{first.rsplit('.', 1)[-1]} ({reasons[first]})"
     if widened is not None and len(reasons) < len(modules):

@@ -79,8 +79,7 @@ class _Layers:
         self.prefix = prefix
         # For each name below a layer: in which layers it is, and how often.
         self.present: dict[str, Counter[int]] = {}
-        names = dict.fromkeys(name for kind in layers.kinds for name in kind)
-        for name in names:
+        for name in dict.fromkeys(name for kind in layers.kinds for name in kind):
             found = Counter(int(numbers[0]) for numbers, _ in stored.find(f"{prefix}.*.{name}"))
             if found:
                 self.present[name] = found
@@ -107,7 +106,9 @@ class _Layers:
 
 class _Comparer:
     def __init__(self, known: ClassTensors, stored: Stored, config: ConfigSizes) -> None:
-        self.known, self.stored, self.config = known, stored, config
+        self.known = known
+        self.stored = stored
+        self.config = config
         self.losses: list[Loss] = []
         self.misfits: list[str] = []
         # What does not fit, by what config.json says.
@@ -119,18 +120,22 @@ class _Comparer:
             for name, rule in self.known.outside.items()
             if "*" not in name and self.config.holds(rule.conditions)
         }
+
         lost = {name for name in expected if not self.stored.find(name)}
+
         for prefix, layers in self.known.lists.items():
             tensors, is_lost = self._compare_list(prefix, layers)
             if tensors:
                 expected[prefix] = tensors
             if is_lost:
                 lost.add(prefix)
+
         self.losses = [
             *(Loss("", None, prefix, 1) for prefix in self._lost_parts()),
             *(Loss("", None, path, tensors) for path, tensors in _subtrees(expected, lost)),
             *self.losses,
         ]
+
         self._compare_shapes()
 
     def _lost_parts(self) -> Iterator[str]:
@@ -187,7 +192,8 @@ class _Comparer:
     def _compare_occurrences(self, prefix: str, layers: LayerList, stored: _Layers) -> None:
         """Compare in how many layers the tensors are that not all layers have."""
         for name, expression in layers.occurrences.items():
-            sizes, found = self.config.size(expression), len(stored.present.get(name, ()))
+            sizes = self.config.size(expression)
+            found = len(stored.present.get(name, ()))
             if sizes and found < min(sizes):
                 self.losses.append(Loss("", None, f"{prefix}.*.{name}", min(sizes) - found))
 
@@ -206,19 +212,22 @@ class _Comparer:
             for name, rule in kind.items()
             if rule.repeats not in (None, ANY) and name in stored.present
         }
+
         counts: dict[str, int] = {}
         short: set[int] = set()
+
         for name, expression in counted.items():
             found = stored.present[name]
             allowed = self.config.size(expression) or frozenset({max(found.values())})
             wrong = [number for number in numbers if found[number] and found[number] not in allowed]
             most = counts[name] = max(allowed)
             short |= {number for number in wrong if found[number] < most}
+
             beyond = next((number for number in wrong if found[number] > most), None)
             if beyond is not None:
                 experts = f"{stored.prefix}.{beyond}.{name.partition('.*')[0]}"
-                said = self.config.describe(expression)
-                self.wrong.setdefault(said, {})[f"{experts} has {found[beyond]}"] = None
+                self.wrong.setdefault(self.config.describe(expression), {})[f"{experts} has {found[beyond]}"] = None
+
         for number in sorted(short):
             self.losses += self._lost_experts(stored.prefix, number, counts)
 
@@ -238,10 +247,12 @@ class _Comparer:
 
     def _compare_shapes(self) -> None:
         unsaid: dict[str, dict[int, list[TensorInfo]]] = {}
+
         for pattern, rules in self._rules():
             by_shape: dict[tuple[int, ...], list[TensorInfo]] = {}
             for _, info in self.stored.find(pattern):
                 by_shape.setdefault(info.shape, []).append(info)
+
             for shape, infos in by_shape.items():
                 misfits = [self._misfit(rule, shape) for rule in rules]
                 if None not in misfits:
@@ -250,11 +261,13 @@ class _Comparer:
                     for size, length in zip(rules[0].shape, shape, strict=True):
                         if size != ANY and self.config.size(size) is None:
                             unsaid.setdefault(size, {}).setdefault(length, []).extend(infos)
+
         self.misfits += [
             f"{said}, and {next(iter(texts))}" + (f" ({len(texts)} tensors)" if len(texts) > 1 else "")
             for said, texts in self.wrong.items()
             if not any(set(other.split(" and ")) < set(said.split(" and ")) for other in self.wrong)
         ]
+
         for lengths in unsaid.values():
             usual, *others = sorted(lengths.values(), key=len, reverse=True)
             self.misfits += [f"{_shape_of(other[0])}, and {_shape_of(usual[0])}" for other in others]
@@ -285,17 +298,7 @@ def _shape_of(info: TensorInfo) -> str:
 def _closest_kind(
     kinds: list[dict[str, TensorRule]], layers: LayerList, values: Mapping[str, str], names: frozenset[str]
 ) -> dict[str, TensorRule]:
-    """Return the kind of layer that stored names are closest to.
-
-    A layer may have the attention of one kind and the MLP of another, so each child of the layer is looked at by
-    itself; which children a layer has is that of a kind.
-
-    Args:
-        kinds: the kinds of layers.
-        layers: the list of layers.
-        values: what config.json says of this layer, by the child that it decides about.
-        names: what is stored of it.
-    """
+    """Return the kind of layer that stored names are closest to, for each child of the layer by itself."""
 
     def distance(rules: Mapping[str, TensorRule], stored: Collection[str]) -> tuple[int, int]:
         return len(rules.keys() - stored), len(set(stored) - rules.keys())
@@ -477,7 +480,8 @@ def _describe_losses(entry: ModuleRules, losses: Iterable[Loss]) -> list[str]:
         layers = tuple(f"{prefix}.{loss.layer}" for loss in group)
         by_layers.setdefault(layers, []).append((path, sum(loss.tensors for loss in group)))
     for layers, paths in by_layers.items():
-        where, tensors = collapse(layers)[0], sum(number for _, number in paths)
+        where = collapse(layers)[0]
+        tensors = sum(number for _, number in paths)
         below = collapse(path for path, _ in paths)
         whole = f"{where}.{below[0]}".removesuffix(".") if len(below) == 1 else f"{', '.join(below)} of {where}"
         texts.append(_describe_loss(whole, None, tensors))
@@ -516,17 +520,20 @@ class ConfigSizes:
     """
 
     def __init__(self, config: Mapping[str, Any], text: Mapping[str, Any], text_path: str, known: ClassTensors) -> None:
-        self._config, self._text, self._text_path, self._known = config, text, text_path, known
+        self._config = config
+        self._text = text
+        self._text_path = text_path
+        self._known = known
         self._sizes: dict[str, frozenset[int] | None] = {}
 
     def value(self, key: str) -> Any:
         """Return the value of a key, nested ones joined by dots; None if config.json does not say it."""
-        value = self._said(key)
+        value = self._find_setting(key)
         if value is None and key in self._known.aliases:
-            value = self._said(self._known.aliases[key])
+            value = self._find_setting(self._known.aliases[key])
         return value
 
-    def _said(self, key: str) -> Any:
+    def _find_setting(self, key: str) -> Any:
         value: Any = self._config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None

@@ -172,10 +172,10 @@ class Decisions:
         """Return the decision about a weight that may be quantized."""
         return self.overrides.get(module) or Decision(self.scheme, "")
 
-    def decided(self) -> Iterator[tuple[Weight, Decision]]:
+    def iter_decisions(self) -> Iterator[tuple[Weight, Decision]]:
         """Iterate over the weights that may be quantized, each with its decision."""
-        default, overrides = Decision(self.scheme, ""), self.overrides
-        return ((weight, overrides.get(module, default)) for module, weight in self.layers.items())
+        default = Decision(self.scheme, "")
+        return ((weight, self.overrides.get(module, default)) for module, weight in self.layers.items())
 
     @property
     def passthrough(self) -> Iterator[PassthroughTensor]:
@@ -185,12 +185,12 @@ class Decisions:
     @property
     def quantized(self) -> list[tuple[Weight, Scheme]]:
         """The weights that are quantized, each with its scheme."""
-        return [(weight, decision.scheme) for weight, decision in self.decided() if decision.scheme is not None]
+        return [(weight, decision.scheme) for weight, decision in self.iter_decisions() if decision.scheme is not None]
 
     @property
     def unquantized(self) -> list[str]:
         """The modules that may be quantized and are not."""
-        return [weight.module for weight, decision in self.decided() if decision.scheme is None]
+        return [weight.module for weight, decision in self.iter_decisions() if decision.scheme is None]
 
     @cached_property
     def kinds(self) -> list[tuple[Weight, Scheme]]:
@@ -225,10 +225,10 @@ def _transform_item(item: Item, transforms: WeightTransforms) -> Item:
         return _with_transform(item, transforms)
     if isinstance(item, StackedTensor):
         return item._replace(layers=tuple(_with_transform(weight, transforms) for weight in item.layers))
-    return item._replace(smoothed=_smoothed(item, transforms))
+    return item._replace(smoothed=_apply_smoothing(item, transforms))
 
 
-def _smoothed(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | Weight | None:
+def _apply_smoothing(kept: PassthroughTensor, transforms: WeightTransforms) -> bytes | Weight | None:
     info = kept.tensor
     if info.name in transforms.tensors:
         data = transforms.tensors[info.name]
@@ -333,20 +333,24 @@ def gptq_notes(decisions: Decisions, entry: ModuleRules, texts: Mapping[str, Any
     """
     weights = gptq_weights(decisions)
     notes = [f"GPTQ rounds {len(weights)} layers with their Hessians over {tokens_of(texts)}"]
-    documents, length = texts["documents"], texts["length"]
+
+    length = texts["length"]
     inputs = max((weight.shape[1] for weight, _ in weights if not entry.experts(weight.module)), default=0)
-    if documents * length < inputs:
+
+    if texts["documents"] * length < inputs:
         # Such a Hessian has no full rank, and nothing holds the weights of inputs that no token had.
         notes.append(
             f"these are fewer tokens than a layer has inputs ({inputs:,}), and GPTQ may change single groups of it a "
             f"lot: --samples {-(-inputs // length)} gives enough"
         )
+
     experts = sum(bool(entry.experts(weight.module)) for weight, _ in weights)
     if experts:
         notes.append(
             f"{experts} of them are experts, each rounded with the Hessian over the tokens routed to it; without any "
             "tokens gate and up use the Hessian over all tokens of their layer, and down is rounded to nearest"
         )
+
     return notes
 
 
@@ -386,12 +390,14 @@ def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
         Full module names, and for towers in the compressed-tensors format regular expressions that begin with "re:".
     """
     quantized = [weight.module for weight, _ in decisions.kinds]
+
     names: dict[str, None] = {} if any(map(is_head, quantized)) else {"lm_head": None}
     modules = [
         keep.tensor.module
         for keep in decisions.passthrough
         if len(keep.tensor.shape) == 2 and keep.tensor.name.endswith(".weight")
     ]
+
     for module in (*modules, *decisions.unquantized):
         experts = entry.experts(module)
         if experts:
@@ -399,14 +405,17 @@ def ignored_names(entry: ModuleRules, decisions: Decisions) -> list[str]:
             # SGLang looks up these names, whatever the projections are called (compressed_tensors.py:883).
             names |= {f"{experts}.0.{part}_proj": None for part in ("gate", "up", "down")}
         names[module] = None
+
     towers = [
         tower
         for tower in entry.model.towers
         if any(tower in module.split(".") for module in names)
         and not any(tower in module.split(".") for module in quantized)
     ]
+
     if decisions.scheme is not None and decisions.scheme.method == "compressed-tensors":
         towers = [f"re:(.*[.])?{tower}[.].*" for tower in towers]
+
     return [*entry.engine_names(names), *towers]
 
 
@@ -432,11 +441,14 @@ def target_names(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[
     """
     targets: dict[Scheme, tuple[dict[str, None], dict[str, None], dict[str, None]]] = {}
     has_tables = any(is_table(weight.module) for weight, _ in decisions.kinds)
+
     for module in decisions.layers:
         table = has_tables and is_table(module)
         scheme = decisions.of(module).scheme if table or module in decisions.overrides else None
+
         if scheme is not None:
             modules, experts, tables = targets.setdefault(scheme, ({}, {}, {}))
+
             path = entry.experts(module)
             if table and is_head(module):
                 tables[f"re:(.*[.])?{module.rsplit('.', 1)[-1]}"] = None
@@ -446,6 +458,7 @@ def target_names(entry: ModuleRules, decisions: Decisions) -> dict[Scheme, list[
                 modules[module] = None
             if is_embedding(module) and entry.model.embedding == "class":
                 tables["Embedding"] = None
+
     return {
         scheme: [
             *entry.engine_names(modules),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import PlanError
 from ..files.checkpoint import Checkpoint
@@ -59,42 +59,61 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     Returns:
         The reason (`why`), with a hint on what it can load (`hint`); None if SGLang can load it.
     """
-    scheme, sglang = decisions.scheme, entry.model.sglang
+    scheme = decisions.scheme
+    sglang = entry.model.sglang
+
     if scheme is None:
         return _refuse_cache_scales(sglang, decisions)
+
     if sglang.experts is not None and any(map(entry.experts, decisions.layers)):
         return Refusal(None, None, sglang.experts, "serve it with vLLM")
+
     if any(is_embedding(weight.module) for weight, _ in decisions.kinds):
         return Refusal(None, None, "it loads no quantized embedding", "it loads without --quantize-embeddings")
+
     for _, chosen in decisions.kinds:
         if "SGLang" not in chosen.engines:
             return Refusal(None, None, f"it does not support {chosen.name}", "try another scheme")
+
     quantized = [(weight.module, scheme) for weight, scheme in decisions.kinds if not is_head(weight.module)]
+
     # Experts first: what loads them loads all else.
     for module, chosen in sorted(quantized, key=lambda layer: not entry.experts(layer[0])):
         if "SGLang" not in chosen.expert_engines and entry.experts(module):
             hint = "give them another scheme with --scheme-for, or leave them unquantized with --ignore"
             points = " with zero points" if chosen.asymmetric else ""
             return Refusal(None, None, f"it loads no experts in {chosen.name}{points}", hint)
+
         refusal = find_refusal(sglang.refused, chosen, bool(entry.experts(module)))
         if refusal is not None:
             return refusal
+
     if any(entry.rule(module).plain for module, _ in quantized):
-        return Refusal(None, None, f"it builds {_named(sglang.plain)} in bfloat16", "it loads with --ignore for these")
+        return Refusal(
+            None, None, f"it builds {_list_patterns(sglang.plain)} in bfloat16", "it loads with --ignore for these"
+        )
+
     packed = (module for module, chosen in quantized if chosen.format.codes == "weight_packed")
     if any(entry.rule(module).unpacked for module in packed):
-        why = f"it accepts no packed codes for {_named(sglang.unpacked)}"
+        why = f"it accepts no packed codes for {_list_patterns(sglang.unpacked)}"
         return Refusal(None, None, why, "it loads with --ignore for these")
+
     if sglang.head is not None and len(quantized) < len(decisions.kinds):
         return Refusal(None, None, sglang.head, "it loads without --quantize-lm-head")
+
     uneven = any(decision.scheme is None or not is_head(module) for module, decision in decisions.overrides.items())
     if quantized and uneven and scheme.method in sglang.uniform_formats:
         return Refusal(
             None, None, "it finds none of these layers by name", "it loads if all layers have the same scheme"
         )
-    cache_refusal = _refuse_cache_scales(sglang, decisions)
-    if cache_refusal is not None:
-        return cache_refusal
+
+    return _refuse_cache_scales(sglang, decisions) or _refuse_mixture(entry, decisions, quantized)
+
+
+def _refuse_mixture(
+    entry: ModuleRules, decisions: Decisions, quantized: Sequence[tuple[str, Scheme]]
+) -> Refusal | None:
+    """Why SGLang does not load these schemes side by side."""
     # Experts with int32-packed codes check the whole config's format (compressed_tensors_wNa16_moe.py:75-84).
     mixed = len({chosen.settings.get("format") for _, chosen in decisions.kinds}) > 1
     int32_experts = (
@@ -103,9 +122,10 @@ def sglang_refusal(entry: ModuleRules, decisions: Decisions) -> Refusal | None:
     if mixed and any(int32_experts):
         hint = "give the experts --scheme-for nvfp4, or all layers the same scheme"
         return Refusal(None, None, "it loads int32-packed experts only if all layers are int32-packed", hint)
+
     # It takes the block size from the config group of all Linear layers (compressed_tensors.py:272-279).
     blocks = (module for module, chosen in quantized if chosen.name == "block" and not entry.experts(module))
-    if scheme.name != "block" and any(blocks):
+    if decisions.scheme and decisions.scheme.name != "block" and any(blocks):
         return Refusal(None, None, "it loads blocks only if most layers have them", "it loads -w 128 with --scheme-for")
     return None
 
@@ -121,7 +141,7 @@ def _refuse_cache_scales(sglang: SGLangLimits, decisions: Decisions) -> Refusal 
     return Refusal(None, None, sglang.cache, hint)
 
 
-def _named(patterns: tuple[str, ...]) -> str:
+def _list_patterns(patterns: tuple[str, ...]) -> str:
     return ", ".join(f"**{pattern}" for pattern in patterns)
 
 
@@ -220,8 +240,10 @@ def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> 
     """
     if not model.has_head:
         raise PlanError(f"{checkpoint.architecture} has no output head", _NO_HEAD)
+
     if model.head_refused is not None:
         raise PlanError(f"{model.name}: its output head stays unquantized: {model.head_refused}", _NO_HEAD)
+
     if is_tied(checkpoint, model):
         if any(is_head(info.module) for info in checkpoint.tensors.values()):
             raise PlanError(
@@ -229,6 +251,7 @@ def refuse_head(checkpoint: Checkpoint, model: Architecture, scheme: Scheme) -> 
                 "set tie_word_embeddings to false if the head was trained; or leave --quantize-lm-head out",
             )
         raise PlanError("the output head is the embedding, which stays unquantized", _NO_HEAD)
+
     if scheme.method == "fp8":
         raise PlanError(
             "engines load no quantized output head in the fp8 format",
@@ -248,19 +271,23 @@ def refuse_embedding(checkpoint: Checkpoint, model: Architecture, scheme: Scheme
         PlanError: it says why.
     """
     fp8 = scheme.method == "fp8"
+
     if scheme not in MIXED:
         raise PlanError(
             f"no engine loads a quantized embedding beside --scheme {scheme.name} in the {scheme.method} format",
             "use --scheme channel or int8-weights" + (", or --format compressed-tensors" if fp8 else ""),
         )
+
     if model.embedding is None:
         raise PlanError(
             f"{model.name}: its embedding stays unquantized: {VLLM} builds it without a quantization, and no other "
             "engine loads a quantized one",
             _NO_EMBEDDING,
         )
+
     if not any(is_embedding(info.module) for info in checkpoint.tensors.values()):
         raise PlanError("the source has no embed_tokens.weight", _NO_EMBEDDING)
+
     if is_tied(checkpoint, model):
         raise PlanError(f"the embedding is the output head too, and {VLLM} ties no quantized one to it", _NO_EMBEDDING)
 

@@ -25,7 +25,8 @@ from .layout import output_tensors, weights_of_tensor
 from .plan import Plan, ignored_layers
 
 # For a name that does not exist: how many similar names the hint offers, and how similar they must be (difflib).
-_MOST_OFFERED, _LEAST_SIMILARITY = 3, 0.6
+_MOST_OFFERED = 3
+_LEAST_SIMILARITY = 0.6
 
 
 @dataclass(frozen=True)
@@ -155,11 +156,13 @@ def explain_modules(plan: Plan, requested: str) -> tuple[ModuleExplanation, ...]
     """
     name = requested.removesuffix(".weight")
     pattern = compile_pattern(name)
+
     groups: dict[tuple[object, ...], list[_Module]] = {}
     for module in _modules(plan):
         source = module.tensor.source.module if isinstance(module.tensor, Weight) else module.name
         if pattern.fullmatch(module.name) or pattern.fullmatch(source):
             groups.setdefault(_group_key(plan, module), []).append(module)
+
     if not groups and is_head(name) and not any(is_head(module.name) for module in _modules(plan)):
         embeddings = [module.name for module in _modules(plan) if is_embedding(module.name)]
         if embeddings:
@@ -167,8 +170,10 @@ def explain_modules(plan: Plan, requested: str) -> tuple[ModuleExplanation, ...]
                 f"{name} is no module of its own: the output head is the input embedding, which stays unquantized",
                 f"explain {embeddings[0]} instead",
             )
+
     if not groups:
         raise UsageError(f"{requested} is no module of this model, nor does it match one", _hint(plan, requested))
+
     return tuple(_explain(plan, modules) for modules in groups.values())
 
 
@@ -190,16 +195,21 @@ def _group_key(plan: Plan, module: _Module) -> tuple[object, ...]:
 
 def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
     module, tensor, shard = modules[0]
+
     entry = plan.entry
-    rule, shape = entry.rule(module), tensor.tensor.shape if isinstance(tensor, PassthroughTensor) else tensor.shape
+    rule = entry.rule(module)
+    shape = tensor.tensor.shape if isinstance(tensor, PassthroughTensor) else tensor.shape
     decision = Decision(None, tensor.why) if isinstance(tensor, PassthroughTensor) else plan.decisions.of(module)
     source, output = _tensors(tensor, decision.scheme)
+
     ranks = None
     if rule.divided and len(shape) == 2:
         ranks = _ranks(
             plan, (shape[0], shape[1]), rule.split, decision.scheme.format.indivisible if decision.scheme else (1, 1)
         )
+
     engines = _engines(entry, module)
+
     return ModuleExplanation(
         module=module,
         modules=tuple(module.name for module in modules),
@@ -214,7 +224,7 @@ def _explain(plan: Plan, modules: list[_Module]) -> ModuleExplanation:
         experts=entry.experts(module),
         ranks=ranks,
         engines=engines,
-        listed=_listed(plan, {name for names in engines.values() for name in names}),
+        listed=_find_listed(plan, {name for names in engines.values() for name in names}),
     )
 
 
@@ -227,7 +237,8 @@ def _why(plan: Plan, module: str, why: str) -> str:
 
 def _rule(plan: Plan, tensor: Weight | PassthroughTensor, why: str) -> Rule | None:
     """The field of the entry that decides about a module, found in the order of sort.py."""
-    model, module = plan.model, (tensor.source if isinstance(tensor, Weight) else tensor.tensor).module
+    model = plan.model
+    module = (tensor.source if isinstance(tensor, Weight) else tensor.tensor).module
     if why == FEW_AXES:
         return None
     if why == MTP_LAYER:
@@ -279,11 +290,10 @@ def _engines(entry: ModuleRules, module: str) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _listed(plan: Plan, names: set[str]) -> str | None:
+def _find_listed(plan: Plan, names: set[str]) -> str | None:
     if plan.scheme is None:
         return None
-    by_experts = plan.scheme.method == "fp8"
-    return Ignored(plan.scheme.ignored_keys[0], ignored_layers(plan), by_experts).find(sorted(names))
+    return Ignored(plan.scheme.ignored_keys[0], ignored_layers(plan), plan.scheme.method == "fp8").find(sorted(names))
 
 
 def _hint(plan: Plan, requested: str) -> str:
@@ -293,14 +303,18 @@ def _hint(plan: Plan, requested: str) -> str:
     for module in _modules(plan):
         families.setdefault(template(module.name), module.name)
         names.add(module.name)
+
     requested = requested.removesuffix(".weight")
     if "*" not in requested and any(name.endswith(f".{requested}") for name in families):
         return f"** is any part of a name: '**.{requested}'"
+
     offered = []
     for family in difflib.get_close_matches(template(requested), families, _MOST_OFFERED, _LEAST_SIMILARITY):
         numbers = iter([part for part in requested.split(".") if part.isdecimal()])
         name = ".".join(next(numbers, part) if part == "*" else part for part in family.split("."))
         offered.append(name if name in names else families[family])
+
     if offered:
         return f"nearest is {' or '.join(offered)}; compress --dry-run lists all"
+
     return "modules are named like tensors, without .weight; ** is any part; compress --dry-run -v lists them"

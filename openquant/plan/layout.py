@@ -1,5 +1,4 @@
-"""Where every output tensor goes: the shards, their headers and offsets, the jobs that fill them, and the printed
-lines.
+"""Where every output tensor goes: shards, their headers and offsets, the jobs that fill them; and the printed lines.
 
     plan.layout.shards                                       # names and sizes
     plan.layout.lay_out("model-00001-of-00005.safetensors").jobs
@@ -240,7 +239,8 @@ def stored_as(weight: Weight, scheme: Scheme) -> Format:
     Returns:
         The scheme's format, with float16 scales in that case.
     """
-    form, scale = scheme.format, weight.scale
+    form = scheme.format
+    scale = weight.scale
     if form.scale.dtype == "BF16" and scale is not None and scale.dtype == "F16" and weight.is_stored_as(form):
         return replace(form, scale=replace(form.scale, dtype="F16"))
     return form
@@ -307,22 +307,28 @@ class Layout:
         Returns:
             File names of the source's shards.
         """
-        decisions, where = self.decisions, self.where
+        decisions = self.decisions
+        where = self.where
+
         sources = {shard}
         for item in decisions.items[shard]:
             if isinstance(item, PassthroughTensor) and item.weight:
                 sources |= {where[part.name].shard for part in item.weight.parts}
             elif isinstance(item, PassthroughTensor) and isinstance(item.value, TensorInfo):
                 sources.add(where[item.value.name].shard)
+
             for weight in weights_of_tensor(item):
-                scale, scheme = _input_scale(weight, decisions), decisions.of(weight.module).scheme
+                scale = _input_scale(weight, decisions)
+                scheme = decisions.of(weight.module).scheme
                 if scale is not None:
                     sources.add(where[scale.name].shard)
+
                 shared = (
                     decisions.fused.get(weight.module, ()) if scheme is not None and scheme.format.shares_scale else ()
                 )
                 for member in (weight, *(decisions.layers[module] for module in shared)):
                     sources |= {where[part.name].shard for part in member.parts or (member.source,)}
+
         return sources
 
     def consumed(self, shard: str) -> int:
@@ -382,90 +388,111 @@ class Layout:
 def _jobs(
     item: Item, decisions: Decisions, where: Mapping[str, Location], targets: dict[str, int], done: set[str]
 ) -> Iterator[Job]:
-    """Make the jobs for a tensor.
-
-    Args:
-        item: the tensor.
-        decisions: what becomes of each tensor: its scheme, or that it is copied or decoded.
-        where: shard and offset of each tensor of the source, by name.
-        targets: position of each tensor in the output shard, by name.
-        done: modules that an earlier job writes, since they are fused with its weight; modules of these jobs are added.
-    """
+    """Make the jobs for a tensor. `done`: modules that an earlier job writes; those that these jobs write are added."""
     if isinstance(item, PassthroughTensor):
-        target = targets[item.tensor.name]
-        if isinstance(item.value, TensorInfo):
-            location, info = where[item.value.name], item.value
-            yield CopyScale(info.name, location.shard, location.offset, info.nbytes, info.dtype, target)
-            return
-        if item.value is not None:
-            yield PutBytes(item.tensor.name, struct.pack("<f", item.value), target)
-            return
-        if isinstance(item.smoothed, bytes):
-            yield PutBytes(item.tensor.name, item.smoothed, target, item.tensor.nbytes)
-            return
-        if item.smoothed is not None:
-            yield TransformWeight(item.smoothed, target)
-            return
-        location, info = where[item.tensor.name], item.tensor
-        if item.weight is None:
-            yield CopyBytes(info.name, location.shard, location.offset, info.nbytes, target, info.dtype)
-            return
+        yield from _passthrough_jobs(item, where, targets[item.tensor.name])
+
+    for weight in weights_of_tensor(item):
+        scheme = decisions.of(weight.module).scheme
+        if scheme is None:
+            yield _unquantized_job(weight, where, targets[f"{weight.module}.weight"])
+            continue
+
+        if f"{weight.module}.{scheme.format.codes}" in (decisions.rounded or {}):
+            yield from _rounded_jobs(weight, scheme, decisions, targets)
+        elif weight.module not in done:
+            encode = _encode_job(weight, scheme, decisions, where, targets)
+            done.update(piece.weight.module for piece in encode.pieces)
+            yield encode
+
+        yield from _input_scale_jobs(weight, scheme, decisions, where, targets)
+        for info, data in scheme.format.constant_tensors(weight.module, weight.shape):
+            yield PutBytes(info.name, data, targets[info.name])
+
+
+def _passthrough_jobs(item: PassthroughTensor, where: Mapping[str, Location], target: int) -> Iterator[Job]:
+    """The jobs for a tensor that is not quantized."""
+    info = item.tensor
+    if isinstance(item.value, TensorInfo):
+        yield _scale_job(item.value, where, target)
+    elif item.value is not None:
+        yield PutBytes(info.name, struct.pack("<f", item.value), target)
+    elif isinstance(item.smoothed, bytes):
+        yield PutBytes(info.name, item.smoothed, target, info.nbytes)
+    elif item.smoothed is not None:
+        yield TransformWeight(item.smoothed, target)
+    elif item.weight is None:
+        location = where[info.name]
+        yield CopyBytes(info.name, location.shard, location.offset, info.nbytes, target, info.dtype)
+    else:
         for number, matrix in enumerate(item.weight.matrices):
             size = TensorInfo("", info.dtype, matrix.shape).nbytes
             yield Decode(matrix, target + number * size)
-    rounded = decisions.rounded or {}
-    for weight in weights_of_tensor(item):
-        scheme, name = decisions.of(weight.module).scheme, f"{weight.module}.weight"
-        if scheme is None and weight.format is None and weight.smoothed:
-            yield TransformWeight(weight, targets[name])
-        elif scheme is None and weight.format is None and weight.expert < 0:
-            location = where[name]
-            yield CopyBytes(name, location.shard, location.offset, weight.nbytes, targets[name], weight.source.dtype)
-        elif scheme is None:
-            job_type = Unstack if weight.format is None else Decode
-            yield job_type(weight, targets[name])
-        elif f"{weight.module}.{scheme.format.codes}" in rounded:
-            stored = weight.stored_nbytes
-            for info in output_tensors(weight, scheme):
-                if file := rounded.get(info.name):
-                    yield CopyRounded(info.name, file.path, file.offset, info.nbytes, targets[info.name], stored)
-                    stored = 0
-        elif weight.module not in done:
-            fused = [decisions.layers[module] for module in decisions.fused.get(weight.module, (weight.module,))]
-            in_shard = [
-                member for member in fused if where[member.source.name].shard == where[weight.source.name].shard
-            ]
-            done.update(member.module for member in in_shard)
-            pieces = (
-                WeightPlace(
-                    member,
-                    targets[f"{member.module}.{scheme.format.codes}"],
-                    targets[f"{member.module}.{scheme.format.scale.name}"],
-                    member.is_stored_as(scheme.format),
-                    targets[scheme.format.shared_scale_name(member.module)] if scheme.format.shares_scale else None,
-                    targets[f"{member.module}.{scheme.format.zero_point}"] if scheme.format.zero_point else None,
-                )
-                for member in in_shard
-            )
-            yield Encode(scheme, tuple(pieces), tuple(fused) if scheme.format.shares_scale else (), decisions.keeps)
-        scale = _input_scale(weight, decisions)
-        name = f"{weight.module}.{scheme.format.input_scale}" if scheme else ""
-        if scale is not None:
-            location, dynamic = where[scale.name], None if weight.format is None else weight.format.input_global_scale
-            yield CopyScale(
-                scale.name,
-                location.shard,
-                location.offset,
-                scale.nbytes,
-                scale.dtype,
-                targets[name],
-                inverse=dynamic is not None and not dynamic.divides,
-            )
-        elif scheme is not None and name in targets:
-            absmax = decisions.input_absmax.get(weight.module)
-            yield PutBytes(name, struct.pack("<f", scheme.input_scale(absmax)), targets[name])
-        for info, data in scheme.format.constant_tensors(weight.module, weight.shape) if scheme else ():
-            yield PutBytes(info.name, data, targets[info.name])
+
+
+def _unquantized_job(weight: Weight, where: Mapping[str, Location], target: int) -> Job:
+    """The job for a layer's weight that is not quantized."""
+    if weight.format is not None:
+        return Decode(weight, target)
+    if weight.smoothed:
+        return TransformWeight(weight, target)
+    if weight.expert >= 0:
+        return Unstack(weight, target)
+
+    name = f"{weight.module}.weight"
+    location = where[name]
+    return CopyBytes(name, location.shard, location.offset, weight.nbytes, target, weight.source.dtype)
+
+
+def _rounded_jobs(weight: Weight, scheme: Scheme, decisions: Decisions, targets: dict[str, int]) -> Iterator[Job]:
+    """Copies of the codes and scales that GPTQ wrote; the first one counts for all bytes of the source."""
+    stored = weight.stored_nbytes
+    for info in output_tensors(weight, scheme):
+        if file := (decisions.rounded or {}).get(info.name):
+            yield CopyRounded(info.name, file.path, file.offset, info.nbytes, targets[info.name], stored)
+            stored = 0
+
+
+def _encode_job(
+    weight: Weight, scheme: Scheme, decisions: Decisions, where: Mapping[str, Location], targets: dict[str, int]
+) -> Encode:
+    """The job that quantizes a weight, and those fused with it that lie in its shard."""
+    fmt = scheme.format
+    fused = [decisions.layers[module] for module in decisions.fused.get(weight.module, (weight.module,))]
+    shard = where[weight.source.name].shard
+    pieces = (
+        WeightPlace(
+            member,
+            targets[f"{member.module}.{fmt.codes}"],
+            targets[f"{member.module}.{fmt.scale.name}"],
+            member.is_stored_as(fmt),
+            targets[fmt.shared_scale_name(member.module)] if fmt.shares_scale else None,
+            targets[f"{member.module}.{fmt.zero_point}"] if fmt.zero_point else None,
+        )
+        for member in fused
+        if where[member.source.name].shard == shard
+    )
+    return Encode(scheme, tuple(pieces), tuple(fused) if fmt.shares_scale else (), decisions.keeps)
+
+
+def _input_scale_jobs(
+    weight: Weight, scheme: Scheme, decisions: Decisions, where: Mapping[str, Location], targets: dict[str, int]
+) -> Iterator[Job]:
+    """The job for the static scale of a layer's inputs: the source's, or one from a calibration."""
+    name = f"{weight.module}.{scheme.format.input_scale}"
+    scale = _input_scale(weight, decisions)
+    if scale is not None:
+        dynamic = None if weight.format is None else weight.format.input_global_scale
+        yield _scale_job(scale, where, targets[name], inverse=dynamic is not None and not dynamic.divides)
+    elif name in targets:
+        absmax = decisions.input_absmax.get(weight.module)
+        yield PutBytes(name, struct.pack("<f", scheme.input_scale(absmax)), targets[name])
+
+
+def _scale_job(scale: TensorInfo, where: Mapping[str, Location], target: int, inverse: bool = False) -> CopyScale:
+    """The job that copies a scale of the source."""
+    location = where[scale.name]
+    return CopyScale(scale.name, location.shard, location.offset, scale.nbytes, scale.dtype, target, inverse)
 
 
 def _input_scale(weight: Weight, decisions: Decisions) -> TensorInfo | None:
@@ -554,28 +581,36 @@ def plan_lines(decisions: Decisions) -> tuple[PlanLine, ...]:
     """
     groups: dict[_Kind, _Group] = {}
     kind: _Kind
-    for layer, (scheme, why) in decisions.decided():
+
+    for layer, (scheme, why) in decisions.iter_decisions():
         stored = layer.format is not None
         if scheme is not None and why:
             why = f"{scheme.name}: {why}"
         dtype = layer.codes.dtype if stored else layer.source.dtype
         kind = layer.name_template, dtype, layer.shape, scheme is not None, why
+
         group = groups.get(kind)
         if group is None:
             after = sum(info.nbytes for info in output_tensors(layer, scheme))
             group = groups[kind] = _Group(scheme, stored and scheme is None, 0 if stored else layer.nbytes, after, [])
         group.names.append(layer.module)
         group.stored += layer.stored_nbytes if stored else 0
+
     for kept in sorted(decisions.passthrough, key=lambda kept: kept.small):
-        tensor, weight = kept.tensor, kept.weight
+        tensor = kept.tensor
+        weight = kept.weight
         kind = kept.name_template, weight.codes.dtype if weight else tensor.dtype, tensor.shape, False, kept.why
+
         group = groups.get(kind)
         if group is None:
             group = groups[kind] = _Group(None, weight is not None, 0, tensor.nbytes, [])
         group.names.append(tensor.name if kept.small else tensor.module)
         group.stored += passthrough_source_bytes(kept)
+
     lines = []
     for (_, _, shape, _, why), group in groups.items():
-        before, after = group.stored + len(group.names) * group.before, len(group.names) * group.after
+        before = group.stored + len(group.names) * group.before
+        after = len(group.names) * group.after
         lines.append(PlanLine(tuple(group.names), shape, group.scheme, group.decoded, why, before, after))
+
     return tuple(lines)

@@ -49,6 +49,7 @@ def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
         f"{name} is taken in: {INDEX_FILE} does not name it, so vLLM does not load these MTP layers; the output's does"
         for name in checkpoint.unindexed
     ]
+
     beside = [name for name in checkpoint.left_out if fnmatchcase(name, "*.safetensors") and "/" not in name]
     notes = added + [
         f"{checkpoint.with_cost(SINGLE_FILE)} is left out: it lies beside {INDEX_FILE}, and transformers loads it in "
@@ -58,11 +59,13 @@ def source_notes(checkpoint: Checkpoint, model: Architecture) -> list[str]:
         for name in beside
         if checkpoint.indexed and not name.startswith(("adapter", "consolidated"))
     ]
+
     if is_tied(checkpoint, model) and any(is_head(info.module) for info in checkpoint.tensors.values()):
         notes.append(
             "the source has an output head, and config.json ties it to the embedding: vLLM computes with the head, "
             "SGLang with the embedding; if the head was trained, set tie_word_embeddings to false"
         )
+
     return notes
 
 
@@ -120,6 +123,7 @@ def output_notes(
         Sentences for the user.
     """
     notes = [*engine_notes(entry, decisions), *mlx_notes(entry.model, decisions.schemes)]
+
     if options.fp8_kv_cache:
         notes += serving_notes(entry.model, decisions)
     elif weights and (find_quantization(checkpoint.config) or {}).get("kv_cache_scheme"):
@@ -127,18 +131,22 @@ def output_notes(
             "kv_cache_scheme is left out, but its scales are kept: serve with --kv-cache-dtype fp8 to use them, or "
             "give --kv-cache fp8 here so that engines do by default"
         )
+
     notes += [*left_behind(checkpoint, weights), *_requantized_notes(decisions)]
     notes += [*_pooling_notes(checkpoint, decisions), *_head_notes(decisions, options)]
+
     several = len({scheme.name for scheme in decisions.schemes}) > 1
     notes += dict.fromkeys(
         f"{scheme.name}: {note}" if several else note for scheme in decisions.schemes for note in scheme.notes
     )
+
     if options.calibration is not None and decisions.input_absmax:
         notes.append(
             f"static activation scales are twice those of a calibration with {options.calibration.described}: headroom "
             "costs nothing, and larger activations are clamped"
         )
         notes += unrouted_note(options.calibration, entry, decisions.input_absmax, decisions.layers)
+
     notes += options.transforms.notes if options.transforms else ()
     notes += gptq_notes(decisions, entry, options.gptq) if options.gptq else ()
     return notes
@@ -200,7 +208,9 @@ def _requantized_notes(decisions: Decisions) -> list[str]:
             act_order += 1
         elif form.zero_point is not None and not scheme.asymmetric and scheme.group_size is not None:
             zero_points += 1
+
     notes = []
+
     if divided:
         notes.append(
             f"{divided} layers are in MXFP4: their codes stay and no weight changes, but where the largest scale of "
@@ -210,4 +220,5 @@ def _requantized_notes(decisions: Decisions) -> list[str]:
         notes.append(f"{zero_points} layers have zero points and are quantized again; --asymmetric keeps their codes")
     if act_order:
         notes.append(f"{act_order} layers have act-order (g_idx) and are quantized again")
+
     return notes

@@ -6,10 +6,8 @@ All decisions are made here, and no tensor is read for them. `--dry-run` prints 
 conversion carries it out (layout.py), the output's config.json says it, and a resumed run continues it.
 
 Three plans choose no scheme: `make_plain_plan` dequantizes, `make_unchanged_plan` copies all weights and adds the
-scales
-
-of an FP8 KV cache (--scheme none), and `make_kept_plan` keeps codes and scales of a quantized source, and writes them
-as compressed-tensors (--scheme keep).
+scales of an FP8 KV cache (--scheme none), and `make_kept_plan` keeps codes and scales of a quantized source, and writes
+them as compressed-tensors (--scheme keep).
 
     make_plain_plan(open_checkpoint(Path("DeepSeek-V3"))).quantization_config     # {}
     make_kept_plan(open_checkpoint(Path("Qwen3-8B-NVFP4")), PlanOptions()).quantization_config["quant_method"]
@@ -20,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -172,7 +170,9 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """A SHA-256 hash that guards a resumed run: equal for the same source, options, version and entry only."""
-        options, decisions = self.options, self.decisions
+        options = self.options
+        decisions = self.decisions
+
         added_scales = [repr(kept) for kept in decisions.passthrough if kept.value is not None]
         facts = [
             __version__,
@@ -192,6 +192,7 @@ class Plan:
             *([["keep"]] if decisions.keeps else []),
             *([added_scales] if says_fp8_cache(self.quantization_config) else []),
         ]
+
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -238,15 +239,13 @@ def make_plan(
     # Open: quantized weights of the source appear as the bfloat16 tensors that they decode to.
     decoded, weights = decoded_view(checkpoint)
     check_options(options)
-    if options.head:
-        refuse_head(decoded, model, scheme)
-        model = model.with_head()
-    if options.embedding:
-        refuse_embedding(decoded, model, scheme)
-        model = model.with_embedding()
+    model = _add_tables(model, decoded, scheme, options)
+
     has_input_scales = stored or any(weight.input_scale_for(scheme.format) for weight in weights.values())
     options = expect_calibration(options, decoded.tensors, required=scheme.format.static and not has_input_scales)
-    entry, config = ModuleRules(model), text_config(decoded, model)
+
+    entry = ModuleRules(model)
+    config = text_config(decoded, model)
     check_layer_count(config)
 
     # Sort. A source that is in the scheme already keeps its choice of layers, whatever the registry says, except for
@@ -260,6 +259,7 @@ def make_plan(
         require_widths(options.calibration, layers.values())
     if options.transforms is not None:
         apply_transforms(items, layers, options.transforms)
+
     cache_notes: list[str] = []
     if options.fp8_kv_cache:
         attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
@@ -268,31 +268,12 @@ def make_plan(
         refuse_size(entry, layers, config, options.tp)
 
     # Decide.
-    fused = entry.fused_groups(layers)
-    input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
-    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps is not None)
-    if stored:
-        requested = schemes_of_output(stored, layers)
-    elif keeps is not None:
-        requested = schemes_of_source(keeps, scheme, layers)
-    else:
-        requested = requested_schemes(scheme, options, layers, decisions.passthrough)
-    asked = not stored and keeps is None
-    unquantized = {module for module, layer in layers.items() if asked and in_scheme and layer.format is None}
-    find_scale_problem = scale_problem_finder(scheme.format, options.calibration, input_absmax, not asked)
-    find_problem = problem_finder(entry, layers, fused, config, options.tp, find_scale_problem)
-    overrides, scheme_notes = assign_schemes(
-        entry, scheme, layers, find_problem, fused, requested, unquantized, options.tp
+    decisions, scheme_notes = _assign_layers(
+        entry, scheme, schemes, options, items, layers, config, stored, keeps, keeps_choice=in_scheme
     )
-    decisions = replace(decisions, overrides=overrides)
-    if keeps is not None:
-        refuse_changes(decisions, keeps)
-    refuse_experts(entry, decisions)
-    refuse_embedding_schemes(decisions)
-    refuse_nameless(entry, decisions)
 
     # Describe.
-    formats = ((layer, chosen.scheme.format if chosen.scheme else None) for layer, chosen in decisions.decided())
+    formats = ((layer, chosen.scheme.format if chosen.scheme else None) for layer, chosen in decisions.iter_decisions())
     parallel = check_parallel_sizes(decoded, entry, formats, options.tp)
     about_source = _notes_on_source(checkpoint, decoded, entry)
     notes = [
@@ -319,6 +300,58 @@ def _notes_on_source(checkpoint: Checkpoint, decoded: Checkpoint, entry: ModuleR
         *completeness_notes(entry, tensors, decoded.config, text_config(decoded, entry.model)),
         *token_misfits(checkpoint.root, entry, tensors),
     )
+
+
+def _add_tables(model: Architecture, decoded: Checkpoint, scheme: Scheme, options: PlanOptions) -> Architecture:
+    """The entry with the output head and the embedding among the quantized layers, where the options ask for them."""
+    if options.head:
+        refuse_head(decoded, model, scheme)
+        model = model.with_head()
+    if options.embedding:
+        refuse_embedding(decoded, model, scheme)
+        model = model.with_embedding()
+    return model
+
+
+def _assign_layers(
+    entry: ModuleRules,
+    scheme: Scheme,
+    schemes: Sequence[Scheme],
+    options: PlanOptions,
+    items: dict[str, list[Item]],
+    layers: dict[str, Weight],
+    config: dict[str, Any],
+    stored: StoredLayout | None,
+    keeps: Mapping[Format, Scheme] | None,
+    keeps_choice: bool,
+) -> tuple[Decisions, list[str]]:
+    """Decide the scheme of each layer, and refuse what no engine loads; with notes."""
+    fused = entry.fused_groups(layers)
+    input_absmax = find_input_absmax(schemes, options.calibration, entry, layers, fused)
+    decisions = Decisions(scheme, items, layers, fused, input_absmax=input_absmax, keeps=keeps is not None)
+
+    if stored:
+        requested = schemes_of_output(stored, layers)
+    elif keeps is not None:
+        requested = schemes_of_source(keeps, scheme, layers)
+    else:
+        requested = requested_schemes(scheme, options, layers, decisions.passthrough)
+
+    asked = not stored and keeps is None
+    unquantized = {module for module, layer in layers.items() if asked and keeps_choice and layer.format is None}
+    find_scale_problem = scale_problem_finder(scheme.format, options.calibration, input_absmax, not asked)
+    find_problem = problem_finder(entry, layers, fused, config, options.tp, find_scale_problem)
+    overrides, scheme_notes = assign_schemes(
+        entry, scheme, layers, find_problem, fused, requested, unquantized, options.tp
+    )
+    decisions = replace(decisions, overrides=overrides)
+
+    if keeps is not None:
+        refuse_changes(decisions, keeps)
+    refuse_experts(entry, decisions)
+    refuse_embedding_schemes(decisions)
+    refuse_nameless(entry, decisions)
+    return decisions, scheme_notes
 
 
 _COMPRESSED_TENSORS = "compressed-tensors"
@@ -377,11 +410,14 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         PlanError: nothing is quantized, or in an unknown way.
     """
     decoded, weights = decoded_view(checkpoint)
+
     # A source with scales of an FP8 KV cache alone counts as quantized.
     if not weights and decoded.config == checkpoint.config:
         raise PlanError(f"nothing in {checkpoint.root} is quantized", "there is nothing to dequantize")
     decoded = without_cache_scales(decoded)
+
     items: dict[str, list[Item]] = {shard: [] for shard in decoded.shards}
+
     for info in decoded.tensors.values():
         weight = weights.get(info.name)
         if len(info.shape) < 2:
@@ -389,6 +425,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
         else:
             kept = PassthroughTensor(info, template(info.module), "" if weight else "not quantized", weight)
         items[decoded.where[info.name].shard].append(kept)
+
     entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
     about_source = _notes_on_source(checkpoint, decoded, entry)
     notes = (*about_source, *left_behind(checkpoint, weights.values()))
@@ -425,23 +462,30 @@ def make_unchanged_plan(
     check_options(options)
     model = find_architecture(checkpoint, architecture)
     decoded, weights = decoded_view(checkpoint)
+
     if weights:
         raise PlanError(
             f"{len(weights)} weights of {checkpoint.root} are quantized, and {_WHY} writes unquantized ones",
             "give --kv-cache fp8 with the scheme that they have, which keeps their codes, or dequantize it first",
         )
-    entry, config = ModuleRules(model), text_config(decoded, model)
+
+    entry = ModuleRules(model)
+    config = text_config(decoded, model)
     sorted_items, layers = sort_tensors(decoded, {}, entry, lambda _: True, in_scheme=False)
+
     options = expect_calibration(options, decoded.tensors, required=False)
     if options.calibration is not None:
         require_widths(options.calibration, layers.values())
     items: dict[str, list[Item]] = {
         shard: [_passthrough(item) for item in shard_items] for shard, shard_items in sorted_items.items()
     }
+
     attentions = find_cached_attentions((info.module for info in decoded.tensors.values()), entry, config)
     cache_notes = add_scales(items, decoded, attentions, options.calibration)
+
     if options.tp is not None:
         refuse_size(entry, layers, config, options.tp)
+
     decisions = Decisions(None, items)
     about_source = _notes_on_source(checkpoint, decoded, entry)
     notes = (
@@ -490,13 +534,17 @@ def make_kept_plan(
         UsageError: the source quantizes activations or the KV cache in an unknown way.
     """
     decoded, weights = decoded_view(checkpoint)
+
     if not weights:
         raise PlanError(f"nothing in {checkpoint.root} is quantized", "choose a scheme to quantize it with")
+
     quantization = read_quantization(with_tool_config(checkpoint.config, checkpoint.root))
     keeps = _find_schemes(weights.values(), quantization)
     counts = Counter(keeps[weight.format] for weight in weights.values() if weight.format is not None)
     scheme = counts.most_common(1)[0][0]
+
     notes = []
+
     if not options.fp8_kv_cache and says_fp8_cache(quantization.settings):
         model = find_architecture(checkpoint, architecture)
         modules = (info.module for info in decoded.tensors.values())
@@ -505,27 +553,20 @@ def make_kept_plan(
             options = replace(options, fp8_kv_cache=True)
         except PlanError as error:
             notes.append(f"the FP8 KV cache of the source is not in the output's config: {error.message}")
+
     options = replace(options, head=any(is_head(weight.module) for weight in weights.values()))
     if any(fmt.global_scale is not None and not fmt.global_scale.divides for fmt in keeps):
         notes.append(
             "global scales are one over those of the source, rounded to float32 (by 6e-8 of them at most); codes and "
             "scales of groups are the source's bytes"
         )
+
     plan = make_plan(checkpoint, scheme, options, identity, architecture, keeps=keeps)
     return replace(plan, notes=(*plan.notes, *notes))
 
 
 def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict[Format, Scheme]:
-    """Find the scheme that stores the codes and scales of each weight.
-
-    Returns:
-        The scheme of each format of the weights. Of stacks of experts that are stored transposed both orientations of
-        the format are there.
-
-    Raises:
-        PlanError: there is none for a weight, which the message names; or it has no static activation scale.
-        UsageError: activations are quantized in an unknown way.
-    """
+    """Find the scheme that stores the codes and scales of each weight, by format; of stacks, also the transposed."""
     schemes: dict[Format, Scheme] = {}
     for weight in weights:
         fmt = weight.format
@@ -535,7 +576,7 @@ def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict
         scheme = next((one for one in KEPT_SCHEMES if _keeps(one, weight, {fmt, turned}, inputs)), None)
         if scheme is None:
             name = weight.codes.name
-            raise PlanError(f"compressed-tensors has no layout for {name}: {_described(weight, inputs)}", _OTHERS)
+            raise PlanError(f"compressed-tensors has no layout for {name}: {_describe_stored(weight, inputs)}", _OTHERS)
         if scheme.format.input_scale is not None and (problem := why_no_input_scale(weight, scheme.format)):
             raise PlanError(f"{weight.module} has static activations: {problem}", _OTHERS)
         schemes |= {fmt: scheme, turned: scheme}
@@ -544,7 +585,8 @@ def _find_schemes(weights: Iterable[Weight], quantization: Quantization) -> dict
 
 def _keeps(scheme: Scheme, weight: Weight, formats: set[Format], inputs: ActivationQuantization | None) -> bool:
     """Return whether a scheme stores a weight's codes and scales as they are, and its activations alike."""
-    own, scale = scheme.format, weight.scale
+    own = scheme.format
+    scale = weight.scale
     activations = read_activation_quantization(scheme.group["input_activations"])
     return (
         weight.rank_rows is None
@@ -562,9 +604,10 @@ def _alike(inputs: ActivationQuantization | None) -> tuple[object, ...] | None:
     return None if inputs is None else (inputs.number, inputs.static, inputs.has_global_scale)
 
 
-def _described(weight: Weight, inputs: ActivationQuantization | None) -> str:
+def _describe_stored(weight: Weight, inputs: ActivationQuantization | None) -> str:
     """Say how a weight is stored: "FP8 with one scale per 64x64 block, F32 scales, FP8 activations"."""
-    fmt, scale = weight.format, weight.scale
+    fmt = weight.format
+    scale = weight.scale
     assert fmt is not None
     order = ", inputs in any order (act-order)" if fmt.columns and fmt.columns.act_order else ""
     ranks = ", stored per tensor-parallel rank" if weight.rank_rows is not None else ""

@@ -1,5 +1,4 @@
-"""The memory that GPUs need to serve a plan's source and its output, or a checkpoint without a plan: weights and KV
-cache.
+"""The memory that GPUs need to serve a plan's source and output, or a checkpoint: weights and KV cache.
 
 How much a layer caches for a token follows from its projections' shapes. Which layers have sliding windows, and what
 ranks divide, follows from config.json and the registry. What neither says is not guessed: then token counts are None,
@@ -41,7 +40,10 @@ OVERHEAD = 2 * 10**9
 FEWEST_TOKENS = 8192
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Config keys.
-LAYERS, TYPES, SHARED, LENGTH = ("num_hidden_layers", "layer_types", "num_kv_shared_layers", "max_position_embeddings")
+LAYERS = "num_hidden_layers"
+TYPES = "layer_types"
+SHARED = "num_kv_shared_layers"
+LENGTH = "max_position_embeddings"
 WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
@@ -164,7 +166,8 @@ class SequenceMemory:
             fp8: whether the cache is FP8 rather than bfloat16.
             gpus: number of tensor-parallel ranks; 1 if the heads of some layers are not known.
         """
-        low, high = 0, self.length or room
+        low = 0
+        high = self.length or room
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.sequence(middle, fp8, gpus) <= room else (low, middle - 1)
@@ -291,9 +294,11 @@ def estimate_serving(
     """
     weights = loaded_weights(lines, entry, output)
     try:
-        cache, unknown = find_cache(lines, entry, config), None
+        cache = find_cache(lines, entry, config)
+        unknown = None
     except UnknownCache as problem:
-        cache, unknown = None, str(problem)
+        cache = None
+        unknown = str(problem)
     allowed = [size.size for size in parallel if size.problem is None and size.size in GPUS]
     fits = tuple(_fit(gpu_gb, weights, cache, allowed) for gpu_gb in GPU_GB)
     return Serving(weights.divided + weights.copied, cache, unknown, fits)
@@ -353,9 +358,12 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
     layer_pattern = compile_pattern(f"{model.layers}.**")
     cached = [(compile_pattern(absolute_patterns(model, [kind.pattern])[0]), kind) for kind in model.cached]
     states = [(compile_pattern(absolute_patterns(model, [kind.pattern])[0]), kind) for kind in model.states]
+
     # For each layer and each kind of cached projections in it, the cached rows of each projection.
     row_counts: dict[tuple[int, CachedRows], list[int]] = {}
+
     state = 0
+
     for line in (line for line in lines if line.why != MTP_LAYER and len(line.shape) > 1):
         first = line.names[0]
         for pattern, cached_rows in cached:
@@ -367,12 +375,16 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
         for pattern, kind in states:
             if pattern.fullmatch(first):
                 state += len(line.names) * _state_bytes(line, kind, config)
+
     if not row_counts and not state:
         raise UnknownCache(f"what {model.name} caches for a token")
+
     windows = _windows(entry, config)
     if model.rest and _count(config, LAYERS) != len({layer for layer, _ in row_counts}):
         raise UnknownCache("what some of its layers cache for a token")
+
     with_cache = layers_with_cache(config)
+
     times: Counter[CachedLayers] = Counter()
     for (layer, cached_rows), counts in row_counts.items():
         if with_cache is None or layer < with_cache:
@@ -383,10 +395,12 @@ def find_cache(lines: Iterable[PlanLine], entry: ModuleRules, config: Mapping[st
                 times[replace(memory, window=_window(config, cached_rows.later_window))] += passes - 1
             else:
                 times[memory] += passes
+
     layers = (
         CachedLayers(memory.bf16 * count, memory.fp8 * count, memory.window, memory.heads)
         for memory, count in times.items()
     )
+
     return SequenceMemory(tuple(layers), state, _count(config, LENGTH))
 
 
@@ -424,8 +438,7 @@ def _cached_rows(line: PlanLine, cached: CachedRows, entry: ModuleRules, config:
         return [line.shape[0] // cached.equal_parts] * 2
     if split is None or not split.parts:
         return [line.shape[0]]
-    shape = (line.shape[0], line.shape[1])
-    counts = [rows for rows, _ in fused_parts(shape, split, dict(config))[-2:]]
+    counts = [rows for rows, _ in fused_parts((line.shape[0], line.shape[1]), split, dict(config))[-2:]]
     if not all(counts):
         raise UnknownCache(f"what {line.names[0]} holds: config.json does not count its heads")
     return counts
@@ -469,11 +482,7 @@ def _state_bytes(line: PlanLine, kind: RecurrentState, config: Mapping[str, Any]
 
 
 def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], int | None]:
-    """Return a function from a layer's number to its sliding window in tokens; None for full attention.
-
-    Raises:
-        UnknownCache: config.json says that there are windows, but not in which layers.
-    """
+    """Return a function from a layer's number to its sliding window in tokens; None for full attention."""
     rule = entry.model.windows
     types = config.get(TYPES)
     if isinstance(types, list):
@@ -489,7 +498,9 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
         if rule.enabled_by and not config.get(rule.enabled_by):
             return lambda _: None
         raise UnknownCache("which layers have a window: config.json has no layer_types")
-    size, flags, every = _window(config, rule.size), config.get(rule.flags or ""), rule.every
+    size = _window(config, rule.size)
+    flags = config.get(rule.flags or "")
+    every = rule.every
     if isinstance(flags, list) and flags:
         return lambda layer: size if layer < len(flags) and flags[layer] else None
     period = config.get(rule.key or "")
@@ -499,7 +510,8 @@ def _windows(entry: ModuleRules, config: Mapping[str, Any]) -> Callable[[int], i
         every = _count(config, rule.key)
     if not every:
         return lambda _: size
-    return lambda layer: None if (layer if rule.first else layer + 1) % every == 0 else size
+    unlimited = 0 if rule.first else every - 1
+    return lambda layer: None if layer % every == unlimited else size
 
 
 def _window(config: Mapping[str, Any], key: str) -> int:
@@ -526,16 +538,23 @@ def stored_serving(checkpoint: Checkpoint) -> Serving:
     entry = ModuleRules(known_architecture(checkpoint) or replace(GENERIC, name=checkpoint.architecture))
     config = text_config(decoded, entry.model)
     is_mtp_layer = mtp_layer_finder(entry.model, config)
+
     items: list[Item] = []
     layers: list[tuple[Weight, Format | None]] = []
+
     for info in decoded.tensors.values():
-        rule, weight = entry.rule(info.module), weights.get(info.name)
+        rule = entry.rule(info.module)
+        weight = weights.get(info.name)
+
         in_mtp_layer = is_mtp_layer(info.module) or rule.keep == MTP_LAYER
-        small = len(info.shape) < 2
-        why = FEW_AXES if small else MTP_LAYER if in_mtp_layer else ""
-        items.append(PassthroughTensor(info, info.name if small else rule.name_template, why, weight))
-        if not small and not in_mtp_layer and rule.split is not None:
+        if len(info.shape) < 2:
+            items.append(PassthroughTensor(info, info.name, FEW_AXES, weight))
+            continue
+
+        items.append(PassthroughTensor(info, rule.name_template, MTP_LAYER if in_mtp_layer else "", weight))
+        if not in_mtp_layer and rule.split is not None:
             shape = (info.shape[-2], info.shape[-1])
             layers.append((Weight(info.module, rule.name_template, info, shape), weight and weight.format))
+
     lines = plan_lines(Decisions(None, {"": items}))
     return estimate_serving(lines, entry, config, check_parallel_sizes(decoded, entry, layers, None), output=False)

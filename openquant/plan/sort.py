@@ -67,17 +67,23 @@ def sort_tensors(
             names have the prefix of a wrapper.
     """
     is_mtp_layer = mtp_layer_finder(entry.model, text_config(checkpoint, entry.model))
+
     # Neighbours have the same parent, so this is asked once for each parent.
-    parent, in_mtp_layer = None, False
+    parent = None
+    in_mtp_layer = False
+
     items: dict[str, list[Item]] = {shard: [] for shard in checkpoint.shards}
     layers: dict[str, Weight] = {}
     stacks: list[StackedTensor] = []
     shape_errors: dict[str, str] = {}
+
     for info in checkpoint.tensors.values():
         module = info.module
         path = module.rpartition(".")[0]
         if path != parent:
-            parent, in_mtp_layer = path, is_mtp_layer(module)
+            parent = path
+            in_mtp_layer = is_mtp_layer(module)
+
         rule = entry.rule(module)
         if in_mtp_layer:
             rule = rule._replace(patterns=1, compress=False, stack=None, keep=MTP_LAYER)
@@ -85,49 +91,63 @@ def sort_tensors(
             rule = rule._replace(patterns=1, keep="--ignore")
         elif rule.patterns == 0 and entry.model.rest:
             rule = rule._replace(patterns=1, keep=entry.model.rest)
+
         item = _sort(info, module, rule, quantized.get(info.name), in_scheme)
         if isinstance(item, str):
             shape_errors[info.name] = item
             continue
         items[checkpoint.where[info.name].shard].append(item)
+
         if isinstance(item, Weight):
             layers[item.module] = item
         elif isinstance(item, StackedTensor):
             stacks.append(item)
+
     for weight in (weight for stack in stacks for weight in stack.layers):
         if f"{weight.module}.weight" in checkpoint.tensors:
             shape_errors[f"{weight.module}.weight"] = "is also in the stack of experts"
         layers[weight.module] = weight
+
     shape_errors |= _wrongly_stacked(stacks)
     if shape_errors:
         _refuse_wrapped(checkpoint.tensors)
         _raise_misfits(entry.model, shape_errors)
+
     return items, layers
 
 
 def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None, in_scheme: bool) -> Item | str:
     """Sort one tensor; a text says what is wrong with it, such as "matches no pattern"."""
     axes = len(info.shape)
+
     if in_scheme and stored is not None and axes == 2 and rule.keep not in NEVER_QUANTIZED:
         return stored._replace(name_template=rule.name_template)
+
     if axes < 2 and not (rule.compress and info.name != module) and rule.stack is None:
         return PassthroughTensor(info, template(info.name) if stored else info.name, FEW_AXES, stored)
+
     if rule.patterns != 1:
         return "matches more than one pattern" if rule.patterns else "matches no pattern"
+
     if rule.keep is not None:
         return PassthroughTensor(info, rule.name_template, rule.keep, stored)
+
     if info.dtype not in SOURCE_DTYPES:
         return f"is {info.dtype}, not one of {', '.join(SOURCE_DTYPES)}"
+
     if rule.compress and (axes != 2 or info.name == module):
         return f"is not a 2-D weight but {list(info.shape)}"
+
     if rule.compress and stored is not None:
         return stored._replace(name_template=rule.name_template)
     if rule.compress:
         return Weight(module, rule.name_template, info, (info.shape[0], info.shape[1]))
+
     if stored is not None and (stored.decodes_transposed or stored.codes.shape != info.shape):
         return f"is stored as {stored.parts[0].dtype} {list(stored.parts[0].shape)}, which cannot be read"
     if rule.stack is None or not _is_stack(info, rule.stack[1]):
         return f"is not a stack of experts but {list(info.shape)}"
+
     layers = _unstack(info, *rule.stack)
     if stored is not None and stored.format is not None:
         down, along = stored.format.group
@@ -135,6 +155,7 @@ def _sort(info: TensorInfo, module: str, rule: ModuleRule, stored: Weight | None
         if len(rule.stack[1].parts) > 1 and layers[0].shape[0] % (form.group[0] or 1):
             return f"has blocks that span {' and '.join(rule.stack[1].parts)}"
         layers = [layer._replace(format=form, parts=stored.parts, input_scale=stored.input_scale) for layer in layers]
+
     return StackedTensor(info, tuple(layers))
 
 
@@ -160,13 +181,16 @@ def _refuse_unmerged(names: Iterable[str]) -> None:
 
 def _raise_misfits(model: Architecture, shape_errors: dict[str, str]) -> None:
     _refuse_unmerged(shape_errors)
+
     problems = []
     for problem in dict.fromkeys(shape_errors.values()):
         names = collapse(name for name, text in shape_errors.items() if text == problem)
         names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
         problems.append(f"{', '.join(names)} {problem} of {model.name}" if problem.startswith("matches")
                         else f"{', '.join(names)} {problem}")  # fmt: skip
+
     named = any(problem.startswith("matches") for problem in shape_errors.values())
+
     raise PlanError(
         "; ".join(problems),
         f"it is no part of {model.name}: the checkpoint is damaged, merged wrongly or of another class (if it belongs "
@@ -201,14 +225,12 @@ def mtp_layer_finder(model: Architecture, config: dict[str, Any]) -> Callable[[s
 
 
 def _wrongly_stacked(stacks: Iterable[StackedTensor]) -> dict[str, str]:
-    """Find stacks whose shapes do not fit together: down must be the transposed shape of gate and of up.
-
-    Some tools write stacks in the other orientation under the same names. Returns the problems, by tensor name.
-    """
+    """Find stacks where down has not the transposed shape of gate and of up: the problems, by tensor name."""
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     shape_errors: dict[str, str] = {}
     for name, first in ((stack.tensor.name, stack.layers[0]) for stack in stacks):
-        (path, part), shape = first.module.rsplit(".", 1), first.shape
+        (path, part) = first.module.rsplit(".", 1)
+        shape = first.shape
         if part == "down_proj":
             shape = shape[::-1]
         elif part == "gate_up_proj":
@@ -271,25 +293,31 @@ class Stored:
         """Add the stacks of experts that a conversion has split, as the class has them."""
         paths = absolute_patterns(model, [f"{layout.path}.*.{part}.weight" for part in stacked.parts])
         of_parts = [compile_pattern(path) for path in paths]
+
         for first in [name for name in self.by_template if of_parts[0].fullmatch(name)]:
             path = first.removesuffix(f".*.{stacked.parts[0]}.weight")
             place = path.rpartition(".")[0] if layout.beside else path
             names = [f"{place}.{stacked.name}", f"{place}.{stacked.name}.weight"]
             parts = [self.by_template.get(f"{path}.*.{part}.weight", {}) for part in stacked.parts]
+
             if any(name in self.by_template for name in names):
                 continue
+
             experts: dict[tuple[str, ...], int] = {}
             for numbers in parts[0]:
                 # An expert is there if all its projections are.
                 if all(numbers in part for part in parts):
                     experts[numbers[:-1]] = experts.get(numbers[:-1], 0) + 1
+
             for layer, count in experts.items():
                 info = next(info for numbers, info in parts[0].items() if numbers[:-1] == layer)
-                rows, cols = len(parts) * info.shape[0], info.shape[1]
+                rows = len(parts) * info.shape[0]
+                cols = info.shape[1]
                 shape = (count, cols, rows) if stacked.transposed else (count, rows, cols)
                 for name in names:
-                    full = _filled(name, layer)
-                    self.by_template.setdefault(name, {})[layer] = info._replace(name=full, shape=shape)
+                    self.by_template.setdefault(name, {})[layer] = info._replace(
+                        name=_fill_template(name, layer), shape=shape
+                    )
 
     @cached_property
     def prefixes(self) -> set[str]:
@@ -319,11 +347,10 @@ class Stored:
         places = _PLACE.findall(pattern)
         for numbers, info in self.by_template.get(template(pattern), {}).items():
             if all(place in ("*", number) for place, number in zip(places, numbers, strict=True)):
-                stars = (number for place, number in zip(places, numbers, strict=True) if place == "*")
-                yield tuple(stars), info
+                yield tuple(number for place, number in zip(places, numbers, strict=True) if place == "*"), info
 
 
-def _filled(name: str, numbers: Iterable[str]) -> str:
+def _fill_template(name: str, numbers: Iterable[str]) -> str:
     """Put numbers in place of the stars of a name template."""
     for number in numbers:
         name = name.replace("*", number, 1)
@@ -357,14 +384,14 @@ def under_stored_names(known: ClassTensors, entry: ModuleRules, stored: Stored) 
         start, stored_start = next((pair for pair in moved if name.startswith(pair[0])), ("", ""))
         if name == other and not stored.has(name):
             names[name] = stored_start + name.removeprefix(start)
-    outside = {names[name]: rule for name, rule in known.outside.items()}
     lists = {names[prefix]: layers for prefix, layers in known.lists.items()}
-    return known._replace(outside=outside, lists=lists)
+    return known._replace(outside={names[name]: rule for name, rule in known.outside.items()}, lists=lists)
 
 
 def _different_starts(name: str, other: str) -> tuple[str, str]:
     """Take away the parts that two names end with alike; what is left ends with a dot, or is empty."""
-    parts, other_parts = name.split("."), other.split(".")
+    parts = name.split(".")
+    other_parts = other.split(".")
     while parts and other_parts and parts[-1] == other_parts[-1]:
         parts.pop()
         other_parts.pop()
@@ -374,8 +401,7 @@ def _different_starts(name: str, other: str) -> tuple[str, str]:
 def _decoder_prefixes(known: ClassTensors, entry: ModuleRules, stored: Stored) -> Iterator[tuple[str, str]]:
     """What stands before the decoder layers in the class, and what does in the checkpoint, where that is another."""
     is_decoder = compile_pattern(entry.model.layers)
-    lacks = entry.model.lacks
-    of_class = [prefix for prefix in known.lists if is_decoder.fullmatch(f"{prefix.removeprefix(lacks)}.0")]
+    of_class = [prefix for prefix in known.lists if is_decoder.fullmatch(f"{prefix.removeprefix(entry.model.lacks)}.0")]
     of_files = [prefix for prefix in stored.prefixes if is_decoder.fullmatch(f"{prefix}.0")]
     for prefix, other in zip(of_class[:1], of_files[:1], strict=False):
         yield _different_starts(prefix, other)

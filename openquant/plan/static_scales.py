@@ -53,30 +53,40 @@ def find_cached_attentions(modules: Iterable[str], entry: ModuleRules, config: d
             known which layers have a cache.
     """
     model = entry.model
+
     if model.cache_refused is not None:
         raise PlanError(f"{model.name}: no engine loads scales of the KV cache: {model.cache_refused}", _NO_CACHE)
+
     patterns = [(compile_pattern(absolute_patterns(model, [rows.pattern])[0]), rows) for rows in model.cached]
-    layer_pattern, is_mtp_layer = compile_pattern(f"{model.layers}.**"), mtp_layer_finder(model, config)
+    layer_pattern = compile_pattern(f"{model.layers}.**")
+    is_mtp_layer = mtp_layer_finder(model, config)
     count = layers_with_cache(config)
+
     attentions: dict[int, str] = {}
+
     for module in modules:
         rows = next((rows for pattern, rows in patterns if pattern.fullmatch(module)), None)
         if rows is None or is_mtp_layer(module):
             continue
+
         if rows.heads is None:
             raise PlanError(
                 f"{model.name} has multi-head latent attention (MLA), whose cache has no scales for keys and values",
                 _NO_CACHE,
             )
+
         match = layer_pattern.fullmatch(module)
         if match is None or not match[1].isdecimal() or len(match[1]) > MAX_DIGITS:
             raise PlanError(
                 f"it is not known which layer {module} belongs to, nor whether it has a KV cache", _NO_CACHE
             )
+
         if count is None or int(match[1]) < count:
             attentions[int(match[1])] = module.rpartition(".")[0]
+
     if not attentions or (model.rest and len(attentions) != count):
         raise PlanError(f"it is not known which layers of {model.name} have a KV cache", _NO_CACHE)
+
     return dict(sorted(attentions.items()))
 
 
@@ -99,19 +109,26 @@ def add_scales(
     """
     source_scales = cache_scales(source.tensors)
     replaced = {name for pair in source_scales.values() for name in pair if name is not None}
+
     for shard, tensors in items.items():
         items[shard] = [
             item for item in tensors if not (isinstance(item, PassthroughTensor) and item.tensor.name in replaced)
         ]
-    paths, shard_of = set(attentions.values()), dict[str, str]()
+
+    paths = set(attentions.values())
+    shard_of = dict[str, str]()
     for info in source.tensors.values():
         path = info.module.rpartition(".")[0]
         if path in paths and info.name not in replaced:
             shard_of.setdefault(path, source.where[info.name].shard)
+
     for number, path in attentions.items():
         absmax = _absmax(calibration, number) if calibration is not None else None
+
         for place, last in enumerate(SCALES):
-            name, source_name = f"{path}.{last}", source_scales.get(number, (None, None))[place]
+            name = f"{path}.{last}"
+            source_name = source_scales.get(number, (None, None))[place]
+
             value: float | TensorInfo = 1.0
             if absmax is not None:
                 value = scale_for(absmax[place])
@@ -120,11 +137,14 @@ def add_scales(
             items[shard_of[path]].append(
                 PassthroughTensor(TensorInfo(name, "F32", (1,)), template(name), CACHED, value=value)
             )
+
     if calibration is not None:
         return [_calibration_note(calibration, attentions)]
+
     count = sum(name is not None for number in attentions for name in source_scales.get(number, (None, None)))
     if count:
         return [f"{count} of {2 * len(attentions)} scales of the KV cache are the source's, all others 1"]
+
     return [
         f"scales of the KV cache are 1 in all of {len(attentions)} layers, which fits magnitudes up to "
         f"{E4M3.largest:g} and is precise for those above {2.0**-6:g}, as in nearly every model"
@@ -159,12 +179,16 @@ def _calibration_note(calibration: Calibration, attentions: Mapping[int, str]) -
         for keys, values in (calibration.cached[number],)
         if not all(1 <= absmax <= E4M3.largest for absmax in (keys, values))
     ]
+
     text = f"scales of the KV cache are powers of two, from a calibration with {calibration.described}"
     if isinstance(calibration, PlaceholderCalibration):
         return text
+
     text += ": "
+
     if not needed:
         return f"{text}1 would do in all of {len(attentions)} layers"
+
     more = f" and {len(needed) - 3} more" if len(needed) > 3 else ""
     enough = len(attentions) - len(needed)
     return f"{text}1 would do in {enough} of {len(attentions)} layers, but not in {', '.join(needed[:3])}{more}"
@@ -292,7 +316,8 @@ def scale_sharing_keys(
     """
     keys: dict[str, tuple[str, ...]] = {}
     for module in modules:
-        experts, members = entry.experts(module), fused.get(module, (module,))
+        experts = entry.experts(module)
+        members = fused.get(module, (module,))
         # Experts of a layer share a key: their path and the last segments of the fused projections.
         keys[module] = (experts, *(name.rpartition(".")[2] for name in members)) if experts else members
     return keys
@@ -312,13 +337,13 @@ def chosen_scales(decisions: Decisions, entry: ModuleRules) -> dict[str, float]:
     keys = scale_sharing_keys(entry, decisions.layers, decisions.fused)
     seen: set[tuple[str, ...]] = set()
     for weight, scheme in decisions.quantized:
-        absmax, key = decisions.input_absmax.get(weight.module), keys[weight.module]
+        absmax = decisions.input_absmax.get(weight.module)
+        key = keys[weight.module]
         of_source = absmax is None and weight.input_scale_for(scheme.format) is not None
         if scheme.format.input_scale is not None and not of_source and key not in seen:
             seen.add(key)
             # As it is stored.
-            value = np.float32(scheme.input_scale(absmax))
-            scales[f"{weight.module}.{scheme.format.input_scale}"] = float(value)
+            scales[f"{weight.module}.{scheme.format.input_scale}"] = float(np.float32(scheme.input_scale(absmax)))
     return scales
 
 
@@ -337,19 +362,24 @@ def unrouted_note(
         A list of one sentence; empty if there are no such experts.
     """
     unrouted: dict[str, set[int]] = {}
+
     for module in modules:
-        experts, statistics = entry.experts(module), calibration.of(layers[module].source.name)
+        experts = entry.experts(module)
+        statistics = calibration.of(layers[module].source.name)
         if experts and statistics is not None and statistics.routed is not None:
             number = module.removeprefix(f"{experts}.").partition(".")[0]
             if number.isdecimal() and statistics.routed[int(number) : int(number) + 1] == (0,):
                 unrouted.setdefault(experts, set()).add(int(number))
+
     if not unrouted:
         return []
+
     names = [
         f"{experts}.{{{','.join(map(str, sorted(numbers)))}}}"
         for experts, numbers in list(unrouted.items())[:_MOST_NAMED]
     ]
     more = f" and in {len(unrouted) - _MOST_NAMED} more layers" if len(unrouted) > _MOST_NAMED else ""
+
     return [
         f"no token was routed to {sum(map(len, unrouted.values()))} experts, which use the scale of the others of "
         f"their layer: {', '.join(names)}{more}; more texts (--samples) would reach them"

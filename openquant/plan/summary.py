@@ -134,8 +134,10 @@ def suffix(plan: Plan) -> str:
     """
     if plan.decisions.keeps:
         return KEPT_SUFFIX
-    scheme_suffix = plan.scheme.suffix if plan.scheme else "" if plan.quantization_config else "-BF16"
-    return f"{scheme_suffix}-KV8" if has_fp8_cache(plan) else scheme_suffix
+    cache_suffix = "-KV8" if has_fp8_cache(plan) else ""
+    if plan.scheme:
+        return plan.scheme.suffix + cache_suffix
+    return cache_suffix if plan.quantization_config else f"-BF16{cache_suffix}"
 
 
 def cache_layers(plan: Plan) -> int:

@@ -36,7 +36,8 @@ from .parts import (
 )
 
 CONVOLUTION = "convolution"
-KEY_HEADS, VALUE_HEADS = "linear_num_key_heads", "linear_num_value_heads"
+KEY_HEADS = "linear_num_key_heads"
+VALUE_HEADS = "linear_num_value_heads"
 # vLLM models/config.py:856 and 717 read a state's dtype for Qwen3.5 and Nemotron-H.
 DELTA_STATE = RecurrentState(
     ".linear_attn.conv1d", (VALUE_HEADS, "linear_value_head_dim", "linear_key_head_dim"), "mamba_ssm_dtype"

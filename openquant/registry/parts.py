@@ -142,7 +142,8 @@ def model(
 # The language model inside a wrapper: in older files of the Hub, and in those of transformers 4.52 and later.
 WRAPPED = "{language_model.model,model.language_model}.layers.*"
 
-HEADS, KV_HEADS = "num_attention_heads", "num_key_value_heads"
+HEADS = "num_attention_heads"
+KV_HEADS = "num_key_value_heads"
 
 # Why the connections of layers with several streams of hidden states (hyper-connections) are kept.
 STREAMS = "mixes streams of hidden states"
@@ -171,7 +172,8 @@ def attention(out: str = "o_proj", listed_as: str | None = None, path: str = ".s
     )
 
 
-ATTENTION, MLP = attention(), gated(".mlp")
+ATTENTION = attention()
+MLP = gated(".mlp")
 IF_ENABLED = SlidingWindows(enabled_by="use_sliding_window")
 PATTERN = "sliding_window_pattern"
 

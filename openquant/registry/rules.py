@@ -75,10 +75,12 @@ class ModuleRules:
         self._nameless = compile_any(absolute_patterns(model, model.nameless))
         self._plain = compile_any(absolute_patterns(model, model.sglang.plain))
         self._unpacked = compile_any(absolute_patterns(model, model.sglang.unpacked))
+
         stacks = [(experts, stacked) for experts in model.experts for stacked in experts.stacked]
         stack_patterns = [f"{experts.place}.{stacked.name}" for experts, stacked in stacks]
         self._stacks = list(zip(_compile_all(model, stack_patterns), stacks, strict=True))
         self._keeps = list(zip(_compile_all(model, (keep.pattern for keep in model.keep)), model.keep, strict=True))
+
         fused_patterns = [fused.pattern for fused in model.fused]
         self._fused = list(
             zip(
@@ -88,19 +90,23 @@ class ModuleRules:
                 strict=True,
             )
         )
+
         self._splits = list(
             zip(_compile_all(model, (split.pattern for split in model.splits)), model.splits, strict=True)
         )
         self._experts = _compile_all(model, (experts.path for experts in model.experts))
+
         # By the template of the parent, then by the last segment. Neighbours in a checkpoint have the same parent.
         self._families: dict[str, dict[str, ModuleRule]] = {}
-        self._parent, self._siblings = "", self._families.setdefault("", {})
+        self._parent = ""
+        self._siblings = self._families.setdefault("", {})
 
     def rule(self, module: str) -> ModuleRule:
         """Return the rule of a module."""
         parent, _, last = module.rpartition(".")
         if parent != self._parent:
-            self._parent, self._siblings = parent, self._families.setdefault(template(parent), {})
+            self._parent = parent
+            self._siblings = self._families.setdefault(template(parent), {})
         rule = self._siblings.get(last)
         if rule is None:
             is_number = parent and last.isdecimal() and len(last) <= MAX_DIGITS
@@ -113,10 +119,12 @@ class ModuleRules:
         stacks = [stack for pattern, stack in self._stacks if pattern.fullmatch(module)]
         keeps = [keep for pattern, keep in self._keeps if pattern.fullmatch(module)]
         fused = [(parent, layers) for pattern, parent, layers in self._fused if pattern.fullmatch(module)]
+
         # vLLM looks up stacks that are siblings of the experts' module by that module's name.
         vllm_segments = [layers.listed_as for _, layers in fused]
         vllm_segments += [experts.path.rpartition(".")[2] for experts, _ in stacks if experts.beside]
         split = next((split for pattern, split in self._splits if pattern.fullmatch(module)), None)
+
         return ModuleRule(
             name_template=template(module),
             patterns=compress + len(stacks) + len(keeps),

@@ -50,7 +50,7 @@ from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture
 from ..registry.rules import is_embedding
 from ..version import CITED, DISTRIBUTION, SGLANG, __version__
-from .cells import gigabytes, join_lines, markdown, shortened
+from .cells import gigabytes, join_lines, markdown, shorten
 from .words import task_summary, texts_origin, verdict_meaning
 
 # Names that are safe in a Markdown link.
@@ -74,37 +74,45 @@ def model_card(base: str | None, plan: Plan, name: str, repo: str | None, revisi
         The text of README.md, with YAML metadata.
     """
     kept, metadata, _ = split_card(base or "")
+
     tags = metadata.get("tags", [])
     entries: dict[str, Any] = {}
     if repo is not None:
         entries["base_model"] = repo
         if plan.quantization_config:
             entries["base_model_relation"] = "quantized"
+
     # The library that loads it: transformers computes nonsense with per-tensor outputs.
     entries["library_name"] = "vllm" if plan.quantization_config else "transformers"
     pipeline_tag = metadata.get("pipeline_tag")
     entries["pipeline_tag"] = pipeline_tag if pipeline_tag and isinstance(pipeline_tag, str) else _task(plan.model)
+
     # YAML entries without a value are None.
     source_tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if tag and isinstance(tag, str)]
+
     # Users search for compressed-tensors directories by that tag.
     package = required_package(plan)
+
     # Tags of a quantized source do not describe the output.
     source_tags = [
         tag
         for tag in source_tags
         if not re.match(r"fp8|mxfp|nvfp|int[2-8]|w[2-8]a|quantized|compressed-tensors|[2-8]-bit", tag)
     ]
-    schemes = [scheme.tag for scheme in plan.decisions.schemes]
-    numbers = [scheme.format.number.title.lower() for scheme in plan.decisions.schemes]
-    added = (
-        [*numbers, "vllm", "quantized", *([package] if package else []), *schemes] if plan.quantization_config else []
-    )
-    entries["tags"] = list(dict.fromkeys([*source_tags, *added]))
+
+    entries["tags"] = source_tags
+    if plan.quantization_config:
+        schemes = [scheme.tag for scheme in plan.decisions.schemes]
+        numbers = [scheme.format.number.title.lower() for scheme in plan.decisions.schemes]
+        entries["tags"] += [*numbers, "vllm", "quantized", *([package] if package else []), *schemes]
+    entries["tags"] = list(dict.fromkeys(entries["tags"]))
+
     printable = all(value.isprintable() for value in (repo or "", entries["pipeline_tag"], *entries["tags"]))
     front = kept + yaml.safe_dump(entries, sort_keys=False, allow_unicode=printable)
     where = repo if repo and _SAFE.fullmatch(repo) else None
     lines = _own_part(plan, name, where, revision, directory)
     text = source_section(source_text(base or ""), 3, where, revision, plan.files)
+
     # join_lines escapes newlines in values.
     return f"---\n{front}---\n\n{join_lines(lines)}" + (f"\n{SOURCE_HEADING}\n\n{text}\n" if text else "")
 
@@ -149,16 +157,53 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
     Returns:
         The text of the new README.md.
     """
-    kl, floor, perplexity = evaluation["kl"], evaluation["floor"], evaluation["perplexity"]
+    shown = [f"![KL divergence of each position from the source]({picture})", ""] if picture else []
+    lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in _evaluation_rows(evaluation)]
+
+    few = " So few texts say little about others." if evaluation["text"]["documents"] < ENOUGH_TEXTS else ""
+    lines += [
+        "",
+        "KL says how far the probabilities of the next token are from the source's: 0 if they are equal, `same` if as "
+        f"near as bfloat16's own noise, `close` up to {CLOSE} nats, `similar` up to {SIMILAR}, `changed` up to "
+        f"{CHANGED}, `broken` above. Intervals are of 95 %, over texts.{few}",
+        "",
+    ]
+
+    answered = answers(evaluation)
+    if answered:
+        lines += ["<details><summary>The beginning of an answer of each</summary>", "", *_answer_table(answered[0])]
+        lines += ["", "</details>", ""]
+
+    source = evaluation["source"]["name"]
+    commit = source_commit(card, source)
+    source = f"{source}@{commit}" if commit else source
+    install = f"pip install {DISTRIBUTION}"
+    lines += [
+        f"To check and to measure it (`{install}`):",
+        "",
+        "```",
+        f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full",
+        _eval_command(repo, source, evaluation),
+        "```",
+        "",
+    ]
+
+    return with_evaluation(card, join_lines(lines))
+
+
+def _evaluation_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The table of an evaluation: name and value of each row."""
+    kl = evaluation["kl"]
+    floor = evaluation["floor"]
+    perplexity = evaluation["perplexity"]
+
     mean = kl_text(kl["mean"], floor["kl"])
-    text, source = evaluation["text"], evaluation["source"]["name"]
-    suspects = ", ".join(map(markdown, evaluation["suspects"][:_SUSPECTS]))
+    text = evaluation["text"]
+
     rows = [
         ("verdict", f"{markdown(evaluation['verdict'])}: {markdown(verdict_meaning(evaluation))}"),
-        (
-            "mean KL to the source",
-            f"{mean} nats{_interval(kl['interval'])} (bfloat16's own noise {floor['kl']:.3g})",
-        ),
+        ("mean KL to the source", f"{mean} nats{_interval(kl['interval'])} (bfloat16's own noise {floor['kl']:.3g})"),
         (
             "same most probable token",
             f"{percent(evaluation['top1'])} (with bfloat16's own noise {percent(floor['top1'])})",
@@ -175,36 +220,10 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
             f"SHA-256 of the tokens {markdown(text['sha256'][:12])}",
         ),
     ]
-    shown = [f"![KL divergence of each position from the source]({picture})", ""] if picture else []
-    rows += [("suspect layers", suspects)] if suspects else []
-    lines = [EVALUATION_HEADING, "", *shown, "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows]
-    few = " So few texts say little about others." if text["documents"] < ENOUGH_TEXTS else ""
-    lines += [
-        "",
-        "KL says how far the probabilities of the next token are from the source's: 0 if they are equal, `same` if as "
-        f"near as bfloat16's own noise, `close` up to {CLOSE} nats, `similar` up to {SIMILAR}, `changed` up to "
-        f"{CHANGED}, `broken` above. Intervals are of 95 %, over texts.{few}",
-        "",
-    ]
-    answered = answers(evaluation)
-    if answered:
-        lines += ["<details><summary>The beginning of an answer of each</summary>", "", *_answer_table(answered[0])]
-        lines += ["", "</details>", ""]
-    commit = source_commit(card, source)
-    source = f"{source}@{commit}" if commit else source
-    check = f"openquant verify {shell_word(repo)} --source {shell_word(source)} --full"
-    install = f"pip install {DISTRIBUTION}"
-    lines += [
-        f"To check and to measure it (`{install}`):",
-        "",
-        "```",
-        check,
-        _eval_command(repo, source, evaluation),
-        "```",
-        "",
-    ]
-    return with_evaluation(card, join_lines(lines))
+    suspects = ", ".join(map(markdown, evaluation["suspects"][:_SUSPECTS]))
+    if suspects:
+        rows.append(("suspect layers", suspects))
+    return rows
 
 
 def _texts_from(text: Mapping[str, Any]) -> str:
@@ -214,12 +233,13 @@ def _texts_from(text: Mapping[str, Any]) -> str:
 
 
 # Characters of each text in a card, and suspect layers that it names.
-_TEXT_LENGTH, _SUSPECTS = 400, 5
+_TEXT_LENGTH = 400
+_SUSPECTS = 5
 
 
 def _answer_table(text: Mapping[str, Any]) -> list[str]:
     """Return a Markdown table of a prompt and both answers."""
-    cells = [(name, markdown(shortened(text[name], _TEXT_LENGTH))) for name in SIDES]
+    cells = [(name, markdown(shorten(text[name], _TEXT_LENGTH))) for name in SIDES]
     difference = difference_text(text)
     return [
         "| | |",
@@ -255,7 +275,8 @@ def difference_text(text: Mapping[str, Any]) -> str:
 
 def _eval_command(repo: str, source: str, evaluation: Mapping[str, Any]) -> str:
     """Return the command that repeats an evaluation, on one line."""
-    text, tasks = evaluation["text"], evaluation.get("tasks")
+    text = evaluation["text"]
+    tasks = evaluation.get("tasks")
     words = [("openquant eval", repo), ("--source", source)]
     words += [("--text", name) for name in text.get("files", ())]
     words += [("--dataset", text["dataset"])] if text.get("dataset") else []
@@ -296,14 +317,14 @@ def unquantized_lines(plan: Plan) -> list[str]:
         if not line.quantized and len(line.shape) >= 2:
             reasons.setdefault(line.why, []).extend(line.names)
     quantized = [weight.module for weight, _ in plan.decisions.kinds]
-    return [f"{_shortened(collapse(names), quantized)} ({why})" for why, names in reasons.items()]
+    return [f"{_join_shortened(collapse(names), quantized)} ({why})" for why, names in reasons.items()]
 
 
 # Names of layers, or of what they are below, that a line of the card has.
 _NAMES = 3
 
 
-def _shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
+def _join_shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
     """Join names, or what many names are below if no quantized layer is below that."""
     if len(names) <= _NAMES:
         return ", ".join(names)
@@ -313,7 +334,7 @@ def _shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
     for above in ([".".join(common)] if common else [], list(towers)):
         below = tuple(f"{name}." for name in above)
         if 0 < len(above) <= _NAMES and not any(module.startswith(below) for module in quantized):
-            return f"layers of {_listed(above)}"
+            return f"layers of {_join_names(above)}"
     return f"{', '.join(names[:_NAMES])} and {len(names) - _NAMES} more"
 
 
@@ -387,15 +408,18 @@ def _packages(plan: Plan) -> list[str]:
 
 def _context(plan: Plan) -> int | None:
     """Return the tokens that `--fit GPU` made room for; None if that is all that the model allows, or without --fit."""
-    found, serving = plan.provenance.frontier, summary.serving(plan)
+    found = plan.provenance.frontier
+    serving = summary.serving(plan)
     if found is None or found["gpu"] is None or serving is None or serving[1].cache is None:
         return None
-    context, longest = int(found["context"]), serving[1].cache.length
+    context = int(found["context"])
+    longest = serving[1].cache.length
     return context if longest is None or context < longest else None
 
 
 # Widest bar in a card, in characters, and characters that are an eighth of one to seven eighths wide.
-_BAR, _EIGHTHS = 24, " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
+_BAR = 24
+_EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
 
 
 def _frontier(found: Mapping[str, Any], is_gptq: bool) -> list[str]:
@@ -410,7 +434,8 @@ def _frontier(found: Mapping[str, Any], is_gptq: bool) -> list[str]:
         eighths = round(8 * _BAR * point["kl"] / most)
         bar = "\u2588" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
         lines.append(f"| {name} | {point['bits']:.2f} | {gigabytes(point['bytes'])} | {kl} | {bar} |")
-    texts, on = found["texts"].partition(":")[0], ""
+    texts = found["texts"].partition(":")[0]
+    on = ""
     if any(point["measured"] for point in found["points"]):
         on = f" Measured on {texts}, SHA-256 of the tokens {found['texts_sha256'][:12]}."
     return [*lines, "", f'Weights rounded to nearest. "About": estimated from scores of single layers.{on}', ""]
@@ -433,22 +458,23 @@ def _title(name: str) -> str:
     return name if _SAFE.fullmatch(name) else markdown(" ".join(name.split()))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _range(names: Sequence[str]) -> str:
     """Name generations of NVIDIA, in their order: "Ada, Hopper and Blackwell", "Turing to Blackwell"."""
     order = list(GENERATIONS)
-    first, last = order.index(names[0]), order.index(names[-1])
-    return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _listed(names)
+    first = order.index(names[0])
+    last = order.index(names[-1])
+    return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _join_names(names)
 
 
 def _devices(names: Sequence[str]) -> str:
     """Name hardware, in its order: "NVIDIA Turing to Blackwell, AMD MI300 and CPUs"."""
     nvidia = [name for name in names if name in GENERATIONS]
     others = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
-    return _listed([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
+    return _join_names([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
 
 
 def _hardware(places: Mapping[str, list[str]]) -> str:
@@ -467,40 +493,56 @@ def _what_it_is(plan: Plan, origin: str, computed: Mapping[str, Mapping[str, lis
         what = " with its weights as they are and scales for an FP8 KV cache"
     else:
         rounded = {scheme.rounds_activations for scheme in plan.decisions.schemes}
-        others = " and activations" if rounded == {True} else "" if True in rounded else "; activations stay in 16 bits"
-        what = f" with {summary.numbers(plan)} weights{others}"
+        what = f" with {summary.numbers(plan)} weights"
+        if rounded == {True}:
+            what += " and activations"
+        elif True not in rounded:
+            what += "; activations stay in 16 bits"
+
     on: dict[str, list[str]] = {}
     for engine, places in computed.items():
         if names := [name for name in HARDWARE if any(name in names for names in places.values())]:
             on.setdefault(_devices(names), []).append(engine)
     # "vLLM and SGLang on NVIDIA Ampere", or "vLLM on NVIDIA Turing to Blackwell and CPUs, and SGLang on NVIDIA Ampere".
-    served = ", and ".join(f"{_listed(engines)} on {devices}" for devices, engines in on.items())
+
+    served = ", and ".join(f"{_join_names(engines)} on {devices}" for devices, engines in on.items())
     served = f" For {served}." if served else ""
-    before, after = gigabytes(summary.source_bytes(plan)), gigabytes(summary.output_bytes(plan))
+
+    before = gigabytes(summary.source_bytes(plan))
+    after = gigabytes(summary.output_bytes(plan))
     return f"{origin}{what}.{served} {before if before == after else f'{before} became {after}'}."
 
 
 def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, directory: str) -> list[str]:
     """Return the lines of a card before the source's text."""
-    settings, transforms, computed = plan.quantization_config, plan.options.transforms, _computed_on(plan)
-    calibration, has_use = plan.options.calibration, transforms or plan.decisions.input_absmax or has_fp8_cache(plan)
+    settings = plan.quantization_config
+    transforms = plan.options.transforms
+    computed = _computed_on(plan)
+    calibration = plan.options.calibration
+    has_use = transforms or plan.decisions.input_absmax or has_fp8_cache(plan)
+
     origin = commit = _title(name)
     if repo:
         origin = commit = f"[{repo}](https://huggingface.co/{repo})"
         if revision and _SAFE.fullmatch(revision):
             commit = f"[{repo}](https://huggingface.co/{repo}/tree/{revision}) at `{revision[:12]}`"
+
     # If the source is quantized, quantizing the unquantized model does not give the same bytes.
     commit += QUANTIZED if settings and summary.has_quantized_source(plan) else ""
+
     activations = plan.scheme.activations if plan.scheme else ""
     serialized = f"{activations} (`quant_method: {settings['quant_method']}`)" if settings else ""
     cache = f"FP8, one scale for keys and one for values in each of {summary.cache_layers(plan)} layers"
+
     engines = [f"- {engine} {CITED[engine]}: {_hardware(places)}" for engine, places in computed.items() if places]
     if engines:
         unread = sglang_refusal(plan.entry, plan.decisions)
         engines += [f"- {SGLANG} does not load it: {unread.why}"] if unread is not None else []
         engines = ["Where it runs, by the source code of these versions:", "", *engines, f"- {_transformers(plan)[1]}"]
+
     unquantized = ["Not quantized:", "", "- norms and biases", *map(_item, unquantized_lines(plan)), ""]
     command = _made_with(plan, repo or name, revision if repo else None)
+
     return [
         f"# {_title(directory)}",
         "",
@@ -611,7 +653,7 @@ def source_section(text: str, level: int, repo: str | None, revision: str | None
     def link(target: str) -> str:
         return target if repo is None else _in_repository(target, repo, revision, files)
 
-    return "\n".join(line if is_code else _linked(_lowered(line, down), link) for line, is_code in lines)
+    return "\n".join(line if is_code else _rewrite_links(_lower_headings(line, down), link) for line, is_code in lines)
 
 
 def _lines(text: str) -> Iterator[tuple[str, bool]]:
@@ -620,32 +662,42 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
     raw: re.Pattern[str] | None = None
     paragraph: list[str] = []
     # Whether an underline of dashes below the paragraph makes a heading, and not the end of a list.
-    top, html = True, False
+    top = True
+    html = False
     for line in text.split("\n"):
         opening = None if fence or raw or html else _FENCE.match(line)
         if not (fence or raw or html):
             raw = next((end for start, end in _RAW if start.match(line)), None)
         underline = None if fence or raw or opening else _UNDERLINE.match(line)
+
         if underline and paragraph and (top or "=" in underline[1]):
             yield f"{'#' if '=' in underline[1] else '##'} {' '.join(map(str.strip, paragraph))}", False
-            paragraph, top = [], True
+            paragraph = []
+            top = True
             continue
-        is_code, heading = bool(fence or raw or opening), _HEADING.match(line)
+
+        is_code = bool(fence or raw or opening)
+        heading = _HEADING.match(line)
         html = not is_code and bool(line.strip()) and (html or (not paragraph and bool(_HTML.match(line))))
         ends = is_code or heading or not line.strip() or _RULE.match(line)
+
         if not ends and not html and (paragraph or not _NO_PARAGRAPH.match(line)):
             top = top and (bool(paragraph) or not line.startswith(" "))
             paragraph.append(line)
             continue
+
         yield from ((waiting, False) for waiting in paragraph)
         yield line, is_code
-        paragraph, top = [], bool(ends)
+        paragraph = []
+        top = bool(ends)
+
         if opening:
             fence = opening[1]
         elif fence and re.fullmatch(rf" {{0,3}}{fence[0]}{{{len(fence)},}}[ \t]*", line):
             fence = None
         elif raw and raw.search(line):
             raw = None
+
     yield from ((waiting, False) for waiting in paragraph)
 
 
@@ -654,13 +706,13 @@ def _levels(line: str) -> list[int]:
     return [*([len(heading[2])] if heading else []), *(int(found[2]) for found in _HTML_HEADING.finditer(line))]
 
 
-def _lowered(line: str, down: int) -> str:
+def _lower_headings(line: str, down: int) -> str:
     """Return a line with its headings that many levels lower; 6 is the lowest."""
     line = _HTML_HEADING.sub(lambda match: f"{match[1]}{min(6, int(match[2]) + down)}", line)
     return _HEADING.sub(lambda match: match[1] + "#" * min(6, len(match[2]) + down), line, count=1) if down else line
 
 
-def _linked(line: str, link: Callable[[str], str]) -> str:
+def _rewrite_links(line: str, link: Callable[[str], str]) -> str:
     def replacement(match: re.Match[str]) -> str:
         if match["code"]:
             return match[0]
@@ -677,6 +729,8 @@ def _in_repository(target: str, repo: str, revision: str | None, files: Containe
     name = posixpath.normpath(unquote(path))
     if not path or _ABSOLUTE.match(target) or name in files or name.startswith(".."):
         return target
-    kind = "resolve" if name.lower().endswith(_MEDIA) else "tree" if path.endswith("/") else "blob"
+    kind = "tree" if path.endswith("/") else "blob"
+    if name.lower().endswith(_MEDIA):
+        kind = "resolve"
     where = f"https://huggingface.co/{repo}/{kind}/{quote(revision or 'main', safe='')}"
     return f"{where}/{path.removeprefix('./')}{target[len(path) :]}"

@@ -13,6 +13,7 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Container, Iterable, Sequence
+from itertools import zip_longest
 
 # Columns below a row that is too long for one line begin so far to the right.
 _BENEATH = 6
@@ -49,7 +50,7 @@ def per_cent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.3g} %" if whole else "-"
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Return the first characters of a text, with three dots if there are more.
 
     Args:
@@ -81,7 +82,7 @@ def paragraphs(lines: Iterable[str], width: int | None = None) -> list[str]:
     Returns:
         The lines; one with a longer word is longer.
     """
-    return [part for line in lines for part in _wrapped(terminal(line), width)]
+    return [part for line in lines for part in _wrap(terminal(line), width)]
 
 
 def table(
@@ -110,12 +111,12 @@ def table(
         rows = [row[:last] for row in rows]
     blocks = _blocks(rows, left, width, keys)
     for lines, remark in zip(blocks[-1], remarks, strict=True):
-        lines += _wrapped(" " * _BENEATH + remark, width, 0) if remark else []
+        lines += _wrap(" " * _BENEATH + remark, width, 0) if remark else []
     parted = [[line for lines in block for line in lines] for block in blocks]
     return [line for number, block in enumerate(parted) for line in ([""] if number else []) + block]
 
 
-def _wrapped(text: str, width: int | None, hang: int = 2) -> list[str]:
+def _wrap(text: str, width: int | None, hang: int = 2) -> list[str]:
     if width is None or len(text) <= width:
         return [text]
     indent = " " * (len(text) - len(text.lstrip(" ")) + hang)
@@ -141,8 +142,10 @@ def _span(widths: Sequence[int]) -> int:
 def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | None, keys: int) -> list[list[list[str]]]:
     """Lay a table out as one block or more, below each other: the lines of each row, for each block."""
     longest = _longest(rows)
+
     if width is None:
         return [[_row(row, longest, left) for row in rows]]
+
     least = [
         max(map(_longest_word, column))
         if number in left and number >= keys
@@ -152,23 +155,28 @@ def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | No
     if len(least) - 1 in left:
         # Behind a long word of the last column there is nothing to align.
         least[-1] = min(least[-1], width // 3)
-    narrowed = _narrowed(longest, least, width)
+
+    narrowed = _narrow_columns(longest, least, width)
     if _span(narrowed) <= width:
         return [[_row(row, narrowed, left) for row in rows]]
+
     key = range(keys)
     beneath = _span(narrowed[:keys]) > width // 2
     room = width - (_BENEATH if beneath else _span(narrowed[:keys]) + 2)
+
     parts: list[list[int]] = [[]]
     for column in range(keys, len(longest)):
         if parts[-1] and _span([least[other] for other in (*parts[-1], column)]) > room:
             parts.append([])
         parts[-1].append(column)
+
     blocks = []
     for part in parts:
-        widths = _narrowed([longest[column] for column in part], [least[column] for column in part], room)
+        widths = _narrow_columns([longest[column] for column in part], [least[column] for column in part], room)
         in_part = {number for number, column in enumerate(part) if column in left}
+
         if beneath:
-            heads = _narrowed(longest[:keys], least[:keys], width)
+            heads = _narrow_columns(longest[:keys], least[:keys], width)
             block = [
                 [
                     *_row(row[:keys], heads, left),
@@ -185,16 +193,17 @@ def _blocks(rows: Sequence[Sequence[str]], left: Container[int], width: int | No
             block = [
                 _row([row[column] for column in (*key, *part)], [*narrowed[:keys], *widths], shown) for row in rows
             ]
+
         blocks.append(block)
+
     return blocks
 
 
 def _longest_word(text: str) -> int:
-    indent = len(text) - len(text.lstrip(" "))
-    return indent + max(map(len, text.split(" ")))
+    return len(text) - len(text.lstrip(" ")) + max(map(len, text.split(" ")))
 
 
-def _narrowed(longest: Sequence[int], least: Sequence[int], width: int) -> list[int]:
+def _narrow_columns(longest: Sequence[int], least: Sequence[int], width: int) -> list[int]:
     """Take from the widest columns until all fit, or none can be narrower."""
     widths = list(longest)
     while _span(widths) > width:
@@ -206,16 +215,13 @@ def _narrowed(longest: Sequence[int], least: Sequence[int], width: int) -> list[
 
 
 def _row(cells: Sequence[str], widths: Sequence[int], left: Container[int]) -> list[str]:
-    parts = [_wrapped(cell, width, 0) for cell, width in zip(cells, widths, strict=True)]
-    return [
-        "  ".join(
-            (part[line] if line < len(part) else "").ljust(width)
-            if column in left
-            else (part[line] if line < len(part) else "").rjust(width)
-            for column, (part, width) in enumerate(zip(parts, widths, strict=True))
-        ).rstrip()
-        for line in range(max(map(len, parts)))
-    ]
+    columns = [_wrap(cell, width, 0) for cell, width in zip(cells, widths, strict=True)]
+    lines = []
+    for parts in zip_longest(*columns, fillvalue=""):
+        pairs = enumerate(zip(parts, widths, strict=True))
+        line = [part.ljust(width) if column in left else part.rjust(width) for column, (part, width) in pairs]
+        lines.append("  ".join(line).rstrip())
+    return lines
 
 
 # Joiners of letters, which Persian and families of emoji need: invisible, but harmless.

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Okabe and Ito's blue, orange and green.
-OUTPUT, FLOOR, ROUTED = "#0072b2", "#e69f00", "#009e73"
+OUTPUT = "#0072b2"
+FLOOR = "#e69f00"
+ROUTED = "#009e73"
 # Placeholder for the colour of the page's text, replaced in the SVG.
 _INK = "#010203"
 # In inches: text is still legible when a chart fills the width of a phone.
@@ -105,22 +107,29 @@ def draw_distribution(axes: Axes, histogram: Mapping[str, Any]) -> None:
     """
     edges = histogram["edges"]
     shares = [[100 * share for share in histogram[name]] for name in ("floor", "output")]
+
     # Twice, because in an SVG a hatch in a filled patch has the colour of the patch.
     filled = axes.stairs(shares[0], edges, color=f"{FLOOR}66", fill=True)
     hatched = axes.stairs(shares[0], edges, facecolor="none", edgecolor=FLOOR, hatch="///", baseline=None)
+
     # From the first bin with a share to the last: a curve along zero, or down to it at its ends, shows nothing.
     drawn = [number for number, share in enumerate(shares[1]) if share > 0] or [0]
-    first, last = drawn[0], drawn[-1] + 1
+    first = drawn[0]
+    last = drawn[-1] + 1
     curve = axes.stairs(shares[1][first:last], edges[first : last + 1], baseline=None, color=OUTPUT, linewidth=2.0)
+
     largest = [max(pair) for pair in zip(*shares, strict=True)]
     visible = [number for number, share in enumerate(largest) if share > 0.005]
+
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(plain_label)
     axes.xaxis.set_minor_formatter(no_label)
+
     if visible:
         axes.set_xlim(edges[visible[0]], edges[visible[-1] + 1])
     # Leave room for the legend.
     axes.set_ylim(0, 1.3 * max(largest, default=1) or 1)
+
     axes.set_xlabel("KL of a position, nats")
     axes.set_ylabel("share of positions, %")
     axes.legend([(filled, hatched), curve], [NOISE, "output"], frameon=False, loc="upper left", fontsize=8)
@@ -229,9 +238,11 @@ def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
     def draw(axes: Axes) -> None:
         numbers = range(len(layers))
         axes.plot(numbers, [layer["distance"] for layer in layers], color=OUTPUT, marker=".", label="output")
+
         floor = [(number, layer["floor"]) for number, layer in enumerate(layers) if layer.get("floor") is not None]
         if floor:
             axes.plot(*zip(*floor, strict=True), color=FLOOR, linestyle="--", label="floor")
+
         routed = [
             (number, layer["routed_otherwise"])
             for number, layer in enumerate(layers)
@@ -241,10 +252,12 @@ def by_depth(evaluation: Mapping[str, Any], number: int = 0) -> str:
             axes.plot(
                 *zip(*routed, strict=True), color=ROUTED, linestyle=":", marker="x", label="share routed otherwise"
             )
+
         if any(layer["distance"] > 0 for layer in layers):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter(plain_label)
             axes.yaxis.set_minor_formatter(no_label)
+
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("layer")
         axes.set_ylabel("relative distance")

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Names up to this length are drawn whole. Longer ones lose the beginning that all share, and then their middle.
-_WHOLE_NAME, _LONGEST_NAME = 16, 24
+_WHOLE_NAME = 16
+_LONGEST_NAME = 24
 # A KL up to this is shown as zero.
 _LEAST_KL = 1e-15
 FRONTIER = "frontier: no other output is smaller and closer"
 # Width and height in inches: the text is legible when the first fills a screen, and the second the width of a phone.
-_ON_SCREEN, _ON_PHONE = (10.5, 4.8), (4.4, 4.4)
+_ON_SCREEN = (10.5, 4.8)
+_ON_PHONE = (4.4, 4.4)
 # Radius of a marker, and distances of a name from its point, in points (1/72 inch).
 _MARKER = 4.5
 _DISTANCES = (6.0, 12.0, 20.0, 30.0, 44.0, 60.0, 80.0, 110.0, 150.0)
@@ -136,7 +138,8 @@ def draw_comparison(axes: Axes, evaluations: Sequence[Mapping[str, Any]]) -> Non
         evaluations: for each output the content of its eval.json.
     """
     evaluations = by_kl(evaluations)
-    floor, source = evaluations[0]["floor"]["kl"], evaluations[0]["sizes"]["source"]
+    floor = evaluations[0]["floor"]["kl"]
+    source = evaluations[0]["sizes"]["source"]
     kls = [evaluation["kl"]["mean"] for evaluation in evaluations]
     sizes = [float(evaluation["sizes"]["output"]) for evaluation in evaluations]
     low, high = _kl_limits([*kls, floor])
@@ -228,7 +231,8 @@ class _Box:
 
     def crossed_by(self, start: tuple[float, float], end: tuple[float, float]) -> bool:
         """Tell whether a straight line runs through the rectangle."""
-        first, last = 0.0, 1.0
+        first = 0.0
+        last = 1.0
         for at, to, least, most in (
             (start[0], end[0], self.left, self.right),
             (start[1], end[1], self.bottom, self.top),
@@ -238,7 +242,8 @@ class _Box:
                     return False
                 continue
             edges = sorted(((least - at) / (to - at), (most - at) / (to - at)))
-            first, last = max(first, edges[0]), min(last, edges[1])
+            first = max(first, edges[0])
+            last = min(last, edges[1])
         return first < last
 
 
@@ -283,7 +288,8 @@ def place_names(
     sizes = [(width + 2.0, height + 2.0) for width, height in extents]
     corners = axes.get_window_extent()
     inside = _Box(*(scale * edge for edge in (corners.x0, corners.y0, corners.x1, corners.y1)))
-    spots, lines = in_points(points), [in_points(curve) for curve in curves]
+    spots = in_points(points)
+    lines = [in_points(curve) for curve in curves]
     # What fits depends on the order in which names are placed, so several are tried.
     orders = [
         sorted(range(len(points)), key=lambda at, axis=axis, sign=sign: sign * spots[at][axis])  # type: ignore[misc]
@@ -318,36 +324,35 @@ def _place_all(
     curves: Sequence[Sequence[tuple[float, float]]],
     order: Sequence[int],
 ) -> list[_Place]:
-    """Place names one after another, each where it costs least. Lengths are in points.
-
-    Args:
-        spots: the points.
-        sizes: width and height of each name.
-        inside: the rectangle that names must not leave.
-        curves: corners of curves that names should rather not cover.
-        order: the indices of the points, in the order in which their names are placed.
-    """
+    """Place names one after another, in `order`, each where it costs least. Lengths are in points."""
     markers = [_Box(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in spots]
+
     placed: dict[int, _Place] = {}
+
     for number in order:
         best: _Place | None = None
         for distance in _DISTANCES:
             if best is not None and best.cost <= distance:
                 break
+
             for preference, angle in enumerate(_ANGLES):
                 place = _candidate(spots[number], sizes[number], distance, angle)
                 cost = distance + 0.1 * preference + (0.0 if inside.holds(place.box) else 5000.0)
                 cost += 1000.0 * sum(place.box.overlaps(other.box) for other in placed.values())
                 cost += 1000.0 * sum(place.box.overlaps(marker) for marker in markers)
+
                 if best is not None and cost >= best.cost:
                     continue
+
                 others = [at for at in range(len(spots)) if at != number]
                 cost += _crossings(place, placed.values(), [markers[at] for at in others], curves)
                 cost += _doubt(place.box, spots[number], [spots[at] for at in others])
                 if best is None or cost < best.cost:
                     best = _Place(place.box, place.start, place.end, cost)
+
         assert best is not None
         placed[number] = best
+
     return [placed[number] for number in range(len(spots))]
 
 
@@ -372,10 +377,13 @@ def _doubt(box: _Box, spot: tuple[float, float], others: Sequence[tuple[float, f
 
 def _candidate(spot: tuple[float, float], size: tuple[float, float], distance: float, angle: float) -> _Place:
     """Place a name in a direction from its point, with that distance between the point and the nearest edge."""
-    (x, y), (width, height) = spot, size
-    across, up = math.cos(angle), math.sin(angle)
+    (x, y) = spot
+    (width, height) = size
+    across = math.cos(angle)
+    up = math.sin(angle)
     # The nearest corner or the middle of the nearest edge lies at `distance`.
-    near_x, near_y = x + distance * across, y + distance * up
+    near_x = x + distance * across
+    near_y = y + distance * up
     middle_x = near_x + width / 2 * (0 if abs(across) < 0.2 else math.copysign(1, across))
     middle_y = near_y + height / 2 * (0 if abs(up) < 0.2 else math.copysign(1, up))
     box = _Box(middle_x - width / 2, middle_y - height / 2, middle_x + width / 2, middle_y + height / 2)

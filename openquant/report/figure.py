@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 # Colour of what is not a figure, size of the small print, and characters of the names of texts.
-_FAINT, _SMALL, _LONGEST_ORIGIN = "#444444", 8.5, 60
+_FAINT = "#444444"
+_SMALL = 8.5
+_LONGEST_ORIGIN = 60
 
 
 def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
@@ -48,12 +50,14 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
     with matplotlib.rc_context({**STYLE, "font.size": 10.5}):
         rows = recovery_rows(by_kl(evaluations)) if len(evaluations) > 1 else []
         heights = [4.2, recovery_height(rows)] if rows else [4.2]
+
         figure = Figure((8.0, sum(heights)), layout="constrained", facecolor="white")
         target = io.BytesIO()
         metadata: dict[str, Any] = {
             "Software": f"openquant {__version__}",
             "Description": " ".join(evaluation_digest(evaluation) for evaluation in evaluations),
         }
+
         with quiet_fonts():
             if len(evaluations) == 1:
                 _draw_one(figure, evaluations[0])
@@ -67,18 +71,26 @@ def draw_picture(evaluations: Sequence[Mapping[str, Any]]) -> bytes:
                 # Last, since it fixes the layout.
                 draw_comparison(axes[0], evaluations)
             figure.savefig(target, format="png", dpi=200, metadata=metadata)
+
     return target.getvalue()
 
 
 def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
-    kl, sizes, perplexity = evaluation["kl"], evaluation["sizes"], evaluation["perplexity"]
+    kl = evaluation["kl"]
+    sizes = evaluation["sizes"]
+    perplexity = evaluation["perplexity"]
+
     _set_title(figure, f"{chart_name(evaluation['output']['name'], 60)}: {chart_name(evaluation['verdict'])}")
     _set_caption(figure, evaluation, f"compared with {chart_name(evaluation['source']['name'], 60)}\n")
+
     left, right = figure.subplots(1, 2, width_ratios=(1.45, 1.0))
     draw_distribution(left, evaluation["kl_histogram"])
     right.set_axis_off()
-    interval, floor = kl["interval"], evaluation["floor"]
+
+    interval = kl["interval"]
+    floor = evaluation["floor"]
     share = per_cent(sizes["output"], sizes["source"])
+
     # Name, value, and what stands below them.
     rows = [
         ("size", gigabytes(sizes["output"]), f"{share} of the source's {gigabytes(sizes['source'])}"),
@@ -93,8 +105,10 @@ def _draw_one(figure: Figure, evaluation: Mapping[str, Any]) -> None:
         ("same top token", f"{100 * evaluation['top1']:.2f} %", f"floor: {100 * floor['top1']:.2f} %"),
         ("perplexity", f"{perplexity['output']:.4g}", f"source: {perplexity['source']:.4g}"),
     ]
+
     if "tasks" in evaluation:
         rows.append(("recovery in tasks", recovery_text(evaluation["tasks"]["mean"][0]), "of the source's accuracy"))
+
     for number, (name, value, below) in enumerate(rows):
         height = 0.95 - 0.95 * number / (len(rows) - 0.4)
         right.text(0.0, height, name, color=_FAINT)
@@ -115,14 +129,20 @@ def _set_title(figure: Figure, text: str) -> None:
 
 
 # Marks beyond these limits lie at the edge: of a source with one right answer a recovery may be 500 %.
-LEAST, MOST = 0.0, 2.0
+LEAST = 0.0
+MOST = 2.0
 # Tasks that a picture shows in rows of their own.
 MOST_TASKS = 40
 # Width in inches on a screen, on a phone, and beside other charts; height of a row, and of all else.
-_ON_SCREEN, _ON_PHONE, _IN_DETAILS = 10.5, 4.4, 4.4
-_ROW, _REST = 0.42, 1.15
+_ON_SCREEN = 10.5
+_ON_PHONE = 4.4
+_IN_DETAILS = 4.4
+_ROW = 0.42
+_REST = 1.15
 # Where the mean lies in a row, and the first and the last task, from the row's middle downward.
-_MEAN, _FIRST, _LAST = -0.18, 0.06, 0.36
+_MEAN = -0.18
+_FIRST = 0.06
+_LAST = 0.36
 
 
 @dataclass(frozen=True)
@@ -167,7 +187,8 @@ def draw_recovery(axes: Axes, rows: Sequence[RecoveryRow]) -> None:
         axes: matplotlib's axes.
         rows: the rows.
     """
-    drawn, beyond = [1.0], False
+    drawn = [1.0]
+    beyond = False
 
     def at(recovery: float) -> float:
         nonlocal beyond

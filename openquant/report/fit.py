@@ -25,9 +25,8 @@ def fit_text(found: FitTable, width: int | None = None) -> str:
         The text: what the table is for, a row for each scheme, notes, and the command for the best.
     """
     name = f"{found.model}@{found.revision}" if found.revision else found.model
-    heading = [f"{name}: {found.architecture}", fit_caption(found)]
     lines = [
-        *paragraphs(heading, width),
+        *paragraphs([f"{name}: {found.architecture}", fit_caption(found)], width),
         "",
         *table(fit_rows(found), width=width),
         "",
@@ -46,18 +45,18 @@ def fit_notes(found: FitTable) -> list[str]:
     """
     return [
         f"KL: what {found.measured_on} lost, in nats, without a calibration; other models lose more or less",
-        *_unmeasured(found),
+        *_unmeasured_lines(found),
         *_rounded_less(found.schemes),
         *_heads(found),
         *(["the model is quantized already: KL is what is lost on top of that"] if found.quantized_source else []),
         *(["FP8 KV cache: config.json asks for it (docs/how-to/serve.md)"] if found.cache_in_config else []),
         *([f"the KV cache is not counted: it is not known {terminal(found.unknown)}"] if found.unknown else []),
         *_needs(found.schemes),
-        *_refused(found),
+        *_refused_lines(found),
     ]
 
 
-def _unmeasured(found: FitTable) -> list[str]:
+def _unmeasured_lines(found: FitTable) -> list[str]:
     names = [row.scheme for row in found.schemes if row.kl is None]
     broken = [name for name in BROKEN if name in names]
     said = f"; {' and '.join(broken)} in groups of 64 broke it (docs/results.md)" if broken else ""
@@ -93,12 +92,16 @@ def fit_rows(found: FitTable) -> list[list[str]]:
     # The arithmetic is known.
     named = any(target.hardware for target in found.targets)
     several = len(found.targets) > 1
+
     memory = [target for target in found.targets if target.memory_bytes is not None]
     held = ["GPUs", "longest", "at once"] if memory else []
     head = ["scheme", "bits", "size", *([_memory(target) for target in memory] if several else held)]
     rows = [[*head, *(["computes"] if named else []), "engine", "KL"]]
+
     for row in found.schemes:
-        cells = [_fewest(one) for one in row.holds] if several else [cell for one in row.holds for cell in _held(one)]
+        cells = [_fewest(one) for one in row.holds]
+        if not several:
+            cells = [cell for one in row.holds for cell in _held_cells(one)]
         rows.append(
             [
                 row.scheme or "(as it is)",
@@ -107,9 +110,10 @@ def fit_rows(found: FitTable) -> list[list[str]]:
                 *cells,
                 *([_arithmetic(row)] if named else []),
                 _engines(row.engines),
-                NOTHING if row.kl is None else "0" if row.scheme is None else f"{row.kl:.4f}",
+                _kl(row),
             ]
         )
+
     return rows
 
 
@@ -125,7 +129,7 @@ def _fewest(held: Held) -> str:
     return str(held.gpus) if held.longest is None else f"{held.gpus}: {short(held.longest)}"
 
 
-def _held(held: Held) -> list[str]:
+def _held_cells(held: Held) -> list[str]:
     return [
         NOTHING if held.gpus is None else str(held.gpus),
         NOTHING if held.longest is None else f"{held.longest:,}",
@@ -138,8 +142,16 @@ def _arithmetic(row: SchemeFit) -> str:
     return "/".join(dict.fromkeys(filter(None, (row.arithmetic, row.expert_arithmetic)))) or NOTHING
 
 
+def _kl(row: SchemeFit) -> str:
+    if row.kl is None:
+        return NOTHING
+    return "0" if row.scheme is None else f"{row.kl:.4f}"
+
+
 def _engines(engines: tuple[str, ...]) -> str:
-    return "both" if len(engines) > 1 else engines[0] if engines else NOTHING
+    if not engines:
+        return NOTHING
+    return "both" if len(engines) > 1 else engines[0]
 
 
 def _heads(found: FitTable) -> list[str]:
@@ -172,7 +184,7 @@ def _rounded_less(rows: Iterable[SchemeFit]) -> list[str]:
     return [f"activations stay in 16 bits on this GPU, so less is lost: {', '.join(names)}"] if names else []
 
 
-def _refused(found: FitTable) -> list[str]:
+def _refused_lines(found: FitTable) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for scheme, reason in found.refused.items():
         by_reason.setdefault(reason, []).append(scheme)
@@ -183,13 +195,17 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
     """Say what to type."""
     if len(found.targets) != 1:
         return paragraphs(["name your GPU with --gpu, such as --gpu 4090, to get the command for it"], width)
+
     [target] = found.targets
+
     lines = []
     if _fits_as_it_is(found, target) and not found.quantized_source:
         lines.append("the model fits as it is; a scheme leaves room for longer or more sequences")
+
     if found.command is None:
         lines.append(nothing_fits(found, target))
     lines = paragraphs(lines, width)
+
     if found.command is None:
         if found.instead is not None and not _left_as_it_is(found):
             lines += [f"this fits, for sequences of {found.context:,} tokens:", f"  {terminal(found.instead)}"]
@@ -197,15 +213,18 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
                 lines.append(_serve_with(found.context, _ENGINES))
     else:
         lines.append(f"  {terminal(found.command)}")
-        lines += _served(found)
+        lines += _served_lines(found)
+
     if found.calibrated is not None:
         calibrated = f"with {found.calibrated.options} {found.measured_on} lost {found.calibrated.kl:.4f}"
         lines += paragraphs([calibrated], width)
+
     if found.mixture is not None:
         mixture = "a mixture of schemes fills the memory, and may lose less (docs/fit.md):"
         lines += [*paragraphs([mixture], width), f"  {terminal(found.mixture)}"]
-        if _served(found):
+        if _served_lines(found):
             lines.append(_serve_with(found.context, _best(found).engines))
+
     return lines
 
 
@@ -221,11 +240,10 @@ def _source(found: FitTable) -> SchemeFit:
 
 def _fits_as_it_is(found: FitTable, target: Target) -> bool:
     """Whether as many GPUs as there are hold the source."""
-    source = _source(found)
-    return target.memory_bytes is not None and source.holds[0].gpus == target.count
+    return target.memory_bytes is not None and _source(found).holds[0].gpus == target.count
 
 
-def _served(found: FitTable) -> list[str]:
+def _served_lines(found: FitTable) -> list[str]:
     """Name the option of engines for the context, if the model allows a longer one than fits."""
     best = _best(found)
     longest = next((held.longest for held in best.holds), None)
@@ -253,20 +271,26 @@ def nothing_fits(found: FitTable, target: Target) -> str:
     """
     if found.quantized_source and _fits_as_it_is(found, target):
         return "the model is quantized already, and fits as it is: serve it"
+
     if left := _left_as_it_is(found):
         serve = _serve_with(left, _ENGINES)
         return f"as it is the model leaves {left:,} tokens: {serve}, or try --kv-cache fp8 or more GPUs (--gpu 2x..)"
+
     gpus = f"{target.count} {target.name or 'GPU'}"
+
     rows = [row for row in found.schemes if row.scheme is not None and row.kl is not None and row.holds]
     row = next((row for row in rows if row.holds[0].gpus is not None), None)
     most = max(rows, key=lambda row: row.holds[0].left or 0, default=None)
+
     given = {"--kv-cache fp8": found.kv_cache == "fp8", "--quantize-lm-head": found.quantize_lm_head}
     names = ["a smaller --context", *(option for option, is_given in given.items() if not is_given)]
     advice = f"try {', '.join(names)} or more GPUs (--gpu 2x..)"
+
     others = [one.scheme for one in found.schemes if one.kl is None and one.holds and one.holds[0].gpus == target.count]
     unknown = f"; {', '.join(map(str, others))} would fit, with a KL that is not known" if others else ""
     needs = f"; {row.scheme} needs {row.holds[0].gpus}" if row else ", nor do 8 of them hold one"
     most_left = f"; {most.scheme} leaves {most.holds[0].left:,} tokens" if most and most.holds[0].left else ""
+
     return f"no scheme with a known KL fits {gpus}{most_left}{needs}{unknown}: {advice}"
 
 
@@ -281,20 +305,25 @@ def frontier_text(found: SearchResult, width: int | None = None) -> str:
         The text: a row for each mixture and scheme, the smallest first, and the commands that make them.
     """
     name = f"{found.model}@{found.revision}" if found.revision else found.model
+
     rows = [
         ["", "bits", "size", "KL, nats", "95 % interval", "predicted", *(["fits"] if found.limit is not None else [])]
     ]
+
     for point in found.points:
         interval = "" if point.interval is None else "{:.4f} to {:.4f}".format(*point.interval)
         cells = [point.name, f"{point.bits:.2f}", gigabytes(point.bytes), f"{point.kl:.4f}", interval]
-        fits = [] if point.fits is None else ["yes" if point.fits else "no"]
-        rows.append([*cells, f"{point.predicted:.4f}", *fits])
+        rows.append([*cells, f"{point.predicted:.4f}"])
+        if point.fits is not None:
+            rows[-1].append("yes" if point.fits else "no")
+
     heading = [
         f"{name}: {found.architecture}",
         f"weights rounded to nearest, on {found.texts}",
         *([_room(found)] if found.gpu else []),
     ]
     predicted = "predicted: the sum of the scores, on other texts; it ranks mixtures, and is usually too large"
+
     lines = [
         *paragraphs(heading, width),
         "",

@@ -1,12 +1,10 @@
-"""The HTML report: one file that loads nothing from the network.
+"""The HTML report of each verb: one file that loads nothing from the network.
 
 The template escapes all text (names, prompts, answers) except the charts and the marks that are made here. A
 Content-Security-Policy lets no script run but the page's own.
 
     page = render_page(PageContent("Qwen3-8B-FP8", evaluations=[evaluation]))
     Destination(Path("report.html"), "--report", PAGE).write(page.encode())
-
-The content of each verb's HTML report.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from ..fit.result import SearchResult
 from ..hub.source import local_source
 from ..plan.serving import serving_to_json, stored_serving
 from ..version import __version__, install_hint
-from .cells import gigabytes, per_cent, short, shortened, terminal
+from .cells import gigabytes, per_cent, short, shorten, terminal
 from .words import verdict_meaning, words_on_page
 
 if TYPE_CHECKING:
@@ -40,13 +38,15 @@ if TYPE_CHECKING:
 
 
 # Most texts, and most characters of each.
-MOST_TEXTS, MOST_LETTERS = 50, 4000
+MOST_TEXTS = 50
+MOST_LETTERS = 4000
 # Packages of the extra `report`.
 _PACKAGES = ("jinja2", "matplotlib")
 # Marks of pages and pictures that openquant wrote, which are in their first bytes.
 _BEGINNING = 1024
 _GENERATOR = b'<meta name="generator" content="openquant '
-_PNG, _SOFTWARE = b"\x89PNG\r\n\x1a\n", b"tEXtSoftware\0openquant "
+_PNG = b"\x89PNG\r\n\x1a\n"
+_SOFTWARE = b"tEXtSoftware\0openquant "
 
 
 def _is_page(file: BinaryIO) -> bool:
@@ -128,7 +128,7 @@ def render_page(page: PageContent) -> str:
         "interval": lambda edges: " to ".join(map(_number, edges)) if edges else "",
         "points": lambda difference: f"{100 * difference:+.1f}",
         "share": lambda part: "-" if part is None else f"{100 * part:.1f} %",
-        "cut": lambda text: shortened(text, MOST_LETTERS),
+        "cut": lambda text: shorten(text, MOST_LETTERS),
         "compared": _mark_differences,
         "verdict_meaning": verdict_meaning,
         "drawn": Markup,
@@ -180,11 +180,12 @@ def _mark_differences(text: Mapping[str, Any]) -> tuple[Markup, Markup]:
     from markupsafe import Markup
 
     words = [
-        re.findall(r"\s+|[^\s]+", terminal(shortened(text[name], MOST_LETTERS), kept="\n\t"))
+        re.findall(r"\s+|[^\s]+", terminal(shorten(text[name], MOST_LETTERS), kept="\n\t"))
         for name in ("source", "output")
     ]
     answers = (Markup(), Markup())
-    mark, same = Markup("<mark>{}</mark>"), Markup("{}")
+    mark = Markup("<mark>{}</mark>")
+    same = Markup("{}")
     for kind, *spans in difflib.SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
         pieces = ("".join(words[0][spans[0] : spans[1]]), "".join(words[1][spans[2] : spans[3]]))
         answers = tuple(  # type: ignore[assignment]
@@ -232,7 +233,8 @@ def evaluated_page(evaluations: Sequence[Mapping[str, Any]], models: Sequence[Pa
         The page's content, for `render_page`.
     """
     local = len(models) == 2 and all(model.is_dir() for model in models)
-    first, source = evaluations[0], evaluations[0]["source"]["name"]
+    first = evaluations[0]
+    source = evaluations[0]["source"]["name"]
     return PageContent(
         first["output"]["name"] if len(evaluations) == 1 else f"{len(evaluations)} outputs of {source}",
         f"compared with {source}, on {first['text']['positions']:,} positions of {first['text']['documents']:,} texts",
@@ -262,7 +264,6 @@ def _serving(output: Path, source: Path | None) -> Mapping[str, Any] | None:
     """Return what serving takes; None if one of them cannot be opened, or has a format that openquant does not read."""
     try:
         model = local_source(source or output)
-        checkpoints = model.open(), open_checkpoint(output)
-        return serving_to_json(*map(stored_serving, checkpoints))
+        return serving_to_json(*map(stored_serving, (model.open(), open_checkpoint(output))))
     except OpenQuantError:
         return None

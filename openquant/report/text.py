@@ -22,7 +22,7 @@ from ..plan.static_scales import CACHED
 from ..result import Place, Preview, Result, zero_notes
 from ..verification.outcome import Report
 from .card import SIDES, answers, difference_text, engines_that_read, percent, serve_commands
-from .cells import gigabytes, join_lines, paragraphs, short, shortened, table, terminal
+from .cells import gigabytes, join_lines, paragraphs, short, shorten, table, terminal
 from .words import task_rows, verdict_meaning
 
 # Characters of a reason in the plan's table: a pattern may name a hundred layers, which the line names too.
@@ -69,13 +69,14 @@ def plan_text(
 
 
 def _row(line: PlanLine) -> tuple[str, str, str, str, str, str]:
+    becomes = "BF16" if line.decoded else "keep"
     return (
-        line.scheme.format.number.title if line.scheme else "BF16" if line.decoded else "keep",
+        line.scheme.format.number.title if line.scheme else becomes,
         ", ".join(collapse(line.names)),
         " x ".join(map(str, line.shape)),
         gigabytes(line.bytes_before),
         gigabytes(line.bytes_after),
-        shortened(line.why, _LONGEST_REASON),
+        shorten(line.why, _LONGEST_REASON),
     )
 
 
@@ -84,10 +85,12 @@ def _facts(
 ) -> list[str]:
     unchanged = plan.scheme is None and plan.quantization_config
     layers = "" if unchanged else f" ({summary.quantized_tensors(plan) or summary.decoded_tensors(plan)} layers)"
-    before, after = summary.source_bytes(plan), summary.output_bytes(plan)
+
+    after = summary.output_bytes(plan)
     at_a_time = gigabytes(space.needed) if space and space.needed not in (0, space.output) else None
+
     lines = [
-        f"weights:  {gigabytes(before)} -> {gigabytes(after)}, {_share(plan)}{layers}",
+        f"weights:  {gigabytes(summary.source_bytes(plan))} -> {gigabytes(after)}, {_share(plan)}{layers}",
         f"disk:     {gigabytes(after + sum(plan.files.values()))} in "
         f"{_count(len(plan.layout.shards), 'shard')} and {_count(len(plan.files), 'other file')}"
         + (
@@ -97,6 +100,7 @@ def _facts(
         )
         + (f"; the run needs {at_a_time} at a time" if at_a_time else ""),
     ]
+
     if download.nbytes:
         other_files = (
             f" ({gigabytes(download.file_bytes)} in {_count(download.files, 'other file')})" if download.files else ""
@@ -107,12 +111,15 @@ def _facts(
         else:
             where = " to the Hub's cache" + (f", or with --stream {streamed}" if streamed else "")
         lines.append(f"download: {gigabytes(download.nbytes)}{other_files}{where}")
+
     if plan.quantization_config:
         sizes = ", ".join(map(str, summary.parallel_sizes(plan))) or "none"
         lines.append(f"tensor parallel sizes that can serve it: {sizes}")
     lines += [f"  not {entry.size}: {entry.problem}" for entry in plan.parallel if entry.problem]
+
     serving = summary.serving(plan)
     table_lines = serving_lines(*serving, width) if serving else []
+
     last = [f"left out: {', '.join(plan.decoded.left_out)}"] if plan.decoded.left_out else []
     last += [f"note: {note}" for note in (*plan.notes, *notes)]
     return [*paragraphs(lines, width), *table_lines, *paragraphs(last, width)]
@@ -131,17 +138,19 @@ def serving_lines(source: Serving, output: Serving, width: int | None = None) ->
     """
     cache = output.cache
     legend = f"the fewest GPUs; how many tokens they hold is not known: {output.unknown}"
+
     if cache is not None:
         sequence = f" and {gigabytes(cache.per_sequence(False))} a sequence" if cache.per_sequence(False) else ""
-        token = gigabytes(cache.per_token(False))
         gpus = "GPUs that are needed: tokens of all sequences together, cached in bfloat16, in FP8"
-        legend = f"KV cache {token} a token{sequence}; {gpus}"
+        legend = f"KV cache {gigabytes(cache.per_token(False))} a token{sequence}; {gpus}"
+
     rows = [["", *(f"{size} GB" for size in GPU_GB)]]
     for name, serving in (("source", source), ("output", output)):
         rows.append([name])
         for fit in serving.fits:
             tokens = [short(count) for count in (fit.tokens_bf16, fit.tokens_fp8) if count is not None]
             rows[-1].append("-" if fit.gpus is None else ": ".join(filter(None, (str(fit.gpus), ", ".join(tokens)))))
+
     lines = [f"  {line}".rstrip() for line in table(rows, width=None if width is None else width - 2)]
     more = "  by a card's exact memory: openquant fit MODEL --gpu 4090"
     return [*paragraphs([f"serving:  {legend}"], width), *lines, more]
@@ -188,14 +197,12 @@ def summary_text(plan: Plan, result: Result, already_complete: bool, width: int 
         f"{_share(plan)}, in {result.seconds:.1f} s, "
         f"peak memory {gigabytes(result.peak_rss_bytes)}"
     )
+
     commands = serve_commands(plan, result.repository or result.output, result.pushed_revision)
     published = [] if result.pushed_to is None else [f"pushed to {result.pushed_to}"]
-    said = [
-        headline,
-        *published,
-        *not_finite_notes(result.not_finite, result.unread_shards),
-        engines_that_read(plan),
-    ]
+
+    said = [headline, *published, *not_finite_notes(result.not_finite, result.unread_shards), engines_that_read(plan)]
+
     return join_lines([*paragraphs(said, width), "", *[f"  {command}" for command in commands]])
 
 
@@ -264,6 +271,7 @@ def verification_text(report: Report, width: int | None = None) -> str:
         The text, lines separated by newlines.
     """
     lines = [f"{report.directory}: {', '.join(filter(None, [report.architecture, report.format]))}"]
+
     if report.architecture is not None:
         lines.append(
             f"{gigabytes(report.nbytes)} in {_count(report.shards, 'shard')}: {_count(report.tensors, 'tensor')}, "
@@ -274,13 +282,16 @@ def verification_text(report: Report, width: int | None = None) -> str:
                 f"equal to {report.source}: {_count(report.equal_tensors, 'tensor')}, "
                 f"{_count(report.equal_files, 'other file')}"
             )
+
     errors = ["", *_errors_table(report, width), ""] if report.errors else []
     last = [f"note: {note}" for note in report.notes]
     last += [f"problem: {problem}" for problem in report.problems]
+
     problems = _count(len(report.problems), "problem") if report.problems else "no problems"
     last.append(f"{problems}, {report.seconds:.1f} s")
     if report.problems:
         last += [f"hint: {hint}" for hint in report.hints]
+
     return join_lines([*paragraphs(lines, width), *errors, *paragraphs(last, width)])
 
 
@@ -296,15 +307,18 @@ def _errors_table(report: Report, width: int | None) -> list[str]:
         )
         for error in report.worst
     ]
+
     mean = sum(error.relative for error in report.errors) / len(report.errors)
     count = len(report.errors)
     some = f"{count} of " if count < report.quantized else ""
     said = [f"{some}{_count(report.quantized, 'layer')} decoded: relative error {100 * mean:.3f} % on average"]
+
     share = report.equal_share
     if share is not None and report.recomputed:
         said.append(f"quantizing the source again gives {_percent(share)} of the codes")
     elif share is not None:
         said.append(f"{_percent(share)} of the codes are the nearest to the source under their scales")
+
     return [*table(rows, width=width), *paragraphs(said, width)]
 
 
@@ -318,7 +332,8 @@ def _count(number: int, noun: str) -> str:
 
 
 # Number of prompts whose answers are shown, and characters of each answer.
-SHOWN_PROMPTS, SHOWN_CHARACTERS = 2, 300
+SHOWN_PROMPTS = 2
+SHOWN_CHARACTERS = 300
 
 
 def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: int | None = None) -> str:
@@ -333,41 +348,53 @@ def evaluation_text(evaluation: Mapping[str, Any], notes: Sequence[str], width: 
     Returns:
         The text, lines separated by newlines.
     """
-    floor, outputs = evaluation["floor"], evaluation["outputs"]
-    source = f"{terminal(evaluation['source']['name'])} (source)"
+    floor = evaluation["floor"]
+    outputs = evaluation["outputs"]
+
     rows = [("", "size", "KL in nats", "95 %", "99th", "same token", "perplexity", "verdict")]
-    size, perplexity = gigabytes(outputs[0]["sizes"]["source"]), _number(outputs[0]["perplexity"]["source"])
-    rows.append((source, size, "", "", "", "", perplexity, ""))
+
+    size = gigabytes(outputs[0]["sizes"]["source"])
+    perplexity = _number(outputs[0]["perplexity"]["source"])
+    rows.append((f"{terminal(evaluation['source']['name'])} (source)", size, "", "", "", "", perplexity, ""))
     rows.append(
         ("  with noise: the floor", "", *_kl(floor, floor), percent(floor["top1"]), _number(floor["perplexity"]), "")
     )
+
     for output in outputs:
         kl = {"kl": output["kl"]["mean"], **output["kl"]}
         perplexity = _number(output["perplexity"]["output"])
-        name, size = terminal(output["output"]["name"]), gigabytes(output["sizes"]["output"])
+        name = terminal(output["output"]["name"])
+        size = gigabytes(output["sizes"]["output"])
         rows.append((name, size, *_kl(kl, floor), percent(output["top1"]), perplexity, output["verdict"]))
+
         weights_only = output["weights_only"]
         if weights_only["kl"] != output["kl"]["mean"]:
             cells = percent(weights_only["top1"]), _number(weights_only["perplexity"])
             rows.append(("  its weights alone", "", *_kl(weights_only, floor), *cells, ""))
+
     lines = table(rows, width=width)
+
     for output in outputs:
         said = ["", f"{output['output']['name']}: {output['verdict']}: {verdict_meaning(output)}"]
         said += [f"  {reason}" for reason in output["reasons"]]
         if output["verdict"] == "same":
             said.append("  so near the floor, KL does not predict which output does better in benchmarks")
         lines += paragraphs([*said, *(f"  {line}" for line in _layer_lines(output))], width)
+
         if "tasks" in output:
             figures = table(task_rows(output["tasks"]), width=None if width is None else width - 2)
             lines += ["", *(f"  {line}".rstrip() for line in figures)]
             lines += paragraphs([f"  {output['tasks']['reading']}"], width)
+
         for text in answers(output)[:SHOWN_PROMPTS]:
             lines += ["", *_answers(text, width)]
+
     text = outputs[0]["text"]
     last = [
         f"{text['positions']:,} positions of {text['documents']} texts, SHA-256 of the tokens {text['sha256'][:16]}"
     ]
     lines += ["", *paragraphs([*last, *(f"note: {note}" for note in notes)], width)]
+
     return join_lines(lines)
 
 
@@ -376,7 +403,8 @@ def _layer_lines(output: Mapping[str, Any]) -> list[str]:
     layers = output["layers"]
     if not layers:
         return []
-    first, last = layers[0], layers[-1]
+    first = layers[0]
+    last = layers[-1]
     lines = [
         f"relative distance of hidden states: {first['distance']:.3g} after {terminal(first['layer'])}, "
         f"{last['distance']:.3g} after {terminal(last['layer'])} (floor {last['floor']:.3g})"
@@ -422,9 +450,11 @@ def explanation_text(explanation: Explanation, width: int | None = None) -> str:
 def _paragraph(layer: ModuleExplanation, architecture: str, width: int | None) -> str:
     becomes = "stays as it is" if layer.scheme is None else f"quantized, --scheme {layer.scheme}"
     rule = "no rule: it has fewer than two axes, or --ignore names it"
+
     if layer.rule is not None:
         pattern = f": {layer.rule.pattern}" if layer.rule.pattern else ""
         rule = f"{layer.rule.field}{pattern} ({architecture})"
+
     rows = [
         ("becomes", f"{becomes}{f': {layer.why}' if layer.why else ''}"),
         ("rule", rule),
@@ -436,9 +466,11 @@ def _paragraph(layer: ModuleExplanation, architecture: str, width: int | None) -
         *[(engine, ", ".join(names)) for engine, names in layer.engines.items()],
         ("ignore list", f"as {layer.listed}" if layer.listed else "not in it"),
     ]
+
     heading = ", ".join(collapse(layer.modules))
     more = f" ({len(layer.modules)} alike; below {layer.module})" if len(layer.modules) > 1 else ""
     lines = table([row for row in rows if row[1]], (0, 1), None if width is None else width - 2)
+
     return join_lines([*paragraphs([f"{heading}{more}"], width), *(f"  {line}".rstrip() for line in lines)])
 
 
@@ -467,7 +499,9 @@ def environment_text(found: Mapping[str, Any], width: int | None = None) -> str:
     if not isinstance(gpus, str):
         described = (f"{gpu['name']}, {gigabytes(gpu['memory'])}, capability {gpu['capability']}" for gpu in gpus)
         gpus = "; ".join(described) or "none"
+
     commit = f" ({found['commit']})" if found["commit"] else ""
+
     rows = [
         ("openquant", f"{found['openquant']}{commit}"),
         ("Python", f"{found['python']}, {found['system']}"),
@@ -496,11 +530,13 @@ def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
     """
     small = [line for line in lines if len(line.shape) < 2 and not line.quantized and not line.decoded]
     small = [line for line in small if line.why != CACHED]
+
     count = sum(len(line.names) for line in small)
     if count > MOST_NORMS:
         before, after = (sum(getattr(line, name) for line in small) for name in ("bytes_before", "bytes_after"))
         together = PlanLine((f"{count} norms and biases",), (), None, False, small[0].why, before, after)
         lines = [*(line for line in lines if line not in small), together]
+
     return [
         {
             "names": line.names,
@@ -531,23 +567,28 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) 
         The text, lines separated by newlines.
     """
     layers = diagnosis.layers if every else diagnosis.worst[:WORST]
+
     name = f"{diagnosis.model}@{diagnosis.revision}" if diagnosis.revision else diagnosis.model
     rows = (
         "all their rows"
         if diagnosis.rows_read == 1
         else f"{100 * diagnosis.rows_read:.2g} % of their rows, spread evenly; scales from all"
     )
+
     shown = "row error of weights" if every else f"row error of weights, {len(layers)} largest"
     # All schemes would make a line of two hundred letters.
     schemes = [name for name in SCHEMES if name == diagnosis.scheme or measured_kl(SCHEMES[name]) is not None]
+
     errors = [
         (terminal(layer.module), *(_in_percent(layer.row_errors[scheme]) for scheme in schemes)) for layer in layers
     ]
     normal = ("normally distributed weights", *(_in_percent(diagnosis.normal[scheme]) for scheme in schemes))
+
     heading = [
         f"{name}: {diagnosis.architecture}, --scheme {diagnosis.scheme}",
         f"{len(diagnosis.layers)} layers, measured on {rows}",
     ]
+
     zero = [layer.module for layer in diagnosis.layers if layer.is_zero]
     said = [
         "activations, which most schemes round too, are not counted",
@@ -555,6 +596,7 @@ def diagnosis_text(diagnosis: Diagnosis, every: bool, width: int | None = None) 
         *(f"note: {terminal(note)}" for note in zero_notes(zero)),
         *_conspicuous(diagnosis),
     ]
+
     lines = [
         *paragraphs(heading, width),
         "",
@@ -589,8 +631,10 @@ def _conspicuous(diagnosis: Diagnosis) -> list[str]:
 def _choices(diagnosis: Diagnosis, width: int | None) -> list[str]:
     if diagnosis.kl is None:
         return paragraphs([f"--scheme {diagnosis.scheme} was not measured on {MODEL}"], width)
+
     if not diagnosis.choices:
         return paragraphs([f"nothing of about this size lost a tenth less on {MODEL}"], width)
+
     rows = [
         (
             choice.options,
@@ -602,8 +646,11 @@ def _choices(diagnosis: Diagnosis, width: int | None) -> list[str]:
         )
         for choice in diagnosis.choices
     ]
-    requested, size = SCHEMES[diagnosis.scheme], gigabytes(diagnosis.bytes)
+
+    requested = SCHEMES[diagnosis.scheme]
+    size = gigabytes(diagnosis.bytes)
     first = (f"--scheme {requested.name}", f"{diagnosis.kl:.3g}", "", size, activations(requested), "no")
+
     return [
         "",
         *paragraphs([f"what lost less on {MODEL} at about the same size, and the size of this model:"], width),

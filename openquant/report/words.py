@@ -17,7 +17,7 @@ _SEVERAL = {
     "frontier": (
         "The outputs that no other one given beats. One output beats another if it is smaller or closer to the "
         "source, and neither larger nor farther."
-    ),
+    )
 }
 _DIVERGENCE = {
     "KL, mean KL": (
@@ -115,9 +115,7 @@ _SERVED = {
 
 
 def words_on_page(
-    evaluations: Sequence[Mapping[str, Any]],
-    served: Mapping[str, Any] | None,
-    frontier: Mapping[str, Any] | None,
+    evaluations: Sequence[Mapping[str, Any]], served: Mapping[str, Any] | None, frontier: Mapping[str, Any] | None
 ) -> dict[str, str]:
     """Choose the terms that a page needs.
 
@@ -178,7 +176,8 @@ def texts_origin(text: Mapping[str, Any]) -> str:
         text: `text` of an eval.json, or `texts` of a calibration.
     """
     names = [name.rpartition("/")[2] for name in text.get("files", ())]
-    dataset, builtin = text.get("dataset") or "", text.get("builtin")
+    dataset = text.get("dataset") or ""
+    builtin = text.get("builtin")
     if dataset:
         # "org/name:split" is on the Hub.
         names.append(dataset if re.match(r"[^/.][^/]*(/[^/]*)?$", dataset) else dataset.rpartition("/")[2])
@@ -199,7 +198,9 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("", "questions", "source", "output", "difference", "95 %", "p", "recovery", "lost", "gained", "other", "KL")
     ]
+
     several = len(tasks["tasks"]) > 1
+
     for figures in [*tasks["tasks"], *([tasks["pooled"]] if several else [])]:
         for number, metric in enumerate(figures["metrics"]):
             first = number == 0
@@ -218,10 +219,12 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
                     f"{figures['kl']:.3g}" if first else "",
                 )
             )
+
     for mean in tasks["mean"] if several else ():
         name = f"mean of {mean['tasks']} tasks, {terminal(mean['metric'])}"
         scores = _percent(mean["source"]), _percent(mean["output"])
         rows.append((name, "", *scores, *_difference(mean), "", recovery_text(mean), "", "", "", ""))
+
     return rows
 
 
@@ -236,7 +239,8 @@ def task_summary(tasks: Mapping[str, Any]) -> str:
     Args:
         tasks: `tasks` of its eval.json.
     """
-    mean, pooled = tasks["mean"][0], tasks["pooled"]
+    mean = tasks["mean"][0]
+    pooled = tasks["pooled"]
     interval = mean["recovery_interval"]
     between = "" if interval is None else f" [{', '.join(f'{100 * edge:.1f}' for edge in interval)}]"
     names = [markdown(figures["task"]) for figures in tasks["tasks"]]

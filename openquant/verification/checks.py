@@ -47,6 +47,7 @@ def check_headers(
     findings = Findings(ours, list(quantization.problems))
     scheme = check_settings(checkpoint, quantization, findings)
     codes_and_scales = list(pairs(checkpoint.tensors, quantization))
+
     # With any method but fp8, a quantized head or embedding is one more quantized layer.
     head = quantization.method != "fp8" and any(is_head(pair.module) for pair in codes_and_scales)
     embedding = quantization.method != "fp8" and any(is_embedding(pair.module) for pair in codes_and_scales)
@@ -54,15 +55,19 @@ def check_headers(
         model = model.with_head()
     if model and embedding and model.embedding is not None:
         model = model.with_embedding()
+
     entry = ModuleRules(with_layer_counts(model, checkpoint)) if model else None
+
     as_loaded = quantization.checked_as_engines_load
     find = find_weights if as_loaded else find_decodable_weights
     weights = find(checkpoint, quantization, codes_and_scales, findings)
     headers = Headers(checkpoint, quantization, scheme, entry, head, embedding, *weights)
+
     if as_loaded:
         check_strays(headers, findings)
         check_listed(headers, findings)
     check_cache(headers, findings)
+
     if entry is None:
         of_list = "which unquantized layers must be in the ignore list, and " if as_loaded else ""
         findings.notes.append(
@@ -74,10 +79,13 @@ def check_headers(
         # A weight that cannot be decoded would count as unquantized.
         if as_loaded or not findings.problems:
             check_fused(headers, entry, findings)
+
     if as_loaded:
         check_head(headers, findings)
+
     check_index(checkpoint, findings)
     check_files(checkpoint, files, findings)
+
     return headers, findings
 
 
@@ -95,21 +103,27 @@ def check_finished(root: Path, plan: Plan) -> None:
         SourceError: the output cannot be opened.
     """
     checkpoint = open_checkpoint(root)
-    problems, planned_count = [], 0
+    problems = []
+    planned_count = 0
+
     for shard in plan.layout.shards:
         for info in plan.layout.outputs(shard.name):
             planned_count += 1
             if checkpoint.tensors.get(info.name) != info or checkpoint.where[info.name].shard != shard.name:
                 problems.append(f"{info.name} is not what was planned")
+
     if len(checkpoint.tensors) != planned_count:
         problems.append(f"it holds {len(checkpoint.tensors)} tensors, {planned_count} were planned")
+
     for difference in config_differences(checkpoint.config, output_config(plan)):
         problems.append(f"config.json: {difference.text('the plan has')}")
+
     if plan.quantization_config and not problems:
         # The generic entry says nothing of engines.
         model = None if plan.model.name == GENERIC.name else plan.model
         _, findings = check_headers(checkpoint, read_quantization(checkpoint.config), model, plan.files, ours=True)
         problems = findings.problems
+
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise RuntimeError(f"{root} was written wrongly: {'; '.join(problems[:3])}{more}")
@@ -145,6 +159,7 @@ def _find_damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
         model = known_architecture(checkpoint)
         _, findings = check_headers(checkpoint, read_quantization(checkpoint.config), model, files, ours=True)
         problems = findings.problems
+
     else:
         problems = [
             f"{checkpoint.where[info.name].shard}: {info.name} is {info.dtype}, but config.json has no "
@@ -152,11 +167,13 @@ def _find_damage(checkpoint: Checkpoint, files: Set[str]) -> list[str]:
             for info in checkpoint.tensors.values()
             if info.dtype.startswith("F8_")
         ]
+
     shards = {name for name in files if is_shard(name)}
     problems += [f"{name} holds tensors, and no run wrote it" for name in sorted(checkpoint.shards.keys() - shards)]
     problems += [
         f"{INDEX_FILE} does not name {name}" for name in sorted(shards - {*checkpoint.shards} | {*checkpoint.unindexed})
     ]
+
     return problems
 
 
@@ -216,12 +233,15 @@ def extra_files(
     others_left_out = (
         name for name in checkpoint.left_out if not name.startswith(".") and not name.endswith(".safetensors")
     )
+
     # The Hub puts .gitattributes into every repository.
     files = (name for name in checkpoint.files if name != ".gitattributes")
     names = [*files, *(name for name in others_left_out if name not in _OURS)]
     allowed = {*names} - {_ADAPTER, _MODELOPT_CONFIG} if expected is None else expected
+
     problems: list[str] = []
     others: list[str] = []
+
     for name in names:
         if name in allowed:
             continue
@@ -233,6 +253,7 @@ def extra_files(
             others.append(f"{name} (engines read it only where config.json says nothing of quantization)")
         else:
             others.append(name)
+
     more = f" and {len(others) - 5} more" if len(others) > 5 else ""
     return problems, [f"{where}: {', '.join(others[:5])}{more}"] if others else []
 

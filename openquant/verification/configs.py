@@ -68,7 +68,8 @@ def config_differences(actual: Any, expected: Any, path: tuple[str, ...] = ()) -
     """
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in dict.fromkeys([*expected, *actual]):
-            left, right = actual.get(key, MissingValue), expected.get(key, MissingValue)
+            left = actual.get(key, MissingValue)
+            right = expected.get(key, MissingValue)
             if MissingValue in (left, right):
                 yield Difference((*path, key), left, right)
             else:
@@ -89,41 +90,44 @@ def judge_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iter
         A difference (the path of keys, the output's value, the source's value), and whether it changes what the model
         computes.
     """
-    actual, expected = _normalized(actual), _normalized(expected)
+    actual = _normalize(actual)
+    expected = _normalize(expected)
     for difference in config_differences(actual, expected):
-        actual_section, expected_section = actual, expected
+        actual_section = actual
+        expected_section = expected
         for key in difference.path[:-1]:
-            actual_section, expected_section = actual_section[key], expected_section[key]
+            actual_section = actual_section[key]
+            expected_section = expected_section[key]
         yield difference, _changes_model(difference, actual_section, expected_section)
 
 
 def _changes_model(
     difference: Difference, actual_section: Mapping[str, Any], expected_section: Mapping[str, Any]
 ) -> bool:
-    """Whether a difference makes the model compute something else.
+    """Whether a difference of two normalized configs, in these sections, makes the model compute something else."""
+    key = difference.path[-1]
+    value = difference.actual
 
-    A key that only the output has counts only for RoPE and head sizes: tools write out defaults, which change nothing.
-
-    Args:
-        difference: a difference of two normalized configs.
-        actual_section: the object in the first config that has, or lacks, the key.
-        expected_section: the same of the second config.
-    """
-    key, value = difference.path[-1], difference.actual
     rope = "rope_parameters" in difference.path
     if not rope and (_NOT_COMPUTED.search(key) or not _COMPUTED.search(key)):
         return False
+
     if value is MissingValue:
         # A tool may have renamed the key. Whether the head is tied shows in the tensors.
         added = [other for name, other in actual_section.items() if name not in expected_section]
         return difference.expected is not None and difference.expected not in added and key != _TIED
+
     if difference.expected is not MissingValue:
         return True
-    heads, size = actual_section.get("num_attention_heads"), actual_section.get("hidden_size")
+
+    # The output alone has the key: tools write out defaults, so only RoPE and sizes of heads count.
+    heads = actual_section.get("num_attention_heads")
+    size = actual_section.get("hidden_size")
     if key == "head_dim":
         return value is not None and not (isinstance(heads, int) and heads and size == value * heads)
     if key == "num_key_value_heads":
         return value is not None and value != heads
+
     return rope and value not in _PLAIN_ROPE and "vision_config" not in difference.path
 
 
@@ -132,32 +136,39 @@ _TIED = "tie_word_embeddings"
 _PLAIN_ROPE = (None, "default", 1.0, {"rope_type": "default"})
 
 
-def _normalized(config: Mapping[str, Any]) -> dict[str, Any]:
+def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in the spelling of transformers 5, which has dtype and rope_parameters."""
     normalized: dict[str, Any] = {
-        key: _normalized(value) if isinstance(value, dict) and "rope" not in key else value
+        key: _normalize(value) if isinstance(value, dict) and "rope" not in key else value
         for key, value in config.items()
     }
+
     if "torch_dtype" in normalized:
         normalized.setdefault("dtype", normalized.pop("torch_dtype"))
+
     sections: list[Any] = [normalized.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
     top_level: dict[str, Any] = {
         key: normalized[key] for key in ("rope_theta", "partial_rotary_factor") if key in normalized
     }
+
     if not all(isinstance(section, dict) for section in sections) or not (top_level or any(sections)):
         return normalized
+
     scaling, parameters = sections
     for key in ("rope_scaling", *top_level):
         normalized.pop(key, None)
+
     if not parameters or not all(isinstance(value, dict) for value in parameters.values()):
         parameters = _rope({**top_level, **scaling, **parameters})
         if isinstance(normalized.get("rope_local_base_freq"), (int, float)):
             sliding = _rope({"rope_theta": normalized.pop("rope_local_base_freq")})
             parameters = {"full_attention": parameters, "sliding_attention": sliding}
+
     by_layer_type = list(parameters.values())
     # Parameters for each type of layer that are all equal are the same as parameters for the model.
     equal = isinstance(by_layer_type[0], dict) and all(value == by_layer_type[0] for value in by_layer_type)
     normalized["rope_parameters"] = by_layer_type[0] if equal else parameters
+
     return normalized
 
 
@@ -222,23 +233,27 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
     places = quantization_places(checkpoint.config)
     if any(place[key] != places[0][0][places[0][1]] for place, key in places[1:]):
         findings.problems.append("config.json has several quantization configs, which differ")
+
     settings = quantization.settings
     if scheme is not None and as_written(scheme, settings):
         return scheme
     if scheme is None and {**settings, "ignore": []} == with_fp8_cache(DENSE):
         return scheme
+
     if not findings.ours:
         problems, unknown = check_config_values(settings)
         findings.problems += [f"config.json: quantization_config.{problem}" for problem in problems]
         if unknown:
             findings.notes.append(f"config.json: no engine is known to read quantization_config.{', '.join(unknown)}")
         return None
+
     if scheme is None:
         findings.problems.append("config.json: openquant does not write such a quantization_config")
     else:
         actual = without_fp8_cache(without_targets(settings))
         groups = actual.get("config_groups") if scheme.group else None
         # Each config group is compared with that of the scheme it is most like.
+
         nearest = [
             min((scheme, *KEPT_SCHEMES), key=lambda candidate: len(list(config_differences(group, candidate.group))))
             for group in (groups.values() if isinstance(groups, dict) else ())
@@ -261,8 +276,7 @@ def check_index(checkpoint: Checkpoint, findings: Findings) -> None:
     """
     if not checkpoint.indexed:
         return
-    index = read_json(checkpoint.root / INDEX_FILE, INDEX_FILE)
-    metadata = index.get("metadata")
+    metadata = read_json(checkpoint.root / INDEX_FILE, INDEX_FILE).get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     if stated is not None and stated != total:

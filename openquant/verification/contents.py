@@ -172,8 +172,7 @@ class _Reading:
         if not self.foreign:
             return
         # Nearest codes have no larger error than themselves, whatever the scales are.
-        median = statistics.median(error.times_rounding for error in self.foreign)
-        self.findings.compensated = median > MOVED
+        self.findings.compensated = statistics.median(error.times_rounding for error in self.foreign) > MOVED
         for error in self.foreign:
             problem = error.beyond_gptq if self.findings.compensated else error.beyond_nearest
             if problem is not None:
@@ -184,8 +183,10 @@ class _Reading:
         while not self.stopped.is_set():
             with self.lock:
                 numbered_task = next(self.tasks, None)
+
             if numbered_task is None:
                 break
+
             number, task = numbered_task
             try:
                 if task.kv_cache_scale:
@@ -212,8 +213,7 @@ class _Reading:
         """Add the NaN and infinities in a piece of an unquantized tensor to the findings."""
         if count := count_non_finite(data, info.dtype):
             with self.lock:
-                so_far = self.findings.non_finite.get(info.name, NonFinite())
-                self.findings.non_finite[info.name] = so_far + count
+                self.findings.non_finite[info.name] = self.findings.non_finite.get(info.name, NonFinite()) + count
 
     def advance(self, nbytes: int) -> None:
         """Report that `nbytes` more bytes were read."""
@@ -241,14 +241,17 @@ class _Worker:
 
     def compare(self, number: int, info: TensorInfo, original: Weight | bytes | None) -> None:
         """Compare an unquantized tensor with the source: see `TensorTask.original`."""
-        place, low = self.checkpoint.where[info.name], 0
+        place = self.checkpoint.where[info.name]
+
+        low = 0
         with self.output.open(place.shard) as file:
-            for expected in self._expected(info, original):
+            for expected in self._read_expected(info, original):
                 if self.reading.stopped.is_set():
                     return
                 piece = self._buffer("output", expected.size)
                 file.read(piece, place.offset + low, info.name)
                 self.reading.add_non_finite(info, piece)
+
                 if not np.array_equal(piece, expected):
                     first = low + int((piece != expected).argmax())
                     name = original.extent(self.source.where).label if isinstance(original, Weight) else "the source's"
@@ -259,8 +262,10 @@ class _Worker:
                         f"first in byte {first} of {info.nbytes}",
                     )
                     return
+
                 low += piece.size
                 self.reading.advance(piece.size)
+
         with self.reading.lock:
             self.reading.findings.equal_tensors += not _is_smoothed(original)
             if info.name in self.reading.findings.non_finite and not _is_smoothed(original):
@@ -274,7 +279,7 @@ class _Worker:
             self.reading.add_non_finite(info, piece)
             self.reading.advance(piece.size)
 
-    def _expected(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
+    def _read_expected(self, info: TensorInfo, original: Weight | bytes | None) -> Iterator[Bytes]:
         """The expected bytes of an unquantized tensor, in pieces."""
         if original is None:
             return self._tensor(info, self.source, "source")
@@ -302,96 +307,131 @@ class _Worker:
     def check_weight(self, number: int, task: TensorTask, weight: Weight) -> None:
         """Check the codes and scales of a quantized weight, and compare it with the source if the task has one."""
         assert not isinstance(task.original, bytes)
-        original, scheme = task.original, task.scheme
+        original = task.original
         if task.by_decoding:
             self._check_decoded(number, weight, original)
             return
-        info, low = weight.codes, 0
-        if weight.input_scale is not None:
-            self._read_scale(number, weight.input_scale)
-        signed = weight.format is not None and weight.format.signed_scales
-        scale = None if weight.scale is None else self._read_scale(number, weight.scale, signed)
-        global_scale: Floats | None = None
-        if weight.format is not None and weight.format.global_scale is not None:
-            values = weight.global_scale and self._read_scale(number, weight.global_scale)
-            global_scale = None if values is None else values.reshape(1, 1)
-            with np.errstate(over="ignore"):
-                scale = None if scale is None or global_scale is None else scale / global_scale
-        for expected_info, data in weight.format.constant_tensors(weight.module, weight.shape) if weight.format else ():
+
+        fmt = weight.format
+        scale, global_scale = self._read_scales(number, weight)
+        for expected_info, data in fmt.constant_tensors(weight.module, weight.shape) if fmt else ():
             self._check_integers(number, expected_info, data)
-        place = self.checkpoint.where[info.name]
-        comparison = None
+
         zeros = self.output.zero_points(weight, 0, weight.shape[0])
-        decodable = weight.format is not None and (zeros is not None or weight.format.zero_point is None)
-        if original is not None and scale is not None and weight.format and decodable and weight.scale is not None:
+        decodable = fmt is not None and (zeros is not None or fmt.zero_point is None)
+        comparison = None
+        if original is not None and scale is not None and fmt and decodable and weight.scale is not None:
             comparison = Comparison(
-                original.shape,
-                weight.format,
-                scale,
-                weight.scale.dtype,
-                scheme,
-                zeros,
-                global_scale,
-                task.weighted_search,
+                original.shape, fmt, scale, weight.scale.dtype, task.scheme, zeros, global_scale, task.weighted_search
             )
-        pitch = info.nbytes // math.prod(info.shape[:-1])
-        lost = LostWeights(weight.format, info.nbytes // pitch) if weight.format and decodable else None
-        nan_at: int | None = None
-        with self.output.open(place.shard) as file:
-            for count, bits in self._pieces(info, pitch, original if comparison else None):
-                if self.reading.stopped.is_set():
-                    return
-                piece = self._buffer("output", count * pitch)
-                first = self.output.read_codes_unchecked(file, weight, low, piece)
-                if nan_at is None and first is not None:
-                    nan_at = low * pitch + first
-                if comparison is not None and bits is not None and original is not None:
-                    comparison.add(low, piece.reshape(count, pitch), bits, original.dtype)
-                if lost is not None:
-                    grid = None if zeros is None else zeros[low : low + count]
-                    lost.look_at(piece.reshape(count, pitch), grid, bits)
-                low += count
-                self.reading.advance(piece.size)
-        if nan_at is not None:
-            index = [int(axis) for axis in np.unravel_index(nan_at, info.shape)]
-            self.reading.add_problem(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
+        lost = LostWeights(fmt, math.prod(weight.codes.shape[:-1])) if fmt and decodable else None
+        if not self._read_codes(number, weight, original, comparison, lost, zeros):
             return
+
         if lost is not None and lost.unusual:
             with self.reading.lock:
                 layers = self.reading.findings.zero_layers if comparison is None else self.reading.findings.lost_layers
                 layers.add(weight.module)
-        if scale is not None and decodable and weight.format is not None:
+        if scale is not None and decodable and fmt is not None:
             self.output.check_values(weight, scale)
-        if comparison is not None and original is not None:
-            if not comparison.finite:
-                extent = original.extent(self.source.where)
-                self.reading.add_problem(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
-                return
-            if scheme is not None:
-                self._report_recomputed(number, weight, comparison, scheme, global_scale, task.gptq_rounded)
-            if task.kept and comparison.error.largest > 0:
-                self.reading.add_problem(
-                    number,
-                    f"{self.reading.place(info.name)} stands for other weights than the source's codes and scales",
-                )
-            self._report_error(number, weight, comparison, task)
+        if comparison is None or original is None:
+            return
+
+        if comparison.finite:
+            self._report_comparison(number, task, weight, comparison, global_scale)
+        else:
+            extent = original.extent(self.source.where)
+            self.reading.add_problem(number, f"{extent.label} in the source's {extent.shard} holds NaN or infinity")
+
+    def _read_scales(self, number: int, weight: Weight) -> tuple[Floats | None, Floats | None]:
+        """The scales, divided by the global scale, and the global scale; None for what is wrong or not there."""
+        if weight.input_scale is not None:
+            self._read_scale(number, weight.input_scale)
+
+        signed = weight.format is not None and weight.format.signed_scales
+        scale = None if weight.scale is None else self._read_scale(number, weight.scale, signed)
+        if weight.format is None or weight.format.global_scale is None:
+            return scale, None
+
+        values = weight.global_scale and self._read_scale(number, weight.global_scale)
+        if values is None:
+            return None, None
+        global_scale = values.reshape(1, 1)
+        with np.errstate(over="ignore"):
+            return None if scale is None else scale / global_scale, global_scale
+
+    def _read_codes(
+        self,
+        number: int,
+        weight: Weight,
+        original: Weight | None,
+        comparison: Comparison | None,
+        lost: LostWeights | None,
+        zeros: Floats | None,
+    ) -> bool:
+        """Read the codes, into `comparison` and `lost`. False if they hold NaN or another thread has failed."""
+        info = weight.codes
+        pitch = info.nbytes // math.prod(info.shape[:-1])
+        low = 0
+        nan_at: int | None = None
+        with self.output.open(self.checkpoint.where[info.name].shard) as file:
+            for count, bits in self._pieces(info, pitch, original if comparison else None):
+                if self.reading.stopped.is_set():
+                    return False
+
+                piece = self._buffer("output", count * pitch)
+                first = self.output.read_codes_unchecked(file, weight, low, piece)
+                if nan_at is None and first is not None:
+                    nan_at = low * pitch + first
+
+                codes = piece.reshape(count, pitch)
+                if comparison is not None and bits is not None and original is not None:
+                    comparison.add(low, codes, bits, original.dtype)
+                if lost is not None:
+                    lost.look_at(codes, None if zeros is None else zeros[low : low + count], bits)
+                low += count
+                self.reading.advance(piece.size)
+
+        if nan_at is None:
+            return True
+        index = [int(axis) for axis in np.unravel_index(nan_at, info.shape)]
+        self.reading.add_problem(number, f"{self.reading.place(info.name)} holds NaN, first at {index}")
+        return False
+
+    def _report_comparison(
+        self, number: int, task: TensorTask, weight: Weight, comparison: Comparison, global_scale: Floats | None
+    ) -> None:
+        """Report how codes and scales differ from the source."""
+        if task.scheme is not None:
+            self._report_recomputed(number, weight, comparison, task.scheme, global_scale, task.gptq_rounded)
+        if task.kept and comparison.error.largest > 0:
+            self.reading.add_problem(
+                number,
+                f"{self.reading.place(weight.codes.name)} stands for other weights than the source's codes and scales",
+            )
+        self._report_error(number, weight, comparison, task)
 
     def _check_decoded(self, number: int, weight: Weight, original: Weight | None) -> None:
         """Check a weight by decoding it, and sum up its error if `original` is given."""
         fmt = weight.format
         assert fmt is not None
+
         # In columns and where a group of zeros has the scale 0, scales are only checked as they are decoded.
         plain = fmt.columns is None and fmt.scale.of_zeros > 0
         for info in (*((weight.scale, weight.global_scale) if plain else ()), weight.input_scale):
             signed = fmt.signed_scales and info is weight.scale
             if info is not None and self._read_scale(number, info, signed) is None:
                 return
+
         experts = len(weight.matrices)
-        errors, source_pieces = ErrorSum(), None if original is None else self.source.rows(original, 1)
+        errors = ErrorSum()
+        source_pieces = None if original is None else self.source.rows(original, 1)
+
         source_rows = np.empty((0, weight.shape[1]), np.float32)
         for bits in (piece for matrix in weight.matrices for piece in self.output.rows(matrix, 1)):
             if self.reading.stopped.is_set():
                 return
+
             # The pieces of output and source have different numbers of rows.
             while source_pieces is not None and original is not None and len(source_rows) < len(bits):
                 source_rows = np.concatenate([source_rows, to_float32(next(source_pieces), original.dtype)])
@@ -400,7 +440,9 @@ class _Worker:
                 error = bits.view(np.float32) - current
                 errors.add(current, error, error)
                 source_rows = source_rows[len(bits) :]
+
             self.reading.advance(len(bits) * weight.codes.nbytes // (weight.shape[0] * experts))
+
         if source_pieces is not None:
             if errors.excess is not None:
                 self.reading.add_problem(number, f"{self.reading.place(weight.codes.name)} {errors.excess}")
@@ -408,18 +450,13 @@ class _Worker:
                 self.reading.errors.append((number, errors.of(weight.module, weight.shape)))
 
     def _pieces(self, info: TensorInfo, pitch: int, original: Weight | None) -> Iterator[tuple[int, Bits | None]]:
-        """Divide codes into pieces: the number of rows of each, and the source's bits of these rows [rows, in].
-
-        Args:
-            info: the codes.
-            pitch: bytes of a row of codes.
-            original: the source's weight; None if it is not compared.
-        """
+        """Divide codes into pieces: the number of rows of each, and the source's bits of these rows [rows, in]."""
         if original is not None:
             for bits in self.source.rows(original, 1):
                 yield len(bits), bits
             return
-        rows, step = info.nbytes // pitch, max(1, PIECE // pitch)
+        rows = info.nbytes // pitch
+        step = max(1, PIECE // pitch)
         for low in range(0, rows, step):
             yield min(step, rows - low), None
 
@@ -439,12 +476,10 @@ class _Worker:
             self.reading.add_problem(number, f"{self.reading.place(expected.name)} is {actual}, its codes are {right}")
 
     def _read_scale(self, number: int, info: TensorInfo, signed: bool = False) -> Floats | None:
-        """The values of a scale, float32; None, and a problem, unless all are finite and above zero.
-
-        If `signed`, they may be below zero too.
-        """
+        """The values of a scale; None, and a problem, unless all are finite and above zero (`signed`: not zero)."""
         values = self.output.read_scale(info)
         wrong = ~(np.isfinite(values) & (values != 0 if signed else values > 0))
+
         if wrong.any():
             index = np.unravel_index(int(wrong.argmax()), info.shape)
             allowed = "not zero" if signed else "above zero"
@@ -454,6 +489,7 @@ class _Worker:
                 f"{f' at {[int(axis) for axis in index]}' if info.shape else ''}: scales are finite and {allowed}",
             )
             return None
+
         if values.size == 1:
             with self.reading.lock:
                 self.reading.findings.scales[info.name] = float(values.reshape(-1)[0])
@@ -469,12 +505,15 @@ class _Worker:
         gptq_rounded: bool,
     ) -> None:
         """Report scales and codes that differ from those that quantizing the source again gives."""
-        info, scale = weight.codes, weight.scale
+        info = weight.codes
+        scale = weight.scale
         assert scale is not None
+
         if scheme.format.shares_scale:
             # verify.py compares the scale that fused layers share once it knows the absmax of all of them.
             with self.reading.lock:
                 self.reading.findings.absmax[weight.module] = float(comparison.absmax.max())
+
         if not scheme.format.shared:
             recomputed = comparison.expected_scale
             wrong = recomputed != comparison.scale
@@ -490,6 +529,7 @@ class _Worker:
                     f"({int(wrong.sum())} of {wrong.size} scales differ)",
                 )
             self._report_zeros(number, weight, comparison)
+
         if comparison.first_difference is not None and not gptq_rounded:
             (row, col), code, recomputed_code = comparison.first_difference
             self.reading.add_problem(
@@ -500,12 +540,17 @@ class _Worker:
 
     def _report_zeros(self, number: int, weight: Weight, comparison: Comparison) -> None:
         """Report zero points that differ from those that quantizing the source again gives."""
-        info, zeros, recomputed = weight.zero_points, comparison.zeros, comparison.expected_zeros
+        info = weight.zero_points
+        zeros = comparison.zeros
+        recomputed = comparison.expected_zeros
+
         if info is None or zeros is None or recomputed is None or weight.format is None:
             return
+
         wrong = zeros != recomputed
         if not wrong.any():
             return
+
         index = np.unravel_index(int(wrong.argmax()), wrong.shape)
         stored, right = (int(weight.format.number.encode(grid[index].reshape(1))[0]) for grid in (zeros, recomputed))
         self.reading.add_problem(
@@ -515,10 +560,7 @@ class _Worker:
         )
 
     def _report_error(self, number: int, weight: Weight, comparison: Comparison, task: TensorTask) -> None:
-        """Record a layer's error, and report weights that are farther from the source than rounding explains.
-
-        Codes that were recomputed need no bound.
-        """
+        """Record a layer's error; report one larger than rounding explains, unless the codes were recomputed."""
         place = self.reading.place(weight.codes.name)
         beyond_nearest = beyond_gptq = None
         if comparison.out_of_bound is not None:

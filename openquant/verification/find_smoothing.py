@@ -74,7 +74,10 @@ class _Recognition:
     """One call of `recognize_smoothing`."""
 
     def __init__(self, plan: Plan, output: Checkpoint, codes: Mapping[str, Weight], stated: bool) -> None:
-        self.plan, self.checkpoint, self.codes, self.stated = plan, output, codes, stated
+        self.plan = plan
+        self.checkpoint = output
+        self.codes = codes
+        self.stated = stated
         self.source = Reader(plan.decoded.where, plan.decoded.root.joinpath)
         self.output = Reader(output.where, output.root.joinpath)
         self.problems: list[str] = []
@@ -84,8 +87,10 @@ class _Recognition:
         transforms = [
             self._norm_transforms(mapping) for mapping in mappings if mapping.smooth_layer not in self.plan.layers
         ]
+
         if not self.stated and (self.problems or all((part.scale == 1).all() for part in transforms)):
             return RecognizedSmoothing(WeightTransforms(), [])
+
         # The columns of a projection may be multiplied by the factors of the norm before it.
         from_norms = combine_transforms(transforms, self.plan).weights
         transforms += [
@@ -93,9 +98,11 @@ class _Recognition:
             for mapping in mappings
             if mapping.smooth_layer in self.plan.layers
         ]
+
         combined = combine_transforms(transforms, self.plan)
         for mapping_transforms in transforms:
             self._check_columns(mapping_transforms, combined.weights)
+
         return RecognizedSmoothing(combined, self.problems)
 
     def _has_smooth_layer(self, mapping: SmoothingMapping) -> bool:
@@ -119,12 +126,14 @@ class _Recognition:
         """The transforms whose factors are the powers of two nearest to source norm / output norm."""
         info = self.plan.decoded.tensors[f"{mapping.smooth_layer}.weight"]
         source_norm, output_norm = (read_vector(info, reader) for reader in (self.source, self.output))
+
         before, after = (values + np.float32(mapping.offset) for values in (source_norm, output_norm))
         transforms = apply_smoothing(mapping, _nearest_powers(before, after), self.plan, self.source)
+
         raw = self.output.read_bytes(info)
         itemsize = len(raw) // len(source_norm)
-        expected = np.frombuffer(transforms.tensors[info.name], np.uint8)
-        differing = (raw != expected).reshape(-1, itemsize).any(axis=1)
+        differing = (raw != np.frombuffer(transforms.tensors[info.name], np.uint8)).reshape(-1, itemsize).any(axis=1)
+
         if differing.any():
             index = int(differing.argmax())
             self.problems.append(
@@ -132,18 +141,13 @@ class _Recognition:
                 f"{source_norm[index]:g}: their ratio is no power of two "
                 f"({int(differing.sum())} of {len(differing)} elements have none)"
             )
+
         return transforms
 
     def _row_transforms(self, mapping: SmoothingMapping, before: WeightTransform | None) -> MappingTransforms:
-        """The transforms whose factors are the powers of two nearest to the ratios of row norms.
-
-        Args:
-            mapping: its smooth layer is a projection.
-            before: the transform that the norm before the projection makes of it; None if there is none.
-        """
+        """The factors of rows: powers of two nearest to the ratios of row norms; `before`: its own transform."""
         rows = slice(mapping.first_row, mapping.first_row + mapping.channels)
-        weight = self.plan.layers[mapping.smooth_layer]._replace(transform=before)
-        source_sizes = _row_norms(self.source, weight)[rows]
+        source_sizes = _row_norms(self.source, self.plan.layers[mapping.smooth_layer]._replace(transform=before))[rows]
         output_sizes = _row_norms(self.output, self.codes[f"{mapping.smooth_layer}.weight"])[rows]
         return apply_smoothing(mapping, _nearest_powers(source_sizes, output_sizes), self.plan, self.source)
 
@@ -152,26 +156,36 @@ class _Recognition:
         mapping = mapping_transforms.mapping
         balance_layers = (module for module in mapping.balance_layers if module in self.plan.layers)
         module = next((module for module in balance_layers if self._has_codes(module)), None)
+
         if module is None:
             return
+
         output_weight = self.codes[f"{module}.weight"]
         source_weight = self.plan.layers[module]._replace(transform=transforms[module])
         expected, actual = (
             next(reader.rows(weight, 1)).view(np.float32)
             for reader, weight in ((self.source, source_weight), (self.output, output_weight))
         )
+
         count = min(len(expected), len(actual))
-        expected, actual = expected[:count].astype(np.float64), actual[:count].astype(np.float64)
-        expected_energy, products = (expected * expected).sum(axis=0), (expected * actual).sum(axis=0)
+        expected = expected[:count].astype(np.float64)
+        actual = actual[:count].astype(np.float64)
+        expected_energy = (expected * expected).sum(axis=0)
+        products = (expected * actual).sum(axis=0)
         actual_energy = (actual * actual).sum(axis=0)
+
         with np.errstate(divide="ignore", invalid="ignore"):
-            ratio, explained = products / expected_energy, products * products / (expected_energy * actual_energy)
+            ratio = products / expected_energy
+            explained = products * products / (expected_energy * actual_energy)
             # A column that rounding has set to zero gives NaN, which is not above the limit.
             wrong = (explained > _EXPLAINED) & (np.rint(np.log2(np.abs(ratio))) != 0)
+
         # With two or three bits, rounding alone may make a column of small weights half as large again.
         wrong &= np.square(actual - expected).sum(axis=0) > self._rounding_energy(output_weight, count)
+
         if wrong.any():
-            index, name = int(wrong.argmax()), self._stored_name(mapping.smooth_layer)
+            index = int(wrong.argmax())
+            name = self._stored_name(mapping.smooth_layer)
             self.problems.append(
                 f"{self._place(name)} does not match {module}, which reads its output: column {index} there is "
                 f"{ratio[index]:.3g} times what it should be "
@@ -179,10 +193,9 @@ class _Recognition:
             )
 
     def _rounding_energy(self, weight: Weight, count: int) -> npt.NDArray[np.float64]:
-        """The largest sum of squared rounding errors in each column of the first `count` rows, float64 [in]; 0 for
-        floating-point formats.
-        """
-        fmt, cols = weight.format, weight.shape[1]
+        """The largest sum of squared rounding errors in each column of `count` rows, float64 [in]; 0 for floats."""
+        fmt = weight.format
+        cols = weight.shape[1]
         if fmt is None or fmt.number.normal:
             return np.zeros(cols)
         steps = self.output.scales(weight, 0, count).astype(np.float64)

@@ -112,7 +112,7 @@ class Headers:
         }
 
 
-def described(info: TensorInfo) -> str:
+def describe(info: TensorInfo) -> str:
     """Format a tensor's dtype and shape for a message: "F32 [1]".
 
     Args:
@@ -121,7 +121,7 @@ def described(info: TensorInfo) -> str:
     return f"{info.dtype} {list(info.shape)}"
 
 
-def either(words: Sequence[str]) -> str:
+def join_or(words: Sequence[str]) -> str:
     """Join words for a message: "F32, BF16 or F16".
 
     Args:
@@ -164,12 +164,16 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
     Raises:
         UsageError: matching names with regular expressions of the config takes too long.
     """
-    ignored, unlisted = headers.quantization.ignored, []
+    ignored = headers.quantization.ignored
+
+    unlisted = []
     if headers.quantization.method in IN_COLUMNS and not ignored.entries:
         return  # vLLM then ignores the layers that have no codes (layers/quantization/auto_awq.py:370-389).
+
     for info in headers.checkpoint.tensors.values():
         weight = headers.stored.get(info.name)
         rule = entry.rule(weight.module if weight else info.module)
+
         if weight is not None:
             # Layers that the registry keeps may have been quantized in the source.
             message = f"{headers.place(info.name)} is {info.dtype}, but it is kept: {rule.keep}"
@@ -179,13 +183,16 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
                 # Some engines load some routers quantized.
                 findings.add_difference(message)
             continue
+
         matrix = len(info.shape) == 2 and info.name.endswith(".weight")
         linear = rule.compress or (rule.keep is not None and rule.keep not in NOT_LINEAR)
         if not (rule.stack or (matrix and linear)) or headers.quantization.format_of(info.module) is None:
             continue
+
         engine_name = entry.vllm_name(info.module)
         if ignored.find(entry.model.names_of(engine_name)) is not None:
             continue
+
         if rule.keep is None or findings.ours:
             findings.unlisted.add(engine_name)
             findings.problems.append(
@@ -193,6 +200,7 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
             )
         else:
             unlisted.append(info.module)
+
     if unlisted:
         more = f" and {len(unlisted) - 1} more modules that are" if len(unlisted) > 1 else ", which is"
         them = "them" if len(unlisted) > 1 else "it"
@@ -229,15 +237,18 @@ def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> Non
         findings: problems, one line each, are added to it.
     """
     layers = headers.layers(entry)
+
     groups: dict[str, list[str]] = {}
     for module in layers:
         experts = entry.experts(module)
         if experts is not None:
             groups.setdefault(experts, []).append(module)
+
     for members in set(entry.fused_groups(layers).values()):
         # The group of all experts of a layer includes them.
         if entry.experts(members[0]) is None:
             groups[members[0]] = list(members)
+
     for name in sorted(groups):
         # Reversed, so that the first module of each kind stays in the dicts.
         module_by_quantized = {f"{module}.weight" in headers.codes: module for module in reversed(groups[name])}
@@ -246,6 +257,7 @@ def check_fused(headers: Headers, entry: ModuleRules, findings: Findings) -> Non
             for module in reversed(groups[name])
             if (weight := headers.codes.get(f"{module}.weight")) and weight.format
         }
+
         if len(module_by_quantized) == 2:
             unquantized = f"{module_by_quantized[False]}.weight"
             codes = headers.codes[f"{module_by_quantized[True]}.weight"].codes

@@ -25,7 +25,7 @@ from ..files.tensors import TensorInfo
 from ..formats.format import Format
 from ..formats.kernels import BITS_TYPE, choose_shared_scale
 from ..formats.numbers import cache_scales, can_be_non_finite
-from ..formats.quantization import quantization_places, read_quantization
+from ..formats.quantization import Quantization, quantization_places, read_quantization
 from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
 from ..hub.fetch import find_whole
 from ..machine import available_cpus
@@ -47,7 +47,7 @@ from .checks import check_headers, extra_files, extra_weights
 from .configs import config_differences, judge_config, missing_keys, without_quantization
 from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .find_smoothing import recognize_smoothing
-from .headers import Findings, Headers, described
+from .headers import Findings, Headers, describe
 from .outcome import Report
 from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 
@@ -79,27 +79,14 @@ def verify(
     """
     start = time.monotonic()
     reporter = reporter or Reporter()
-    if full and source is None:
-        raise UsageError("--full compares with the source, and none is given", "give --source DIR")
-    if workers is not None and workers < 1:
-        raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
-    with readable():
-        if Path(directory).is_file():
-            raise UsageError(f"{directory} is not a directory", "check the path")
+    _check_options(directory, source, full, workers)
     checked = find_whole(os.fspath(directory), reporter.noted)
     root = checked.root
-    with readable():
-        config = with_tool_config(read_config(root), root)
-        if not quantization_places(config):
-            raise UsageError(
-                f"{root} is not quantized: its config.json has no quantization_config",
-                "give a quantized directory, and with --source the model that it was made from; openquant diagnose "
-                "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
-            )
-        quantization = read_quantization(config)
+    quantization = _read_quantization(root)
     journal = read_journal(root)
     if journal is not None and not journal["done"]:
         raise UsageError(f"{root} is not finished", "run the command that makes it again")
+
     # Kept until the end, since the directory of a GGUF file goes with it.
     named = None if source is None else find_whole(os.fspath(source), reporter.noted)
     # What --copy named belongs to both.
@@ -107,6 +94,7 @@ def verify(
     origin = None if named is None else named.open(copy)
     source_name = None if source is None else os.fspath(source)
     format_title = f"{quantization.method}, {quantization.title}"
+
     try:
         checkpoint = open_checkpoint(root, copy=copy)
     except SourceError as error:
@@ -114,6 +102,8 @@ def verify(
         return Report(
             os.fspath(directory), source_name, None, format_title, (error.message,), notes, seconds=_since(start)
         )
+
+    facts = None if journal is None else facts_in(journal)
     journal_files = set(journal["files"]) if journal else set()
     requested = None
     if architecture is not None:
@@ -122,11 +112,12 @@ def verify(
     if model == GENERIC:
         # The generic entry says nothing of engines.
         model = None
-    facts = None if journal is None else facts_in(journal)
+
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
     verification = _Verification(headers, findings, journal_files, origin, full, facts, requested)
     verification.run(workers or available_cpus(), partial(reporter.progressed, unit="bytes"))
     contents = verification.contents
+
     return Report(
         directory=os.fspath(directory),
         source=source_name,
@@ -146,6 +137,32 @@ def verify(
         recomputed=verification.recomputes,
         seconds=_since(start),
     )
+
+
+def _check_options(
+    directory: str | os.PathLike[str], source: str | os.PathLike[str] | None, full: bool, workers: int | None
+) -> None:
+    """Refuse options that make no sense."""
+    if full and source is None:
+        raise UsageError("--full compares with the source, and none is given", "give --source DIR")
+    if workers is not None and workers < 1:
+        raise UsageError(f"{workers} workers cannot work", "give --workers 1 or more")
+    with readable():
+        if Path(directory).is_file():
+            raise UsageError(f"{directory} is not a directory", "check the path")
+
+
+def _read_quantization(root: Path) -> Quantization:
+    """What config.json says of the quantization of a directory, which must have one."""
+    with readable():
+        config = with_tool_config(read_config(root), root)
+        if not quantization_places(config):
+            raise UsageError(
+                f"{root} is not quantized: its config.json has no quantization_config",
+                "give a quantized directory, and with --source the model that it was made from; openquant diagnose "
+                "MODEL checks unquantized weights, and openquant eval A --source B compares the answers of two models",
+            )
+        return read_quantization(config)
 
 
 def _since(start: float) -> float:
@@ -169,7 +186,6 @@ class _Verification:
         architecture: Architecture | None,
     ) -> None:
         self.headers = headers
-        # Whether it lies in the Hub's cache, whose files are links.
         # The entry that --architecture names; None for that of the class.
         self.architecture = architecture
         self.findings = findings
@@ -177,6 +193,7 @@ class _Verification:
         self.files = files
         # What the run did to weights; of a directory that another tool made, nothing is known.
         self.facts = facts or WeightFacts()
+
         self.checkpoint = headers.checkpoint
         self.origin = source
         # The source as if its quantized weights were bfloat16, and these weights by tensor name.
@@ -184,20 +201,29 @@ class _Verification:
         self.decoded: dict[str, Weight] = {}
         if source is not None:
             self.source, self.decoded = decoded_view(source)
+
         self.full = full
         self.ours = findings.ours
         self.recomputable = self.ours and not self.facts.from_quantized
         # Whether quantizing the source again must give the same codes and scales.
         self.recomputes = full and self.recomputable and headers.scheme is not None
-        self.problems, self.notes = findings.problems, findings.notes
-        self.codes, self.scheme, self._place = headers.codes, headers.scheme, headers.place
+
+        self.problems = findings.problems
+        self.notes = findings.notes
+        self.codes = headers.codes
+        self.scheme = headers.scheme
+        self._place = headers.place
         self.as_engines_load = headers.quantization.checked_as_engines_load
         self.fp8_cache = cached_in_fp8(headers)
         self.cache_scales = cache_tensors(headers)
-        entry, scheme = headers.entry, headers.scheme
+
+        entry = headers.entry
+        scheme = headers.scheme
         # Keys that the config needs beside its quantization_config. Other tools may store projections unfused.
         config = self.checkpoint.config if self.ours else {}
-        self.required_keys = entry.model.extra_config(scheme.name if scheme else None, config) if entry else {}
+        scheme_name = scheme.name if scheme else None
+        self.required_keys = entry.model.extra_config(scheme_name, config) if entry else {}
+
         self.plan: Plan | None = None
         self.transforms = WeightTransforms()
         # The source's weights by module.
@@ -210,23 +236,27 @@ class _Verification:
         pairs: list[Pair] = []
         self._require_readable()
         self._open_with_library()
+
         self._check_extra_files()
         self.problems += missing_keys(self.checkpoint.config, self.required_keys)
         self.problems += self._incomplete()
+
         if self.source is not None:
             self._compare_config(self.source)
             self._compare_files(self.source)
             self._make_plan(self.source, self.origin or self.source)
             pairs = self._pair(self.source)
             self._compare_plan()
+
         self._read(pairs, workers, progress)
         self._report_lost_weights()
         if self.headers.entry is not None:
             self._check_shared_scales(self.headers.entry)
         self._check_recomputed_shared_scales(self.headers.entry)
+
         cache = [info.name for info in self.cache_scales]
-        scales, chosen = self.contents.scales, self.facts.static_scales
-        self.problems += check_static_scales(self.headers, scales, cache, chosen, self._source_scales())
+        chosen = self.facts.static_scales
+        self.problems += check_static_scales(self.headers, self.contents.scales, cache, chosen, self._source_scales())
 
     def _report_lost_weights(self) -> None:
         """Report layers whose weights became zero, as far as codes or the source show it."""
@@ -262,9 +292,11 @@ class _Verification:
 
     def _check_extra_files(self) -> None:
         """Report files that neither the run nor the source explains."""
-        expected, where = self.files or None, "not of the run that made it" if self.files else "beside the model"
+        expected = self.files or None
+        where = "not of the run that made it" if self.files else "beside the model"
         if self.source is not None:
-            expected, where = {*self.source.files, "README.md", "config.json"}, "not in the source"
+            expected = {*self.source.files, "README.md", "config.json"}
+            where = "not in the source"
         problems, notes = extra_files(self.checkpoint, expected, where, self.ours)
         self.problems += [*extra_weights(self.checkpoint), *problems]
         self.notes += notes
@@ -276,19 +308,23 @@ class _Verification:
     def _incomplete(self) -> list[str]:
         """Find what the model lacks, and sizes in config.json that its tensors do not have."""
         entry = self.headers.entry
+
         # Of other methods, and of a directory with problems, the modules are not known for sure.
         if entry is None or self.problems or not self.as_engines_load:
             return []
+
         tensors = [
             self.headers.stored[name].source if name in self.headers.stored else info
             for name, info in self.checkpoint.tensors.items()
             if not self.headers.belongs_to_codes(name)
         ]
+
         problems = model_problems(entry, tensors, self.checkpoint)
         if self.source is None:
             return problems
         # All that the source has otherwise is found by comparing the two.
         of_source = model_problems(entry, self.source.tensors.values(), self.source)
+
         return [problem for problem in problems if problem in of_source]
 
     # Comparison with the source.
@@ -302,8 +338,7 @@ class _Verification:
                 self.problems.append(f"config.json: {difference.text('the source has')}")
             return
         for difference, changes_model in judge_config(output_config, source_config):
-            message = f"config.json: {difference.text('the source has')}"
-            (self.problems if changes_model else self.notes).append(message)
+            (self.problems if changes_model else self.notes).append(f"config.json: {difference.text('the source has')}")
 
     def _compare_files(self, source: Checkpoint) -> None:
         # The model card is rewritten, and _compare_config compares the config key by key.
@@ -317,25 +352,23 @@ class _Verification:
                 self.findings.add_difference(f"{name} differs from the source's")
 
     def _make_plan(self, source: Checkpoint, origin: Checkpoint) -> None:
-        """Make the plan that quantizes what the directory has quantized. Without a plan, tensors are matched by name.
-
-        Args:
-            source: the source as if unquantized.
-            origin: the source as it is.
-        """
+        """Plan what the directory has quantized, from the source as if unquantized and as it is (`origin`)."""
         entry = self.architecture
+
         if entry is None and known_architecture(source) is None:
             return
         try:
             if not self.headers.quantization.groups:
                 self.plan = make_unchanged_plan(origin, PlanOptions(), architecture=entry)
                 return
+
             # For another tool's output the plan only gives names, which all schemes of a method share.
-            fp8 = self.headers.quantization.method == "fp8"
-            scheme = self.scheme or (TENSOR if fp8 else CHANNEL)
-            layout, headers = self._stored_layout(), self.headers
+            scheme = self.scheme or (TENSOR if self.headers.quantization.method == "fp8" else CHANNEL)
+            layout = self._stored_layout()
+            headers = self.headers
             options = PlanOptions(head=headers.head, embedding=headers.embedding, fp8_kv_cache=self.fp8_cache)
             self.plan = make_plan(origin, scheme, options, architecture=entry, stored=layout)
+
             if self.as_engines_load:
                 self._recognize_smoothing(self.plan)
                 options = replace(options, transforms=self.transforms)
@@ -343,6 +376,7 @@ class _Verification:
         except (PlanError, UsageError) as error:
             self.notes.append(f"no plan can be made of the source, tensors were compared by name: {error.message}")
             return
+
         self.originals.update(self.plan.layers)
 
     def _recognize_smoothing(self, plan: Plan) -> None:
@@ -361,25 +395,25 @@ class _Verification:
             )
 
     def _stored_layout(self) -> StoredLayout:
-        """Which modules are unquantized, and which are stored in another scheme than most.
-
-        A template such as "model.layers.*.mlp.up_proj" stands for all its modules where they are stored alike.
-        """
+        """Which modules, or name templates, are unquantized, and which are stored in another scheme than most."""
         schemes_of: dict[str, set[Scheme | None]] = {}
         for weight in self.codes.values():
             schemes_of.setdefault(template(weight.module), set()).add(self._scheme_of(weight))
+
         unquantized: set[str] = set()
         stored = self.headers.stored
         for info in self.checkpoint.tensors.values():
             if len(info.shape) > 1 and info.name not in stored and not self.headers.belongs_to_codes(info.name):
                 name = template(info.module)
                 unquantized.add(info.module if name in schemes_of else name)
+
         schemes: dict[str, Scheme] = {}
         for weight in self.codes.values():
             scheme = self._scheme_of(weight)
             if scheme is not None and scheme != self.scheme:
                 name = template(weight.module)
                 schemes[weight.module if len(schemes_of[name]) > 1 else name] = scheme
+
         return StoredLayout(unquantized, schemes)
 
     def _pair(self, source: Checkpoint) -> list[Pair]:
@@ -389,20 +423,26 @@ class _Verification:
         foreign: list[str] = []
         recast: list[str] = []
         added = {info.name for info in self.cache_scales} if self.fp8_cache else set()
+
         for tensor in self.checkpoint.tensors.values():
             if tensor.name in added:
                 continue
+
             # As it would be unquantized.
             info = self.headers.stored[tensor.name].source if tensor.name in self.headers.stored else tensor
-            original, weight = source.tensors.get(info.name), self.originals.get(info.module)
+            original = source.tensors.get(info.name)
+            weight = self.originals.get(info.module)
             if original is None and weight is not None and info.name != f"{info.module}.weight":
                 weight = None
+
             source_info = original or (weight and weight.source)
             if source_info is None:
                 if not self.headers.belongs_to_codes(info.name):
                     foreign.append(info.name)
                 continue
-            dtype, shape = source_info.dtype, weight.shape if original is None and weight else source_info.shape
+
+            dtype = source_info.dtype
+            shape = weight.shape if original is None and weight else source_info.shape
             if tensor.name in self.headers.stored:
                 if info.shape != shape:
                     self._report_mismatch(tensor, dtype, shape)
@@ -416,17 +456,19 @@ class _Verification:
                 recast.append(info.name)
             else:
                 self._report_mismatch(info, dtype, shape)
+
         if self.ours:
             self.problems += [f"{self._place(name)} is not in the source" for name in foreign]
         elif foreign:
             self.notes.append(f"not in the source: {', '.join(collapse(foreign))}")
         if recast:
             self.notes.append(f"not compared, since the source has another dtype: {', '.join(collapse(recast))}")
+
         self._check_complete(source)
         return pairs
 
     def _report_mismatch(self, info: TensorInfo, dtype: str, shape: tuple[int, ...]) -> None:
-        self.problems.append(f"{self._place(info.name)} is {described(info)}, the source has {dtype} {list(shape)}")
+        self.problems.append(f"{self._place(info.name)} is {describe(info)}, the source has {dtype} {list(shape)}")
 
     def _check_complete(self, source: Checkpoint) -> None:
         """Check that every tensor of the source is there, whole or split into experts."""
@@ -448,55 +490,37 @@ class _Verification:
         """Check that an output of ours has the ignore list of its plan, and each tensor in the planned shard."""
         if self.plan is None or not self.ours:
             return
+
         key = self.headers.quantization.ignored.key
         listed = set(self.headers.quantization.ignored.entries)
         for name in ignored_layers(self.plan):
             if name not in listed and name not in self.findings.unlisted:
                 self.problems.append(f"config.json: {key} does not list {name}")
+
         # Engines may match an entry as a prefix or a part of other names.
         surplus = sorted(listed.difference(ignored_layers(self.plan)))
         self.problems += [f"config.json: {key} lists {name}, the plan does not" for name in surplus]
+
         if self.problems:
             return
+
         for shard in self.plan.layout.shards:
             for planned in self.plan.layout.outputs(shard.name):
-                info, where = self.checkpoint.tensors[planned.name], self.checkpoint.where[planned.name]
+                info = self.checkpoint.tensors[planned.name]
+                where = self.checkpoint.where[planned.name]
                 if (info != planned and info.name not in self.headers.scales) or where.shard != shard.name:
                     self.problems.append(
-                        f"{self._place(info.name)} is {described(info)}, "
-                        f"the plan has {described(planned)} in {shard.name}"
+                        f"{self._place(info.name)} is {describe(info)}, "
+                        f"the plan has {describe(planned)} in {shard.name}"
                     )
 
     # Contents of tensors.
 
     def _read(self, pairs: list[Pair], workers: int, progress: Progress | None) -> None:
         """Read all tensors, and report what is wrong with their contents."""
-        tasks = [TensorTask(info, original=original) for info, original in pairs]
         gptq_rounded = self._gptq_modules()
-        for weight in self.codes.values():
-            original = self.originals.get(weight.module) if self.full else None
-            original = original if original and original.shape == weight.source.shape else None
-            scheme = self._scheme_of(weight) if self.recomputes else None
-            # The source whose codes are kept, or the one that those codes were made from, by any method.
-            keeps = self.facts.keeps_codes
-            kept = keeps and original is not None and original.format is not None
-            by_gptq = weight.module in gptq_rounded or (keeps and not kept)
-            # GPTQ's search is weighted by the Hessian.
-            weighted = self.facts.weighed or by_gptq
-            by_decoding = not self.as_engines_load or (weight.format is not None and weight.format.columns is not None)
-            tasks.append(
-                TensorTask(
-                    weight.codes,
-                    weight,
-                    original,
-                    scheme,
-                    weighted,
-                    by_gptq,
-                    foreign=not self.ours,
-                    kept=kept,
-                    by_decoding=by_decoding,
-                )
-            )
+        tasks = [TensorTask(info, original=original) for info, original in pairs]
+        tasks += [self._weight_task(weight, gptq_rounded) for weight in self.codes.values()]
         tasks += [TensorTask(info, kv_cache_scale=True) for info in self.cache_scales]
         read_names = {task.info.name for task in tasks} | self.headers.scales
         tasks += [
@@ -504,11 +528,39 @@ class _Verification:
             for info in self.checkpoint.tensors.values()
             if can_be_non_finite(info.dtype) and info.name not in read_names
         ]
+
         # Disks read fastest in the order of the files.
         tasks.sort(key=lambda task: self.checkpoint.where[task.info.name])
         self.contents = read_contents(self.checkpoint, self.source, tasks, workers, progress)
         self.problems += self.contents.problems
         self._report_non_finite()
+        self._add_contents_notes(len(gptq_rounded))
+
+    def _weight_task(self, weight: Weight, gptq_rounded: Collection[str]) -> TensorTask:
+        """The task that reads the codes of a weight."""
+        original = self.originals.get(weight.module) if self.full else None
+        if original and original.shape != weight.source.shape:
+            original = None
+
+        # The source whose codes are kept, or the one that those codes were made from, by any method.
+        keeps = self.facts.keeps_codes
+        kept = keeps and original is not None and original.format is not None
+        by_gptq = weight.module in gptq_rounded or (keeps and not kept)
+        return TensorTask(
+            weight.codes,
+            weight,
+            original,
+            scheme=self._scheme_of(weight) if self.recomputes else None,
+            # GPTQ's search is weighted by the Hessian.
+            weighted_search=self.facts.weighed or by_gptq,
+            gptq_rounded=by_gptq,
+            foreign=not self.ours,
+            kept=kept,
+            by_decoding=not self.as_engines_load or (weight.format is not None and weight.format.columns is not None),
+        )
+
+    def _add_contents_notes(self, gptq_rounded: int) -> None:
+        """Say how the contents were compared."""
         if self.facts.keeps_codes and self.full and self.decoded:
             self.notes.append("codes and scales were compared with those of the source, which the output keeps")
         elif self.facts.keeps_codes and self.full:
@@ -521,6 +573,7 @@ class _Verification:
                 "codes and scales were not recomputed, since the source was already quantized: errors were compared "
                 "with the rounding bound"
             )
+
         if self.contents.compensated:
             self.notes.append(
                 "most weights are farther from the source than the nearest codes are, as after GPTQ: its limits were "
@@ -528,34 +581,39 @@ class _Verification:
             )
         if self.full and gptq_rounded:
             self.notes.append(
-                f"{len(gptq_rounded)} layers were rounded by GPTQ, whose codes are not recomputed; their weight errors "
+                f"{gptq_rounded} layers were rounded by GPTQ, whose codes are not recomputed; their weight errors "
                 "are larger on purpose, and openquant eval measures what the model loses"
             )
-        if self.full:
-            skipped = sum(weight.module not in self.originals for weight in self.codes.values())
-            if skipped:
-                self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
+
+        skipped = sum(weight.module not in self.originals for weight in self.codes.values())
+        if self.full and skipped:
+            self.notes.append(f"{skipped} quantized tensors were not decoded: the source has no matrix for them")
 
     def _source_scales(self) -> dict[str, float]:
         """The static scales that an output of ours takes from its source, by tensor name."""
         if self.plan is None or self.source is None or not self.ours:
             return {}
-        decisions, reader = self.plan.decisions, Reader(self.source.where, self.source.root.joinpath)
+
+        decisions = self.plan.decisions
+        reader = Reader(self.source.where, self.source.root.joinpath)
         scales = {
             kept.tensor.name: float(reader.read_scale(kept.value).item())
             for kept in decisions.passthrough
             if isinstance(kept.value, TensorInfo)
         }
+
         for weight, scheme in decisions.quantized:
             info = weight.input_scale_for(scheme.format)
             if info is None or weight.format is None:
                 continue
+
             scale = reader.read_scale(info).reshape(())
             dynamic = weight.format.input_global_scale
             if dynamic is not None and not dynamic.divides:
                 with np.errstate(divide="ignore"):
                     scale = np.float32(1) / scale
             scales[f"{weight.module}.{scheme.format.input_scale}"] = float(scale)
+
         return scales
 
     def _report_non_finite(self) -> None:
@@ -578,31 +636,38 @@ class _Verification:
 
     def _check_shared_scales(self, entry: ModuleRules) -> None:
         """Check that fused layers share a scale. vLLM otherwise requantizes them at load, or uses one of the scales."""
-        layers, different, ragged = self.headers.layers(entry), 0, 0
-        for members in sorted(set(entry.fused_groups(layers).values())):
+        different = 0
+        ragged = 0
+
+        for members in sorted(set(entry.fused_groups(self.headers.layers(entry)).values())):
             weights = [self.codes[f"{module}.weight"] for module in members if f"{module}.weight" in self.codes]
             formats = {weight.format for weight in weights}
             fmt = formats.pop() if len(formats) == 1 else None
             if fmt is None:
                 continue
+
             if fmt.group[1] is not None:
                 ragged += any(weight.codes.shape[0] % (fmt.group[0] or 1) for weight in weights[:-1])
+
             tied = (weight.shared_scale.name for weight in weights if weight.shared_scale)
             names = [name for name in tied if name in self.contents.scales]
             scales = [self.contents.scales[name] for name in names]
             if len(set(scales)) < 2:
                 continue
+
             # vLLM requantizes layers with one scale per tensor, but takes one global scale for all. An output of ours
             # has several such scales if it keeps those of the source.
             if fmt.shared and not self.recomputable:
                 # vLLM loads torchao's weights as they are (layers/quantization/torchao.py).
                 different += self.headers.quantization.method != "torchao"
                 continue
+
             index = next(index for index, scale in enumerate(scales) if scale != scales[0])
             self.problems.append(
                 f"{self._place(names[0])} is {scales[0]:g} and {names[index]} is {scales[index]:g}, "
                 "but engines fuse their layers under one scale"
             )
+
         if different:
             self.notes.append(
                 f"{different} groups of fused layers have different scales: vLLM rounds them again at load"
@@ -616,8 +681,7 @@ class _Verification:
         """The scheme that a weight is stored in: the directory's, or one that it may be mixed with; None for others."""
         if weight.format is None or self.scheme is None:
             return self.scheme
-        layout, schemes = _layout(weight.format), (self.scheme, *KEPT_SCHEMES)
-        alike = [scheme for scheme in schemes if _layout(scheme.format) == layout]
+        alike = [one for one in (self.scheme, *KEPT_SCHEMES) if _layout(one.format) == _layout(weight.format)]
         # Some differ in how activations are quantized alone.
         return next((scheme for scheme in alike if scheme.format == weight.format), alike[0] if alike else None)
 
@@ -626,17 +690,20 @@ class _Verification:
         fused_groups = entry.fused_groups(self.headers.layers(entry)) if entry else {}
         stored = self.contents.scales
         groups: dict[object, list[str]] = {}
+
         for module in self.contents.absmax:
             scale = self.codes[f"{module}.weight"].shared_scale
             if scale is not None and scale.name in stored:
                 # Without an entry the fused layers are not known; layers with equal scales may be fused.
                 key = fused_groups.get(module, (module,)) if entry else stored[scale.name]
                 groups.setdefault(key, []).append(module)
+
         for modules in groups.values():
             scheme = self._scheme_of(self.codes[f"{modules[0]}.weight"])
             assert scheme is not None
             absmax = np.float32(max(self.contents.absmax[module] for module in modules))
             recomputed = float(choose_shared_scale(scheme.format, np.asarray(absmax)))
+
             for module in modules:
                 scale = self.codes[f"{module}.weight"].shared_scale
                 if scale is not None and stored[scale.name] != recomputed:

@@ -29,7 +29,7 @@ from ..version import VLLM
 from ..weights.find import CodesAndScale, checked_weights, stored_twice, unread_tensors
 from ..weights.packed_columns import packed_columns
 from ..weights.weight import Weight
-from .headers import COLUMN_PARTS, Findings, Headers, described, either
+from .headers import COLUMN_PARTS, Findings, Headers, describe, join_or
 
 
 class StoredWeights(NamedTuple):
@@ -91,6 +91,7 @@ def find_decodable_weights(
     stored: dict[str, Weight] = {}
     others: set[str] = set()
     modules: dict[str, list[str]] = {}
+
     for pair in pairs:
         others.update(info.name for info in (pair.scale, pair.global_scale, pair.zero_points, *pair.companions) if info)
         try:
@@ -100,7 +101,7 @@ def find_decodable_weights(
                     modules.setdefault(f"{fmt.number.title}, {fmt.label}", []).append(weight.module)
                 if (scale := weight.input_scale) is not None and scale.dtype not in FLOATS:
                     findings.problems.append(
-                        f"{checkpoint.where[scale.name].shard}: {scale.name} is {described(scale)}, not a scale"
+                        f"{checkpoint.where[scale.name].shard}: {scale.name} is {describe(scale)}, not a scale"
                     )
                     weight = weight._replace(input_scale=None)
                 codes[weight.source.name] = stored[pair.codes.name] = weight
@@ -108,15 +109,20 @@ def find_decodable_weights(
             findings.problems.append(f"{checkpoint.where[pair.codes.name].shard}: {error.message}")
         except PlanError as error:
             raise UsageError(error.message.removeprefix("the source is already quantized: "), error.hint) from None
+
     others.update(unread_tensors(checkpoint.tensors, codes.values()))
+
     for targets, fmt in quantization.groups:
         for name in (f"{target}.weight" for target in targets):
             if name in checkpoint.tensors and name not in stored:
-                dtype, shard = checkpoint.tensors[name].dtype, checkpoint.where[name].shard
+                dtype = checkpoint.tensors[name].dtype
+                shard = checkpoint.where[name].shard
                 findings.problems.append(f"{shard}: {name} is {dtype}, but the config has it in {fmt.number.title}")
+
     for title, names in modules.items():
         layers = "1 layer" if len(names) == 1 else f"{len(names)} layers"
         findings.notes.append(f"{layers} in {title}: {', '.join(sorted(collapse(names)))}")
+
     if not codes and not findings.problems:
         findings.notes.append("nothing is quantized")
     return StoredWeights(codes, stored, others)
@@ -137,22 +143,29 @@ class _Finder:
         """Add all weights, and report problems with their codes, scales and zero points."""
         per_tensor_scale_inv = 0
         for pair in pairs:
-            info, fmt, scale = pair.codes, pair.fmt, pair.scale
+            info = pair.codes
+            fmt = pair.fmt
+            scale = pair.scale
+
             if fmt is not None and fmt.columns is not None:
                 self._add_columns(pair, fmt)
                 continue
+
             first = self.quantization.groups[0][1] if self.quantization.groups else None
             number = (fmt or first or CHANNEL.format).number
             right_name = f" called {pair.name}" if pair.packed and not number.packed else ""
             if info.dtype == number.dtype and number.packed and not pair.packed:
                 right_name = f" called {pair.name}_packed"
+
             if info.name.endswith(".qweight"):
                 right_name = f" called {pair.name}_packed"
+
             if info.dtype != number.dtype or len(info.shape) < 2 or right_name:
                 self.findings.problems.append(
-                    f"{self._place(info.name)} is {described(info)}, not a matrix of {number.dtype}{right_name}"
+                    f"{self._place(info.name)} is {describe(info)}, not a matrix of {number.dtype}{right_name}"
                 )
                 continue
+
             if fmt is None:
                 self.findings.problems.append(
                     f"{self._place(info.name)} is {number.dtype}, but no config group targets it"
@@ -160,23 +173,28 @@ class _Finder:
                 weight = Weight(pair.module, "", info, (info.shape[-2], info.shape[-1]), parts=(info,))
                 self.codes[pair.name] = self.stored[info.name] = weight
                 continue
+
             if (problem := number.row_error(info.shape[-1])) is not None:
-                self.findings.problems.append(f"{self._place(info.name)} is {described(info)}: {problem}")
+                self.findings.problems.append(f"{self._place(info.name)} is {describe(info)}: {problem}")
                 continue
+
             # Engines read a scale by no other name, but for weight_scale_inv of a per-tensor scale.
             if scale is not None and scale.name != fmt.scale_of(pair.name):
                 scale = scale if fmt.shared and scale.name.endswith("_scale_inv") else None
                 per_tensor_scale_inv += scale is not None
             self._add_rows(pair, fmt, scale)
+
         twice = stored_twice(self.checkpoint.tensors, pairs)
         self.findings.problems += [
             f"{self._place(info.name)}: {message}" for info, message in twice if info.name in self.stored
         ]
+
         if per_tensor_scale_inv:
             self.findings.notes.append(
                 f"{per_tensor_scale_inv} scales are called weight_scale_inv although they are one per tensor; "
                 f"{VLLM} reads that for Mistral 3 models only"
             )
+
         if not self.codes and self.quantization.groups:
             self.findings.notes.append("nothing is quantized")
 
@@ -197,27 +215,35 @@ class _Finder:
 
     def _add_rows(self, pair: CodesAndScale, fmt: Format, scale: TensorInfo | None) -> None:
         """Add a weight whose codes lie in rows, and check the other tensors of its format."""
-        info, module = pair.codes, pair.module
+        info = pair.codes
+        module = pair.module
         shape = (*info.shape[:-1], fmt.number.count(info.shape[-1]))
         matrix = (shape[-2], shape[-1])
+
         missing = f"scale: {fmt.scale_of(pair.name)} is missing"
-        scale = self._checked(info, scale, missing, fmt.scale_dtypes, fmt.scale_shapes(shape))
+        scale = self._check_part(info, scale, missing, fmt.scale_dtypes, fmt.scale_shapes(shape))
+
         others: list[TensorInfo | None] = []
         if fmt.global_scale is not None:
             missing = f"global scale: {fmt.shared_scale_name(module)} is missing"
-            others.append(self._checked(info, pair.global_scale, missing, ("F32",), ((1,), ())))
+            others.append(self._check_part(info, pair.global_scale, missing, ("F32",), ((1,), ())))
         if (zeros := fmt.zero_points(module, matrix)) is not None:
             missing = f"zero points: {zeros.name} is missing"
-            others.append(self._checked(info, pair.zero_points, missing, (zeros.dtype,), (zeros.shape,)))
+            others.append(self._check_part(info, pair.zero_points, missing, (zeros.dtype,), (zeros.shape,)))
+
         self.scales.update(other.name for other in pair.companions if other.name.endswith(".input_global_scale"))
+
         input_scale = None
         if fmt.input_scale is not None:
-            name, how = f"{module}.{fmt.input_scale}", "static" if fmt.static else "scaled under it"
+            name = f"{module}.{fmt.input_scale}"
+            how = "static" if fmt.static else "scaled under it"
             missing = f"{name}, but its activations are {how}"
-            input_scale = self._checked(info, self.checkpoint.tensors.get(name), missing, FLOATS, ((), (1,)))
+            input_scale = self._check_part(info, self.checkpoint.tensors.get(name), missing, FLOATS, ((), (1,)))
+
         for expected, _ in fmt.constant_tensors(module, matrix):
             tensor = self.checkpoint.tensors.get(expected.name)
-            self._checked(info, tensor, f"shape: {expected.name} is missing", (expected.dtype,), (expected.shape,))
+            self._check_part(info, tensor, f"shape: {expected.name} is missing", (expected.dtype,), (expected.shape,))
+
         self.codes[pair.name] = self.stored[info.name] = Weight(
             module,
             "",
@@ -228,7 +254,7 @@ class _Finder:
             input_scale=input_scale,
         )
 
-    def _checked(
+    def _check_part(
         self,
         info: TensorInfo,
         tensor: TensorInfo | None,
@@ -236,15 +262,7 @@ class _Finder:
         dtypes: tuple[str, ...],
         shapes: tuple[tuple[int, ...], ...],
     ) -> TensorInfo | None:
-        """Return a scale, zero points or a shape if it is there and its dtype and shape are right; else add a problem.
-
-        Args:
-            info: the codes it belongs to.
-            tensor: the tensor; None if it is missing.
-            missing: what the codes then lack.
-            dtypes: the dtypes that engines load; openquant writes the first.
-            shapes: the shapes that engines load.
-        """
+        """Return a scale, zero points or a shape if its dtype and shape are right; else add a problem."""
         if tensor is None:
             self.findings.problems.append(f"{self._place(info.name)} has no {missing}")
             return None
@@ -254,9 +272,9 @@ class _Finder:
             dtypes = dtypes[:1] if dtypes[0] != "BF16" else ("BF16", "F16")
         if tensor.dtype in dtypes and tensor.shape in shapes:
             return tensor
-        expected = f"{either(dtypes)} {either([str(list(shape)) for shape in shapes])}"
+        expected = f"{join_or(dtypes)} {join_or([str(list(shape)) for shape in shapes])}"
         self.findings.problems.append(
-            f"{self._place(tensor.name)} is {described(tensor)}, for {described(info)} it must be {expected}"
+            f"{self._place(tensor.name)} is {describe(tensor)}, for {describe(info)} it must be {expected}"
         )
         return None
 
@@ -268,11 +286,14 @@ def check_strays(headers: Headers, findings: Findings) -> None:
         headers: the quantized directory, as its config and the headers of its shards describe it.
         findings: problems and notes, one line each, are added to it.
     """
-    unread, refused = 0, unread_tensors(headers.checkpoint.tensors, headers.codes.values())
+    unread = 0
+    refused = unread_tensors(headers.checkpoint.tensors, headers.codes.values())
+
     for info in headers.checkpoint.tensors.values():
         owner = headers.owner(info.name)
         if owner is None or info.name in headers.scales or info.name in refused:
             continue
+
         weight = headers.checkpoint.tensors.get(owner)
         if weight is None and owner not in headers.codes:
             findings.problems.append(f"{headers.place(info.name)} has no weight: {owner} is missing")
@@ -284,15 +305,18 @@ def check_strays(headers: Headers, findings: Findings) -> None:
             findings.problems.append(
                 f"{headers.place(info.name)} is not the scale of {owner}: the config asks for {fmt.scale_of(owner)}"
             )
+
     for name in refused:
         findings.problems.append(f"{headers.place(name)} is a tensor that engines refuse to load")
+
     if unread:
         findings.notes.append(f"{unread} input_scale tensors are there, but the config says activations are dynamic")
 
 
 # Values of float16, in which engines run models too, are 2^-24 to 2^16 in size. FP8 codes reach 2^9, so its scales are
 # 2^-33 to 2^7; bfloat16 has larger values. A stored global scale is the reciprocal, so the range is symmetric.
-SMALLEST, LARGEST = 2.0**-33, 2.0**33
+SMALLEST = 2.0**-33
+LARGEST = 2.0**33
 # How many times larger one scale of fused layers may be if another tool chose it, which may have seen other tokens for
 # each layer. openquant leaves as much room for activations that no text showed (Format.scale_inputs).
 ROOM = 2.0
@@ -357,19 +381,24 @@ def _shared_with(headers: Headers, modules: Mapping[str, str], chosen: Mapping[s
 def _differing_in_fused(headers: Headers, values: Mapping[str, float], modules: Mapping[str, str]) -> list[str]:
     """Report fused layers whose scales differ by more than ROOM."""
     entry = headers.entry
+
     if entry is None:
         return []
+
     problems = []
     for members in sorted(set(entry.fused_groups(headers.layers(entry)).values())):
         names = [modules[module] for module in members if module in modules]
         if not names:
             continue
-        low, high = min(names, key=values.__getitem__), max(names, key=values.__getitem__)
+
+        low = min(names, key=values.__getitem__)
+        high = max(names, key=values.__getitem__)
         if values[high] > ROOM * values[low]:
             problems.append(
                 f"{headers.place(low)} is {values[low]:g} and {high} is {values[high]:g}, but their layers read the "
                 "same input"
             )
+
     return problems
 
 
@@ -413,11 +442,12 @@ def check_cache(headers: Headers, findings: Findings) -> None:
         fp8_cache = says_fp8_cache(headers.quantization.settings)
     except UsageError as error:
         # Of other methods than those that openquant writes, engines may read what openquant does not.
-        known = headers.quantization.checked_as_engines_load
-        (findings.problems if known else findings.notes).append(error.message)
+        (findings.problems if headers.quantization.checked_as_engines_load else findings.notes).append(error.message)
         return
+
     if not fp8_cache:
         return
+
     scheme = headers.quantization.settings.get("kv_cache_scheme")
     if (
         not findings.ours
@@ -426,14 +456,17 @@ def check_cache(headers: Headers, findings: Findings) -> None:
     ):
         findings.notes.append("KV-cache scales are dynamic or per head: they are not checked")
         return
+
     for info in cache_tensors(headers):
         if info.dtype not in FLOATS or info.shape not in ((), (1,)):
-            findings.problems.append(f"{headers.place(info.name)} is {described(info)}, a KV-cache scale is one number")
+            findings.problems.append(f"{headers.place(info.name)} is {describe(info)}, a KV-cache scale is one number")
+
     try:
         layers = _cache_layers(headers)
     except PlanError as error:
         findings.notes.append(f"KV-cache scales are not checked: {error.message}")
         return
+
     names_by_layer = cache_scales(headers.checkpoint.tensors)
     for number, path in layers.items():
         for last, stored_name in zip(SCALES, names_by_layer.pop(number, (None, None)), strict=True):
@@ -445,16 +478,13 @@ def check_cache(headers: Headers, findings: Findings) -> None:
                 )
             elif stored_name != name and findings.ours:
                 findings.problems.append(f"{headers.place(stored_name)} must be called {name}")
+
     for name in _names(names_by_layer):
         findings.problems.append(f"{headers.place(name)} is a scale of a layer that has no KV cache of its own")
 
 
 def _cache_layers(headers: Headers) -> dict[int, str]:
-    """The attention module of each layer that has a KV cache of its own, by layer number.
-
-    Raises:
-        PlanError: the layers are not known.
-    """
+    """The attention module of each layer that has a KV cache of its own, by layer number."""
     names = (headers.stored[name].module if name in headers.stored else name for name in headers.checkpoint.tensors)
     modules = [name.removesuffix(".weight") for name in names]
     if headers.entry is None:

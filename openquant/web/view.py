@@ -19,7 +19,7 @@ from ..plan import summary
 from ..plan.engines import sglang_refusal
 from ..plan.plan import Plan
 from ..plan.serving import Fit, Serving
-from ..report.cells import gigabytes, per_cent, short, shortened, terminal
+from ..report.cells import gigabytes, per_cent, short, shorten, terminal
 from ..report.fit import fit_caption, fit_notes, fit_rows, nothing_fits
 from ..report.text import weight_lines
 
@@ -183,12 +183,12 @@ def _fewest(fit: Fit) -> tuple[str, str]:
 def _weights_table(plan: Plan) -> str:
     rows = [
         [
-            shortened(", ".join(collapse(line["names"])), MOST_LETTERS),
+            shorten(", ".join(collapse(line["names"])), MOST_LETTERS),
             gigabytes(line["bytes_before"]),
             gigabytes(line["bytes_after"]),
             line["scheme"] or ("bfloat16" if line["decoded"] else "as it is"),
             " x ".join(map(str, line["shape"])),
-            shortened(line["why"], MOST_LETTERS),
+            shorten(line["why"], MOST_LETTERS),
         ]
         for line in weight_lines(plan.lines)
     ]

@@ -145,23 +145,27 @@ def pairs(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> Iter
         UsageError: matching names with regular expressions of the config takes too long.
     """
     for info in tensors.values():
-        name = _unquantized(info)
+        name = _unquantized_name(info)
         if name is None:
             continue
+
         module = name.removesuffix(".weight")
         fmt = quantization.format_of(module)
         names = [
             *([fmt.scale_of(name)] if fmt else []),
             *(name + suffix for suffix in (*_SCALE_SUFFIXES, _STACK_SUFFIXES[0])),
         ]
+
         # DeepSeek V4's name. Engines find scales under it only where they are exponents.
         exponents = tensors.get(f"{module}.scale")
         if exponents and exponents.dtype in EXPONENTS:
             names.append(exponents.name)
+
         scales = _present(tensors, names)
         global_scale = tensors.get(f"{module}.{fmt.global_scale.name}") if fmt and fmt.global_scale else None
         zeros = tensors.get(f"{module}.{fmt.zero_point}") if fmt and fmt.zero_point else None
         companions = _present(tensors, [*(f"{module}.{suffix}" for suffix in _COMPANIONS), name + _STACK_SUFFIXES[1]])
+
         yield CodesAndScale(name, info, fmt, scales[0] if scales else None, global_scale, zeros, tuple(companions))
 
 
@@ -187,7 +191,7 @@ def stored_twice(
         codes_names[pair.name] = pair.codes.name
 
 
-def _unquantized(info: TensorInfo) -> str | None:
+def _unquantized_name(info: TensorInfo) -> str | None:
     """Return the unquantized name of a weight whose codes a tensor holds; None if it holds no codes."""
     if info.name.endswith(".weight_packed"):
         return info.name.removesuffix("_packed")
@@ -284,23 +288,29 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
     if isinstance(checkpoint, GgufCheckpoint):
         sources = {name: weight.source for name, weight in checkpoint.weights.items()}
         return replace(checkpoint, tensors=sources), dict(checkpoint.weights)
+
     quantization = _read(checkpoint)
     if quantization is None:
         _refuse_unexplained(checkpoint)
         return checkpoint, {}
+
     all_pairs = list(pairs(checkpoint.tensors, quantization))
     for _, message in stored_twice(checkpoint.tensors, all_pairs):
         raise SourceError(message, DAMAGED)
+
     # A tensor that is stored per rank holds several weights.
     by_codes: dict[str, list[Weight]] = {}
     hidden: set[str] = set()
     for weight, pair in checked_weights(checkpoint, all_pairs):
         by_codes.setdefault(weight.codes.name, []).append(weight)
         hidden.update(part.name for part in (*weight.parts, *pair.companions))
+
     hidden.update(unread_tensors(checkpoint.tensors, chain.from_iterable(by_codes.values())))
+
     tensors: dict[str, TensorInfo] = {}
     where = dict(checkpoint.where)
     weights: dict[str, Weight] = {}
+
     for info in checkpoint.tensors.values():
         for weight in by_codes.get(info.name, ()):
             source = weight.source
@@ -309,17 +319,20 @@ def decoded_view(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Weight]]
             tensors[source.name] = source
             where[source.name] = checkpoint.where[info.name]
             weights[source.name] = weight
+
         if info.name not in by_codes and info.name not in hidden:
             tensors[info.name] = info
+
     _refuse_stray_scales(tensors, weights)
+
     config = _without_quantization(checkpoint.config)
     for key, value in config.items():
         if isinstance(value, dict):
             config[key] = _without_quantization(value)
+
     files = {name: size for name, size in checkpoint.files.items() if name not in TOOL_CONFIG_FILES}
     left_out = (*checkpoint.left_out, *(name for name in checkpoint.files if name not in files))
-    view = replace(checkpoint, config=config, tensors=tensors, where=where, files=files, left_out=left_out)
-    return view, weights
+    return replace(checkpoint, config=config, tensors=tensors, where=where, files=files, left_out=left_out), weights
 
 
 def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
@@ -385,38 +398,39 @@ def checked_weights(
     model = find_entry(checkpoint.architecture, checkpoint.config, modules)
     ranked = model.per_rank if model else None
     per_rank = compile_any(absolute_patterns(model, [ranked.pattern])) if model and ranked else None
+
     for pair in all_pairs:
         info = pair.codes
         if per_rank and ranked and info.dtype == E4M3.dtype and per_rank.fullmatch(pair.module):
             fmt = _required_format(pair)
-            scale = _any_scale(pair, fmt)
-            weights = per_rank_projections(pair.module, info, scale, fmt, ranked, checkpoint.config)
+            weights = per_rank_projections(pair.module, info, _any_scale(pair, fmt), fmt, ranked, checkpoint.config)
         elif pair.fmt is not None and pair.fmt.columns is not None:
             weights = [_columns(checkpoint, pair, pair.fmt)]
         elif pair.fmt is not None and pair.fmt.number in BITSANDBYTES:
             weights = [_four_bits(checkpoint, pair, pair.fmt)]
         elif info.name.endswith(".qweight"):
             raise SourceError(
-                f"{name_and_type(info)}, but config.json has its layer in none of AWQ, GPTQ and auto-round",
-                DAMAGED,
+                f"{name_and_type(info)}, but config.json has its layer in none of AWQ, GPTQ and auto-round", DAMAGED
             )
         elif info.name.endswith(f".{QDATA}"):
-            weights = [_unpacked(pair)]
+            weights = [_check_unpacked(pair)]
         elif pair.packed or info.dtype == "U8":
-            weights = [_blocks(pair) if info.name.endswith("_blocks") else _packed(checkpoint, pair)]
+            weights = [_blocks(pair) if info.name.endswith("_blocks") else _check_packed(checkpoint, pair)]
         elif _is_deepseek_mxfp4(pair):
             weights = [_deepseek_mxfp4(pair)]
         elif info.dtype in CODES and (info.name.endswith(".weight") or len(info.shape) == 3):
-            weights = [_unpacked(pair)]
+            weights = [_check_unpacked(pair)]
         else:
             raise PlanError(f"{name_and_type(info)}, which is not supported", "start from the unquantized model")
+
         for weight in weights:
             yield weight, pair
 
 
-def _unpacked(pair: CodesAndScale) -> Weight:
+def _check_unpacked(pair: CodesAndScale) -> Weight:
     """Check a weight with one code in each element."""
-    info, fmt = pair.codes, _required_format(pair)
+    info = pair.codes
+    fmt = _required_format(pair)
     if len(info.shape) not in (2, 3) or 0 in info.shape:
         raise SourceError(f"{name_and_type(info)}, neither a matrix nor a stack of them", DAMAGED)
     if fmt.number.dtype != info.dtype:
@@ -432,7 +446,10 @@ def _unpacked(pair: CodesAndScale) -> Weight:
 def _stack(pair: CodesAndScale, shape: tuple[int, int], fmt: Format) -> Weight:
     """Check a stack of experts with scales for each expert, or one scale for all."""
     scale = _any_scale(pair, fmt)
-    experts, (rows, cols) = pair.codes.shape[0], shape
+
+    experts = pair.codes.shape[0]
+    (rows, cols) = shape
+
     if fmt.shared:
         groups = dict.fromkeys(((), (1,), (experts,), (experts, 1), (experts, 1, 1)), fmt.group)
     elif fmt.group == (1, None):
@@ -441,12 +458,14 @@ def _stack(pair: CodesAndScale, shape: tuple[int, int], fmt: Format) -> Weight:
         groups |= {(experts, rows): (1, None), (experts, cols): (None, 1)} if rows != cols else {}
     else:
         groups = {(experts, *grid_of(fmt.group, shape)): fmt.group}
+
     if scale.shape not in groups:
         shapes = " or ".join(str(list(sizes)) for sizes in groups if len(sizes) == 3)
         raise SourceError(
             f"{scale.name} is {list(scale.shape)}, for {list(pair.codes.shape)} with {fmt.label} it must be {shapes}",
             _UNKNOWN_LAYOUT,
         )
+
     input_scale = _input_scale(pair)
     return _weight(pair, shape, replace(fmt, group=groups[scale.shape]), scale)._replace(
         source=TensorInfo(pair.name, DECODED_DTYPE, pair.codes.shape),
@@ -473,9 +492,11 @@ def _four_bits(checkpoint: Checkpoint, pair: CodesAndScale, fmt: Format) -> Weig
     return _weight(pair, shape, replace(fmt, group=(1, size)), parts[1])._replace(parts=parts)
 
 
-def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
+def _check_packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
     """Check a weight with several codes in each element."""
-    fmt, info = _required_format(pair), pair.codes
+    fmt = _required_format(pair)
+    info = pair.codes
+
     if not fmt.number.packed or info.dtype != fmt.number.dtype or len(info.shape) != 2:
         raise PlanError(
             f"{name_and_type(info)}, which is not how {fmt.label} of {fmt.number.title} is packed",
@@ -483,9 +504,11 @@ def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
         )
     if (problem := fmt.number.row_error(info.shape[1])) is not None:
         raise SourceError(f"{name_and_type(info)}: {problem}", _OTHER_WORDS)
+
     global_scale = _global_scale(pair, fmt)
     shape = info.shape[0], fmt.number.count(info.shape[1])
     zeros = _zero_points(pair, fmt, shape)
+
     is_read = {
         "weight_zero_point": bool(zeros),
         "weight_g_idx": False,
@@ -499,14 +522,17 @@ def _packed(checkpoint: Checkpoint, pair: CodesAndScale) -> Weight:
                 f"the source is already quantized: {pair.module}.{suffix} is not supported",
                 "start from the unquantized model",
             )
+
     shape_tensors = tuple(info for info in pair.companions if info.name.endswith(".weight_shape"))
     for info in shape_tensors:
         if info.shape != (2,) or info.dtype not in ("I32", "I64"):
             raise SourceError(f"{name_and_type(info)}, not two integers", DAMAGED)
+
     weight = _weight(pair, shape, fmt, _scale(pair, fmt, shape))
     input_scale = _input_scale(pair) if fmt.input_global_scale else None
     if input_scale is not None:
         _require_single(input_scale)
+
     return weight._replace(parts=(*weight.parts, *global_scale, *zeros, *shape_tensors), input_scale=input_scale)
 
 
@@ -530,7 +556,8 @@ def _require_single(info: TensorInfo) -> None:
 
 def _zero_points(pair: CodesAndScale, fmt: Format, shape: tuple[int, int]) -> tuple[TensorInfo, ...]:
     """Return the zero points as a tuple of one; empty for symmetric formats."""
-    expected, info = fmt.zero_points(pair.module, shape), pair.zero_points
+    expected = fmt.zero_points(pair.module, shape)
+    info = pair.zero_points
     if expected is None:
         return ()
     if info is None:
@@ -546,7 +573,9 @@ def _zero_points(pair: CodesAndScale, fmt: Format, shape: tuple[int, int]) -> tu
 
 def _blocks(pair: CodesAndScale) -> Weight:
     """Check a stack of experts in MXFP4 blocks, as gpt-oss has them."""
-    fmt, info, scale = _required_format(pair), pair.codes, pair.scale
+    fmt = _required_format(pair)
+    info = pair.codes
+    scale = pair.scale
     if fmt.number != E2M1 or len(info.shape) != 4 or info.shape[3] != 16:
         raise SourceError(f"{name_and_type(info)}, not MXFP4 blocks of 16 bytes", DAMAGED)
     experts, rows, groups, _ = info.shape
@@ -560,13 +589,16 @@ def _blocks(pair: CodesAndScale) -> Weight:
 
 def _is_deepseek_mxfp4(pair: CodesAndScale) -> bool:
     """Return whether it is an MXFP4 expert of DeepSeek V4: in FP8 models only these have int8 codes, E8M0 scales."""
-    codes, scale, fmt = pair.codes, pair.scale, pair.fmt
+    codes = pair.codes
+    scale = pair.scale
+    fmt = pair.fmt
     exponents = fmt is not None and fmt.number == E4M3 and scale is not None and scale.dtype in EXPONENTS
     return exponents and codes.dtype == "I8" and len(codes.shape) == 2
 
 
 def _deepseek_mxfp4(pair: CodesAndScale) -> Weight:
-    fmt, shape = MXFP4.format, (pair.codes.shape[0], pair.codes.shape[1] * 2)
+    fmt = MXFP4.format
+    shape = (pair.codes.shape[0], pair.codes.shape[1] * 2)
     return _weight(pair, shape, fmt, _scale(pair, fmt, shape))
 
 

@@ -12,9 +12,8 @@ Stored transposed (AutoAWQ, GPTQ, auto-round, Quark):
     X.g_idx    int32 [in], the group of each input (GPTQ with act-order); without it, groups are in order
 
 Several projections in one tensor, stored per tensor-parallel rank, as MiMo V2.5 has q, k and v in FP8: the queries,
-keys
-and values of rank 0, then those of rank 1, and so on. Blocks of scales begin anew at each rank: where a rank's rows are
-no whole number of blocks, the tensor has more scales than blocks.
+keys and values of rank 0, then those of rank 1, and so on. Blocks of scales begin anew at each rank: where a rank's
+rows are no whole number of blocks, the tensor has more scales than blocks.
 
 bitsandbytes in 4 bits (functional.py, QuantState.as_dict and dequantize_4bit):
     X.weight                   uint8 [out * in / 2, 1], two codes in a byte, the first highest; rows follow one another
@@ -79,24 +78,30 @@ def packed_columns(
     Raises:
         SourceError: one is missing, or has another shape or dtype than it must.
     """
-    columns, number = fmt.columns, fmt.number
+    columns = fmt.columns
+    number = fmt.number
     assert columns is not None
+
     if codes.dtype != "I32" or len(codes.shape) != 2:
         raise SourceError(f"{name_and_type(codes)}, not a matrix of I32", DAMAGED)
     high, wide = codes.shape
     shape = (wide, number.count(high)) if columns.order is None else (number.count(wide), high)
+
     for size, axis in zip(shape, ("outputs", "inputs"), strict=True):
         if size % number.run:
             raise SourceError(f"{codes.name} has {size} {axis}, which do not fill words of {number.run}", DAMAGED)
+
     _, groups = grid_of(fmt.group, shape)
     parts = [codes]
     expected: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
         (fmt.scale.name, FLOATS, (groups, shape[0])),
         (columns.zeros, ("I32",), (groups, number.items(shape[0]))),
     ]
+
     index = columns.index and find(f"{module}.{columns.index}")
     if columns.index is not None and (index or columns.act_order):
         expected.append((columns.index, ("I32", "I64"), (shape[1],)))
+
     for suffix, dtypes, sizes in expected:
         info = find(f"{module}.{suffix}")
         if info is None:
@@ -108,6 +113,7 @@ def packed_columns(
                 DAMAGED,
             )
         parts.append(info)
+
     return shape, tuple(parts)
 
 
@@ -144,7 +150,8 @@ class ColumnReader:
         if name != weight.codes.name or not first <= low <= low + count <= first + len(strip):
             run = weight.format.number.run
             strip_rows = max(count, STRIP // pitch // run * run)
-            first, strip = low, np.empty((min(strip_rows, weight.shape[0] - low), pitch), np.uint8)
+            first = low
+            strip = np.empty((min(strip_rows, weight.shape[0] - low), pitch), np.uint8)
             self._transpose(source, weight, low, strip)
             self._strip = weight.codes.name, first, strip
         into[:] = strip[low - first :].reshape(-1)[: into.size]
@@ -158,18 +165,23 @@ class ColumnReader:
             raw = self._read_strip(source, weight.codes, low, len(into))
             into[:] = np.ascontiguousarray(raw.view(np.uint32).T).view(np.uint8)
             return
+
         words = self._read_strip(source, weight.codes, low, len(into), fmt.number).view(np.uint32)
         outputs = into.reshape(words.shape[1], len(order), -1)
+
         # A byte of `into` holds the codes of two inputs, which are two rows of words. Split each pair of rows into the
         # even and the odd codes of its words; then each byte of a word is such a pair, for one of eight outputs.
         mask = np.uint32(0x0F0F0F0F)
-        first, second = words[::2], words[1::2]
+        first = words[::2]
+        second = words[1::2]
         even = first & mask | (second & mask) << np.uint32(4)
         odd = first >> np.uint32(4) & mask | second & ~mask
+
         for parity, pairs in enumerate([even, odd]):
             pair_bytes = pairs.view(np.uint8).reshape(*pairs.shape, 4)
             for place in range(4):
                 outputs[:, order.index(2 * place + parity)] = pair_bytes[:, :, place].T
+
         if fmt.columns and fmt.columns.signed:
             into ^= 0x88
 
@@ -196,7 +208,8 @@ class ColumnReader:
         Raises:
             SourceError: they cannot be read.
         """
-        fmt, info = weight.format, weight.parts[2]
+        fmt = weight.format
+        info = weight.parts[2]
         assert fmt is not None
         with self._open(self._where(info.name).shard) as source:
             raw = self._read_strip(source, info, low, count, fmt.number)
@@ -211,20 +224,25 @@ class ColumnReader:
         Raises:
             SourceError: it cannot be read, names a group that is not there, or is out of order without act-order.
         """
-        fmt, groups = weight.format, weight.parts[1].shape[0]
+        fmt = weight.format
+        groups = weight.parts[1].shape[0]
         if fmt is None or fmt.columns is None or len(weight.parts) < 4:
             return None
+
         info = weight.parts[3]
         index = self._read_bytes(info).view(np.int32 if info.dtype == "I32" else np.int64).astype(np.int64)
         outside = (index < 0) | (index >= groups)
+
         if outside.any():
             raise SourceError(
                 f"{info.name} in {self._where(info.name).shard} holds {index[outside][0]}, but there are "
                 f"{groups} groups",
                 DAMAGED,
             )
+
         if fmt.columns.act_order:
             return index
+
         if not np.array_equal(index, np.arange(len(index)) // (fmt.group[1] or len(index))):
             raise SourceError(
                 f"{info.name} in {self._where(info.name).shard} is not in order, but config.json has no desc_act",
@@ -238,7 +256,8 @@ class ColumnReader:
         Raises:
             SourceError: one is not, or they cannot be read.
         """
-        fmt, info = weight.format, weight.parts[2]
+        fmt = weight.format
+        info = weight.parts[2]
         if fmt is None or fmt.zero_point is not None:
             return
         zeros = self._zero_codes(self._read_bytes(info).reshape(info.shape[0], -1), fmt)
@@ -255,12 +274,12 @@ class ColumnReader:
         columns = fmt.columns
         assert columns is not None
         order = columns.order or tuple(range(fmt.number.run))
-        codes = _ordered(raw, fmt.number, order)
-        mask = (1 << fmt.number.bits) - 1
-        return (codes + np.uint8(columns.zero_point_offset)) & np.uint8(mask)
+        codes = _unpack_in_order(raw, fmt.number, order)
+        return (codes + np.uint8(columns.zero_point_offset)) & np.uint8((1 << fmt.number.bits) - 1)
 
     def _read_bytes(self, info: TensorInfo) -> Bytes:
-        place, raw = self._where(info.name), np.empty(info.nbytes, np.uint8)
+        place = self._where(info.name)
+        raw = np.empty(info.nbytes, np.uint8)
         with self._open(place.shard) as source:
             source.read(raw, place.offset, info.name)
         return raw
@@ -268,18 +287,16 @@ class ColumnReader:
     def _read_strip(
         self, source: SourceFile, info: TensorInfo, low: int, count: int, packed: Number | None = None
     ) -> Bytes:
-        """Read the columns of a tensor that hold `count` outputs from `low` on, in words of the codes of `packed` or
-        one in each element.
-
-        Returns:
-            uint8 [rows of the tensor, bytes].
-        """
+        """Read the columns with `count` outputs from `low` on, uint8 [rows, bytes]; codes of `packed` share words."""
         if packed is not None:
             assert low % packed.run == count % packed.run == 0
-            low, count = packed.items(low), packed.items(count)
+            low = packed.items(low)
+            count = packed.items(count)
 
-        itemsize, offset = DTYPE_BITS[info.dtype] // 8, self._where(info.name).offset
-        rows, pitch = info.shape[0], info.shape[1] * itemsize
+        itemsize = DTYPE_BITS[info.dtype] // 8
+        offset = self._where(info.name).offset
+        rows = info.shape[0]
+        pitch = info.shape[1] * itemsize
         width = count * itemsize
         raw = np.empty((rows, width), np.uint8)
         if width == pitch:
@@ -291,7 +308,7 @@ class ColumnReader:
         return raw
 
 
-def _ordered(raw: Bytes, number: Number, order: tuple[int, ...]) -> Codes:
+def _unpack_in_order(raw: Bytes, number: Number, order: tuple[int, ...]) -> Codes:
     """Unpack words [rows, bytes] to codes, one a byte [rows, codes]; `order` is the place of each code in its word."""
     codes = kernels.unpack(raw, number).reshape(len(raw), -1, number.run)
     return codes[:, :, list(order)].reshape(len(raw), -1)
@@ -318,6 +335,7 @@ def per_rank_projections(
     """
     ranks = _positive(config, tensor.ranks)
     candidates = [[_rows(config, ranks, *keys) for keys in sizes] for sizes in tensor.sizes]
+
     fitting = [sizes for sizes in candidates if all(sizes) and sum(sizes) * ranks == codes.shape[0]]
     if not fitting or any(sizes != fitting[0] for sizes in fitting):
         raise SourceError(
@@ -325,8 +343,11 @@ def per_rank_projections(
             f"each of {tensor.ranks}",
             "put back the config.json that belongs to these weights",
         )
-    rows, cols = sum(fitting[0]), codes.shape[1]
+
+    rows = sum(fitting[0])
+    cols = codes.shape[1]
     grid_rows, grid_cols = grid_of(fmt.group, (rows, cols))
+
     # The same number of columns whether blocks begin anew at each rank or not.
     if scale.shape != (ranks * grid_rows, grid_cols):
         raise SourceError(
@@ -334,16 +355,21 @@ def per_rank_projections(
             f"{[ranks * grid_rows, grid_cols]}",
             "download it again: it is damaged or incomplete",
         )
+
     parts = codes._replace(shape=(ranks, rows, cols)), scale._replace(shape=(ranks, grid_rows, grid_cols))
-    weights, first = [], 0
+    weights = []
+    first = 0
+
     for name, size in zip(tensor.members, fitting[0], strict=True):
         projection = f"{module.rpartition('.')[0]}.{name}"
-        shape, end = (ranks * size, cols), first + size
+        shape = (ranks * size, cols)
+        end = first + size
         source = TensorInfo(f"{projection}.weight", "BF16", shape)
         weights.append(
             Weight(projection, template(projection), source, shape, format=fmt, parts=parts, rank_rows=(first, end))
         )
         first = end
+
     return weights
 
 
@@ -387,7 +413,8 @@ def four_bits(
     if state_name not in states:
         raise SourceError(f"{codes.name} has no quant_state: {state_name} is missing", DAMAGED)
     state = _parse(states[state_name], state_name)
-    shape, size = state.get("shape"), state.get("blocksize")
+    shape = state.get("shape")
+    size = state.get("blocksize")
     is_matrix = isinstance(shape, list) and len(shape) == 2 and all(type(side) is int and side > 0 for side in shape)
     if not (isinstance(shape, list) and is_matrix and type(size) is int and 0 < size <= 1 << 16):
         raise SourceError(
@@ -417,7 +444,7 @@ def four_bits(
     require("quant_map", ("F32",), 16)
     parts.append(tensors[state_name])
     if absmax.dtype == "U8":
-        nested_size, _ = _nested(state, state_name)
+        nested_size, _ = _read_nested(state, state_name)
         require("nested_absmax", ("F32",), -(-absmax.shape[0] // nested_size))
         require("nested_quant_map", ("F32",), 256)
     return (shape[0], shape[1]), size, tuple(parts)
@@ -434,9 +461,10 @@ def _parse(data: bytes, name: str) -> dict[str, Any]:
     return state
 
 
-def _nested(state: Mapping[str, Any], name: str) -> tuple[int, float]:
+def _read_nested(state: Mapping[str, Any], name: str) -> tuple[int, float]:
     """Return how many scales share a nested_absmax, and what is added to all."""
-    size, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    size = state.get("nested_blocksize")
+    offset = state.get("nested_offset")
     # A comparison with NaN is false.
     if type(size) is not int or not 0 < size <= 1 << 16 or not isinstance(offset, float) or not abs(offset) < 2.0**64:
         raise SourceError(f"{name} has no valid nested_blocksize and nested_offset", DAMAGED)
@@ -465,16 +493,23 @@ def bitsandbytes_scales(weight: Weight, low: int, count: int, read: ReadPart) ->
         SourceError: they cannot be read.
     """
     assert weight.format is not None and weight.format.group[1] is not None
-    per_row, absmax = weight.shape[1] // weight.format.group[1], weight.parts[1]
-    first, number = low * per_row, count * per_row
+    per_row = weight.shape[1] // weight.format.group[1]
+    absmax = weight.parts[1]
+    first = low * per_row
+    number = count * per_row
+
     if absmax.dtype == "F32":
         return read(absmax, first * 4, number * 4).view(np.float32).reshape(count, per_row)
+
     _, _, _, state_info, nested_absmax, nested_map = weight.parts
     state = _parse(read(state_info, 0, state_info.nbytes).tobytes(), state_info.name)
-    size, offset = _nested(state, state_info.name)
-    outer_first, outer_last = first // size, (first + number - 1) // size
+    size, offset = _read_nested(state, state_info.name)
+
+    outer_first = first // size
+    outer_last = (first + number - 1) // size
     outer = read(nested_absmax, outer_first * 4, (outer_last + 1 - outer_first) * 4).view(np.float32)
     values = read(nested_map, 0, nested_map.nbytes).view(np.float32)[read(absmax, first, number)]
     with np.errstate(over="ignore", invalid="ignore"):
         scale = values * outer[(first + np.arange(number)) // size - outer_first] + np.float32(offset)
+
     return scale.reshape(count, per_row)

@@ -33,7 +33,8 @@ WRONG_ROW = 10.0
 
 # Rows of a layer in which LostWeights looks for codes of zero; in a large one they are a prime number apart,
 # so that no part of a head is left out.
-LOOKED_AT, STEP = 32, 127
+LOOKED_AT = 32
+STEP = 127
 # A larger share of weights becomes zero only beside outliers. In SmolLM2-135M it is at most 0.0002 in FP8, 0.14 in FP4,
 # 0.02 in int8, 0.25 in int4, 0.44 in int3 and 0.66 in int2, each by channel.
 USUAL_ZEROS = {E4M3: 0.1, E2M1: 0.3, INT3: 0.75, INT2: 0.9}
@@ -189,22 +190,28 @@ class Comparison:
         weighed: bool = False,
     ) -> None:
         self.shape = shape
-        self.fmt, self.divisor = fmt, divisor
+        self.fmt = fmt
+        self.divisor = divisor
+
         # Schemes that may have chosen the scales; the last one gives `expected_scale` if none of them did.
         self.candidates: tuple[Scheme, ...] = () if scheme is None else (scheme,)
         if scheme is not None and scheme.searches_scales:
             clipped = [replace(scheme, clip_ratios=(ratio,)) for ratio in (scheme.clip_ratios if weighed else ())]
             self.candidates = (scheme.unsearched, *clipped, scheme)
+
         self.number = fmt.number
         height, width = fmt.group
         self.group = height, width if width is not None and width < shape[1] else None
         self.scale = scale.reshape(grid_of(self.group, shape))
         self.zeros = None if zeros is None else zeros.reshape(self.scale.shape)
+
         self.absmax = np.zeros(self.scale.shape, np.float32)
         self.expected_scale = np.full(self.scale.shape, np.nan, np.float32)
         self.expected_zeros = None if zeros is None else np.full(self.scale.shape, np.nan, np.float32)
+
         # Relative error of scales: some were rounded to 16 bits after the codes were made; else float32 rounding.
         self.slack = 2.0**-8 if scale_dtype in ("BF16", "F16") else 2.0**-20
+
         self.error = ErrorSum()
         self.finite = True
         self.differing = 0
@@ -245,25 +252,32 @@ class Comparison:
             top = end
 
     def _add(self, top: int, codes: Codes, bits: Bits, dtype: str) -> None:
-        cols, width = self.shape[1], self.group[1]
+        cols = self.shape[1]
+        width = self.group[1]
         group = (1 if self.group[0] == 1 else None, width)
         first = top // (self.group[0] or self.shape[0])
         rows = slice(first, first + (len(codes) if group[0] else 1))
+
         if width is not None and cols % width:
             # Zeros that fill up the last group change no scale.
             bits = np.pad(bits, ((0, 0), (0, -cols % width)))
-        group_absmax, scale = absmax(bits, dtype, group), self.scale[rows]
+
+        group_absmax = absmax(bits, dtype, group)
+        scale = self.scale[rows]
         if not np.isfinite(group_absmax).all():
             self.finite = False
             return
+
         np.maximum(self.absmax[rows], group_absmax, out=self.absmax[rows])
         self._update_expected(rows, bits, dtype)
+
         fits = bool((group_absmax <= np.abs(scale) * np.float32(self.number.largest * (1 + 2.0**-20))).all())
         weight = to_float32(np.ascontiguousarray(bits[:, :cols]), dtype)
         element_scale = scale if width is None else np.repeat(scale, width, axis=1)[:, :cols]
         zero = None if self.zeros is None else self.zeros[rows]
         if zero is not None and width is not None:
             zero = np.repeat(zero, width, axis=1)[:, :cols]
+
         if fits and zero is None:
             expected = np.empty(bits.shape, np.uint8)
             encode(bits, dtype, scale, group, expected, self.number)
@@ -271,6 +285,7 @@ class Comparison:
         else:
             # `encode` requires scales that are large enough for the weights.
             expected = encode_float32(weight, element_scale, self.number, zero)
+
         same = np.array_equal(expected, codes)
         if not same:
             differs = expected != codes
@@ -278,11 +293,14 @@ class Comparison:
             if self.first_difference is None:
                 row, col = (int(axis) for axis in np.unravel_index(int(differs.argmax()), differs.shape))
                 self.first_difference = (top + row, col), int(codes[row, col]), int(expected[row, col])
+
         if not same:
             self._count_runs(top, codes, expected)
+
         error = self._decode(codes, zero, element_scale) - weight
         nearest = error if same else self._decode(expected, zero, element_scale) - weight
         self.error.add(weight, error, nearest)
+
         if not (same and fits):
             np.abs(error, out=error)
             self._check_bound(top, weight if zero is None else weight + zero * element_scale, error, element_scale)
@@ -308,7 +326,8 @@ class Comparison:
 
     def _update_expected(self, rows: slice, bits: Bits, dtype: str) -> None:
         """Set the expected scales and zero points of some rows of groups, from the source's weights."""
-        scale, zero = self.scale[rows], None if self.zeros is None else self.zeros[rows]
+        scale = self.scale[rows]
+        zero = None if self.zeros is None else self.zeros[rows]
         explained = np.zeros(scale.shape, np.bool_)
         for candidate in self.candidates:
             chosen = choose_scales(candidate, bits, dtype, self.absmax[rows], self.divisor)

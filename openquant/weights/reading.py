@@ -72,7 +72,8 @@ def memory_of(weight: Weight, multiple: int) -> tuple[int, int]:
         # Blocks, which are at most as large; and what the package gguf makes of them, with its own temporary arrays.
         return buffer, 3 * buffer
     # Codes take at most a quarter of the float32 values, and so do scales of groups of 32 or more.
-    extra, columns = buffer // 2 + (buffer // 4 if weight.transposed else 0), weight.format.columns
+    extra = buffer // 2 + (buffer // 4 if weight.transposed else 0)
+    columns = weight.format.columns
     if columns is not None:
         # Steps of transposing a strip; with act-order also a scale and a zero point for each weight.
         extra += 4 * STRIP + (2 * buffer if columns.act_order else 0)
@@ -125,38 +126,47 @@ class Reader:
             SourceError: the weight cannot be read, a code is NaN, a scale is not valid, or codes decode to values that
                 overflow bfloat16.
         """
-        step, transform = rows_at_once(weight, multiple), weight.transform
+        step = rows_at_once(weight, multiple)
+        transform = weight.transform
         if transform is None or not transform.smooths:
-            yield from self._stored(weight, step)
+            yield from self._read_stored(weight, step)
             return
-        unsmoothed, low = weight._replace(transform=None), 0
-        for bits in self._stored(unsmoothed, step):
+        unsmoothed = weight._replace(transform=None)
+        low = 0
+        for bits in self._read_stored(unsmoothed, step):
             values = kernels.to_float32(bits, unsmoothed.dtype)
             transform.apply(values, low)
             low += len(values)
             yield values.view(np.uint32)
 
-    def _stored(self, weight: Weight, step: int) -> Iterator[Bits]:
+    def _read_stored(self, weight: Weight, step: int) -> Iterator[Bits]:
         """Yield the weight without its transform, `step` rows at a time."""
         rows, cols = weight.shape
-        extent, kind = weight.extent(self.where), BITS_TYPE[weight.dtype]
+        extent = weight.extent(self.where)
+
+        kind = BITS_TYPE[weight.dtype]
         pitch = cols * kind.itemsize
         if self._buffer.nbytes < step * pitch:
             self._buffer = self._memory(step * pitch)
+
         # One buffer for all pieces, because the system clears newly allocated memory.
         code_buffer = np.empty(step * weight.row_bytes if weight.format is not None else 0, np.uint8)
+
         with self.open(extent.shard) as source:
             for low in range(0, rows, step):
                 count = min(step, rows - low)
                 buffer = self._buffer[: count * pitch]
+
                 if weight.format is not None and weight.format.blocks is not None:
                     self._read_blocks(source, weight, low, code_buffer, buffer.view(np.float32).reshape(count, cols))
                 elif weight.format is not None:
-                    out, done = buffer.view(np.float32).reshape(count, cols), 0
+                    out = buffer.view(np.float32).reshape(count, cols)
+                    done = 0
                     for matrix, first, size in weight.row_pieces(low, count):
                         codes = code_buffer[: size * weight.row_bytes].reshape(size, weight.row_bytes)
                         self.read_codes(source, matrix, first, codes.reshape(-1))
-                        scale, zero = self.scales(matrix, first, size), self.zero_points(matrix, first, size)
+                        scale = self.scales(matrix, first, size)
+                        zero = self.zero_points(matrix, first, size)
                         self._decode(matrix, codes, scale, zero, first, out[done : done + size])
                         done += size
                 elif weight.transposed:
@@ -165,11 +175,13 @@ class Reader:
                     continue
                 else:
                     source.read(buffer, extent.offset + low * extent.pitch, extent.label)
+
                 yield buffer.view(kind).reshape(count, cols)
 
     def _read_blocks(self, source: SourceFile, weight: Weight, low: int, codes: Bytes, out: Floats) -> None:
         """Read rows of a GGUF file into `codes`, from row `low` on, and decode them to `out`, float32 [rows, in]."""
-        fmt, extent = weight.format, weight.extent(self.where)
+        fmt = weight.format
+        extent = weight.extent(self.where)
         assert fmt is not None and fmt.blocks is not None and isinstance(fmt.number, GgmlType)
         codes = codes[: len(out) * weight.row_bytes]
         source.read(codes, extent.offset + low * extent.pitch, extent.label)
@@ -219,10 +231,15 @@ class Reader:
     def _decode(self, weight: Weight, codes: Bytes, scale: Floats, zero: Floats | None, low: int, out: Floats) -> None:
         fmt = weight.format
         assert fmt is not None
+
         if fmt.columns is not None and (index := self._columns.group_index(weight)) is not None:
             # With act-order the inputs of a group lie anywhere: give each input a scale of its own.
-            fmt, scale, zero = replace(fmt, group=(1, 1)), scale[:, index], None if zero is None else zero[:, index]
+            fmt = replace(fmt, group=(1, 1))
+            scale = scale[:, index]
+            zero = None if zero is None else zero[:, index]
+
         self.loops.decode_rows(codes, fmt.number, scale, fmt.group, low, out, zero)
+
         largest = np.abs(scale).max()
         if largest >= _overflowing_scale(fmt) and (np.abs(out) >= OVERFLOW).any():
             extent = weight.extent(self.where)
@@ -275,10 +292,7 @@ class Reader:
         """
         if self.read_codes_unchecked(source, weight, low, into) is not None:
             extent = weight.extent(self.where)
-            raise SourceError(
-                f"{extent.label} in {extent.shard} holds NaN",
-                DAMAGED_WEIGHTS,
-            )
+            raise SourceError(f"{extent.label} in {extent.shard} holds NaN", DAMAGED_WEIGHTS)
 
     def read_bytes(self, info: TensorInfo) -> Bytes:
         """Read all bytes of a small tensor, as uint8 [nbytes].
@@ -294,7 +308,8 @@ class Reader:
         Raises:
             SourceError: they cannot be read.
         """
-        place, raw = self.where[info.name], np.empty(nbytes, np.uint8)
+        place = self.where[info.name]
+        raw = np.empty(nbytes, np.uint8)
         with self.open(place.shard) as source:
             source.read(raw, place.offset + start, info.name)
         return raw
@@ -327,7 +342,9 @@ class Reader:
                 with row 0, `weight_shape`, the group index or zero points contradict the weight.
         """
         assert weight.format is not None
-        extent, info = weight.scale_extent(self.where), weight.parts[1]
+        extent = weight.scale_extent(self.where)
+        info = weight.parts[1]
+
         if weight.format.columns is not None:
             if low == 0:
                 self._columns.check_zero_points(weight)
@@ -335,17 +352,21 @@ class Reader:
             scale = self._columns.scales(weight, low, count)
             check_scales(scale, extent.label, extent.shard, least, weight.format.signed_scales)
             return scale
+
         if weight.format.number in BITSANDBYTES:
             if low == 0:
                 check_bitsandbytes(weight, self.read_part)
             scale = bitsandbytes_scales(weight, low, count, self.read_part)
             check_scales(scale, extent.label, extent.shard, least or SMALLEST_NESTED)
             return scale
+
         if low == 0:
             self._check_shape(weight)
+
         height = weight.format.group[0] or low + count
-        first, last = low // height, (low + count - 1) // height
-        count = last + 1 - first
+        first = low // height
+        count = (low + count - 1) // height + 1 - first
+
         with self.open(extent.shard) as source:
             if weight.transposed:
                 itemsize = DTYPE_BITS[info.dtype] // 8
@@ -356,19 +377,23 @@ class Reader:
                 raw = np.empty(count * extent.pitch, np.uint8)
                 source.read(raw, extent.offset + first * extent.pitch, extent.label)
                 scale = kernels.scale_values(raw, info.dtype).reshape(count, -1)
+
         if weight.format.scale.unit != 1:
             scale = scale * np.float32(weight.format.scale.unit)
         check_scales(scale, extent.label, extent.shard, least, weight.format.signed_scales)
+
         if weight.format.global_scale is not None:
             with np.errstate(over="ignore"):
                 scale = scale / self.global_scale(weight)
             # The quotient of two sound scales may still overflow.
             check_scales(scale, extent.label, extent.shard, least)
+
         if power_of_two and (odd := np.frexp(scale)[0] != 0.5).any():
             raise SourceError(
                 f"{extent.label} in {extent.shard} holds {scale[odd][0]:g}, not a power of two as config.json says",
                 "the scales are damaged: download or save them again, or choose a scheme with float scales",
             )
+
         return scale
 
     def zero_points(self, weight: Weight, low: int, count: int) -> Floats | None:
@@ -386,20 +411,26 @@ class Reader:
         Raises:
             SourceError: they cannot be read.
         """
-        info, fmt = weight.zero_points, weight.format
+        info = weight.zero_points
+        fmt = weight.format
         if info is None or fmt is None:
             return None
+
         if fmt.columns is not None:
             return self._columns.zero_points(weight, low, count)
+
         # The zero points of `run` rows fill whole words.
-        run, place = fmt.number.run, self.where[info.name]
+        run = fmt.number.run
+        place = self.where[info.name]
         first = low // run * run
-        start, stop = fmt.number.items(first), min(fmt.number.items(low + count), info.shape[0])
+        start = fmt.number.items(first)
+        stop = min(fmt.number.items(low + count), info.shape[0])
+
         words = np.empty((stop - start, info.shape[1]), np.uint32)
         with self.open(place.shard) as source:
             source.read(words.reshape(-1).view(np.uint8), place.offset + start * info.shape[1] * 4, info.name)
-        codes = kernels.unpack_words(words, fmt.number)
-        return fmt.number.decode(codes[low - first :][:count])
+
+        return fmt.number.decode(kernels.unpack_words(words, fmt.number)[low - first :][:count])
 
     def _check_shape(self, weight: Weight) -> None:
         """Refuse rows whose last word is padded, and tiles: only `weight_shape` and `weight_format` say so."""
@@ -427,7 +458,8 @@ class Reader:
         Raises:
             SourceError: it cannot be read, is not finite, or is below SMALLEST_SCALE.
         """
-        info, fmt = weight.global_scale, weight.format
+        info = weight.global_scale
+        fmt = weight.format
         if info is None or fmt is None or fmt.global_scale is None:
             return np.ones((1, 1), np.float32)
         scale = self.read_scale(info).reshape(1, 1)
@@ -452,21 +484,26 @@ class Reader:
         """
         if not all(weight.divides_into(scheme.format) for weight in fused):
             return None
-        largest, smallest = 0.0, math.inf
+
+        largest = 0.0
+        smallest = math.inf
+
         for weight in fused:
-            extent = weight.extent(self.where)
             step = max(1, BUFFER // weight.row_bytes)
-            with self.open(extent.shard) as source:
+            with self.open(weight.extent(self.where).shard) as source:
                 for low in range(0, weight.shape[0], step):
                     count = min(step, weight.shape[0] - low)
                     codes = np.empty(count * weight.row_bytes, np.uint8)
                     self.read_codes(source, weight, low, codes)
                     scale = self.scales(weight, low, count, SMALLEST_SCALE, power_of_two=True)
+
                     used = divided_scales(scale, codes, scheme.format, 0.0)
                     largest = max(largest, float(used.max()))
                     smallest = min(smallest, float(np.where(used > 0, used, np.inf).min()))
+
         if largest == 0:
             return np.ones((1, 1), np.float32)
+
         # The limit is that of all global scales; a larger one could be infinite.
         global_scale = min(2.0**8 / largest, LARGEST_GLOBAL_SCALE)
         return np.full((1, 1), global_scale, np.float32) if smallest * global_scale >= 2.0**-9 else None
@@ -584,10 +621,7 @@ def require_finite(weight: Weight, absmax: Floats, where: Mapping[str, Location]
     """
     if not np.isfinite(absmax).all():
         extent = weight.extent(where)
-        raise SourceError(
-            f"{extent.label} in {extent.shard} holds NaN or infinity",
-            DAMAGED_WEIGHTS,
-        )
+        raise SourceError(f"{extent.label} in {extent.shard} holds NaN or infinity", DAMAGED_WEIGHTS)
 
 
 def row_bytes(weight: Weight, rows: int) -> int:

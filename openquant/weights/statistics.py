@@ -152,17 +152,21 @@ def calibrations(matches: Callable[[str, str], bool] | None = None) -> FileKind:
             facts = header["__metadata__"][_KIND]
         except (SourceError, LookupError, TypeError):
             return False
+
         if matches is None:
             return True
+
         try:
             values = json.loads(facts)
             same = matches(values["model"], values.get("stamp", ""))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             same = False
+
         if not same:
             raise UsageError(
                 f"{file.name} is a calibration of another model", "name another file with -o, or give --overwrite"
             )
+
         return True
 
     return FileKind("a calibration", recognizes)
@@ -175,7 +179,8 @@ def placeholder_calibration(tensors: Iterable[str], texts: Mapping[str, Any]) ->
         tensors: full names of tensors, at least those of the weights. All numbers in them count as layers with a cache.
         texts: size of the calibration texts: {"documents": 128, "length": 512}.
     """
-    ones, names = np.ones(1, np.float32), tuple(tensors)
+    ones = np.ones(1, np.float32)
+    names = tuple(tensors)
     numbers = {int(part) for name in names for part in name.split(".") if part.isdecimal() and len(part) < 10}
     return PlaceholderCalibration(
         (InputStatistics(names, ones, ones, 1, ones),), "", texts, dict.fromkeys(sorted(numbers), (1.0, 1.0))
@@ -212,7 +217,10 @@ def read_calibration(path: Path) -> Calibration:
             raise SourceError(
                 f"{path} was written by an earlier openquant, whose digests do not cover all weights", _AGAIN
             )
-        model, stamp, texts, inputs = facts["model"], facts["stamp"], facts["texts"], facts["inputs"]
+        model = facts["model"]
+        stamp = facts["stamp"]
+        texts = facts["texts"]
+        inputs = facts["inputs"]
         if not (_all_text([model, stamp]) and isinstance(texts, dict) and isinstance(inputs, list)):
             raise TypeError
         named = [texts.get(key, "") for key in ("dataset", "builtin")]
@@ -251,17 +259,25 @@ def _input_statistics(
     path: Path, number: int, entry: Mapping[str, Any], tensors: Mapping[str, Floats]
 ) -> InputStatistics:
     """Check one entry of the metadata and its tensors."""
-    names, tokens, routed = entry["tensors"], entry["tokens"], entry.get("routed")
-    absmax, mean, square = tensors[f"{number}.absmax"], tensors[f"{number}.mean"], tensors.get(f"{number}.square")
+    names = entry["tensors"]
+    tokens = entry["tokens"]
+    routed = entry.get("routed")
+
+    absmax = tensors[f"{number}.absmax"]
+    mean = tensors[f"{number}.mean"]
+    square = tensors.get(f"{number}.square")
+
     if not _is_count(tokens) or not _all_text(names):
         raise TypeError
     if routed is not None and not (isinstance(routed, list) and all(map(_is_count, routed))):
         raise TypeError
+
     for vector in (absmax, mean) if square is None else (absmax, mean, square):
         if vector.dtype != np.float32 or vector.ndim != 1 or vector.shape != absmax.shape:
             raise TypeError
         if not (np.isfinite(vector).all() and (vector >= 0).all()):
             raise SourceError(f"{path}: magnitudes of {', '.join(names[:1])} are negative or not finite", _AGAIN)
+
     return InputStatistics(tuple(names), absmax, mean, tokens, square, None if routed is None else tuple(routed))
 
 

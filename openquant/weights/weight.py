@@ -1,11 +1,10 @@
 """Weight: one matrix of a checkpoint, be it a tensor of its own, one expert of a stack, or codes with scales.
 
-Weight transforms: what a calibration changes about weights before they are quantized.
-
-SmoothQuant and AWQ divide the inputs of a layer by factors where they are made (the smooth_layer: a norm, or the rows
-of a projection) and multiply the layer's columns by them. The model computes the same, and quantization may lose less.
-calibration/smoothing.py says which layers. Factors are powers of two, so norms, biases and routers in bfloat16 stay
-exact, and `verify` can read the factors off the source and the output.
+A WeightTransform is what a calibration changes about a weight before it is quantized. SmoothQuant and AWQ divide the
+inputs of a layer by factors where they are made (the smooth_layer: a norm, or the rows of a projection) and multiply
+the layer's columns by them. The model computes the same, and quantization may lose less. calibration/smoothing.py says
+which layers. Factors are powers of two, so norms, biases and routers in bfloat16 stay exact, and `verify` can read the
+factors off the source and the output.
 
     WeightTransform(columns=np.array([4, 1, 0.5], np.float32)).apply(values, 0)    # float32 [n, 3]
 """
@@ -107,8 +106,8 @@ class Weight(NamedTuple):
             return sum(end) - sum(first)
         if self.expert < 0:
             return sum(part.nbytes for part in self.parts)
-        grid, scale = grid_of(self.format.group, self.shape), self.parts[1]
-        return self.shape[0] * self.row_bytes + math.prod(grid) * DTYPE_BITS[scale.dtype] // 8
+        grid = grid_of(self.format.group, self.shape)
+        return self.shape[0] * self.row_bytes + math.prod(grid) * DTYPE_BITS[self.parts[1].dtype] // 8
 
     @property
     def row_bytes(self) -> int:
@@ -192,7 +191,8 @@ class Weight(NamedTuple):
             rank, row = divmod(low, end - first)
             rows = min(count, end - first - row)
             yield shards._replace(expert=rank), first + row, rows
-            low, count = low + rows, count - rows
+            low = low + rows
+            count = count - rows
 
     def extent(self, where: Mapping[str, Location]) -> Extent:
         """Return where its elements, or its codes, lie. With `rank_rows` that is where its tensor begins.
@@ -200,7 +200,8 @@ class Weight(NamedTuple):
         Args:
             where: shard file name and byte offset of each tensor, by full tensor name.
         """
-        info, rows = self.parts[0] if self.format else self.source, self.shape[0]
+        info = self.parts[0] if self.format else self.source
+        rows = self.shape[0]
         location = where[info.name]
         label = f"{info.name}[{self.expert}]" if self.expert >= 0 else info.name
         expert_offset = self.expert * (info.nbytes // info.shape[0]) if self.expert >= 0 else 0
@@ -219,7 +220,8 @@ class Weight(NamedTuple):
         """
         assert self.format is not None
         info = self.parts[1]
-        location, itemsize = where[info.name], DTYPE_BITS[info.dtype] // 8
+        location = where[info.name]
+        itemsize = DTYPE_BITS[info.dtype] // 8
         grid_rows, grid_cols = grid_of(self.format.group, self.shape)
         if self.expert < 0 or math.prod(info.shape) == 1:
             return Extent(info.name, location.shard, location.offset, grid_cols * itemsize)

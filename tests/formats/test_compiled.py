@@ -105,8 +105,8 @@ def test_the_same_scales_are_made_of_the_largest_weights(subtests: pytest.Subtes
                     scale = kernels.scales(form, largest, divisor)
                 np.testing.assert_array_equal(compiled.scales(form, largest, divisor), scale)
                 if divisor is not None or form.global_scale is None:
-                    stored = kernels.stored(form, scale, divisor)
-                    np.testing.assert_array_equal(compiled.stored(form, scale, divisor), stored)
+                    stored = kernels.encode_scales(form, scale, divisor)
+                    np.testing.assert_array_equal(compiled.encode_scales(form, scale, divisor), stored)
 
 
 def test_rows_that_do_not_fill_a_register_are_encoded_whole() -> None:

@@ -292,7 +292,7 @@ def test_golden_bytes_of_int8() -> None:
     scale, codes = made_of(torch.tensor([[127.4, 50.0, -127.4, 0.3]]), INT8_W8A16)
     assert scale.item() == 1.0
     assert stored_scale(scale, INT8_W8A16.format, (1, 4)).dtype == torch.bfloat16
-    assert INT8_W8A16.format.stored(scale.numpy()).tolist() == [[0x3F80]]
+    assert INT8_W8A16.format.encode_scales(scale.numpy()).tolist() == [[0x3F80]]
     assert decode(codes, scale, INT8_W8A16.format).tolist() == [[127, 50, -127, 0]]
 
     # Other tools divide by 127.5 and use -128 too.
@@ -421,7 +421,7 @@ def test_golden_bytes_of_mxfp8() -> None:
     weight[1, 32] = 449.0
     weight[1, 95] = 1e-45
     scale, codes = made_of(weight, MXFP8)
-    stored = MXFP8.format.stored(scale.numpy())
+    stored = MXFP8.format.encode_scales(scale.numpy())
     assert stored.tolist() == [[118, 127, 127], [127, 128, 1]]
     assert torch.equal(stored_scale(scale, MXFP8.format, (2, 96)), torch.from_numpy(stored))
     codes = codes.view(torch.uint8)
@@ -437,7 +437,7 @@ def test_golden_bytes_of_mxfp4() -> None:
     weight[0, 32:40] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -6.96875])
     weight[1, 0], weight[1, 32] = 7.0, 1e-45
     scale = group_scale(group_absmax(weight, MXFP4.format.group), MXFP4.format)
-    stored = MXFP4.format.stored(scale.numpy())
+    stored = MXFP4.format.encode_scales(scale.numpy())
     assert stored.tolist() == [[127, 127], [128, 1], [127, 127]]
     codes = encode(weight, scale, MXFP4.format)
     assert codes.dtype == torch.uint8
@@ -464,7 +464,7 @@ def test_golden_bytes_of_nvfp4() -> None:
     assert scale.tolist() == [[1, 1], [448, 2.0**-9], [2.0**-9, 1]]
     stored = stored_scale(scale, form, (3, 32), divisor)
     assert stored.view(torch.uint8).tolist() == [[0x38, 0x38], [0x7E, 0x01], [0x01, 0x38]]
-    assert form.stored(scale.numpy(), divisor.numpy()).tolist() == stored.view(torch.uint8).tolist()
+    assert form.encode_scales(scale.numpy(), divisor.numpy()).tolist() == stored.view(torch.uint8).tolist()
     codes = encode(weight, scale, form)
     assert bytes(codes[0].tolist()).hex(" ") == "10 32 54 76 98 ba dc fe 20 42 64 f6 00 00 00 00"
     assert codes[1].tolist() == [7, *[0] * 7, 7, *[0] * 7]
@@ -476,8 +476,8 @@ def test_a_larger_weight_elsewhere_moves_the_scales_of_nvfp4() -> None:
     form, absmax = NVFP4.format, np.array([[6.0, 3.0]], np.float32)
     alone, fused = (form.choose_global_scale(np.float32([[largest]])) for largest in (6.0, 12.0))
     assert (alone.item(), fused.item()) == (448, 224)
-    assert form.stored(form.scales(absmax, alone), alone).tolist() == [[0x7E, 0x76]]
-    assert form.stored(form.scales(absmax, fused), fused).tolist() == [[0x76, 0x6E]]
+    assert form.encode_scales(form.scales(absmax, alone), alone).tolist() == [[0x7E, 0x76]]
+    assert form.encode_scales(form.scales(absmax, fused), fused).tolist() == [[0x76, 0x6E]]
     np.testing.assert_array_equal(form.scales(absmax, alone), form.scales(absmax))
     np.testing.assert_array_equal(form.scales(absmax, fused), [[1, 0.5]])
 

@@ -50,7 +50,7 @@ def renamed(checkpoint: Checkpoint, names: dict[str, str], architecture: str) ->
 def schemes_of(plan: Plan, prefix: str = "") -> dict[str, str | None]:
     return {
         weight.module.removeprefix(prefix): decision.scheme.name if decision.scheme else None
-        for weight, decision in plan.decisions.decided()
+        for weight, decision in plan.decisions.iter_decisions()
     }
 
 
