@@ -164,6 +164,9 @@ def _run(parser: Parser, words: Sequence[str]) -> int:
             fail(error.message, error.hint, as_json)
         return EXIT_USER
     ranks, mistake = _find_ranks(given["verb"] in SHARED)
+    if given.get("max_memory") is not None:
+        # Xet buffers 1.6 GB, and more for each file (hf_xet 1.8, XetConfig), which no limit of ours counts.
+        os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
 
     def run_verb() -> int:
         try:

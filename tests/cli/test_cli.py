@@ -22,7 +22,7 @@ import torch
 
 from conftest import EXAMPLE, ROOT, Run, heed_ctrl_c, tree
 from openquant import __version__, compress
-from openquant.cli.commands import compress_main
+from openquant.cli.commands import compress_main, main
 from openquant.errors import UsageError
 from openquant.formats.names import SCHEME_NAMES
 from support import small_checkpoints
@@ -376,6 +376,16 @@ def test_an_empty_architecture_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="^--architecture: it is empty$"):
         compress(source, tmp_path / "out", architecture="")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_memory_limit_turns_xet_off_but_where_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["compress", "-m", str(EXAMPLE), "--dry-run", "--max-memory", "4GB"]
+    for said, expected in (("0", "0"), (None, "1")):
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", said or "")
+        if said is None:
+            monkeypatch.delenv("HF_HUB_DISABLE_XET")
+        assert main(command) == 0
+        assert os.environ["HF_HUB_DISABLE_XET"] == expected
 
 
 def test_names_beyond_the_terminal_s_encoding(tmp_path: Path, run: Run) -> None:
