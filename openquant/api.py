@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from .calibration.prepare import run_texts, texts_needs, texts_steps
 from .calibration.run import read_texts
-from .diagnosis.diagnose import diagnose_layers, shards_to_read
-from .diagnosis.result import Diagnosis, choices, measured_kl, normal_row_error
+from .diagnosis.diagnose import diagnose_layers, normal_row_error, shards_to_read
+from .diagnosis.result import Diagnosis, choices, measured_kl
 from .distributed import Ranks, attempt
 from .errors import OutputError, UsageError
 from .files.cards import metadata_notes, source_of, split_card, stated_facts

@@ -11,18 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from typing import Any
 
 from ..errors import OpenQuantError
 from ..fit.result import FitTable
 from ..patterns import collapse
 from ..plan import summary
 from ..plan.engines import sglang_refusal
+from ..plan.layout import PlanLine
 from ..plan.plan import Plan
 from ..plan.serving import Fit, Serving
+from ..plan.static_scales import CACHED
 from ..report.cells import gigabytes, per_cent, short, shorten, terminal
 from ..report.fit import fit_caption, fit_notes, fit_rows, nothing_fits
-from ..report.text import weight_lines
 
+# Most norms and biases that have lines of their own in a page's table of weights.
+MOST_NORMS = 20
 # Characters of the names and of the reason in a row of the weights.
 MOST_LETTERS = 200
 
@@ -224,3 +228,35 @@ def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]], nu
 def _notes(notes: Iterable[str]) -> str:
     lines = "".join(f"<li>{text_html(note)}</li>" for note in notes)
     return f"<ul>{lines}</ul>" if lines else ""
+
+
+def weight_lines(lines: Sequence[PlanLine]) -> list[dict[str, Any]]:
+    """Make the lines of a page's table of weights. Many norms and biases that stay as they are become one line.
+
+    Args:
+        lines: the lines of a plan.
+
+    Returns:
+        For each line the keys names, scheme, decoded, shape, bytes_before, bytes_after and why.
+    """
+    small = [line for line in lines if len(line.shape) < 2 and not line.quantized and not line.decoded]
+    small = [line for line in small if line.why != CACHED]
+
+    count = sum(len(line.names) for line in small)
+    if count > MOST_NORMS:
+        before, after = (sum(getattr(line, name) for line in small) for name in ("bytes_before", "bytes_after"))
+        together = PlanLine((f"{count} norms and biases",), (), None, False, small[0].why, before, after)
+        lines = [*(line for line in lines if line not in small), together]
+
+    return [
+        {
+            "names": line.names,
+            "scheme": line.scheme.name if line.scheme else None,
+            "decoded": line.decoded,
+            "shape": line.shape,
+            "bytes_before": line.bytes_before,
+            "bytes_after": line.bytes_after,
+            "why": line.why,
+        }
+        for line in lines
+    ]

@@ -423,8 +423,8 @@ def test_the_first_rank_rounds_for_all(made: Path, job: Job, tmp_path: Path) -> 
 def test_no_rank_outlives_another_in_the_pass(made: Path, job: Job, tmp_path: Path, victim: int) -> None:
     words = ["-m", EXAMPLE, "-o", tmp_path / "out", "--scheme", "int4", "--gptq", *TEXTS]
     brisk = "from openquant import distributed\ndistributed.HEARTBEAT, distributed.MISSED = 0.2, 10\n"
-    fails = "from openquant.files import layer_store\ndef full(*_): raise OSError(28, 'No space left on device')\n"
-    fails += "layer_store.write_atomic = full\n"
+    fails = "from openquant.files import shardfile\ndef full(*_): raise OSError(28, 'No space left on device')\n"
+    fails += "shardfile.write_atomic = full\n"
     dies = "import os, signal\nfrom openquant import run\nrun.apply_gptq = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
     ranks = [
         job.start(rank, *words, first=brisk + ("" if rank != victim else dies if victim else fails))

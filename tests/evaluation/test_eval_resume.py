@@ -103,6 +103,7 @@ def test_a_run_that_is_ended_twice_gives_the_same_bytes(
     stop_after(monkeypatch, 2, lambda: evaluate(outputs, EXAMPLE, **given, reporter=seen))
     assert seen.notes.pop().endswith("; an earlier run is continued")
     assert units_of(part) == [f"model.layers.{number}" for number in range(3)]
+    seen.steps.clear()
     evaluate(outputs, EXAMPLE, **given, reporter=seen)
     assert seen.notes[0].endswith("; an earlier run is continued")
     assert [step for step, _ in seen.steps] == sorted(step for step, _ in seen.steps)

@@ -112,7 +112,7 @@ def test_options_that_do_not_go_together_are_refused(
 
 
 def test_the_function_says_what_is_wrong() -> None:
-    with pytest.raises(UsageError, match="^candidates names tensor, whose `fp8` config"):
+    with pytest.raises(UsageError, match="^--candidates names tensor, whose `fp8` config"):
         openquant.search_mixtures(EXAMPLE, candidates=["tensor"])
 
 

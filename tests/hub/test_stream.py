@@ -264,7 +264,8 @@ def test_a_killed_run_continues(new_site: NewSite, local: dict[str, bytes], subt
                 begun.acquire(timeout=60)
                 processes[-1].kill()
 
-            for number in (2, 4):
+            # The first run may have whole shards that it was not yet asked for.
+            for number in (2, 6 if mode == "streamed" else 4):
                 path = rf"resolve/.*model-0000{number}-of-00006\.safetensors$"
                 site.hub.faults[:] = [Fault(path, "GET", after=1, cut=20_000, call=kill)]
                 processes.append(site.begin(*site.run(*words)))
