@@ -369,7 +369,7 @@ def missing_bytes(prepared: Prepared) -> int:
 
 
 def _digest(prepared: Prepared) -> str:
-    """SHA-256 in hexadecimal of all that decides about the rounded layers, by which a run knows its own."""
+    """Return the SHA-256 of all that the rounded layers follow from. Layers of another digest are of another run."""
     facts = [prepared.plan.digest, dict(prepared.stamps), [version(name) for name in ("torch", "transformers")]]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -425,8 +425,7 @@ def rounded_layer_store(target: Path, digest: str = "") -> LayerStore:
 
     Args:
         target: the output directory.
-        digest: SHA-256 in hexadecimal of what decides about the layers, by which a run knows its own; "" to count or
-            remove those of any run.
+        digest: that of the run whose layers are read and written (`_digest`); "" to count or remove those of any run.
 
     Returns:
         The store in the directory `OUTPUT.rounded`, with one file for each decoder layer; nothing is read yet.

@@ -554,7 +554,7 @@ def pack_records(records: Records, counts: Mapping[str, Any]) -> bytes:
         counts: anything that JSON can hold, such as `Measurements.counts()`.
 
     Returns:
-        The bytes of a npz file, for `unpack_records`.
+        The bytes of an .npz file, which `unpack_records` reads.
     """
     arrays = {"counts": np.frombuffer(json.dumps(counts).encode(), np.uint8)}
     for number, by_document in records.items():

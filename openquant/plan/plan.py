@@ -407,7 +407,7 @@ def make_plain_plan(checkpoint: Checkpoint, identity: str = "") -> Plan:
 
     Raises:
         SourceError: scales do not fit their codes.
-        PlanError: nothing is quantized, or in an unknown way.
+        PlanError: no weight is quantized, or openquant does not know the format.
     """
     decoded, weights = decoded_view(checkpoint)
 

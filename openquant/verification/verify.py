@@ -142,7 +142,7 @@ def verify(
 def _check_options(
     directory: str | os.PathLike[str], source: str | os.PathLike[str] | None, full: bool, workers: int | None
 ) -> None:
-    """Refuse options that make no sense."""
+    """Refuse --full without a source, fewer workers than one, and a file in place of a directory."""
     if full and source is None:
         raise UsageError("--full compares with the source, and none is given", "give --source DIR")
     if workers is not None and workers < 1:

@@ -462,7 +462,7 @@ def _parse(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _read_nested(state: Mapping[str, Any], name: str) -> tuple[int, float]:
-    """Return how many scales share a nested_absmax, and what is added to all."""
+    """Return how many scales share a nested_absmax, and the nested_offset that is added to all scales."""
     size = state.get("nested_blocksize")
     offset = state.get("nested_offset")
     # A comparison with NaN is false.
