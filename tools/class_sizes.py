@@ -33,6 +33,13 @@ _VARYING = {
     "Emu3ForConditionalGeneration": r"\.?vqmodel\.",
     "NemotronHPuzzleForCausalLM": r"backbone\.layers\.mixer\.experts\.",
 }
+# Lists that are as long as one in config.json, whose length cannot be changed alone.
+_AS_LONG = {
+    "VibeVoiceAsrForConditionalGeneration": {
+        f"{part}_tokenizer_encoder.conv_layers": f"#{part}_tokenizer_encoder_config.downsampling_ratios"
+        for part in ("acoustic", "semantic")
+    }
+}
 # Layers of NemotronH, in a pattern with a letter for each.
 _LETTERS = "M*-E"
 
@@ -141,6 +148,7 @@ class Sizes:
         layers = compile_pattern(MODELS[self.architecture].layers)
         counted = {prefix for prefix in lengths if layers.fullmatch(f"{prefix}.0")}
         counted |= {prefix for name in self.builds.extra for prefix, _ in list(prefixes_of(name))[:1]}
+        counted |= _AS_LONG.get(self.architecture, {}).keys()
         for path, values in self.numbers.items():
             for value in values[:1]:
                 shapes = self.builds.shapes(frozenset({(path, value)}))
@@ -164,7 +172,10 @@ class Sizes:
         value = self.builds.value(axis, on)
         assert value is not None
         name = f"{axis[0]}.{axis[2]}"
-        if re.match(_VARYING.get(self.architecture, "(?!)"), name) or (axis[3] < 0 and self.builds.is_extra(axis)):
+        if not axis[2] and axis[0] in _AS_LONG.get(self.architecture, ()):
+            return _AS_LONG[self.architecture][axis[0]]
+        varies = axis[2] and re.match(_VARYING.get(self.architecture, "(?!)"), name)
+        if varies or (axis[3] < 0 and self.builds.is_extra(axis)):
             return ANY
         if self.builds.is_extra(axis):
             return self._unknown(axis, value)
@@ -180,6 +191,9 @@ class Sizes:
         if key not in self.known:
             self.known[key] = self._express(axis, value, changed, on)
         expression = self.known[key]
+        if axis[2] and axis[3] == -1 and isinstance(self.builds.defaults.get(expression), list):
+            # Where config.json does not say a list of counts, layers differ by right.
+            return ANY
         # What an unknown size is made of is not known, so it is like no other.
         return expression or self._unknown(axis, value)
 

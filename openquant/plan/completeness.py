@@ -202,8 +202,9 @@ class _Comparer:
         return max(sizes) if sizes else 1
 
     def _length(self, expression: str, stored: _Layers) -> int:
-        sizes = self.config.size(expression)
-        return max(sizes) if sizes else max(stored.numbers, default=0) + 1
+        found = max(stored.numbers, default=0) + 1
+        sizes = self.config.size(expression) or {found}
+        return found if found in sizes else max(sizes)
 
     def _compare_counts(self, stored: _Layers, kind: Mapping[str, TensorRule], numbers: Collection[int]) -> None:
         """Compare how many experts layers have."""
@@ -504,7 +505,7 @@ def _reason(entry: ModuleRules, path: str) -> str | None:
     return None
 
 
-_KEY = re.compile(r"[A-Za-z_][\w.]*")
+_KEY = re.compile(r"#?[A-Za-z_][\w.]*")
 _BY_LAYER = re.compile(r"(.*?)([@<%]?)(\d?)")
 _TIED = "tie_word_embeddings"
 
@@ -527,7 +528,13 @@ class ConfigSizes:
         self._sizes: dict[str, frozenset[int] | None] = {}
 
     def value(self, key: str) -> Any:
-        """Return the value of a key, nested ones joined by dots; None if config.json does not say it."""
+        """Return the value of a key, nested ones joined by dots; None if config.json does not say it.
+
+        That of "#key" is the length of the list that the key has.
+        """
+        if key.startswith("#"):
+            elements = self.value(key[1:])
+            return len(elements) if isinstance(elements, list) else None
         value = self._find_setting(key)
         if value is None and key in self._known.aliases:
             value = self._find_setting(self._known.aliases[key])
@@ -608,7 +615,7 @@ class ConfigSizes:
             is_derived = self.value(key) is None and key in self._known.derived
             keys |= dict.fromkeys(_KEY.findall(self._known.derived[key]) if is_derived else [key])
         return (
-            " and ".join(f"{key} is {short_repr(self.value(key))}" for key in keys)
+            " and ".join(f"{key.lstrip('#')} is {short_repr(self.value(key.lstrip('#')))}" for key in keys)
             or f"it is {expression} in the class"
         )
 

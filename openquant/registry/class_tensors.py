@@ -12,8 +12,8 @@ tools/class_tensors.py writes that file from transformers' own classes. A line h
     "aliases":  {"num_experts": "num_local_experts"}: other names of keys
     "built":    true: whether transformers builds all of it
 
-A size is a sum of products of keys and numbers, or "?1": one that no key says, which is the same wherever it stands.
-A number in a name is `*` where config.json counts it.
+A size is a sum of products of keys and numbers, where "#key" is the length of a key's list, or "?1": one that no key
+says, which is the same wherever it stands. A number in a name is `*` where config.json counts it.
 """
 
 from __future__ import annotations
