@@ -47,7 +47,7 @@ from .job import (
     Opened,
     Prepared,
     claim_of,
-    connected,
+    connect_ranks,
     in_all_ranks,
     open_model,
     open_source,
@@ -66,7 +66,7 @@ from .options import (
     Push,
     Recipe,
     Run,
-    documented,
+    document_options,
     push_target,
     values_for,
 )
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
 FOLDED = "norms stay as the output has them, folded with the weights: both together are the model, neither alone"
 
 
-@documented(Run, Recipe, FitOptions, CalibrationTexts)
+@document_options(Run, Recipe, FitOptions, CalibrationTexts)
 def compress(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -162,7 +162,7 @@ def compress(
     reporter = reporter or Reporter()
     start = time.monotonic()
 
-    with connected(ranks) as ranks:
+    with connect_ranks(ranks) as ranks:
         if run.dry_run or request.fit.fit is not None:
             _require_writable(run, ranks)
         request = complete_options(request, ranks, reporter)
@@ -304,7 +304,7 @@ def _calibrate(
     return prepared, corpus
 
 
-@documented(Run)
+@document_options(Run)
 def dequantize(
     model: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
@@ -339,7 +339,7 @@ def dequantize(
     reporter = reporter or Reporter()
     start = time.monotonic()
 
-    with connected(ranks) as ranks:
+    with connect_ranks(ranks) as ranks:
         if run.dry_run:
             _require_writable(run, ranks)
         prepared = prepare_alike(ranks, lambda: _plan_dequantized(run, ranks))
@@ -505,7 +505,7 @@ def _result(prepared: Prepared, space: DiskSpace, start: float, outcome: Outcome
     )
 
 
-@documented(ModelSource, Explain, Recipe)
+@document_options(ModelSource, Explain, Recipe)
 def explain(
     model: str | os.PathLike[str],
     layer: str,
@@ -545,7 +545,7 @@ def explain(
     )
 
 
-@documented(Diagnose)
+@document_options(Diagnose)
 def diagnose(
     model: str | os.PathLike[str],
     scheme: SchemeName = "tensor",

@@ -92,7 +92,7 @@ class Prepared:
 
 
 @contextmanager
-def connected(ranks: Ranks | None) -> Iterator[Ranks]:
+def connect_ranks(ranks: Ranks | None) -> Iterator[Ranks]:
     """Connect the ranks of a run that can be resumed.
 
     Args:

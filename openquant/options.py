@@ -222,7 +222,7 @@ def share(text: str) -> float:
     return float(text)
 
 
-def filled(text: str) -> str:
+def read_text(text: str) -> str:
     """Read any text but the empty one, which an unset variable of a script leaves behind.
 
     Args:
@@ -364,7 +364,7 @@ class ModelSource(OptionGroup):
         completes="directory",
     )
     _: KW_ONLY
-    revision: str | None = option(None, "Branch, tag or commit of the Hub repository.", FILES, "REV", read=filled)
+    revision: str | None = option(None, "Branch, tag or commit of the Hub repository.", FILES, "REV", read=read_text)
 
 
 @dataclass(frozen=True)
@@ -372,7 +372,7 @@ class ModelDirectory(OptionGroup):
     """A quantized checkpoint on disk."""
 
     directory: str | os.PathLike[str] = option(
-        MISSING, "Directory of a quantized checkpoint.", FILES, "DIR", read=filled, completes="directory"
+        MISSING, "Directory of a quantized checkpoint.", FILES, "DIR", read=read_text, completes="directory"
     )
 
 
@@ -398,7 +398,7 @@ class ScratchDirectory(OptionGroup):
         "the working directory for diagnose, and if no output is a directory.",
         EXECUTION,
         "DIR",
-        read=filled,
+        read=read_text,
         completes="directory",
     )
 
@@ -466,7 +466,7 @@ class Texts(OptionGroup):
         "standard library. A calibration and an evaluation never read the same parts of a text.",
         TEXTS,
         "FILE",
-        read=filled,
+        read=read_text,
         repeated=True,
         completes="file",
         common=True,
@@ -477,7 +477,7 @@ class Texts(OptionGroup):
         "`text` or `messages`, and only as much of it as is needed is read.",
         TEXTS,
         "NAME",
-        read=filled,
+        read=read_text,
     )
     samples: int = option(16, "Number of text samples.", TEXTS, "N", read=int)
     length: int = option(512, "Tokens per sample.", TEXTS, "N", read=int)
@@ -553,7 +553,7 @@ class Recipe(OptionGroup):
         "the activation scales of nvfp4-w4a4, the scales of an FP8 KV cache, `smooth` and `awq`.",
         QUANTIZATION,
         "FILE",
-        read=filled,
+        read=read_text,
         completes="file",
     )
     calibrate: bool = option(
@@ -661,7 +661,7 @@ class Recipe(OptionGroup):
         '"generic" decides by names and shapes, and so does "auto" for a class without an entry.',
         QUANTIZATION,
         "NAME",
-        read=filled,
+        read=read_text,
     )
 
     def __post_init__(self) -> None:
@@ -710,7 +710,7 @@ class Push:
         HUB,
         "NAME",
         flags=("--push-to-hub",),
-        read=filled,
+        read=read_text,
         common=True,
     )
     private: bool = option(False, "Make the repository private if it is created.", HUB)
@@ -721,7 +721,7 @@ class Push:
         HUB,
         "TEXT",
         flags=("--commit-message",),
-        read=filled,
+        read=read_text,
     )
     only: bool = option(False, "Delete each shard of the output once it is pushed.", HUB, flags=("--push-only",))
     replace_weights: bool = option(
@@ -809,7 +809,7 @@ class FitOptions(OptionGroup):
         "the largest KL divergence. docs/fit.md says how the mixture is chosen.",
         QUANTIZATION,
         "SIZE",
-        read=filled,
+        read=read_text,
         common=True,
     )
     context: int = option(8192, "Tokens of KV cache, for --fit", QUANTIZATION, "N", read=tokens)
@@ -827,7 +827,7 @@ class FitOptions(OptionGroup):
         "far as engines load them.",
         QUANTIZATION,
         "SCHEMES",
-        read=filled,
+        read=read_text,
         repeated=True,
     )
 
@@ -843,14 +843,14 @@ class FitOptions(OptionGroup):
 class CompareSchemes(ModelSource):
     """What fit_table() compares."""
 
-    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=filled)
+    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=read_text)
     gpu: str | None = option(
         None,
         "GPU: 4090, 2xA100-80, 24GB, or cpu. Without one, the table is for GPUs of 24, 48 and 80 GB. docs/fit.md lists "
         "the names.",
         QUANTIZATION,
         "NAME",
-        read=filled,
+        read=read_text,
     )
     context: int = same_as(FitOptions, "context", help="Tokens of a sequence.")
     engines: str | None = option(
@@ -899,7 +899,7 @@ class Search(Memory, Device, Streaming, CompareSchemes):
 class Calibrate(ScratchDirectory, Memory, Device, Streaming, ModelSource):
     """What calibrate() reads and writes, and how it runs."""
 
-    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=filled)
+    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=read_text)
     out: str | os.PathLike[str] | None = option(
         None,
         "File to write (default: ./NAME.calibration.safetensors). If the working directory is the model's own, the "
@@ -908,7 +908,7 @@ class Calibrate(ScratchDirectory, Memory, Device, Streaming, ModelSource):
         "FILE",
         flags=("-o", "--out"),
         also=("--output",),
-        read=filled,
+        read=read_text,
         completes="file",
     )
     overwrite: bool = option(False, "Also replace a calibration of another model.", FILES)
@@ -918,7 +918,7 @@ class Calibrate(ScratchDirectory, Memory, Device, Streaming, ModelSource):
 class Diagnose(ScratchDirectory, Workers, Streaming, ModelSource):
     """What diagnose() measures."""
 
-    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=filled)
+    model: str | os.PathLike[str] = same_as(ModelSource, "model", read=read_text)
     scheme: SchemeName = option(
         "tensor", "Scheme to compare the others with.", QUANTIZATION, "NAME", choices=tuple(SCHEME_NAMES)
     )
@@ -941,7 +941,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         "Directories or Hub repositories made from the source.",
         FILES,
         "OUTPUT",
-        read=filled,
+        read=read_text,
         repeated=True,
         completes="directory",
     )
@@ -950,7 +950,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         "Source checkpoint: directory or Hub repository.",
         FILES,
         "MODEL",
-        read=filled,
+        read=read_text,
         required=True,
         completes="directory",
     )
@@ -960,7 +960,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         "that openquant wrote; others are not stored.",
         FILES,
         "FILE",
-        read=filled,
+        read=read_text,
         completes="file",
     )
     prompts: str | os.PathLike[str] | None = option(
@@ -969,7 +969,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         "built-in prompts. With `stream` there are no prompts: the models are compared along a text.",
         TEXTS,
         "FILE",
-        read=filled,
+        read=read_text,
         completes="file",
     )
     no_prompts: bool = option(
@@ -993,7 +993,7 @@ class Evaluate(ScratchDirectory, Memory, Device, Streaming):
         "extra `tasks`. Tasks that generate texts are for lm-eval itself (docs/evaluation.md).",
         TEXTS,
         "TASK",
-        read=filled,
+        read=read_text,
         repeated=True,
         completes="file",
     )
@@ -1054,7 +1054,7 @@ class Check(Workers, ModelDirectory):
         "Source to compare with: a directory, GGUF file, or Hub org/name[@rev].",
         FILES,
         "MODEL",
-        read=filled,
+        read=read_text,
         completes="directory",
     )
     full: bool = option(
@@ -1078,7 +1078,7 @@ class Repeat:
         "Use the options of this .openquant.json. Options on the command line override them.",
         QUANTIZATION,
         "FILE",
-        read=filled,
+        read=read_text,
         completes="file",
     )
 
@@ -1088,7 +1088,11 @@ class Explain:
     """The layer to explain."""
 
     layer: str = option(
-        MISSING, "Module name, or a pattern as in --ignore. A name may end in `.weight`.", FILES, "LAYER", read=filled
+        MISSING,
+        "Module name, or a pattern as in --ignore. A name may end in `.weight`.",
+        FILES,
+        "LAYER",
+        read=read_text,
     )
 
 
@@ -1150,7 +1154,7 @@ class ReportPage:
         "Also write an HTML page (needs matplotlib).",
         OUTPUT,
         "FILE.html",
-        read=filled,
+        read=read_text,
         completes="file",
     )
 
@@ -1164,7 +1168,7 @@ class ReportFigure:
         "Also write a picture for a model card. It shows all outputs, and needs matplotlib.",
         OUTPUT,
         "FILE.png",
-        read=filled,
+        read=read_text,
         completes="file",
     )
 
@@ -1192,7 +1196,7 @@ class WebPage:
         "directory.",
         FILES,
         "DIR",
-        read=filled,
+        read=read_text,
         repeated=True,
         completes="directory",
     )
@@ -1250,7 +1254,7 @@ def files_read(values: Mapping[str, Any]) -> list[tuple[Path, str]]:
     return files
 
 
-def documented(*kinds: type) -> Callable[[Target], Target]:
+def document_options(*kinds: type) -> Callable[[Target], Target]:
     """Return a decorator that adds the texts of options to a function's docstring, which must have `Args:`.
 
     Args:
@@ -1271,17 +1275,17 @@ def documented(*kinds: type) -> Callable[[Target], Target]:
             for name in inspect.signature(function).parameters
             if name in documented_options and name not in named
         }
-        function.__doc__ = text.replace("Args:\n", "Args:\n" + _described(missing), 1)
+        function.__doc__ = text.replace("Args:\n", "Args:\n" + _describe(missing), 1)
         return function
 
     return complete
 
 
-def _described(options: Mapping[str, Option]) -> str:
+def _describe(options: Mapping[str, Option]) -> str:
     """Return lines of a docstring, such as "    dry_run: Print the plan and write nothing."."""
     wrap = textwrap.TextWrapper(116, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
     return "".join(wrap.fill(f"{name}: {option.help}") + "\n" for name, option in options.items())
 
 
 # The only of these classes that `openquant` exports.
-Push.__doc__ = f"{Push.__doc__}\n\nAttributes:\n{_described(options_of(Push))}"
+Push.__doc__ = f"{Push.__doc__}\n\nAttributes:\n{_describe(options_of(Push))}"

@@ -112,13 +112,13 @@ class _Transfer:
         self.path = supply.path
 
     def wait_for(self, output: str, stopped: Callable[[], bool]) -> None:
-        def ended() -> bool:
+        def has_ended() -> bool:
             self.ranks.check()
             return stopped()
 
         if self.publisher is not None:
-            self.publisher.wait_for_room(output, ended)
-        self.supply.wait_for(output, ended)
+            self.publisher.wait_for_room(output, has_ended)
+        self.supply.wait_for(output, has_ended)
 
     def release(self, output: str) -> None:
         self.supply.release(output)
@@ -496,7 +496,7 @@ def _compare_shards(writing: _Writing, shards: Sequence[Shard], changed: Set[str
     """
     prepared, directory = writing.prepared, writing.claim.directory
     plan, root = prepared.plan, prepared.source.root
-    against = {shard.name: _named(root, sorted(plan.layout.sources(shard.name) & changed)) for shard in shards}
+    against = {shard.name: _name_files(root, sorted(plan.layout.sources(shard.name) & changed)) for shard in shards}
     with ShardSupply(prepared.source, {}, None) as supply:
         transfer = _Transfer(supply, None, writing.ranks)
         convert(plan, shards, transfer, directory, prepared.workers, prepared.device, progress, against, prepared.fast)
@@ -520,7 +520,7 @@ def _find_moved(prepared: Prepared) -> dict[str, Stamp]:
     return moved
 
 
-def _named(root: Path, names: Sequence[str]) -> str:
+def _name_files(root: Path, names: Sequence[str]) -> str:
     """Return files, one of which changed, for a message: "one of a.safetensors, b.safetensors in /models/x"."""
     if len(names) == 1:
         return str(root / names[0])

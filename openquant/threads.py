@@ -24,7 +24,7 @@ class FirstFailure:
     """Keeps the first error of several threads, and raises it in the thread that waits for them.
 
         failure = FirstFailure(stopped.set)
-        with failure.kept():        # in each thread
+        with failure.catch():        # in each thread
             work()
         failure.check()             # in the thread that waits
 
@@ -47,7 +47,7 @@ class FirstFailure:
         self._tell()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def catch(self) -> Iterator[None]:
         """Keep any exception that is raised inside the context, where it ends."""
         try:
             yield
@@ -80,7 +80,7 @@ def in_threads(work: Callable[[], None], count: int, stopped: threading.Event) -
     try:
         with memory_used_again():
             for future in futures:
-                if not _started(_call_once(work, future), f"openquant-{len(running)}"):
+                if not _try_start(_call_once(work, future), f"openquant-{len(running)}"):
                     break
                 running.add(future)
             if not running:
@@ -141,7 +141,7 @@ def in_thread(do: Callable[[], Output]) -> Future[Output]:
     """
     future: Future[Output] = Future()
     call = _call_once(do, future)
-    if not _started(call, "openquant"):
+    if not _try_start(call, "openquant"):
         call()
     return future
 
@@ -193,7 +193,7 @@ def _call_once(do: Callable[[], Output], future: Future[Output]) -> Callable[[],
     return call
 
 
-def _started(do: Callable[[], None], name: str) -> bool:
+def _try_start(do: Callable[[], None], name: str) -> bool:
     """Start a thread. Returns False if the system allows no more threads, or has no memory for its stack."""
     try:
         threading.Thread(target=do, name=name, daemon=True).start()

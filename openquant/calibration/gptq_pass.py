@@ -116,7 +116,7 @@ def round_layers(
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
 
     @contextmanager
-    def around() -> Iterator[None]:
+    def observe() -> Iterator[None]:
         with products_in_float32(model.device), observer.on():
             yield
 
@@ -131,7 +131,7 @@ def round_layers(
         written = store.write(number, tensors, None if part == hessians else hessians.index(part[0]))
         places.update({info.name: place for info, place in written.items()})
 
-    def again(unit: str) -> bool:
+    def begin_part(unit: str) -> bool:
         """Begin the next part of a layer's Hessians. True if texts run through the layer once more for another part."""
         if unit not in parts:
             return False
@@ -163,14 +163,14 @@ def round_layers(
     pass_progress = PassProgress(costs, len(texts) * corpus.length, progress)
     with limited_threads(threads_for(model, corpus.length)):
         run_interleaved(
-            [[ForwardPass(model, partial(body, ids), around)] for ids in texts],
+            [[ForwardPass(model, partial(body, ids), observe)] for ids in texts],
             finished=lambda *_: None,
             after_unit=after_unit,
             scratch=scratch,
             until=last,
             progress=pass_progress.layer_done,
             checkpoint=pass_checkpoint,
-            recompute=again,
+            recompute=begin_part,
         )
     if any(tokens < FEW_TOKENS for tokens in expert_tokens):
         few, none = (sum(tokens < limit for tokens in expert_tokens) for limit in (FEW_TOKENS, 1))

@@ -223,7 +223,7 @@ def observe_inputs(
                 _require_statistics_of(pass_checkpoint.done, by_layer)
 
     @contextmanager
-    def around() -> Iterator[None]:
+    def observe() -> Iterator[None]:
         with products_in_float32(model.device), observer.on():
             yield
 
@@ -251,7 +251,7 @@ def observe_inputs(
     pass_progress = PassProgress(costs, len(documents) * corpus.length, progress)
     with limited_threads(threads_for(model, corpus.length)):
         run_interleaved(
-            [[ForwardPass(model, partial(body, ids), around)] for ids in texts],
+            [[ForwardPass(model, partial(body, ids), observe)] for ids in texts],
             finished=lambda *_: None,
             after_unit=after_unit,
             scratch=scratch,

@@ -29,7 +29,7 @@ from ..files.shardfile import LayerStore, TensorPlace
 from ..hub.source import Source, model_folder
 from ..job import Prepared, file_places, in_all_ranks, model_place, open_model
 from ..machine import find_device
-from ..options import Calibrate, CalibrationTexts, documented, files_read, values_for
+from ..options import Calibrate, CalibrationTexts, document_options, files_read, values_for
 from ..plan.decisions import rounded_bytes
 from ..plan.plan import Plan
 from ..result import Place, Preview, Reporter
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ..streaming.pass_checkpoint import PassCheckpoint
 
 
-@documented(Calibrate, CalibrationTexts)
+@document_options(Calibrate, CalibrationTexts)
 def calibrate(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
@@ -90,13 +90,13 @@ def calibrate(
     ranks = ranks or Ranks()
     with ranks:
         ranks.agree(None)
-        return in_all_ranks(ranks, lambda: _calibrated(options, texts, ranks, reporter or Reporter()))
+        return in_all_ranks(ranks, lambda: _calibrate(options, texts, ranks, reporter or Reporter()))
 
 
-def _calibrated(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Path:
+def _calibrate(options: Calibrate, texts: CalibrationTexts, ranks: Ranks, reporter: Reporter) -> Path:
     """Calibrate with parsed options; the path of the file that the first rank has written."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
-    opened = _checked(options, texts, ranks)
+    opened = _check_inputs(options, texts, ranks)
     _run(*opened, options, ranks, reporter.noted, reporter.progressed)
     return opened.target.path
 
@@ -108,7 +108,7 @@ class _Opened(NamedTuple):
     target: Destination
 
 
-def _checked(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> _Opened:
+def _check_inputs(options: Calibrate, texts: CalibrationTexts, ranks: Ranks) -> _Opened:
     """Open the model, read the texts, and refuse what cannot be done, before anything is computed or written."""
     source, checkpoint = open_model(options.model, options.revision, options.stream)
     option = ""
@@ -136,7 +136,7 @@ def preview_calibration(options: Calibrate, texts: CalibrationTexts) -> Preview:
         OpenQuantError: calibrate() would refuse it.
     """
     device = find_device(options.device, 0)
-    source, checkpoint, corpus, target = _checked(options, texts, Ranks())
+    source, checkpoint, corpus, target = _check_inputs(options, texts, Ranks())
     replaced = ", which is replaced" if target.path.exists() else ""
     return Preview(
         reads=(model_place(source, checkpoint), *file_places(vars(texts))),
@@ -293,7 +293,7 @@ def _run(
     }
     pass_checkpoint = PassCheckpoint(part_path(path, ranks), about)
     if begun is not None:
-        begun(_described(corpus.described, corpus, pass_checkpoint))
+        begun(_describe(corpus.described, corpus, pass_checkpoint))
 
     directory = path.absolute().parent
     if options.scratch is not None:
@@ -326,7 +326,7 @@ def _run(
     pass_checkpoint.remove()
 
 
-def _described(what: str, corpus: Corpus, pass_checkpoint: PassCheckpoint) -> str:
+def _describe(what: str, corpus: Corpus, pass_checkpoint: PassCheckpoint) -> str:
     """The line that a run begins with."""
     continued = () if pass_checkpoint.saved is None else ("an earlier run is continued",)
     return "; ".join((what, *corpus.notes, *continued))
@@ -388,7 +388,7 @@ def _round_layers(prepared: Prepared, corpus: Corpus, ranks: Ranks, reporter: Re
     store = rounded_layer_store(prepared.target, digest)
     store.claim()
     pass_checkpoint = PassCheckpoint(store.pass_checkpoint, {"run": digest})
-    reporter.noted(_described(f"GPTQ with {corpus.described}", corpus, pass_checkpoint))
+    reporter.noted(_describe(f"GPTQ with {corpus.described}", corpus, pass_checkpoint))
 
     # One half of the memory is for hidden states, the other for Hessians beyond the largest one.
     free = memory_left(run.max_memory, gptq_steps(prepared.checkpoint, plan, corpus.length), refuse=False)

@@ -204,7 +204,7 @@ class LMEvalTasks:
             TaskAnswers(
                 name,
                 _scores(of_task, name),
-                np.array([_picked(sample) for sample in _questions(of_task)], np.int64),
+                np.array([_pick(sample) for sample in _questions(of_task)], np.int64),
                 np.array(self._requests_of.get(name, ()), np.int64),
             )
             for name, of_task in self._run(replay).items()
@@ -336,7 +336,7 @@ def _score(sample: Mapping[str, Any], metric: str, task: str) -> float:
     return score
 
 
-def _picked(sample: Mapping[str, Any]) -> int:
+def _pick(sample: Mapping[str, Any]) -> int:
     """Return which of a question's requests has the highest probability; of one request, whether it is greedy."""
     values = [response[0] for response in sample["filtered_resps"]]
     contexts = [request[0] for request in sample["arguments"]]
@@ -516,7 +516,7 @@ def _lines(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]:
             raise SourceError(
                 f"{where}: choices is {short_repr(choices)}, not a list of 2 to {_MAX_CHOICES} texts", _LINES_HINT
             )
-        texts = tuple(_filled(choice, f"{where}: a choice", _LINES_HINT) for choice in choices)
+        texts = tuple(_require_text(choice, f"{where}: a choice", _LINES_HINT) for choice in choices)
         if len(set(texts)) < len(texts):
             raise SourceError(f"{where}: two choices are equal", _LINES_HINT)
 
@@ -555,7 +555,7 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
         )
 
     questions: list[ChoiceQuestion] = []
-    for number, example in _scored(examples, file):
+    for number, example in _find_scored(examples, file):
         if len(questions) == limit:
             break
         where = f"{file} example {number}"
@@ -568,7 +568,7 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
                 _BIG_BENCH_HINT,
             )
 
-        choices = tuple(_filled(choice, f"{where}: a choice", _BIG_BENCH_HINT) for choice in grades)
+        choices = tuple(_require_text(choice, f"{where}: a choice", _BIG_BENCH_HINT) for choice in grades)
         for choice, grade in grades.items():
             if isinstance(grade, bool) or not isinstance(grade, (int, float)) or not 0 <= grade <= 1:
                 raise SourceError(
@@ -590,7 +590,7 @@ def _examples(data: bytes, file: str, limit: int | None) -> list[ChoiceQuestion]
     return questions
 
 
-def _scored(examples: Sequence[Any], file: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _find_scored(examples: Sequence[Any], file: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield number and value of each example that has `target_scores`; the others have no choices."""
     for number, example in enumerate(examples, 1):
         if not isinstance(example, dict):
@@ -611,7 +611,7 @@ def _text(value: object, where: str, hint: str) -> str:
     return value
 
 
-def _filled(value: object, where: str, hint: str) -> str:
+def _require_text(value: object, where: str, hint: str) -> str:
     text = _text(value, where, hint)
     if not text.strip():
         raise SourceError(f"{where} is {short_repr(value)}, which is empty", hint)

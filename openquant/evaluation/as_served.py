@@ -107,10 +107,10 @@ class ServedModel:
         weights = ForwardPass(self.model, partial(logits, self.model, ids))
         if not self.rounds:
             return [weights]
-        return [weights, ForwardPass(self.model, partial(self._logits, ids), self.around)]
+        return [weights, ForwardPass(self.model, partial(self._logits, ids), self.round_inputs)]
 
     @contextmanager
-    def around(self) -> Iterator[None]:
+    def round_inputs(self) -> Iterator[None]:
         """Round the inputs of quantized layers while the context is entered."""
         with products_in_float32(self.model.device), nullcontext() if self._rounding is None else self._rounding.on():
             yield
@@ -297,7 +297,7 @@ class ClippedCount:
         self._is_paused = False
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Count nothing while the context is entered."""
         self._is_paused = True
         try:
@@ -378,9 +378,9 @@ class ActivationRounding(ModuleHooks[QuantizedInputs]):
         if into not in self._last:
             # Only one rounded copy is kept: each takes as much memory as the activations.
             self._last.clear()
-        return self._once(into, values, lambda: self._rounded(values, into, place))
+        return self._once(into, values, lambda: self._round(values, into, place))
 
-    def _rounded(self, values: Tensor, into: QuantizedInputs, place: str) -> Tensor:
+    def _round(self, values: Tensor, into: QuantizedInputs, place: str) -> Tensor:
         scale = None
         if into.scale is not None:
             if into.scale not in self._scales:

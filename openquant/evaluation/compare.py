@@ -211,7 +211,7 @@ class _Comparison:
 
         run_interleaved(
             [*map(self._passes_of, self.local_documents), *self._task_passes()],
-            finished=self._finished,
+            finished=self._take_logits,
             after_unit=self._after_unit,
             scratch=scratch,
             progress=self.progress.layer_done,
@@ -278,14 +278,14 @@ class _Comparison:
             return [[] for _ in self.outputs]
         if self.prompts:
             served = [output.served for output in self.outputs]
-            return compare_answers(self.model, served, tokenizer, self.prompts, self._answered)
+            return compare_answers(self.model, served, tokenizer, self.prompts, self._report_answer)
         ids = self.corpus.documents[0].ids
         return [
             [teacher_forced(ids, self.top_tokens[0], self.top_tokens[output.last], tokenizer)]
             for output in self.outputs
         ]
 
-    def _answered(self, model: int, prompt: int) -> None:
+    def _report_answer(self, model: int, prompt: int) -> None:
         del model, prompt
         self.progress.more_done(TOKENS)
 
@@ -298,11 +298,11 @@ class _Comparison:
         for output in self.outputs:
             passes += output.served.passes(ids)
         return [
-            ForwardPass(forward.model, forward.body, self._around(number, forward.around))
+            ForwardPass(forward.model, forward.body, self._compare_around(number, forward.around))
             for number, forward in enumerate(passes)
         ]
 
-    def _around(
+    def _compare_around(
         self, number: int, inner: Callable[[], AbstractContextManager[Any]]
     ) -> Callable[[], AbstractContextManager[Any]]:
         @contextmanager
@@ -355,10 +355,10 @@ class _Comparison:
                 for expert, (before, after) in enumerate(zip(source_weight, output_weight, strict=True))
             ]
 
-    def _finished(self, group: int, number: int, pass_logits: Tensor) -> None:
+    def _take_logits(self, group: int, number: int, pass_logits: Tensor) -> None:
         if group >= len(self.local_documents):
             assert self.tasks is not None
-            self.tasks.finished(group - len(self.local_documents), number, pass_logits)
+            self.tasks.score(group - len(self.local_documents), number, pass_logits)
             return
 
         index = self.local_documents[group]

@@ -86,7 +86,7 @@ def continue_prompts(
         prompts: the prompts, each with its text and its token ids.
         ends: ids of the tokens that end an answer; none if only `tokens` ends it.
         tokens: most tokens of an answer.
-        around: makes the context in which the model runs, such as `ServedModel.around`, which rounds activations.
+        around: makes the context in which the model runs, such as `ServedModel.round_inputs`, which rounds activations.
         cache: makes the KV cache of a prompt; if it returns None, transformers makes its own.
         progress: called with the number of prompts that are done.
 
@@ -266,14 +266,14 @@ def compare_answers(
     """
     ends = end_tokens(source.checkpoint.root, source.checkpoint.config)
 
-    def answered(model: int) -> Callable[[int], None] | None:
+    def report_answers(model: int) -> Callable[[int], None] | None:
         return None if progress is None else partial(progress, model)
 
     around = partial(products_in_float32, source.device)
-    source_answers = continue_prompts(source, prompts, ends, around=around, progress=answered(0))
+    source_answers = continue_prompts(source, prompts, ends, around=around, progress=report_answers(0))
     output_answers = (
         continue_prompts(
-            output.model, prompts, ends, around=output.around, cache=output.cache, progress=answered(number)
+            output.model, prompts, ends, around=output.round_inputs, cache=output.cache, progress=report_answers(number)
         )
         for number, output in enumerate(outputs, 1)
     )

@@ -25,7 +25,7 @@ from ..formats.names import CacheScheme
 from ..hub.source import Source, find_source, model_folder
 from ..job import file_places, in_all_ranks, model_place
 from ..machine import find_device
-from ..options import Evaluate, Texts, documented, files_read, values_for
+from ..options import Evaluate, Texts, document_options, files_read, values_for
 from ..plan.architecture import known_architecture
 from ..result import Place, Preview, Reporter
 from ..streaming.memory import answer_memory, evaluation_steps, memory_left
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .under_test import ModelUnderTest
 
 
-@documented(Evaluate, Texts)
+@document_options(Evaluate, Texts)
 def evaluate(
     outputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     source: str | os.PathLike[str],
@@ -108,7 +108,7 @@ def _evaluate(
 ) -> Evaluation:
     """Evaluate this rank's share of the texts and combine those of all; the first rank writes the results."""
     options = replace(options, device=find_device(options.device, ranks.local_rank))
-    inputs = _checked(options, texts, ranks)
+    inputs = _check_inputs(options, texts, ranks)
     # These import transformers.
     from .compare import compare_outputs
     from .under_test import EvaluationSettings
@@ -167,7 +167,7 @@ class _Inputs(NamedTuple):
     tasks: TaskRequests | None
 
 
-def _checked(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
+def _check_inputs(options: Evaluate, texts: Texts, ranks: Ranks) -> _Inputs:
     """Open all models, read texts and tasks, and refuse what cannot be done, before anything is computed or written."""
     models = [find_source(os.fspath(name)) for name in (options.source, *options.outputs)]
     if options.stream and all(model.repo is None for model in models):
@@ -263,7 +263,7 @@ def preview_evaluation(options: Evaluate, texts: Texts) -> Preview:
         OpenQuantError: evaluate() would refuse it.
     """
     device = find_device(options.device, 0)
-    inputs = _checked(options, texts, Ranks())
+    inputs = _check_inputs(options, texts, Ranks())
 
     does = [f"{inputs.corpus.described} run through {len(inputs.models)} models on {device}"]
     if inputs.tasks is not None:
@@ -350,14 +350,14 @@ def _destinations(options: Evaluate, texts: Texts, outputs: Sequence[Source]) ->
     written = {output.root for output in outputs if output.repo is None and (output.root / JOURNAL_FILE).exists()}
     taken = taken_by_evaluation(options, texts)
 
-    def checked(path: Path, option: str, root: Path | None) -> Destination:
+    def check(path: Path, option: str, root: Path | None) -> Destination:
         destination = Destination(path, option, EVALUATION, taken, root, "name another file with --out")
         destination.require()
         return destination
 
     if options.out is not None:
-        return [checked(Path(options.out), "--out", local_output(options))]
-    return [checked(output.root / EVAL_FILE, "", output.root) if output.root in written else None for output in outputs]
+        return [check(Path(options.out), "--out", local_output(options))]
+    return [check(output.root / EVAL_FILE, "", output.root) if output.root in written else None for output in outputs]
 
 
 def _write_results(files: Sequence[Destination | None], options: Evaluate, evaluation: Evaluation) -> None:

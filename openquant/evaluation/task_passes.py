@@ -4,7 +4,7 @@ Packs of questions are batches of the same interleaved pass as the texts. Each h
 each output as engines serve it; pass 0 is the source.
 
     passes = TaskPasses(requests, source_model, [served], ["Qwen3-8B", "Qwen3-8B-FP8"], ranks=None)
-    run_interleaved([passes.of_pack(number) for number in range(len(passes.packs))], finished=passes.finished)
+    run_interleaved([passes.of_pack(number) for number in range(len(passes.packs))], finished=passes.score)
     passes.scores.loglikelihoods(1)
 
 The requests become token ids exactly as in lm-eval's backend for transformers (HFLM, 0.4.13).
@@ -182,10 +182,10 @@ class TaskPasses:
         passes = [ForwardPass(self._source, partial(_logits, self._source, pack, lambda: None), source_around)]
         for served in self._outputs:
             body = partial(_logits, served.model, pack, served.text_cache)
-            passes.append(ForwardPass(served.model, body, _uncounted(served)))
+            passes.append(ForwardPass(served.model, body, _round_uncounted(served)))
         return passes
 
-    def finished(self, number: int, model: int, logits: Tensor) -> None:
+    def score(self, number: int, model: int, logits: Tensor) -> None:
         """Score the logits of a pack of this process; called for the source first, then for each output."""
         if model == 0:
             self._source_logits = logits
@@ -199,12 +199,12 @@ def _logits(model: StreamedModel, pack: Pack, cache: Callable[[], Any]) -> Tenso
     return packed_logits(model.model, pack, model.device, cache())
 
 
-def _uncounted(served: ServedModel) -> Callable[[], AbstractContextManager[Any]]:
+def _round_uncounted(served: ServedModel) -> Callable[[], AbstractContextManager[Any]]:
     """Round activations as served, without counting what static scales clip: figures of texts stay as they are."""
 
     @contextmanager
     def around() -> Iterator[None]:
-        with served.clipped.paused(), served.around():
+        with served.clipped.pause(), served.round_inputs():
             yield
 
     return around

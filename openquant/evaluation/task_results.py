@@ -56,7 +56,7 @@ def evaluate_tasks(task_requests: TaskRequests, passes: TaskPasses, seed: int) -
         pooled = _figures(ALL, source, output, mean_kl(source), seed)
 
         first = pooled["metrics"][0]
-        changed = _paired(first["metric"], source, output).changed
+        changed = _join_scores(first["metric"], source, output).changed
         loss = smallest_loss(changed, pooled["questions"])
 
         evaluations.append(
@@ -89,7 +89,7 @@ def _figures(
         "task": name,
         "questions": len(picked[0]),
         "metrics": [
-            _metric(metric, _paired(metric, source, output), seed)
+            _metric(metric, _join_scores(metric, source, output), seed)
             for metric in source[0].scores
             if all(metric in answers.scores for answers in source)
         ],
@@ -98,7 +98,7 @@ def _figures(
     }
 
 
-def _paired(metric: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers]) -> PairedScores:
+def _join_scores(metric: str, source: Sequence[TaskAnswers], output: Sequence[TaskAnswers]) -> PairedScores:
     """Join the scores that all questions of several tasks have in one metric."""
     return PairedScores(*(np.concatenate([answers.scores[metric] for answers in model]) for model in (source, output)))
 

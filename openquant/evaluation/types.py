@@ -254,10 +254,10 @@ def kl_text(kl: float, floor: float) -> str:
         kl: mean KL divergence of the output from the source, in nats.
         floor: that of the noise floor.
     """
-    return rounded(kl, lambda figure: verdict_word(figure, floor))
+    return round_figure(kl, lambda figure: verdict_word(figure, floor))
 
 
-def rounded(figure: float, said: Callable[[float], object]) -> str:
+def round_figure(figure: float, said: Callable[[float], object]) -> str:
     """Format a figure with three digits, or as many as it takes to say the same of it.
 
     Args:

@@ -360,7 +360,7 @@ def _group_energies(source: Tensor, output: Tensor, fmt: Format) -> Iterator[tup
     for start in range(0, len(source), step):
         weight, output_weight = source[start : start + step].float(), output[start : start + step].float()
         group: Group = (height if height else len(weight), width if width else weight.shape[1])
-        weight, output_weight = _padded(weight, group), _padded(output_weight, group)
+        weight, output_weight = _pad(weight, group), _pad(output_weight, group)
 
         piece_fmt = replace(fmt, group=group)
         scale, zero_point = choose_unsearched_scales(weight, piece_fmt, largest if fmt.shared else None, divisor)
@@ -387,7 +387,7 @@ def _round_trip(weight: Tensor, scale: Tensor, zero_point: Tensor | None, fmt: F
     return torch.from_numpy(fmt.number.decode(codes)).to(weight.device) * scales
 
 
-def _padded(weight: Tensor, group: Group) -> Tensor:
+def _pad(weight: Tensor, group: Group) -> Tensor:
     """Pad with zeros to whole groups."""
     rows, cols = group
     assert rows is not None and cols is not None

@@ -114,7 +114,7 @@ class BestMixtures:
         chosen = self.frontier.choices(index)
         return {number: names[at] for number, (names, at) in enumerate(zip(self._names, chosen, strict=True))}
 
-    def predicted(self, mixture: Mixture) -> float:
+    def predict(self, mixture: Mixture) -> float:
         """Return the predicted KL divergence of a mixture: the sum over its units."""
         return sum(self.scores.kl[number][name] for number, name in mixture.items())
 
@@ -122,7 +122,7 @@ class BestMixtures:
         """Return the scheme with the least KL divergence that fits if all units have it; None if none fits."""
         mixtures = {name: self.menu.uniform(name) for name in self.menu.plans}
         fitting = [name for name, mixture in mixtures.items() if self.menu.size(mixture) <= nbytes]
-        return min(fitting, key=lambda name: self.predicted(mixtures[name]), default=None)
+        return min(fitting, key=lambda name: self.predict(mixtures[name]), default=None)
 
 
 def make_menu(

@@ -173,7 +173,7 @@ class _Choice:
                 found = mixture
             if CLOSE_ENOUGH * kl <= measured <= kl:
                 break
-            factor = max(measured, SMALLEST) / max(self.mixtures.predicted(mixture), SMALLEST)
+            factor = max(measured, SMALLEST) / max(self.mixtures.predict(mixture), SMALLEST)
             # In the middle of what is close enough: what aims at the limit misses it half the time.
             aim = (1 + CLOSE_ENOUGH) / 2 * kl
         if found is None:
@@ -191,7 +191,7 @@ class _Choice:
         ratio = 1.0
         if self.measured:
             mixture, records = self.measured[0]
-            ratio = max(mean_kl(records), SMALLEST) / max(self.mixtures.predicted(mixture), SMALLEST)
+            ratio = max(mean_kl(records), SMALLEST) / max(self.mixtures.predict(mixture), SMALLEST)
         make = Points(self.mixtures, asked, limit, ratio).point
         named = {f"--fit {asked.budget}": written}
         named |= mixtures_of_sizes(self.menu, self.mixtures)

@@ -146,7 +146,7 @@ class _Quantizer:
         return [number for number, its_place in enumerate(self.places) if its_place == place]
 
     @contextmanager
-    def quantized(self, place: str, choices: Mixture) -> Iterator[None]:
+    def quantize(self, place: str, choices: Mixture) -> Iterator[None]:
         """Have the units of a loaded unit of the model quantized inside this context."""
         wanted = [(number, choices.get(number, UNQUANTIZED)) for number in self.at(place)]
         wanted = [(number, name) for number, name in wanted if name != UNQUANTIZED]
@@ -263,7 +263,7 @@ def measure_mixtures(
         costs = layer_costs(model, [*model.layers, *head])
         done = PassProgress(costs, (1 + len(mixtures)) * run.tokens, progress)
         run_interleaved(
-            run.batches(), finished=run.finished, scratch=scratch, progress=done.layer_done, checkpoint=checkpoint
+            run.batches(), finished=run.compare, scratch=scratch, progress=done.layer_done, checkpoint=checkpoint
         )
     changed = {key: total / run.tokens for key, total in run.changed.items()}
     return Measured(run.records, changed, *run.experts())
@@ -327,14 +327,14 @@ class _Run:
 
     def _forward(self, one: _Pass) -> ForwardPass[Tensor]:
         ids = torch.tensor(self.corpus.documents[one.document].ids, device=self.model.device)
-        return ForwardPass(self.model, partial(self._logits, ids), partial(self._around, one))
+        return ForwardPass(self.model, partial(self._logits, ids), partial(self._quantize_around, one))
 
     def _logits(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.model.model(input_ids=ids[None], use_cache=False).logits[0]
         return logits
 
     @contextmanager
-    def _around(self, one: _Pass) -> Iterator[None]:
+    def _quantize_around(self, one: _Pass) -> Iterator[None]:
         self.current = one
         counted = self.observer.on() if one.mixture is None else nullcontext()
         with products_in_float32(self.model.device), counted:
@@ -374,13 +374,13 @@ class _Run:
             made = self.outputs.pop((*choice, one.document), None)
             if made is not None:
                 return made
-        with self.quantizer.quantized(place, one.choices):
+        with self.quantizer.quantize(place, one.choices):
             return forward(*args, **kwargs)
 
     def _measure_changes(self, forward: Callable[..., Any]) -> None:
         for number in self.quantizer.at(self.place):
             for name in self.changes.get(number, ()):
-                with self.quantizer.quantized(self.place, {number: name}):
+                with self.quantizer.quantize(self.place, {number: name}):
                     for document, (args, kwargs) in self.calls.items():
                         output = forward(*args, **kwargs)
                         change = _relative_change(self.source_outputs[document], output)
@@ -393,7 +393,7 @@ class _Run:
                 forward(*args, **kwargs)
         self.calls.clear()
 
-    def finished(self, batch: int, number: int, logits: Tensor) -> None:
+    def compare(self, batch: int, number: int, logits: Tensor) -> None:
         """Compare a variant's logits with the source's, which come first."""
         one = self.passes[batch][number]
         if one.mixture is None:

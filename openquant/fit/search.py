@@ -18,7 +18,7 @@ from ..distributed import Ranks
 from ..evaluation.kl import DocumentRecord, bootstrap_interval, mean_kl
 from ..formats.names import CacheScheme
 from ..job import open_source
-from ..options import Recipe, Run, Search, Texts, documented, values_for
+from ..options import Recipe, Run, Search, Texts, document_options, values_for
 from ..plan import summary
 from ..plan.architecture import text_config
 from ..plan.decisions import PlanOptions
@@ -30,7 +30,7 @@ from .result import Point, SearchResult
 from .session import Session
 
 
-@documented(Search)
+@document_options(Search)
 def search_mixtures(
     model: str | os.PathLike[str],
     gpu: str | None = None,
@@ -225,7 +225,7 @@ class Points:
             written: whether it is the output of this run.
         """
         menu = self.best.menu
-        nbytes, predicted = menu.size(mixture), self.best.predicted(mixture)
+        nbytes, predicted = menu.size(mixture), self.best.predict(mixture)
         weights: dict[str, int] = {}
         for number, unit in enumerate(menu.units):
             scheme = unit.choices[mixture[number]].scheme_name

@@ -23,7 +23,7 @@ from ..formats.names import CacheScheme, SchemeName
 from ..formats.numbers import says_fp8_cache
 from ..formats.quantization import find_quantization
 from ..formats.schemes import INT8_W8A16, MIXED, SCHEMES, Scheme
-from ..options import CompareSchemes, documented, flags_of, options_of, values_for
+from ..options import CompareSchemes, document_options, flags_of, options_of, values_for
 from ..plan import summary
 from ..plan.architecture import ParallelSize, text_config
 from ..plan.decisions import PlanOptions
@@ -48,7 +48,7 @@ COMMON = (24 * 10**9, 48 * 10**9, 80 * 10**9)
 UNUSED = 0.05
 
 
-@documented(CompareSchemes)
+@document_options(CompareSchemes)
 def fit_table(
     model: str | os.PathLike[str],
     gpu: str | None = None,
@@ -105,11 +105,11 @@ def table_of(request: CompareSchemes, checkpoint: Checkpoint, identity: str, rev
     if request.kv_cache == "auto" and _says_fp8_cache(checkpoint):
         with_fp8 = replace(request, kv_cache="fp8")
         try:
-            return replace(_Table(with_fp8, budget, checkpoint, identity).made(revision), cache_in_config=True)
+            return replace(_Table(with_fp8, budget, checkpoint, identity).make(revision), cache_in_config=True)
         except OpenQuantError:
             # The cache of these layers has no scales that we know. What else is wrong is raised again below.
             pass
-    return _Table(request, budget, checkpoint, identity).made(revision)
+    return _Table(request, budget, checkpoint, identity).make(revision)
 
 
 class _Table:
@@ -138,7 +138,7 @@ class _Table:
         # Numbers of GPUs that can share the model in some scheme.
         self.able: set[int] = set()
 
-    def made(self, revision: str | None, instead: bool = True) -> FitTable:
+    def make(self, revision: str | None, instead: bool = True) -> FitTable:
         """Return the table.
 
         Args:
@@ -201,7 +201,7 @@ class _Table:
             best=cast(SchemeName | None, best.scheme) if best else None,
             command=self._command(*self._words(str(best.scheme))) if best else None,
             head_schemes={row.scheme: self.head_schemes[row.scheme] for row in rows if row.scheme in self.head_schemes},
-            calibrated=self._calibrated(best, rows, first) if best else None,
+            calibrated=self._find_calibrated(best, rows, first) if best else None,
             mixture=self._mixture(best) if best and self._wants_mixture(best, rows, first) else None,
             instead=self._instead() if instead and best is None and not ready else None,
         )
@@ -216,7 +216,7 @@ class _Table:
             if request == self.request:
                 continue
             try:
-                found = _Table(request, read_gpus(str(request.gpu)), self.checkpoint, self.identity).made(None, False)
+                found = _Table(request, read_gpus(str(request.gpu)), self.checkpoint, self.identity).make(None, False)
             except OpenQuantError:
                 continue
             best = next((row for row in found.schemes if row.scheme == found.best), None)
@@ -332,12 +332,12 @@ class _Table:
         self.able |= able
         sizes = [size for size in (self.count, *(gpus for gpus in GPUS if gpus > self.count)) if size in able]
         return tuple(
-            self._held(target.memory_bytes, sizes, weights)
+            self._compute_held(target.memory_bytes, sizes, weights)
             for target in self.targets
             if target.memory_bytes is not None
         )
 
-    def _held(self, memory: int, sizes: Iterable[int], weights: LoadedWeights) -> Held:
+    def _compute_held(self, memory: int, sizes: Iterable[int], weights: LoadedWeights) -> Held:
         cache, left = self.cache, None
         for gpus in sizes:
             room = max(0, weights.room(memory, gpus))
@@ -390,7 +390,7 @@ class _Table:
         engines = request.engines or (best.engines[0].lower() if len(best.engines) == 1 else None)
         return self._command("--fit", str(request.gpu), *context, *(["--for", engines] if engines else []))
 
-    def _calibrated(self, best: SchemeFit, rows: Iterable[SchemeFit], plan: Plan) -> Calibrated | None:
+    def _find_calibrated(self, best: SchemeFit, rows: Iterable[SchemeFit], plan: Plan) -> Calibrated | None:
         """What fits and lost least with a calibration, if that is less than the best scheme."""
         if summary.has_quantized_source(plan):
             return None

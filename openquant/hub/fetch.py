@@ -247,7 +247,7 @@ class ShardSupply:
 
     def _download_all(self) -> None:
         """Download one shard after the other, until all are there; the work of a thread."""
-        with self._failure.kept():
+        with self._failure.catch():
             while (name := self._next_download()) is not None:
                 path = self._download(name)
                 with self._changed:

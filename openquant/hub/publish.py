@@ -470,7 +470,7 @@ class Publisher:
         return f"Plan: {self.digest}"
 
     def _upload_all(self) -> None:
-        with self._failure.kept():
+        with self._failure.catch():
             while (name := self._queue.get()) is not None:
                 self._upload(name)
                 with self._changed:

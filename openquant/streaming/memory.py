@@ -110,7 +110,7 @@ def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
     vocabulary = vocabulary_of(checkpoint)
     experts = _experts_of_token(checkpoint)
 
-    def loaded(info: TensorInfo) -> int:
+    def count_loaded(info: TensorInfo) -> int:
         """Bytes of a tensor with copies of it: in another dtype, decoded, or stacked if it is an expert's."""
         count = info.nbytes * 8 // DTYPE_BITS[info.dtype]
         computed = count * DTYPE_BITS[dtype] // 8
@@ -123,20 +123,23 @@ def weight_memory(checkpoint: Checkpoint) -> WeightMemory:
     width = 0
     for info in decoded.tensors.values():
         if (match := _LIST_ITEM.match(info.name)) is not None:
-            layers[match[1]] = layers.get(match[1], 0) + loaded(info)
+            layers[match[1]] = layers.get(match[1], 0) + count_loaded(info)
             if len(info.shape) > 1:
                 width = max(width, max(info.shape[-2:]) * (experts if ".experts" in info.name else 1))
         elif len(info.shape) == 2 and info.shape[0] == vocabulary:
             tables.append(info)
         else:
-            rest += info.nbytes + loaded(info)
+            rest += info.nbytes + count_loaded(info)
+
     # A mapped table is looked up and multiplied in pieces.
-    table = max(
-        (min(loaded(info), LOOKUP) if _is_mapped(info, dtype, quantized) else loaded(info) for info in tables),
-        default=0,
-    )
-    head = max((HEAD if _is_mapped(info, dtype, quantized) else loaded(info) for info in tables), default=0)
-    whole_head = max(map(loaded, tables), default=0)
+    table = 0
+    head = 0
+    for info in tables:
+        nbytes = count_loaded(info)
+        is_mapped = _is_mapped(info, dtype, quantized)
+        table = max(table, min(nbytes, LOOKUP) if is_mapped else nbytes)
+        head = max(head, HEAD if is_mapped else nbytes)
+    whole_head = max(map(count_loaded, tables), default=0)
     return WeightMemory(max(layers.values(), default=0), table, head, whole_head, rest, width)
 
 

@@ -276,13 +276,13 @@ def layer_costs(model: StreamedModel, layers: Iterable[str]) -> dict[str, float]
     routed = next((count for name in ("num_experts_per_tok", "moe_topk") if (count := getattr(config, name, None))), 1)
     experts_per_token = routed if isinstance(routed, int) else 1
 
-    def multiplied(weight: Tensor) -> float:
+    def count_products(weight: Tensor) -> float:
         # Stacked experts have three axes.
         if weight.ndim < 3:
             return float(weight.numel())
         return float(weight[0].numel() * min(experts_per_token, len(weight)))
 
-    return {layer: sum(map(multiplied, model.units[layer].parameters())) for layer in layers}
+    return {layer: sum(map(count_products, model.units[layer].parameters())) for layer in layers}
 
 
 class PassProgress:
@@ -396,7 +396,7 @@ def _linear(
     return product
 
 
-def _grouped(
+def _multiply_groups(
     _func: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, **_other: Any
 ) -> torch.Tensor:
     """As torch._grouped_mm: rows of x up to each offset in `offs` [experts], times that expert's weight [in, out]."""
@@ -415,7 +415,7 @@ def _to_float32(value: Any) -> Any:
 
 _PRODUCTS: Mapping[Callable[..., Any], Callable[..., torch.Tensor]] = {
     functional.linear: _linear,
-    torch._grouped_mm: _grouped,
+    torch._grouped_mm: _multiply_groups,
     **dict.fromkeys(
         (
             functional.scaled_dot_product_attention,

@@ -49,7 +49,7 @@ class OffloadFile:
             require_disk(directory, "hidden states")
         self.directory = directory
         self.budget = budget
-        with self._explained("written"):
+        with self._explain_errors("written"):
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         self._end = 0
         # Offsets of regions that can be written again, by their size in bytes.
@@ -68,7 +68,7 @@ class OffloadFile:
         self._file.close()
 
     @contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
+    def _explain_errors(self, doing: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -83,7 +83,7 @@ class OffloadFile:
         Raises:
             OutputError: the disk has less room.
         """
-        with self._explained("written"):
+        with self._explain_errors("written"):
             disk = os.fstatvfs(self._file.fileno())
         room = disk.f_bavail * disk.f_frsize + self._end
         if needed > room:
@@ -101,7 +101,7 @@ class OffloadFile:
         offsets = self._free.get(len(data))
         offset = offsets.pop() if offsets else self._end
         self._end = max(self._end, offset + len(data))
-        with self._explained("written"):
+        with self._explain_errors("written"):
             done = 0
             while done < len(data):
                 done += os.pwrite(self._file.fileno(), data[done:], offset + done)
@@ -117,7 +117,7 @@ class OffloadFile:
         Raises:
             OutputError: the disk fails.
         """
-        with self._explained("read"):
+        with self._explain_errors("read"):
             done = 0
             while done < len(into):
                 count = os.preadv(self._file.fileno(), [into[done:]], offset + done)

@@ -45,14 +45,14 @@ def require_tested(installed: str | None) -> None:
         )
 
 
-def _installed() -> str | None:
+def _find_release() -> str | None:
     try:
         return version("transformers")
     except PackageNotFoundError:
         return None
 
 
-require_tested(_installed())
+require_tested(_find_release())
 
 import torch  # noqa: E402  (the check comes first)
 from torch import nn  # noqa: E402
@@ -137,13 +137,13 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
     name = architecture if architecture in names else next(same_letters, None)
     if name is None:
         raise SourceError(
-            f"transformers {_installed()} has no language model {architecture} (model_type {model_type!r})",
+            f"transformers {_find_release()} has no language model {architecture} (model_type {model_type!r})",
             "if the class was only renamed, put its old name into config.json; a newer transformers may have it",
         )
-    release = ".".join((_installed() or "").split(".")[:2])
+    release = ".".join((_find_release() or "").split(".")[:2])
     if (name, release) in FAILING:
         raise SourceError(
-            f"{name} of transformers {_installed()} cannot be run: {FAILING[name, release]}",
+            f"{name} of transformers {_find_release()} cannot be run: {FAILING[name, release]}",
             f'pip install "transformers>={TESTED[0]},<{release}"',
         )
     import transformers
@@ -155,7 +155,7 @@ def model_class(architecture: str, model_type: object) -> type[PreTrainedModel]:
             raise SourceError(f"{name} cannot be imported: {_first_line(error)}", "install what it needs") from error
     # transformers has a placeholder in place of a class whose dependencies are missing.
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise SourceError(f"{name} of transformers {_installed()} is not a model here", "install what it needs")
+        raise SourceError(f"{name} of transformers {_find_release()} is not a model here", "install what it needs")
     return kind
 
 
@@ -196,7 +196,7 @@ def make_config(kind: type[PreTrainedModel], config: Mapping[str, Any], dtype: t
             config_object = config_class.from_dict(plain)
     except Exception as error:
         raise SourceError(
-            f"transformers {_installed()} refuses config.json: {_first_line(error)}", "download or copy it again"
+            f"transformers {_find_release()} refuses config.json: {_first_line(error)}", "download or copy it again"
         ) from error
 
     for part in (config_object, *(getattr(config_object, name) for name in config_object.sub_configs)):
@@ -253,7 +253,7 @@ def empty_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype, de
                     parameter.data = parameter.data.to(part_dtype) if part in name else parameter.data
     except Exception as error:
         raise SourceError(
-            f"transformers {_installed()} cannot make {kind.__name__} of this config.json: {_first_line(error)}",
+            f"transformers {_find_release()} cannot make {kind.__name__} of this config.json: {_first_line(error)}",
             "download or copy it again; if it is sound, another version of transformers may know it",
         ) from error
     for module in model.modules():

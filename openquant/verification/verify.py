@@ -30,7 +30,7 @@ from ..formats.schemes import CHANNEL, KEPT_SCHEMES, TENSOR, Scheme
 from ..hub.fetch import find_whole
 from ..machine import available_cpus
 from ..models import GENERIC
-from ..options import Check, documented
+from ..options import Check, document_options
 from ..patterns import collapse, template
 from ..plan.architecture import find_architecture, known_architecture, text_config
 from ..plan.completeness import check_layer_count, compare_with_class, token_misfits
@@ -55,7 +55,7 @@ from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 Pair = tuple[TensorInfo, Weight | bytes | None]
 
 
-@documented(Check)
+@document_options(Check)
 def verify(
     directory: str | os.PathLike[str],
     source: str | os.PathLike[str] | None = None,

@@ -25,7 +25,7 @@ from openquant.files.shardfile import LayerStore
 from openquant.formats import kernels
 from openquant.formats.kernels import choose_scales
 from openquant.formats.schemes import SCHEMES, Scheme, find_scheme
-from openquant.job import connected, open_source, prepare
+from openquant.job import connect_ranks, open_source, prepare
 from openquant.options import Run
 from openquant.plan.decisions import PlanOptions, rounded_tensors
 from openquant.plan.plan import Plan, make_plan
@@ -47,7 +47,7 @@ WANTED = [*(SCHEMES[name] for name in NAMES), find_scheme("int4", asymmetric=Tru
 def compressed(root: Path, out: Path, scheme: Scheme, gptq: bool, transforms: WeightTransforms | None = None) -> Plan:
     """What compress() does, by GPTQ with the texts above or not; the plan, for what it says."""
     run, options = Run(root, out), PlanOptions(transforms=transforms, gptq=CORPUS.account if gptq else None)
-    with connected(None) as ranks:
+    with connect_ranks(None) as ranks:
         opened = open_source(run, ranks)
         plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity)
         carry_out(prepare(run, opened, plan, ranks), ranks, Reporter(), CORPUS if gptq else None)

@@ -11,7 +11,7 @@ from openquant.files.checkpoint import open_checkpoint
 from openquant.formats.kernels import choose_scales
 from openquant.formats.reference import encode, group_absmax
 from openquant.formats.schemes import SCHEMES, TENSOR, Scheme, find_scheme
-from openquant.job import connected, open_source, prepare
+from openquant.job import connect_ranks, open_source, prepare
 from openquant.options import Run
 from openquant.plan import summary
 from openquant.plan.decisions import PlanOptions
@@ -30,7 +30,7 @@ RANDOM = np.random.default_rng(5)
 def carried_out(root: Path, out: Path, scheme: Scheme, options: PlanOptions) -> Plan:
     """What compress() does with a plan of these options."""
     run = Run(root, out, workers=2)
-    with connected(None) as ranks:
+    with connect_ranks(None) as ranks:
         opened = open_source(run, ranks)
         plan = make_plan(opened.checkpoint, scheme, options, opened.source.identity)
         carry_out(prepare(run, opened, plan, ranks), ranks, Reporter())

@@ -55,7 +55,7 @@ def test_what_engines_merge_has_the_largest_static_scale(tmp_path: Path) -> None
 
     small_checkpoints.change_weights(root, change)
     output = served(root)
-    with output.model.resident() as model, output.around():
+    with output.model.resident() as model, output.round_inputs():
         for name, scale in expected.items():
             layer = model.get_submodule(f"{LAYER}.{name}")
             x = 1000 * torch.randn(3, layer.in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -74,7 +74,7 @@ def test_a_static_scale_that_no_member_has_is_missed(tmp_path: Path) -> None:
     output = served(root)
     with (
         output.model.resident() as model,
-        output.around(),
+        output.round_inputs(),
         pytest.raises(SourceError, match=f"^{LAYER}.mlp.down_proj has no static activation scale, though config"),
     ):
         model(input_ids=torch.arange(4)[None], use_cache=False)
@@ -93,7 +93,7 @@ def test_texts_are_written_from_keys_and_values_in_fp8(tmp_path: Path) -> None:
     assert shown["differs_at"] is not None
     # As passes over the whole text have it.
     ids = list(prompts[0].ids)
-    with output.model.resident() as model, output.around():
+    with output.model.resident() as model, output.round_inputs():
         for _ in range(8):
             cache = Fp8Cache(model.config, lambda _: (0.001, 0.001))
             ids.append(int(logits(output.model, torch.tensor(ids), cache)[-1].argmax()))

@@ -72,7 +72,7 @@ def scored(folder: Path, pairs: Sequence[tuple[str, str]], length: int = 512) ->
     served = ServedModel(StreamedModel(checkpoint))
     tasks = TaskRequests(task, requests, ("any",), None, length)
     passes = TaskPasses(tasks, model, [served], ["tiny", "itself"], None)
-    run_interleaved([passes.of_pack(number) for number in range(len(passes.packs))], finished=passes.finished)
+    run_interleaved([passes.of_pack(number) for number in range(len(passes.packs))], finished=passes.score)
     return passes
 
 
