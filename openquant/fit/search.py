@@ -181,19 +181,30 @@ class Asked:
         options = self.options
         words = ["openquant", "compress", "-m", os.fspath(self.model)]
         words += [word for pattern in options.ignore for word in ("--ignore", pattern)]
-        words += ["--quantize-lm-head"] if options.quantize_lm_head else []
-        words += ["--quantize-embeddings"] if options.quantize_embeddings else []
-        words += ["--kv-cache", "fp8"] if options.kv_cache == "fp8" else []
-        words += ["--architecture", options.architecture] if options.architecture else []
+        if options.quantize_lm_head:
+            words.append("--quantize-lm-head")
+        if options.quantize_embeddings:
+            words.append("--quantize-embeddings")
+        if options.kv_cache == "fp8":
+            words += ["--kv-cache", "fp8"]
+        if options.architecture:
+            words += ["--architecture", options.architecture]
         if is_scheme:
             return shlex.join([*words, "--scheme", name])
-        of_bits = name.endswith("bits") and not name.startswith("-")
-        words += ["--fit", name if of_bits else str(self.budget)]
-        words += ["--context", str(self.context)] if not of_bits and self.context != 8192 else []
-        words += ["--for", self.engines] if self.engines else []
-        words += ["--candidates", ",".join(self.candidates)] if self.candidates else []
+
+        if name.endswith("bits") and not name.startswith("-"):
+            words += ["--fit", name]
+        else:
+            words += ["--fit", str(self.budget)]
+            if self.context != 8192:
+                words += ["--context", str(self.context)]
+        if self.engines:
+            words += ["--for", self.engines]
+        if self.candidates:
+            words += ["--candidates", ",".join(self.candidates)]
         words += [word for path in self.text for word in ("--text", os.fspath(path))]
-        words += ["--dataset", self.dataset] if self.dataset else []
+        if self.dataset:
+            words += ["--dataset", self.dataset]
         return shlex.join(words)
 
 
@@ -225,7 +236,14 @@ class Points:
             written: whether it is the output of this run.
         """
         menu = self.best.menu
-        nbytes, predicted = menu.size(mixture), self.best.predict(mixture)
+        nbytes = menu.size(mixture)
+        predicted = self.best.predict(mixture)
+        kl = predicted * self.ratio
+        interval = None
+        if records is not None:
+            kl = mean_kl(records)
+            interval = bootstrap_interval([record.kl for record in records], 0)
+
         weights: dict[str, int] = {}
         for number, unit in enumerate(menu.units):
             scheme = unit.choices[mixture[number]].scheme_name
@@ -237,8 +255,8 @@ class Points:
             bytes=nbytes,
             bits=bits_per_weight(menu.units, nbytes - menu.fixed),
             predicted=predicted,
-            kl=predicted * self.ratio if records is None else mean_kl(records),
-            interval=None if records is None else bootstrap_interval([record.kl for record in records], 0),
+            kl=kl,
+            interval=interval,
             measured=records is not None,
             shares={scheme: part / whole for scheme, part in sorted(weights.items())},
             fits=None if self.limit is None else nbytes <= self.limit,

@@ -123,18 +123,26 @@ class _Table:
     """
 
     def __init__(self, request: CompareSchemes, budget: Budget | None, checkpoint: Checkpoint, identity: str) -> None:
-        self.request, self.checkpoint, self.identity = request, checkpoint, identity
+        self.request = request
+        self.checkpoint = checkpoint
+        self.identity = identity
         self.fp8 = request.kv_cache == "fp8"
-        gpu = budget.gpu if budget else None
-        self.hardware = gpu.hardware if gpu else None
-        self.count = budget.gpus if budget else 1
+        self.hardware: str | None = None
+        self.count = 1
         self.targets = tuple(Target(None, nbytes, None, 1) for nbytes in COMMON)
         if budget is not None:
-            self.targets = (Target(gpu.name if gpu else None, int(budget.value) or None, self.hardware, self.count),)
+            name = None
+            if budget.gpu is not None:
+                name = budget.gpu.name
+                self.hardware = budget.gpu.hardware
+            self.count = budget.gpus
+            self.targets = (Target(name, int(budget.value) or None, self.hardware, self.count),)
         self.entry = request.architecture
         self.refused: dict[str, str] = {}
         # By scheme, what --scheme-for says of the output head.
         self.head_schemes: dict[str, str] = {}
+        # The engines that must load it; empty if any may.
+        self.wanted = ENGINES_FOR[request.engines] if request.engines else ()
         # Numbers of GPUs that can share the model in some scheme.
         self.able: set[int] = set()
 
@@ -149,6 +157,60 @@ class _Table:
             PlanError: no scheme can be used, the context is longer than the model allows, or the layers do not divide
                 among so many GPUs.
         """
+        rows, first = self._plan_schemes()
+        source = self._source_row(first)
+        stored = summary.has_quantized_source(first)
+        rows = sorted([source, *rows], key=self._rank)
+        self._require_shared()
+
+        source_fits: bool | None = None
+        if self.request.gpu is not None and self.targets[0].memory_bytes is not None:
+            source_fits = self._fits(source)
+
+        # What is quantized already and fits is served as it is.
+        ready = stored and bool(source_fits)
+        fitting = [row for row in rows if row.scheme and row.kl is not None and self._fits(row)]
+        best = fitting[0] if fitting and not ready else None
+
+        table = FitTable(
+            model=os.fspath(self.request.model),
+            revision=revision,
+            architecture=first.model.name,
+            context=self.context,
+            longest_context=self.longest,
+            kv_cache=self.request.kv_cache,
+            cache_in_config=False,
+            engines=self.request.engines,
+            unknown=self.unknown,
+            targets=self.targets,
+            measured_on=MODEL,
+            schemes=tuple(rows),
+            refused=self.refused,
+            quantized_source=stored,
+            source_fits=source_fits,
+            quantize_lm_head=self.request.quantize_lm_head,
+            best=None,
+            command=None,
+            head_schemes={row.scheme: self.head_schemes[row.scheme] for row in rows if row.scheme in self.head_schemes},
+            calibrated=None,
+            mixture=None,
+            instead=None,
+        )
+
+        if best is not None:
+            return replace(
+                table,
+                best=cast(SchemeName, best.scheme),
+                command=self._command(*self._words(str(best.scheme))),
+                calibrated=self._find_calibrated(best, rows, first),
+                mixture=self._mixture(best, rows, first),
+            )
+        if instead and not ready:
+            return replace(table, instead=self._instead())
+        return table
+
+    def _plan_schemes(self) -> tuple[list[SchemeFit], Plan]:
+        """Make the rows of all schemes that can be used, and the plan of the first one."""
         rows: list[SchemeFit] = []
         first: Plan | None = None
         problem: PlanError | UsageError | None = None
@@ -165,46 +227,14 @@ class _Table:
             row = self._row(scheme, plan)
             if row is not None:
                 rows.append(row)
+
         if first is None:
             assert problem is not None
             raise problem
         if not rows:
             name, reason = next(iter(self.refused.items()))
             raise PlanError(f"no scheme is left, such as {name}: {reason}", "name another engine or GPU")
-        stored, source = summary.has_quantized_source(first), self._source_row(first)
-        rows = sorted([source, *rows], key=self._rank)
-        self._require_shared()
-        # What is quantized already and fits is served as it is.
-        source_fits = (
-            self._fits(source) if self.request.gpu is not None and self.targets[0].memory_bytes is not None else None
-        )
-        ready = stored and bool(source_fits)
-        fitting = [row for row in rows if row.scheme and row.kl is not None and self._fits(row)]
-        best = fitting[0] if fitting and not ready else None
-        return FitTable(
-            model=os.fspath(self.request.model),
-            revision=revision,
-            architecture=first.model.name,
-            context=self.context,
-            longest_context=self.cache.length if self.cache else None,
-            kv_cache=self.request.kv_cache,
-            cache_in_config=False,
-            engines=self.request.engines,
-            unknown=self.unknown,
-            targets=self.targets,
-            measured_on=MODEL,
-            schemes=tuple(rows),
-            refused=self.refused,
-            quantized_source=stored,
-            source_fits=source_fits,
-            quantize_lm_head=self.request.quantize_lm_head,
-            best=cast(SchemeName | None, best.scheme) if best else None,
-            command=self._command(*self._words(str(best.scheme))) if best else None,
-            head_schemes={row.scheme: self.head_schemes[row.scheme] for row in rows if row.scheme in self.head_schemes},
-            calibrated=self._find_calibrated(best, rows, first) if best else None,
-            mixture=self._mixture(best) if best and self._wants_mixture(best, rows, first) else None,
-            instead=self._instead() if instead and best is None and not ready else None,
-        )
+        return rows, first
 
     def _instead(self) -> str | None:
         """The command for the best scheme that fits with an FP8 KV cache, or with a quantized output head too."""
@@ -222,7 +252,9 @@ class _Table:
             best = next((row for row in found.schemes if row.scheme == found.best), None)
             if best is not None and best.kl is not None and found.command is not None:
                 commands.setdefault(best.kl, found.command)
-        return commands[min(commands)] if commands else None
+        if not commands:
+            return None
+        return commands[min(commands)]
 
     def _plan(self, scheme: Scheme) -> Plan:
         request = self.request
@@ -246,18 +278,21 @@ class _Table:
         """Whether a head in INT8 loses less than in the scheme, and engines can have both on the GPU."""
         if scheme not in MIXED or scheme.format.number.bits >= INT8_W8A16.format.number.bits:
             return False
-        engines = ENGINES_FOR[self.request.engines] if self.request.engines else scheme.engines
         hardware = self.hardware
-        return hardware is None or all(
+        if hardware is None:
+            return True
+        return all(
             find_kernel(engine, INT8_W8A16.name, hardware, False)
-            for engine in engines
+            for engine in self.wanted or scheme.engines
             if find_kernel(engine, scheme.name, hardware, False)
         )
 
     def _words(self, scheme: str) -> list[str]:
         """Options of compress that stand for a row."""
-        head = self.head_schemes.get(scheme)
-        return ["--scheme", scheme, *(["--scheme-for", head] if head else [])]
+        words = ["--scheme", scheme]
+        if scheme in self.head_schemes:
+            words += ["--scheme-for", self.head_schemes[scheme]]
+        return words
 
     def _open(self, plan: Plan) -> None:
         """Compute what all plans share: the KV cache, and the length of a sequence."""
@@ -268,7 +303,8 @@ class _Table:
         except UnknownCache as problem:
             self.unknown = str(problem)
         self.parallel = plan.parallel
-        self.context = allowed_context(self.request.context, self.cache.length if self.cache else None)
+        self.longest = None if self.cache is None else self.cache.length
+        self.context = allowed_context(self.request.context, self.longest)
 
     def _row(self, scheme: Scheme, plan: Plan) -> SchemeFit | None:
         """The row of a scheme; None if no engine that is asked for loads it, which `refused` then says."""
@@ -281,8 +317,9 @@ class _Table:
         reasons: dict[str, str] = {}
         refusal = sglang_refusal(plan.entry, plan.decisions)
         if refusal is not None:
-            loads = "SGLang" in scheme.engines
-            reasons["SGLang"] = f"SGLang: {refusal.why}" if loads else "SGLang does not load it"
+            reasons["SGLang"] = "SGLang does not load it"
+            if "SGLang" in scheme.engines:
+                reasons["SGLang"] = f"SGLang: {refusal.why}"
         kernels: dict[str, dict[tuple[str, bool], Kernel | None]] = {}
         for engine in ENGINES_FOR["both"]:
             if engine not in reasons and self.hardware is not None:
@@ -292,12 +329,11 @@ class _Table:
                 if None in kernels[engine].values():
                     reasons[engine] = f"{engine} has no kernel for it on {self.targets[0].name}"
         engines = tuple(engine for engine in ENGINES_FOR["both"] if engine not in reasons)
-        wanted = ENGINES_FOR[self.request.engines] if self.request.engines else ()
-        if not engines or not set(wanted) <= set(engines):
-            missing = [reasons[engine] for engine in wanted if engine in reasons]
+        if not engines or not set(self.wanted) <= set(engines):
+            missing = [reasons[engine] for engine in self.wanted if engine in reasons]
             self.refused[scheme.name] = "; ".join(missing) or f"no engine has a kernel for it on {self.targets[0].name}"
             return None
-        first = kernels.get((*wanted, *engines)[0], {})
+        first = kernels.get((*self.wanted, *engines)[0], {})
         quantized = [line for line in plan.lines if line.quantized]
         elements = sum(len(line.names) * prod(line.shape) for line in quantized)
         return SchemeFit(
@@ -338,16 +374,20 @@ class _Table:
         )
 
     def _compute_held(self, memory: int, sizes: Iterable[int], weights: LoadedWeights) -> Held:
-        cache, left = self.cache, None
+        cache = self.cache
+        left: int | None = None
         for gpus in sizes:
             room = max(0, weights.room(memory, gpus))
             if cache is None or not cache.divides(gpus):
                 if room:
                     return Held(gpus, None, None, None)
                 continue
-            longest, sequence = cache.longest(room, self.fp8, gpus), cache.sequence(self.context, self.fp8, gpus)
-            left = longest if gpus == self.count else left
+
+            longest = cache.longest(room, self.fp8, gpus)
+            if gpus == self.count:
+                left = longest
             if room and longest >= self.context:
+                sequence = cache.sequence(self.context, self.fp8, gpus)
                 return Held(gpus, longest, room // sequence if sequence else None, left)
         return Held(None, None, None, left)
 
@@ -367,13 +407,18 @@ class _Table:
 
         If that is not known, those of more bytes come first.
         """
-        gpus = row.holds[0].gpus if row.holds and not self._fits(row) and self.request.gpu is not None else 0
-        lost = (0, row.kl, row.bytes) if row.kl is not None else (1, 0.0, -row.bytes)
-        return (gpus is None, gpus or 0, *lost)
+        gpus: int | None = 0
+        if row.holds and not self._fits(row) and self.request.gpu is not None:
+            gpus = row.holds[0].gpus
+        by_gpus = (gpus is None, gpus or 0)
+        if row.kl is None:
+            return (*by_gpus, 1, 0.0, -row.bytes)
+        return (*by_gpus, 0, row.kl, row.bytes)
 
     def _wants_mixture(self, best: SchemeFit, rows: Sequence[SchemeFit], plan: Plan) -> bool:
         """Whether schemes of weights alone fit and do not fill the GPUs, and the largest of them does not fit."""
-        memory, cache = self.targets[0].memory_bytes, self.cache
+        memory = self.targets[0].memory_bytes
+        cache = self.cache
         able = [row for row in rows if row.scheme is None or _is_mixed(SCHEMES[row.scheme])]
         sizes = sorted({row.bytes for row in able if self._fits(row)})
         largest = max((row for row in able if row.scheme is not None), key=lambda row: row.bytes, default=None)
@@ -382,13 +427,23 @@ class _Table:
         weights = LoadedWeights(0, 0).room(memory, self.count) - cache.sequence(self.context, self.fp8, self.count)
         return best.bytes < (1 - UNUSED) * weights * self.count
 
-    def _mixture(self, best: SchemeFit) -> str:
+    def _mixture(self, best: SchemeFit, rows: Sequence[SchemeFit], plan: Plan) -> str | None:
         """The command of compress for a mixture, of the schemes of one engine if only that one loads the best."""
+        if not self._wants_mixture(best, rows, plan):
+            return None
+
         request = self.request
-        count = f"{self.context // 1024}k" if self.context % 1024 == 0 else str(self.context)
-        context = ["--context", count] if request.context != options_of(CompareSchemes)["context"].default else []
-        engines = request.engines or (best.engines[0].lower() if len(best.engines) == 1 else None)
-        return self._command("--fit", str(request.gpu), *context, *(["--for", engines] if engines else []))
+        words = ["--fit", str(request.gpu)]
+        if request.context != options_of(CompareSchemes)["context"].default:
+            thousands, rest = divmod(self.context, 1024)
+            words += ["--context", str(self.context) if rest else f"{thousands}k"]
+
+        engines = request.engines
+        if not engines and len(best.engines) == 1:
+            engines = best.engines[0].lower()
+        if engines:
+            words += ["--for", engines]
+        return self._command(*words)
 
     def _find_calibrated(self, best: SchemeFit, rows: Iterable[SchemeFit], plan: Plan) -> Calibrated | None:
         """What fits and lost least with a calibration, if that is less than the best scheme."""
@@ -400,14 +455,17 @@ class _Table:
 
     def _command(self, *words: str) -> str:
         """The command of compress with these options, and with those that were given here."""
-        request, given = self.request, list(words)
+        given = ["openquant", "compress", "-m", os.fspath(self.request.model), *words]
         for name in ("kv_cache", "quantize_lm_head", "quantize_embeddings", "architecture", "revision", "ignore"):
-            option, value = options_of(CompareSchemes)[name], getattr(request, name)
-            flag = flags_of(name, option)[0]
+            option = options_of(CompareSchemes)[name]
+            value = getattr(self.request, name)
             for one in value if option.repeated else [value]:
-                if one != option.default:
-                    given += [flag] if option.value is None else [flag, str(one)]
-        return shlex.join(["openquant", "compress", "-m", os.fspath(request.model), *given])
+                if one == option.default:
+                    continue
+                given.append(flags_of(name, option)[0])
+                if option.value is not None:
+                    given.append(str(one))
+        return shlex.join(given)
 
 
 def _says_fp8_cache(checkpoint: Checkpoint) -> bool:
