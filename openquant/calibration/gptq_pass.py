@@ -114,43 +114,13 @@ def round_layers(
     observer = HessianObserver(model.model, units.values())
     reader = Reader(plan.decoded.where, model.shard_provider.path, loops=loops)
     parts = {unit: in_memory_parts(hessians, max_hessian_bytes) for unit, hessians in pending.items()}
+    texts = [torch.tensor(document.ids, device=model.device) for document in corpus.documents]
+    rounder = _Rounder(units, parts, layers, len(texts), reader, store)
 
     @contextmanager
     def observe() -> Iterator[None]:
         with products_in_float32(model.device), observer.on():
             yield
-
-    texts = [torch.tensor(document.ids, device=model.device) for document in corpus.documents]
-    expert_tokens: list[int] = []
-
-    def finish(unit: str, part: list[Hessian]) -> None:
-        """Round the weights of a part's complete Hessians, and write them."""
-        expert_tokens.extend(hessian.tokens for hessian in part if hessian.moe_hessian is not None)
-        number, hessians = layers.index(unit), units[unit].hessians
-        tensors = [tensor for hessian in part for tensor in _round_weights(hessian, reader)]
-        written = store.write(number, tensors, None if part == hessians else hessians.index(part[0]))
-        places.update({info.name: place for info, place in written.items()})
-
-    def begin_part(unit: str) -> bool:
-        """Begin the next part of a layer's Hessians. True if texts run through the layer once more for another part."""
-        if unit not in parts:
-            return False
-        started = parts[unit][0][0].accumulating
-        if started:
-            finish(unit, parts[unit].pop(0))
-        # The Hessian of an MoE layer is complete after the first time.
-        for hessian in units[unit].moe_hessians:
-            hessian.accumulating = not started
-        for hessian in parts[unit][0]:
-            hessian.accumulating = True
-        return len(parts[unit]) > 1
-
-    def after_unit(unit: str, group: int, number: int, hidden: Tensor) -> None:
-        del number, hidden
-        if unit in parts and group + 1 == len(texts):
-            finish(unit, parts[unit].pop(0))
-            for hessian in units[unit].moe_hessians:
-                hessian.upper = None
 
     def body(ids: Tensor) -> None:
         model.model(input_ids=ids[None], use_cache=False)
@@ -161,24 +131,96 @@ def round_layers(
     # Texts run through a layer once for each part, and rounding takes about as long as one of these.
     costs = {unit: cost * (1 + len(parts.get(unit, ()))) for unit, cost in costs.items()}
     pass_progress = PassProgress(costs, len(texts) * corpus.length, progress)
+
     with limited_threads(threads_for(model, corpus.length)):
         run_interleaved(
             [[ForwardPass(model, partial(body, ids), observe)] for ids in texts],
             finished=lambda *_: None,
-            after_unit=after_unit,
+            after_unit=rounder.after_unit,
             scratch=scratch,
             until=last,
             progress=pass_progress.layer_done,
             checkpoint=pass_checkpoint,
-            recompute=begin_part,
+            recompute=rounder.begin_part,
         )
-    if any(tokens < FEW_TOKENS for tokens in expert_tokens):
-        few, none = (sum(tokens < limit for tokens in expert_tokens) for limit in (FEW_TOKENS, 1))
+
+    _note_few_tokens(rounder.expert_tokens, note)
+    return places | rounder.places
+
+
+class _Rounder:
+    """Rounds the weights of a layer whenever a part of its Hessians is complete.
+
+    Args:
+        units: all Hessians, by layer.
+        parts: those that are still to be rounded, in parts that fit in memory, by layer.
+        layers: names of the decoder layers, in order.
+        texts: how many texts run through each layer.
+        reader: reads the weights.
+        store: where rounded layers are written.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, LayerHessians],
+        parts: dict[str, list[list[Hessian]]],
+        layers: Sequence[str],
+        texts: int,
+        reader: Reader,
+        store: LayerStore,
+    ) -> None:
+        self.units = units
+        self.parts = parts
+        self.layers = layers
+        self.texts = texts
+        self.reader = reader
+        self.store = store
+        self.places: dict[str, TensorPlace] = {}
+        self.expert_tokens: list[int] = []
+
+    def begin_part(self, unit: str) -> bool:
+        """Begin the next part of a layer's Hessians. True if texts run through the layer once more for another part."""
+        if unit not in self.parts:
+            return False
+
+        started = self.parts[unit][0][0].accumulating
+        if started:
+            self._finish(unit)
+        # The Hessian of an MoE layer is complete after the first time.
+        for hessian in self.units[unit].moe_hessians:
+            hessian.accumulating = not started
+        for hessian in self.parts[unit][0]:
+            hessian.accumulating = True
+        return len(self.parts[unit]) > 1
+
+    def after_unit(self, unit: str, group: int, number: int, hidden: Tensor) -> None:
+        """Round the last part of a layer after the last text."""
+        del number, hidden
+        if unit in self.parts and group + 1 == self.texts:
+            self._finish(unit)
+            for hessian in self.units[unit].moe_hessians:
+                hessian.upper = None
+
+    def _finish(self, unit: str) -> None:
+        """Round the weights of a part's complete Hessians, and write them."""
+        part = self.parts[unit].pop(0)
+        self.expert_tokens += [hessian.tokens for hessian in part if hessian.moe_hessian is not None]
+        hessians = self.units[unit].hessians
+        tensors = [tensor for hessian in part for tensor in _round_weights(hessian, self.reader)]
+        first = None if part == hessians else hessians.index(part[0])
+        written = self.store.write(self.layers.index(unit), tensors, first)
+        self.places.update({info.name: place for info, place in written.items()})
+
+
+def _note_few_tokens(expert_tokens: Sequence[int], note: Callable[[str], object]) -> None:
+    """Say how many experts few tokens were routed to."""
+    few = sum(tokens < FEW_TOKENS for tokens in expert_tokens)
+    none = expert_tokens.count(0)
+    if few:
         note(
             f"fewer than {FEW_TOKENS} tokens were routed to {few} of {len(expert_tokens)} experts, none to {none}: "
             "more texts may help"
         )
-    return places
 
 
 def _read_store(

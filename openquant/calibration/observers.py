@@ -198,22 +198,12 @@ def observe_inputs(
     linears, experts = find_hook_points(model)
     observer = Observer(model.model, linears, experts)
     layers = model.layers
-    by_layer: dict[str, list[RunningStatistics]] = {layer: [] for layer in layers}
-    for name, statistics in linears.items():
-        by_layer[model.unit_of(name)].append(statistics)
-    for name, points in experts.items():
-        by_layer[model.unit_of(name)] += [
-            statistics for statistics in (points.first, points.down) if statistics is not None
-        ]
     # With latent attention (MLA), engines cache latents where transformers caches keys and values.
     latent = getattr(model.model.config.get_text_config(), "kv_lora_rank", None)
     caches: dict[int, tuple[RunningStatistics, RunningStatistics]] = {}
-    for number, layer in enumerate(() if latent else layers):
-        keys, values = (
-            RunningStatistics((f"the KV cache of layer {number} ({kind})",), 0) for kind in ("keys", "values")
-        )
-        caches[number] = keys, values
-        by_layer[layer] += [keys, values]
+    if not latent:
+        caches = {number: _cache_statistics(number) for number in range(len(layers))}
+    by_layer = _group_by_layer(model, linears, experts, caches)
     all_statistics = [statistics for of_layer in by_layer.values() for statistics in of_layer]
     if pass_checkpoint is not None:
         pass_checkpoint.extra = lambda: _serialize(all_statistics)
@@ -267,6 +257,30 @@ def observe_inputs(
     of_caches = {id(statistics) for keys_and_values in caches.values() for statistics in keys_and_values}
     of_inputs = [statistics for statistics in all_statistics if id(statistics) not in of_caches]
     return _merge_same_inputs(statistics.to_input_statistics() for statistics in of_inputs), kv_absmax
+
+
+def _cache_statistics(layer: int) -> tuple[RunningStatistics, RunningStatistics]:
+    """Statistics of the keys and of the values of a layer's cache."""
+    keys = RunningStatistics((f"the KV cache of layer {layer} (keys)",), 0)
+    values = RunningStatistics((f"the KV cache of layer {layer} (values)",), 0)
+    return keys, values
+
+
+def _group_by_layer(
+    model: StreamedModel,
+    linears: Mapping[str, RunningStatistics],
+    experts: Mapping[str, ExpertWeights[RunningStatistics]],
+    caches: Mapping[int, tuple[RunningStatistics, RunningStatistics]],
+) -> dict[str, list[RunningStatistics]]:
+    """The statistics of each decoder layer: of its inputs, then of its cache."""
+    by_layer: dict[str, list[RunningStatistics]] = {layer: [] for layer in model.layers}
+    for name, statistics in linears.items():
+        by_layer[model.unit_of(name)].append(statistics)
+    for name, points in experts.items():
+        by_layer[model.unit_of(name)] += [one for one in (points.first, points.down) if one is not None]
+    for number, keys_and_values in caches.items():
+        by_layer[model.layers[number]] += keys_and_values
+    return by_layer
 
 
 def _merge_same_inputs(inputs: Iterable[InputStatistics]) -> tuple[InputStatistics, ...]:
