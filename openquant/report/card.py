@@ -45,7 +45,7 @@ from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture
 from ..registry.rules import is_embedding
 from ..version import CITED, DISTRIBUTION, SGLANG, __version__
-from .cells import gigabytes, markdown, shorten, terminal
+from .cells import gigabytes, list_first, markdown, optional, shorten, terminal
 from .words import task_summary, texts_origin, verdict_meaning
 
 # Names that are safe in a Markdown link.
@@ -126,7 +126,9 @@ def _task(model: Architecture) -> str:
         return "text-classification"
     if not model.has_head:
         return "feature-extraction"
-    return "image-text-to-text" if model.text_config else "text-generation"
+    if model.text_config:
+        return "image-text-to-text"
+    return "text-generation"
 
 
 def with_notes(card: str, notes: Sequence[str]) -> str:
@@ -217,8 +219,7 @@ _TEXT_LENGTH = 400
 
 def _texts_from(text: Mapping[str, Any]) -> str:
     """Say where texts come from: " (prose.txt, code.jsonl)"; "" if that is not known."""
-    origin = texts_origin(text)
-    return f" ({markdown(origin)})" if origin else ""
+    return optional(" ({})", markdown(texts_origin(text)))
 
 
 # Keys of eval.json's `texts` in the order in which they are shown.
@@ -241,7 +242,9 @@ def difference_text(text: Mapping[str, Any]) -> str:
         text: one of `answers`. `differs_at` is the index of the first token that differs, None if all are equal.
     """
     at = text["differs_at"]
-    return "both answer alike" if at is None else f"they differ from token {at + 1} on"
+    if at is None:
+        return "both answer alike"
+    return f"they differ from token {at + 1} on"
 
 
 def percent(share: float) -> str:
@@ -254,7 +257,7 @@ def percent(share: float) -> str:
 
 
 def _interval(interval: Sequence[float] | None, format_spec: str = ".3g") -> str:
-    return f" [{', '.join(format(edge, format_spec) for edge in interval)}]" if interval else ""
+    return optional(" [{}]", ", ".join(format(edge, format_spec) for edge in interval or ()))
 
 
 def unquantized_lines(plan: Plan) -> list[str]:
@@ -286,11 +289,14 @@ def _join_shortened(names: Sequence[str], quantized: Sequence[str]) -> str:
     parts = [re.findall(r"(?:\{[^}]*\}|[^.{])+", name) for name in names]
     common = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*parts, strict=False))]
     towers = dict.fromkeys(re.findall(r"^(?:model\.)?[^.]+", name)[0] for name in names)
-    for above in ([".".join(common)] if common else [], list(towers)):
+    candidates = [list(towers)]
+    if common:
+        candidates.insert(0, [".".join(common)])
+    for above in candidates:
         below = tuple(f"{name}." for name in above)
         if 0 < len(above) <= _NAMES and not any(module.startswith(below) for module in quantized):
             return f"layers of {_join_names(above)}"
-    return f"{', '.join(names[:_NAMES])} and {len(names) - _NAMES} more"
+    return list_first(names, _NAMES)
 
 
 def engines_that_read(plan: Plan) -> str:
@@ -307,7 +313,9 @@ def engines_that_read(plan: Plan) -> str:
     if unread is not None:
         engines += f" ({SGLANG} does not load it: {unread.why})"
     loaded, text = _transformers(plan)
-    return f"{engines}; {text}." if loaded else f"{engines}. {text}."
+    if loaded:
+        return f"{engines}; {text}."
+    return f"{engines}. {text}."
 
 
 def _transformers(plan: Plan) -> tuple[bool, str]:
@@ -323,8 +331,7 @@ def _transformers(plan: Plan) -> tuple[bool, str]:
         problem = "does not find all of its weights under these names"
     if problem is not None:
         return False, f"Do not load it with transformers, which {problem}"
-    package = required_package(plan)
-    return True, f"transformers loads it too{f', with {package} installed' if package else ''}"
+    return True, f"transformers loads it too{optional(', with {} installed', required_package(plan))}"
 
 
 def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list[str]:
@@ -340,18 +347,20 @@ def serve_commands(plan: Plan, output: str, revision: str | None = None) -> list
         installs what vLLM does not bring. After `--fit GPU`
         it has the context that there is room for, if the model allows more.
     """
-    flags = {engine: "" if plan.model.has_head else f" {option}" for engine, option in POOLING.items()}
+    flags = dict.fromkeys(POOLING, "")
+    if not plan.model.has_head:
+        flags = {engine: f" {option}" for engine, option in POOLING.items()}
     if has_fp8_cache(plan) and plan.quantization_config["quant_method"] == "fp8":
         flags["vLLM"] += f" {FLAG}"
     context = _context(plan)
-    return [
-        *(f"pip install {package}" for package in _packages(plan)),
-        *(
-            f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags[engine]}"
-            + ("" if context is None else f" {CONTEXT[engine]} {context}")
-            for engine in summary.engines(plan)
-        ),
-    ]
+
+    lines = [f"pip install {package}" for package in _packages(plan)]
+    for engine in summary.engines(plan):
+        command = f"{COMMANDS[engine]} {serve_argument(output, revision)}{flags[engine]}"
+        if context is not None:
+            command += f" {CONTEXT[engine]} {context}"
+        lines.append(command)
+    return lines
 
 
 def _packages(plan: Plan) -> list[str]:
@@ -369,7 +378,9 @@ def _context(plan: Plan) -> int | None:
         return None
     context = int(found["context"])
     longest = serving[1].cache.length
-    return context if longest is None or context < longest else None
+    if longest is not None and context >= longest:
+        return None
+    return context
 
 
 # Widest bar in a card, in characters, and characters that are an eighth of one to seven eighths wide.
@@ -388,7 +399,9 @@ def _computed_on(plan: Plan) -> dict[str, dict[str, list[str]]]:
     """Return `arithmetic_on` of each engine that loads an output; empty if nothing is quantized."""
     kinds = [(weight.module, scheme.name) for weight, scheme in plan.decisions.kinds if not is_embedding(weight.module)]
     layers = dict.fromkeys((name, bool(plan.entry.experts(module))) for module, name in kinds)
-    return {engine: arithmetic_on(engine, layers) for engine in summary.engines(plan)} if layers else {}
+    if not layers:
+        return {}
+    return {engine: arithmetic_on(engine, layers) for engine in summary.engines(plan)}
 
 
 def _literal(line: str) -> str:
@@ -398,11 +411,13 @@ def _literal(line: str) -> str:
 
 def _title(name: str) -> str:
     """Return a name as one line of Markdown without HTML."""
-    return name if _SAFE.fullmatch(name) else markdown(" ".join(name.split()))
+    if _SAFE.fullmatch(name):
+        return name
+    return markdown(" ".join(name.split()))
 
 
 def _join_names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _range(names: Sequence[str]) -> str:
@@ -410,21 +425,28 @@ def _range(names: Sequence[str]) -> str:
     order = list(GENERATIONS)
     first = order.index(names[0])
     last = order.index(names[-1])
-    return f"{names[0]} to {names[-1]}" if len(names) == last - first + 1 > 3 else _join_names(names)
+    if len(names) == last - first + 1 > 3:
+        return f"{names[0]} to {names[-1]}"
+    return _join_names(names)
 
 
 def _devices(names: Sequence[str]) -> str:
     """Name hardware, in its order: "NVIDIA Turing to Blackwell, AMD MI300 and CPUs"."""
     nvidia = [name for name in names if name in GENERATIONS]
-    others = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
-    return _join_names([*([f"NVIDIA {_range(nvidia)}"] if nvidia else []), *others])
+    shown = [{"MI300": "AMD MI300", "CPU": "CPUs"}[name] for name in names if name not in GENERATIONS]
+    if nvidia:
+        shown.insert(0, f"NVIDIA {_range(nvidia)}")
+    return _join_names(shown)
 
 
 def _hardware(places: Mapping[str, list[str]]) -> str:
     """Say where an engine computes: "in FP8 on NVIDIA Ada, Hopper and Blackwell and AMD MI300, emulated on CPUs"."""
     parts = []
     for numbers, names in places.items():
-        parts.append(f"{'' if numbers.startswith('emulated') else 'in '}{numbers} on {_devices(names)}")
+        part = f"{numbers} on {_devices(names)}"
+        if not numbers.startswith("emulated"):
+            part = f"in {part}"
+        parts.append(part)
     return "; ".join(parts)
 
 
@@ -447,7 +469,7 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         commit=commit,
         settings=plan.quantization_config,
         rounded={scheme.rounds_activations for scheme in plan.decisions.schemes},
-        served=_served(computed),
+        served=_name_engines(computed),
         before=gigabytes(summary.source_bytes(plan)),
         after=gigabytes(summary.output_bytes(plan)),
         commands=serve_commands(plan, directory),
@@ -464,12 +486,12 @@ def _own_part(plan: Plan, name: str, repo: str | None, revision: str | None, dir
         has_cache=has_fp8_cache(plan),
         unquantized_lines=unquantized_lines,
         version=__version__,
-        command=_made_with(plan, repo or name, revision if repo else None),
+        command=_made_with(plan, repo or name, repo and revision),
         frontier=plan.provenance.frontier,
     )
 
 
-def _served(computed: Mapping[str, Mapping[str, list[str]]]) -> str:
+def _name_engines(computed: Mapping[str, Mapping[str, list[str]]]) -> str:
     """Say which engines run an output where: "vLLM on NVIDIA Turing and CPUs, and SGLang on NVIDIA Ampere"."""
     engines_by_devices: dict[str, list[str]] = {}
     for engine, places in computed.items():
@@ -486,11 +508,13 @@ def _size_and_origin(texts: Mapping[str, Any]) -> str:
 
 def _made_with(plan: Plan, model: str, revision: str | None) -> str | None:
     """Return the command that made an output, without paths of the machine; None if the plan has no recipe."""
-    at = f" --revision {shell_word(revision)}" if revision else ""
+    source = serve_argument(model, revision)
     if not plan.quantization_config:
-        return f"openquant dequantize {shell_word(model)}{at}"
+        return f"openquant dequantize {source}"
     recipe = plan.provenance.recipe
-    return f"openquant compress -m {shell_word(model)}{at} {recipe_command(recipe['options'])}" if recipe else None
+    if not recipe:
+        return None
+    return f"openquant compress -m {source} {recipe_command(recipe['options'])}"
 
 
 # Markers of quotes and list items before a heading.
@@ -552,9 +576,16 @@ def source_section(text: str, level: int, repo: str | None, revision: str | None
     down = max(0, level - min(levels, default=level))
 
     def link(target: str) -> str:
-        return target if repo is None else _in_repository(target, repo, revision, files)
+        if repo is None:
+            return target
+        return _in_repository(target, repo, revision, files)
 
-    return "\n".join(line if is_code else _rewrite_links(_lower_headings(line, down), link) for line, is_code in lines)
+    written = []
+    for line, is_code in lines:
+        if not is_code:
+            line = _rewrite_links(_lower_headings(line, down), link)
+        written.append(line)
+    return "\n".join(written)
 
 
 def _lines(text: str) -> Iterator[tuple[str, bool]]:
@@ -566,13 +597,15 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
     top = True
     html = False
     for line in text.split("\n"):
-        opening = None if fence or raw or html else _FENCE.match(line)
+        opening = None
         if not (fence or raw or html):
+            opening = _FENCE.match(line)
             raw = next((end for start, end in _RAW if start.match(line)), None)
-        underline = None if fence or raw or opening else _UNDERLINE.match(line)
+        underline = not (fence or raw or opening) and _UNDERLINE.match(line)
 
         if underline and paragraph and (top or "=" in underline[1]):
-            yield f"{'#' if '=' in underline[1] else '##'} {' '.join(map(str.strip, paragraph))}", False
+            level = "#" if "=" in underline[1] else "##"
+            yield f"{level} {' '.join(map(str.strip, paragraph))}", False
             paragraph = []
             top = True
             continue
@@ -603,14 +636,14 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _levels(line: str) -> list[int]:
-    heading = _HEADING.match(line)
-    return [*([len(heading[2])] if heading else []), *(int(found[2]) for found in _HTML_HEADING.finditer(line))]
+    levels = [len(heading[2]) for heading in _HEADING.finditer(line)]
+    return levels + [int(found[2]) for found in _HTML_HEADING.finditer(line)]
 
 
 def _lower_headings(line: str, down: int) -> str:
     """Return a line with its headings that many levels lower; 6 is the lowest."""
     line = _HTML_HEADING.sub(lambda match: f"{match[1]}{min(6, int(match[2]) + down)}", line)
-    return _HEADING.sub(lambda match: match[1] + "#" * min(6, len(match[2]) + down), line, count=1) if down else line
+    return _HEADING.sub(lambda match: match[1] + "#" * min(6, len(match[2]) + down), line, count=1)
 
 
 def _rewrite_links(line: str, link: Callable[[str], str]) -> str:
@@ -625,12 +658,13 @@ def _rewrite_links(line: str, link: Callable[[str], str]) -> str:
 
 def _in_repository(target: str, repo: str, revision: str | None, files: Container[str]) -> str:
     """Return the address of what a relative target names: "https://huggingface.co/org/name/blob/main/LICENSE"."""
-    mark = re.search(r"[?#]", target)
-    path = target[: mark.start()] if mark else target
+    path = re.split(r"[?#]", target, maxsplit=1)[0]
     name = posixpath.normpath(unquote(path))
     if not path or _ABSOLUTE.match(target) or name in files or name.startswith(".."):
         return target
-    kind = "tree" if path.endswith("/") else "blob"
+    kind = "blob"
+    if path.endswith("/"):
+        kind = "tree"
     if name.lower().endswith(_MEDIA):
         kind = "resolve"
     where = f"https://huggingface.co/{repo}/{kind}/{quote(revision or 'main', safe='')}"
