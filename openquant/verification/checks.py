@@ -6,7 +6,7 @@ findings.problems                            # [] if nothing is wrong
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -56,7 +56,9 @@ def check_headers(
     if model and embedding and model.embedding is not None:
         model = model.with_embedding()
 
-    entry = ModuleRules(with_layer_counts(model, checkpoint)) if model else None
+    entry = None
+    if model:
+        entry = ModuleRules(with_layer_counts(model, checkpoint))
 
     as_loaded = quantization.checked_as_engines_load
     find = find_weights if as_loaded else find_decodable_weights
@@ -69,7 +71,9 @@ def check_headers(
     check_cache(headers, findings)
 
     if entry is None:
-        of_list = "which unquantized layers must be in the ignore list, and " if as_loaded else ""
+        of_list = ""
+        if as_loaded:
+            of_list = "which unquantized layers must be in the ignore list, and "
         findings.notes.append(
             f"{checkpoint.architecture} is not a known architecture: it was not checked {of_list}which layers are fused"
         )
@@ -125,8 +129,15 @@ def check_finished(root: Path, plan: Plan) -> None:
         problems = findings.problems
 
     if problems:
-        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise RuntimeError(f"{root} was written wrongly: {'; '.join(problems[:3])}{more}")
+        raise RuntimeError(f"{root} was written wrongly: {_join_first(problems, 3, '; ', '; and')}")
+
+
+def _join_first(texts: Sequence[str], most: int, separator: str, rest: str) -> str:
+    """Join the first of some texts, and count the others: "a, b and 2 more"."""
+    joined = separator.join(texts[:most])
+    if len(texts) > most:
+        joined += f"{rest} {len(texts) - most} more"
+    return joined
 
 
 def require_sound(root: Path, files: Set[str]) -> None:
@@ -146,9 +157,8 @@ def require_sound(root: Path, files: Set[str]) -> None:
     except (SourceError, UsageError) as error:
         problems = [error.message]
     if problems:
-        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise OutputError(
-            f"{root} is damaged: {problems[0]}{more}",
+            f"{root} is damaged: {_join_first(problems, 1, '; ', '; and')}",
             "run the command that made it again with --overwrite, or copy it again from where it is whole",
         )
 
@@ -237,7 +247,9 @@ def extra_files(
     # The Hub puts .gitattributes into every repository.
     files = (name for name in checkpoint.files if name != ".gitattributes")
     names = [*files, *(name for name in others_left_out if name not in _OURS)]
-    allowed = {*names} - {_ADAPTER, _MODELOPT_CONFIG} if expected is None else expected
+    allowed = expected
+    if allowed is None:
+        allowed = {*names} - {_ADAPTER, _MODELOPT_CONFIG}
 
     problems: list[str] = []
     others: list[str] = []
@@ -254,8 +266,9 @@ def extra_files(
         else:
             others.append(name)
 
-    more = f" and {len(others) - 5} more" if len(others) > 5 else ""
-    return problems, [f"{where}: {', '.join(others[:5])}{more}"] if others else []
+    if not others:
+        return problems, []
+    return problems, [f"{where}: {_join_first(others, 5, ', ', ' and')}"]
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -50,7 +50,9 @@ class Difference(NamedTuple):
         path = ".".join(self.path)
         if self.actual is MissingValue:
             return f"{path} is missing, {other} {setting_repr(self.expected)}"
-        expected = "none" if self.expected is MissingValue else setting_repr(self.expected)
+        expected = "none"
+        if self.expected is not MissingValue:
+            expected = setting_repr(self.expected)
         return f"{path} is {setting_repr(self.actual)}, {other} {expected}"
 
 
@@ -138,10 +140,10 @@ _PLAIN_ROPE = (None, "default", 1.0, {"rope_type": "default"})
 
 def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config in the spelling of transformers 5, which has dtype and rope_parameters."""
-    normalized: dict[str, Any] = {
-        key: _normalize(value) if isinstance(value, dict) and "rope" not in key else value
-        for key, value in config.items()
-    }
+    normalized = dict(config)
+    for key, value in config.items():
+        if isinstance(value, dict) and "rope" not in key:
+            normalized[key] = _normalize(value)
 
     if "torch_dtype" in normalized:
         normalized.setdefault("dtype", normalized.pop("torch_dtype"))
@@ -166,8 +168,9 @@ def _normalize(config: Mapping[str, Any]) -> dict[str, Any]:
 
     by_layer_type = list(parameters.values())
     # Parameters for each type of layer that are all equal are the same as parameters for the model.
-    equal = isinstance(by_layer_type[0], dict) and all(value == by_layer_type[0] for value in by_layer_type)
-    normalized["rope_parameters"] = by_layer_type[0] if equal else parameters
+    if isinstance(by_layer_type[0], dict) and all(value == by_layer_type[0] for value in by_layer_type):
+        parameters = by_layer_type[0]
+    normalized["rope_parameters"] = parameters
 
     return normalized
 
@@ -251,12 +254,13 @@ def check_settings(checkpoint: Checkpoint, quantization: Quantization, findings:
         findings.problems.append("config.json: openquant does not write such a quantization_config")
     else:
         actual = without_fp8_cache(without_targets(settings))
-        groups = actual.get("config_groups") if scheme.group else None
+        groups = scheme.group and actual.get("config_groups")
+        if not isinstance(groups, dict):
+            groups = {}
         # Each config group is compared with that of the scheme it is most like.
-
         nearest = [
             min((scheme, *KEPT_SCHEMES), key=lambda candidate: len(list(config_differences(group, candidate.group))))
-            for group in (groups.values() if isinstance(groups, dict) else ())
+            for group in groups.values()
         ]
         expected = without_targets(scheme.config(None, dict.fromkeys(nearest, ())))
         for difference in config_differences(actual, expected, ("quantization_config",)):
@@ -277,7 +281,9 @@ def check_index(checkpoint: Checkpoint, findings: Findings) -> None:
     if not checkpoint.indexed:
         return
     metadata = read_json(checkpoint.root / INDEX_FILE, INDEX_FILE).get("metadata")
-    stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if not isinstance(metadata, dict):
+        return
+    stated = metadata.get("total_size")
     total = sum(info.nbytes for info in checkpoint.tensors.values())
     if stated is not None and stated != total:
         findings.add_difference(f"{INDEX_FILE}: total_size is {stated}, the tensors take {total} bytes")

@@ -42,7 +42,10 @@ class Findings:
 
     def add_difference(self, message: str) -> None:
         """Add something that openquant never writes, but other tools may: a problem if `ours`, else a note."""
-        (self.problems if self.ours else self.notes).append(message)
+        if self.ours:
+            self.problems.append(message)
+        else:
+            self.notes.append(message)
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,15 @@ class Headers:
         """Whether a tensor is the scale, zero points or shape of a quantized weight, or is called so."""
         return name in self.scales or self.owner(name) is not None
 
+    def as_unquantized(self, info: TensorInfo) -> TensorInfo:
+        """The tensor that codes stand for; any other tensor itself."""
+        if info.name in self.stored:
+            return self.stored[info.name].source
+        return info
+
     def layers(self, entry: ModuleRules) -> dict[str, Weight]:
         """The matrices of the directory that the module rules allow to quantize, by module."""
-        tensors = (
-            self.stored[info.name].source if info.name in self.stored else info
-            for info in self.checkpoint.tensors.values()
-        )
+        tensors = map(self.as_unquantized, self.checkpoint.tensors.values())
         return {
             info.module: Weight(
                 info.module, entry.rule(info.module).name_template, info, (info.shape[0], info.shape[1])
@@ -172,7 +178,7 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
 
     for info in headers.checkpoint.tensors.values():
         weight = headers.stored.get(info.name)
-        rule = entry.rule(weight.module if weight else info.module)
+        rule = entry.rule((weight or info).module)
 
         if weight is not None:
             # Layers that the registry keeps may have been quantized in the source.
@@ -202,8 +208,11 @@ def check_unlisted(headers: Headers, entry: ModuleRules, findings: Findings) -> 
             unlisted.append(info.module)
 
     if unlisted:
-        more = f" and {len(unlisted) - 1} more modules that are" if len(unlisted) > 1 else ", which is"
-        them = "them" if len(unlisted) > 1 else "it"
+        more = ", which is"
+        them = "it"
+        if len(unlisted) > 1:
+            more = f" and {len(unlisted) - 1} more modules that are"
+            them = "them"
         findings.notes.append(
             f"{ignored.key} does not list {unlisted[0]}{more} unquantized: right only if the engine never builds "
             f"{them} as {headers.quantization.groups[0][1].number.title}"
@@ -220,7 +229,9 @@ def check_head(headers: Headers, findings: Findings) -> None:
     Raises:
         UsageError: matching names with regular expressions of the config takes too long.
     """
-    for name, weight in headers.stored.items() if headers.head or headers.embedding else ():
+    if not headers.head and not headers.embedding:
+        return
+    for name, weight in headers.stored.items():
         if is_table(weight.module) and not headers.quantization.names(weight.module):
             findings.problems.append(
                 f"{headers.place(name)} is {weight.codes.dtype}, but no config group names it: "

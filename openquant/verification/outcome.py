@@ -88,7 +88,9 @@ class Report:
     @property
     def equal_share(self) -> float | None:
         """The share of recomputed codes that equal the stored ones, 0 to 1; None if none was recomputed."""
-        return self.equal_codes / self.compared_codes if self.compared_codes else None
+        if not self.compared_codes:
+            return None
+        return self.equal_codes / self.compared_codes
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name, as `--json` prints them; "decoded" has the mean and the worst of `errors`."""
@@ -96,9 +98,12 @@ class Report:
         for name in ("errors", "compared_codes", "equal_codes", "recomputed"):
             del fields[name]
         relative = [error.relative for error in self.errors]
+        mean = None
+        if relative:
+            mean = sum(relative) / len(relative)
         fields["decoded"] = {
             "layers": len(relative),
-            "relative_mean": sum(relative) / len(relative) if relative else None,
+            "relative_mean": mean,
             "equal_codes": self.equal_share,
             "worst": [asdict(error) for error in self.worst],
         }
