@@ -112,7 +112,7 @@ def render_page(page: PageContent) -> str:
     from markupsafe import Markup
 
     from . import charts
-    from .comparison import by_kl, comparison, names_in_picture, points_as_outputs
+    from .charts import by_kl, comparison, names_in_picture, points_as_outputs
     from .figure import recovery_of_outputs, recovery_of_tasks
 
     environment = Environment(

@@ -20,7 +20,7 @@ from ..plan.plan import Plan, ignored_layers
 from ..plan.serving import GPU_GB, Serving
 from ..plan.static_scales import CACHED
 from ..result import Place, Preview, Result, zero_notes
-from ..verification.outcome import Report
+from ..verification.headers import Report
 from .card import SIDES, answers, difference_text, engines_that_read, percent, serve_commands
 from .cells import (
     NOTHING,

@@ -44,12 +44,18 @@ from ..version import VLLM
 from ..weights.find import decoded_view, with_tool_config
 from ..weights.reading import Reader
 from ..weights.weight import Weight, WeightTransforms
-from .checks import check_headers, extra_files, extra_weights
-from .configs import config_differences, judge_config, missing_keys, without_quantization
+from .checks import (
+    check_headers,
+    config_differences,
+    extra_files,
+    extra_weights,
+    judge_config,
+    missing_keys,
+    without_quantization,
+)
 from .contents import Progress, TensorFindings, TensorTask, read_contents
 from .find_smoothing import recognize_smoothing
-from .headers import Findings, Headers, describe
-from .outcome import Report
+from .headers import Findings, Headers, Report, describe
 from .weight_checks import cache_tensors, cached_in_fp8, check_static_scales
 
 # An unquantized tensor, and what it must equal: see TensorTask.original.
