@@ -210,8 +210,10 @@ def _find_ranks(shared: bool = True) -> tuple[Ranks, UsageError | None]:
     """
     from ..distributed import Ranks
 
+    if not shared:
+        return Ranks(), None
     try:
-        return (Ranks.from_environment(os.environ) if shared else Ranks()), None
+        return Ranks.from_environment(os.environ), None
     except UsageError as error:
         return Ranks(), error
 
@@ -486,7 +488,8 @@ def _find_page_and_figure(call: Call, options: Evaluate) -> tuple[Destination | 
     from ..files.evaluation import EVALUATION
     from ..report.html import PAGE, PICTURE, require_tools
 
-    taken, beside = taken_by_evaluation(options, Texts(**call.values(Texts))), local_output(options)
+    taken = taken_by_evaluation(options, Texts(**call.values(Texts)))
+    beside = local_output(options)
     kinds = {"--out": EVALUATION, "--report": PAGE, "--figure": PICTURE}
     names = zip(kinds, (options.out, command.report, command.figure), strict=True)
     destinations = {
@@ -509,7 +512,9 @@ def _verify(call: Call) -> int:
         report = verify(**call.values(Check), reporter=reporter)
 
     if report.quantized and not report.problems and not call.given.get("full"):
-        option = "--source MODEL --full" if report.source is None else "--full"
+        option = "--full"
+        if report.source is None:
+            option = "--source MODEL --full"
         report = replace(report, notes=(*report.notes, f"codes were not compared: {option} does that"))
     call.show(report.to_json, partial(verification_text, report))
     return EXIT_PROBLEMS if report.problems else 0
@@ -549,8 +554,9 @@ def _install_completion(call: Call) -> int:
 
     shell, files = _write_completion(os.environ, call.command.dry_run)
     if call.command.dry_run:
-        writes = tuple(Place(str(path), "a script" if path is files[0] else "a start file") for path in files)
-        return call.show_preview(Preview((), (f"{shell} is to complete openquant",), writes))
+        writes = [Place(str(path), "a start file") for path in files]
+        writes[0] = Place(str(files[0]), "a script")
+        return call.show_preview(Preview((), (f"{shell} is to complete openquant",), tuple(writes)))
 
     lines = [*(f"wrote {path}" for path in files), f"a new {shell} completes openquant"]
     return call.show_lines({"shell": shell, "installed": str(files[0])}, lines)

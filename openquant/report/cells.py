@@ -93,12 +93,14 @@ def shorten(text: str, most: int) -> str:
     return f"{text[:most]}..."
 
 
-def short(count: int) -> str:
-    """Format a count, rounded down: "831", "16k", "1.2M".
+def short(count: int | None) -> str:
+    """Format a count, rounded down: "831", "16k", "1.2M"; "-" for None.
 
     Args:
         count: a number of things, 0 or more; k is 1000.
     """
+    if count is None:
+        return NOTHING
     for unit, size in (("M", 10**6), ("k", 1000)):
         if count >= 10 * size:
             return f"{count // size}{unit}"

@@ -130,10 +130,7 @@ def _fewest(held: Held) -> str:
 
 
 def _held_cells(held: Held) -> list[str]:
-    sequences = NOTHING
-    if held.sequences is not None:
-        sequences = short(held.sequences)
-    return [or_dash("{}", held.gpus), or_dash("{:,}", held.longest), sequences]
+    return [or_dash("{}", held.gpus), or_dash("{:,}", held.longest), short(held.sequences)]
 
 
 def _arithmetic(row: SchemeFit) -> str:
