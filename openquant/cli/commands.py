@@ -444,7 +444,7 @@ class _Figures(Terminal):
         self.call = call
         self.unprinted: OpenQuantError | None = None
 
-    def measured(self, evaluation: Evaluation) -> None:
+    def on_evaluation(self, evaluation: Evaluation) -> None:
         """Print the figures."""
         from ..report.text import evaluation_text
 

@@ -290,11 +290,11 @@ class Terminal(Reporter):
             say_lines(lines, sys.stderr)
         return lines
 
-    def disk_space(self, space: DiskSpace) -> None:
+    def on_disk_space(self, space: DiskSpace) -> None:
         """Keep the disk space for the plan."""
         self.space = space
 
-    def planned(self, plan: Plan, source: Source, output: Path) -> None:
+    def on_plan(self, plan: Plan, source: Source, output: Path) -> None:
         """Print the plan on stdout; if `quiet`, only the notes, on stderr. Of a second plan, print what is new."""
         self.close()
         self.plan = plan
@@ -323,7 +323,7 @@ class Terminal(Reporter):
         elif new_lines:
             self._print(planned_text(columns()))
 
-    def noted(self, about: str) -> None:
+    def on_note(self, about: str) -> None:
         """Print the line that describes what begins, or what --fit and --search measure."""
         self.close()
         self.stage = self.own_stage
@@ -332,7 +332,7 @@ class Terminal(Reporter):
         if not self.silent:
             say_lines([about], sys.stderr)
 
-    def progressed(self, done: int, total: int, unit: str = "tokens") -> None:
+    def on_progress(self, done: int, total: int, unit: str = "tokens") -> None:
         """Show the progress of anything but a conversion.
 
         Raises:
@@ -343,13 +343,13 @@ class Terminal(Reporter):
             self.progress = self.progress or Progress(total, 0, *self.stage, self.lines, unit)
             self.progress.advance(done - self.progress.done)
 
-    def started(self, total: int, done: int) -> None:
+    def on_start(self, total: int, done: int) -> None:
         """Begin to show the progress of a conversion."""
         self.close()
         if not self.silent:
             self.progress = Progress(total, done, lines=self.lines)
 
-    def advanced(self, nbytes: int) -> None:
+    def on_advance(self, nbytes: int) -> None:
         """Show the progress of a conversion.
 
         Raises:
@@ -359,13 +359,13 @@ class Terminal(Reporter):
         if self.progress is not None:
             self.progress.advance(nbytes)
 
-    def publishing(self, repo: str) -> None:
+    def on_publishing(self, repo: str) -> None:
         """Print to which repository the remaining files are uploaded."""
         self.close()
         if not self.silent:
             say_lines([f"converted; uploading the rest to {repo}"], sys.stderr)
 
-    def finished(self, result: Result, already_complete: bool) -> None:
+    def on_finish(self, result: Result, already_complete: bool) -> None:
         """Print notes that the plan did not have, and the summary."""
         self.close()
         notes = self._new_notes(result.notes)

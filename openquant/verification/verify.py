@@ -87,7 +87,7 @@ def verify(
     start = time.monotonic()
     reporter = reporter or Reporter()
     _check_options(directory, source, full, workers)
-    checked = find_whole(os.fspath(directory), reporter.noted)
+    checked = find_whole(os.fspath(directory), reporter.on_note)
     root = checked.root
     quantization = _read_quantization(root)
     journal = _read_journal(root)
@@ -98,7 +98,7 @@ def verify(
     if source is not None:
         source_name = os.fspath(source)
         # Kept until the end, since the directory of a GGUF file goes with it.
-        named = find_whole(source_name, reporter.noted)
+        named = find_whole(source_name, reporter.on_note)
         origin = named.open(copy)
     format_title = f"{quantization.method}, {quantization.title}"
 
@@ -122,7 +122,7 @@ def verify(
 
     headers, findings = check_headers(checkpoint, quantization, model, journal_files, ours=facts is not None)
     verification = _Verification(headers, findings, journal_files, origin, full, facts, requested)
-    verification.run(workers or available_cpus(), partial(reporter.progressed, unit="bytes"))
+    verification.run(workers or available_cpus(), partial(reporter.on_progress, unit="bytes"))
     contents = verification.contents
 
     return Report(
