@@ -12,7 +12,6 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from importlib import resources
 from itertools import takewhile
 from typing import Any
 from urllib.parse import quote, unquote
@@ -45,7 +44,7 @@ from ..recipes import recipe_command
 from ..registry.architecture import TASK_HEAD, Architecture
 from ..registry.rules import is_embedding
 from ..version import CITED, DISTRIBUTION, SGLANG, __version__
-from .cells import gigabytes, list_first, markdown, optional, shorten, terminal
+from .cells import fill_template, gigabytes, list_first, markdown, optional, shorten, terminal
 from .words import task_summary, texts_origin, verdict_meaning
 
 # Names that are safe in a Markdown link.
@@ -185,17 +184,8 @@ def evaluated_card(card: str, repo: str, evaluation: Mapping[str, Any], picture:
 
 
 def _fill(name: str, **values: Any) -> str:
-    """Fill a template of this room. What a terminal obeys in a value is escaped, newlines too."""
-    # Only here: it takes 50 ms to import.
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        finalize=lambda value: terminal(str(value)),
-    )
-    environment.filters |= {
+    """Fill a template. What a terminal obeys in a value is escaped, newlines too."""
+    filters = {
         "markdown": markdown,
         "literal": _literal,
         "shell_word": shell_word,
@@ -209,8 +199,7 @@ def _fill(name: str, **values: Any) -> str:
         "hardware": _hardware,
         "bar": _bar,
     }
-    template = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-    return environment.from_string(template).render(values)
+    return fill_template(name, values, filters, trim_blocks=True, finalize=lambda value: terminal(str(value)))
 
 
 # Characters of each text in a card.

@@ -215,14 +215,14 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
     for figures in shown:
         # What is the same for all metrics stands beside the first.
         questions = f"{figures['questions']:,}"
-        of_task = (_percent(figures["answered_otherwise"]), f"{figures['kl']:.3g}")
+        of_task = (share_text(figures["answered_otherwise"]), f"{figures['kl']:.3g}")
         for metric in figures["metrics"]:
             rows.append(
                 (
                     f"{terminal(figures['task'])}, {terminal(metric['metric'])}",
                     questions,
-                    _percent(metric["source"]),
-                    _percent(metric["output"]),
+                    share_text(metric["source"]),
+                    share_text(metric["output"]),
                     *_difference(metric),
                     f"{metric['p']:.2g}",
                     recovery_text(metric),
@@ -236,7 +236,7 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
     for mean in means:
         name = f"mean of {mean['tasks']} tasks, {terminal(mean['metric'])}"
-        scores = _percent(mean["source"]), _percent(mean["output"])
+        scores = share_text(mean["source"]), share_text(mean["output"])
         rows.append((name, "", *scores, *_difference(mean), "", recovery_text(mean), "", "", "", ""))
 
     return rows
@@ -244,9 +244,14 @@ def task_rows(tasks: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 def recovery_text(metric: Mapping[str, Any]) -> str:
     """Format the recovery of a metric: "98.7 %", or "-" if the source has no right answer."""
-    if metric["recovery"] is None:
+    return share_text(metric["recovery"])
+
+
+def share_text(share: float | None) -> str:
+    """Format a share: "98.7 %"; "-" if it is not known."""
+    if share is None:
         return NOTHING
-    return _percent(metric["recovery"])
+    return f"{100 * share:.1f} %"
 
 
 def task_summary(tasks: Mapping[str, Any]) -> str:
@@ -261,7 +266,7 @@ def task_summary(tasks: Mapping[str, Any]) -> str:
     names = [markdown(figures["task"]) for figures in tasks["tasks"]]
     recovery = f"recovery {recovery_text(mean)}{optional(' [{}]', interval)}"
     asked = f"{counted_questions(pooled['questions'])} of {list_first(names, _NAMED, 'more tasks')}"
-    accuracy = f"{_percent(mean['source'])} -> {_percent(mean['output'])}"
+    accuracy = f"{share_text(mean['source'])} -> {share_text(mean['output'])}"
     return f"{accuracy}, {recovery}, {asked} ({markdown(mean['metric'])})"
 
 
@@ -273,7 +278,3 @@ def _difference(metric: Mapping[str, Any]) -> Sequence[str]:
     """Return difference and interval in points: ("-0.5", "[-2.6, +1.5]")."""
     edges = ", ".join(f"{100 * edge:+.1f}" for edge in metric["difference_interval"])
     return f"{100 * metric['difference']:+.1f}", f"[{edges}]"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
