@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 # Most texts, and most characters of each.
 MOST_TEXTS = 50
 MOST_LETTERS = 4000
-# Packages of the extra `report`.
-_PACKAGES = ("jinja2", "matplotlib")
 # Marks of pages and pictures that openquant wrote, which are in their first bytes.
 _BEGINNING = 1024
 _GENERATOR = b'<meta name="generator" content="openquant '
@@ -84,7 +81,7 @@ class PageContent:
 
 
 def require_tools(option: str) -> None:
-    """Require the packages that draw reports, before anything is computed.
+    """Require what draws reports, before anything is computed.
 
     Args:
         option: the option that needs them, such as "--report", for the message.
@@ -93,8 +90,7 @@ def require_tools(option: str) -> None:
         UsageError: the extra `report` is not installed.
     """
     try:
-        for name in _PACKAGES:
-            import_module(name)
+        import matplotlib  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{option} needs {error.name}, which is not installed", install_hint("report")) from None
 
