@@ -13,8 +13,8 @@ import re
 import textwrap
 import unicodedata
 from collections.abc import Container, Iterable, Mapping, Sequence
-from importlib import resources
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 # Columns below a row that is too long for one line begin so far to the right.
@@ -53,7 +53,7 @@ def fill_template(name: str, values: Mapping[str, Any], filters: Mapping[str, An
 
 def read_part(name: str) -> str:
     """Read a file that lies beside the modules of this room."""
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 # What a cell says where nothing is known or nothing fits.
