@@ -230,10 +230,9 @@ def _advice(found: FitTable, width: int | None) -> list[str]:
 
 def _left_as_it_is(found: FitTable) -> int | None:
     """Tokens that a quantized source leaves room for."""
-    holds = _source(found).holds
-    if not found.quantized_source or not holds:
+    if not found.quantized_source:
         return None
-    return holds[0].left
+    return next((held.left for held in _source(found).holds), None)
 
 
 def _source(found: FitTable) -> SchemeFit:
